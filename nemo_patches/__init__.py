@@ -1,0 +1,51 @@
+"""Training NVIDIA NeMo speech models on several ranks without hanging in the encoder's length sync.
+
+`apply()`, `revert()` and `status()` are the whole interface. Importing this package imports neither torch nor NeMo.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from nemo_patches.patching.monkeypatch import Status
+
+__version__ = "0.1.0"
+__all__ = ["apply", "revert", "status"]
+
+
+def apply(
+    sync: Literal["bounded", "overlapped", "local"] | None = None,
+    timeout: float | None = None,
+    on_timeout: Literal["fallback", "raise"] | None = None,
+) -> None:
+    """Patch NeMo's length syncs in this process; a second call only changes the settings, and says so.
+
+    sync: "bounded" (default) waits for the other ranks at most `timeout`; "overlapped" never waits; "local" does not
+        communicate. timeout: seconds (default 10), for the wait of one encoder call. on_timeout: "fallback" (default)
+        goes on with this rank's own length; "raise" raises LengthSyncTimeout.
+    What is not given comes from NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT and NEMO_PATCHES_ON_TIMEOUT, then the default.
+
+    Raises SettingsError (a ValueError) for a value that is not allowed, DriftError where NeMo's code is not as
+    expected (then nothing is patched), ModuleNotFoundError where NeMo is not installed.
+    """
+    from nemo_patches.runtime.settings import resolve
+
+    settings = resolve(sync, timeout, on_timeout)
+    from nemo_patches.patching import monkeypatch
+
+    monkeypatch.apply(settings)
+
+
+def revert() -> None:
+    """Restore every patched attribute of NeMo to the very object it was; training goes on as stock."""
+    from nemo_patches.patching import monkeypatch
+
+    monkeypatch.revert()
+
+
+def status() -> Status:
+    """What is patched, what was skipped and why, the settings, and what each encoder's sync has done on this rank."""
+    from nemo_patches.patching import monkeypatch
+
+    return monkeypatch.status()

@@ -1,0 +1,1 @@
+"""How the runtime gets into NeMo."""

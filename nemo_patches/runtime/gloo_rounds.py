@@ -1,0 +1,333 @@
+"""The rounds of one encoder on a Gloo group of its own: connected off the training thread, waited for in bounded time.
+
+What Gloo does with a late, dead or exiting rank, and how each was measured, is in docs/design.md, "Facts about Gloo".
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_patches.runtime.protocol import SHORTEST_WAIT
+
+# Gloo closes a group for good once an operation is older than the group's timeout, so this must outlast any straggler.
+_GROUP_TIMEOUT = timedelta(days=7)
+# c10d does not look at signals while it waits. In slices, Ctrl-C and a SIGTERM handler act between two of them.
+_SLICE = timedelta(seconds=0.1)
+# Seconds between two looks of the helper thread; many ranks look less often, for the sake of the one store server.
+_FIRST_PAUSE, _LONGEST_PAUSE, _PAUSE_PER_RANK = 0.002, 0.1, 0.0005
+_FAILED = -(1 << 40)  # a rank that cannot take part pushes the count of arrived ranks below zero
+
+
+class RoundFailed(Exception):
+    """The group is gone: a peer died, the network failed, or Gloo could not connect. The text says which."""
+
+
+class Rounds:
+    """At most one outstanding round: `issue`, then `wait` or `poll` until it gives the round's result.
+
+    A round may be issued before the group is connected; it is then queued, and runs as soon as every rank has come.
+    """
+
+    def __init__(self, helper: Helper, key: str) -> None:
+        self._helper = helper
+        self._key = key
+        self._lock = threading.Lock()  # held for an enqueue, never for a wait or a store call
+        self._settled = threading.Event()  # connected, or failed
+        self._cell = array.array("q", [0])
+        self._tensor: torch.Tensor | None = None
+        self._group: Any = None
+        self._work: Any = None
+        self._queued = self._closed = False
+        self._error = ""
+        self._came_at = 0.0
+        _live.add(self)
+
+    def issue(self, value: int) -> None:
+        """Enqueue a round; raises RoundFailed where the group is gone. `value` is an int64."""
+        with self._lock:
+            self._came_at = 0.0
+            self._cell[0] = value
+            if self._group is not None:
+                self._start()
+            elif not self._queued:
+                self._queued = True
+                self._helper.connect(self)
+        if self._error:
+            raise RoundFailed(self._error)
+
+    def wait(self, limit: timedelta) -> int | None:
+        """The outstanding round's result; None if it has not come within `limit` (at least a millisecond)."""
+        deadline = time.monotonic() + limit.total_seconds()
+        if not self._settled.wait(limit.total_seconds()):
+            return None
+        while (left := deadline - time.monotonic()) > 0:
+            if self._error:
+                raise RoundFailed(self._error)
+            try:
+                self._work.wait(max(min(timedelta(seconds=left), _SLICE), SHORTEST_WAIT))
+            except RuntimeError:
+                if self._work.is_completed():
+                    break  # it failed, or it came just now: poll tells which
+            else:
+                break
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """The outstanding round's result, or None while it has not come; raises RoundFailed. Does not block."""
+        if self._error:
+            raise RoundFailed(self._error)
+        if self._work is None or not self._work.is_completed():
+            return None
+        try:
+            self._work.wait(SHORTEST_WAIT)  # completed: returns at once, or raises what the round failed with
+        except RuntimeError as error:
+            self._error = _first_line(error)
+            raise RoundFailed(self._error) from None
+        self._came_at = self._came_at or time.monotonic()
+        self._work = None
+        return self._cell[0]
+
+    @property
+    def came_at(self) -> float:
+        """time.monotonic() of the last round's arrival, to the helper's pause; 0.0 while it has not come."""
+        return self._came_at
+
+    def watch(self) -> None:
+        """Have the helper note when the outstanding round comes, while the training thread is elsewhere."""
+        self._helper.watch(self)
+
+    def close(self) -> None:
+        """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block."""
+        with self._lock:
+            group, work = self._group, self._work
+            self._group = self._work = None
+            self._closed = True
+            self._error = self._error or "closed"
+        self._settled.set()
+        if work is not None and not work.is_completed():
+            _abandoned.append((group, work))
+        _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
+
+    # What follows runs in the helper's thread.
+
+    def announce(self, store: dist.Store) -> dist.Store:
+        """Tell the other ranks that this one has come, or that it cannot take part."""
+        mine = dist.PrefixStore(self._key, store)
+        try:
+            _require_gloo()
+        except Exception as error:
+            mine.set("failed", f"rank {self._helper.rank}: {_first_line(error)}")
+            mine.add("arrived", _FAILED)
+            raise
+        mine.add("arrived", 1)
+        return mine
+
+    def connect(self, store: dist.Store) -> bool:
+        """Connect if every rank has come; False: not yet."""
+        arrived = store.add("arrived", 0)
+        if arrived < 0:
+            raise RoundFailed(store.get("failed").decode(errors="replace"))
+        if arrived < self._helper.size:
+            return False
+        group = dist.ProcessGroupGloo(store, self._helper.rank, self._helper.size, _GROUP_TIMEOUT)
+        with self._lock:
+            if not self._closed:
+                self._group = group
+                self._tensor = torch.frombuffer(self._cell, dtype=torch.int64)
+                if self._queued:
+                    self._start()
+        self._settled.set()
+        return True
+
+    def fail(self, reason: str) -> None:
+        self._error = self._error or reason
+        self._settled.set()
+
+    def note_arrival(self) -> bool:
+        """True once the outstanding round has come (or will never be seen)."""
+        work = self._work
+        if self._closed or self._error or self._came_at:
+            return True
+        if work is None or not work.is_completed():
+            return False
+        self._came_at = time.monotonic()
+        return True
+
+    def _start(self) -> None:
+        self._queued = False
+        try:
+            self._work = self._group.allreduce([self._tensor], _MAX)
+        except RuntimeError as error:
+            self._error = _first_line(error)
+
+    def keep_at_exit(self) -> None:
+        for thing in (self._group, self._work):
+            _leak(thing)
+
+
+class Helper:
+    """One daemon thread per process group that connects encoders' groups and notes when a late round comes.
+
+    It alone talks to the store, on a connection of its own: a blocking call on the shared default store would hold up
+    c10d's own use of it. The thread ends when there is nothing to do and is started again when there is.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, prefix: str) -> None:
+        self.rank, self.size = rank, size
+        self._default_store: dist.Store | None = store
+        self._store: dist.Store | None = None
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._connecting: list[_Connecting] = []
+        self._watching: list[weakref.ref[Rounds]] = []
+        self._stopped = False
+        _helpers.add(self)
+
+    def connect(self, rounds: Rounds) -> None:
+        with self._lock:
+            self._connecting.append(_Connecting(weakref.ref(rounds)))
+        self._run()
+
+    def watch(self, rounds: Rounds) -> None:
+        with self._lock:
+            self._watching.append(weakref.ref(rounds))
+        self._run()
+
+    def stop(self, join: timedelta = timedelta(0)) -> None:
+        """End the thread at its next look. At exit it is joined, or c10d could return into a dying interpreter."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None and join:
+            self._thread.join(join.total_seconds())
+
+    def _run(self) -> None:
+        self._wake.set()
+        with self._lock:
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=self._loop, name="nemo_patches", daemon=True)
+                self._thread.start()
+
+    def _loop(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self._stopped:
+            self._wake.clear()
+            with self._lock:
+                connecting, watching = list(self._connecting), list(self._watching)
+                if not connecting and not watching:
+                    self._thread = None
+                    return
+            done = [entry for entry in connecting if self._advance(entry)]
+            seen = [ref for ref in watching if (rounds := ref()) is None or rounds.note_arrival()]
+            with self._lock:
+                self._connecting = [entry for entry in self._connecting if entry not in done]
+                self._watching = [ref for ref in self._watching if ref not in seen]
+            pause = _FIRST_PAUSE if done or seen else min(pause * 1.5, max(_LONGEST_PAUSE, self.size * _PAUSE_PER_RANK))
+            self._wake.wait(pause)
+
+    def _advance(self, entry: _Connecting) -> bool:
+        """One look at a group that is being connected; True when it is settled, one way or the other."""
+        rounds = entry.rounds()
+        if rounds is None or rounds._closed:
+            return True
+        try:
+            if self._store is None and self._default_store is not None:
+                self._store = dist.PrefixStore(self._prefix, _own_connection(self._default_store))
+                self._default_store = None  # else rank 0's server, and its port, would outlive destroy_process_group
+            if entry.store is None:
+                assert self._store is not None
+                entry.store = rounds.announce(self._store)
+            return rounds.connect(entry.store)
+        except Exception as error:
+            rounds.fail(_first_line(error))
+            return True
+
+
+@dataclass(eq=False)
+class _Connecting:
+    """An encoder's group that waits for the other ranks; `store` is set once this rank has announced itself."""
+
+    rounds: weakref.ref[Rounds]
+    store: dist.Store | None = None
+
+
+if dist.is_available():
+    _MAX = dist.AllreduceOptions()
+    _MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # torch's stub calls it RedOpType
+
+_live: weakref.WeakSet[Rounds] = weakref.WeakSet()
+_helpers: weakref.WeakSet[Helper] = weakref.WeakSet()
+_abandoned: list[tuple[Any, Any]] = []
+
+
+def _own_connection(store: dist.Store) -> dist.Store:
+    """A connection to the same store that no one else uses; the store itself where its kind has none."""
+    if hasattr(store, "clone"):  # newer torch; keeps the prefixes
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            return store.clone()  # type: ignore[no-any-return]
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, dist.TCPStore):
+        return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False)
+    return store
+
+
+def _require_gloo() -> None:
+    """Raise where Gloo cannot listen here, before any other rank waits for this one."""
+    if not dist.is_gloo_available():
+        raise RuntimeError("this torch was built without Gloo")
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces:
+        dist.ProcessGroupGloo.create_default_device()
+    for interface in filter(None, interfaces.split(",")):
+        dist.ProcessGroupGloo.create_device(interface=interface)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _leak(thing: object) -> None:
+    """One reference too many: the destructor, which would wait for a pending round, never runs (docs/design.md)."""
+    if thing is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _keep_groups() -> None:
+    for rounds in list(_live):
+        rounds.keep_at_exit()
+    for pair in _abandoned:
+        _leak(pair)
+
+
+def _at_exit() -> None:
+    for helper in list(_helpers):
+        helper.stop(join=timedelta(seconds=0.5))
+    _keep_groups()
+
+
+def _in_forked_child() -> None:
+    # The group's threads do not exist here, so its destructor would wait for them without end.
+    _keep_groups()
+    for helper in list(_helpers):
+        helper._stopped = True
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,0 +1,100 @@
+"""Length-sized buffers that grow for this process only, so that DDP always collects the same shapes on every rank.
+
+NeMo registers `pe` (positional encodings, multi_head_attention.py) and `seq_range` (Squeezeformer, ConvASR and its
+SqueezeExcite, the punctuation model) as buffers and replaces them by larger ones. DDP collects a module's buffers anew
+at every forward and broadcasts rank 0's (pytorch issue 63916): with unequal sizes that overwrites other rows and other
+buffers. Here the grown tensor goes into the module instance's `__dict__`, which Python reads before a module's buffers,
+and the buffer keeps the shape it was built with.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+LENGTH_SIZED = ("pe", "seq_range")
+
+_growing: set[int] = set()  # encoders inside grown_privately, by id
+_unregistered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # NeMo would have registered their buffer
+_happened = False
+
+
+def happened() -> bool:
+    """Whether any buffer has grown privately in this process."""
+    return _happened
+
+
+@contextmanager
+def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Iterator[None]:
+    """Within it NeMo's own code may grow the encoder's length-sized buffers, and sees them as in stock.
+
+    Afterwards what has grown is private. A buffer that was registered just now, at the encoder's first call, becomes
+    private too, unless `register_new`: an encoder that is being built registers as in stock.
+    """
+    global _happened
+    if id(encoder) in _growing:  # set_max_audio_length within update_max_seq_length
+        yield
+        return
+    _growing.add(id(encoder))
+    registered = {(module, name): module._buffers.get(name) for module, name in _places(encoder)}
+    for (module, name), buffer in registered.items():
+        if buffer is not None and name in module.__dict__:
+            module._buffers[name] = module.__dict__.pop(name)
+    try:
+        yield
+    finally:
+        _growing.discard(id(encoder))
+        for module, name in _places(encoder):
+            buffer, grown = registered.get((module, name)), module._buffers.get(name)
+            if grown is buffer or (buffer is None and register_new):
+                continue
+            if buffer is None:
+                del module._buffers[name]
+                module._non_persistent_buffers_set.discard(name)
+                _unregistered.add(module)
+            else:
+                module._buffers[name] = buffer
+            module.__dict__[name] = grown
+            _happened = True
+
+
+def apply_to_grown(
+    encoder: torch.nn.Module, move: Callable[..., Any], function: Callable[[torch.Tensor], torch.Tensor]
+) -> Any:
+    """Run `move`, the encoder's `_apply` with `function`, and have the private tensors follow (.to, .half, ...)."""
+    grown = [(module, name, module.__dict__[name]) for module, name in _places(encoder) if name in module.__dict__]
+    result = move()
+    for module, name, tensor in grown:
+        if module.__dict__.get(name) is tensor and isinstance(tensor, torch.Tensor):  # not done by a nested encoder
+            module.__dict__[name] = function(tensor)
+    return result
+
+
+def give_back_all() -> None:
+    """Make every private tensor of this process the registered buffer, as stock would have it."""
+    global _happened
+    if not _happened:
+        return
+    # Copies of an encoder were never seen by us; only the collector knows them all.
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.nn.Module):
+            for name in LENGTH_SIZED:
+                if name in thing.__dict__ and name in thing._buffers:
+                    thing._buffers[name] = thing.__dict__.pop(name)
+    for module in list(_unregistered):
+        for name in LENGTH_SIZED:
+            if name in module.__dict__:
+                module.register_buffer(name, module.__dict__.pop(name), persistent=False)
+    _unregistered.clear()
+    _happened = False
+
+
+def _places(encoder: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    for module in encoder.modules():
+        for name in LENGTH_SIZED:
+            yield module, name

@@ -1,0 +1,126 @@
+"""The length sync as a state machine: which calls issue a round, which wait, and what length each gets. No torch.
+
+A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. Rounds pair by order, not by call, so
+the clock says which call a rank's length belongs to. docs/design.md gives the reasons; DESIGN's invariants are held
+by tests/test_protocol.py over random schedules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+# 24 bits of length: every length that stock's float32 carries exactly. Each field saturates, none ever wraps.
+LENGTH_BITS = 24
+EVALUATION_BITS = 15
+TRAINING_BITS = 24
+MAX_LENGTH = (1 << LENGTH_BITS) - 1
+MAX_EVALUATION = (1 << EVALUATION_BITS) - 1
+MAX_TRAINING = (1 << TRAINING_BITS) - 1
+
+SHORTEST_WAIT = timedelta(milliseconds=1)  # anything shorter is no limit at all to c10d
+CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeouts are forgotten
+_MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
+
+
+@dataclass(frozen=True, order=True)
+class Clock:
+    """Calls of one encoder, in lexicographic order: training calls, then evaluation calls since the last of them."""
+
+    training: int = 0
+    evaluation: int = 0
+
+    def next(self, training: bool) -> Clock:
+        if training:
+            return Clock(min(self.training + 1, MAX_TRAINING), 0)
+        return Clock(self.training, min(self.evaluation + 1, MAX_EVALUATION))
+
+
+def pack(clock: Clock, length: int) -> int:
+    """One int64 whose order is the order of (clock, length)."""
+    packed = clock.training << EVALUATION_BITS | clock.evaluation
+    return packed << LENGTH_BITS | min(length, MAX_LENGTH)
+
+
+def unpack(value: int) -> tuple[Clock, int]:
+    packed, length = value >> LENGTH_BITS, value & MAX_LENGTH
+    return Clock(packed >> EVALUATION_BITS, packed & MAX_EVALUATION), length
+
+
+class LengthProtocol:
+    """One encoder's side of the sync on this rank.
+
+    For each encoder call: `begin`; where it says that the call is not served yet, issue a round with `value()`; where
+    `wait_limit` gives a time, wait that long for it, and end with `came_in_time` or `timed_out`. A round that came in
+    after its call is handed to the next `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.clock = Clock()  # of this rank's current call
+        self.length = 0  # this rank's own, of its current call
+        self.outstanding = False  # a round was issued and its result has not been seen
+        self.calls = self.rounds = self.timeouts = 0
+        self._agreed_clock, self._agreed_length = Clock(-1), 0
+        self._completed = 0  # rounds whose result was seen
+        self._breaker = 0  # timed-out waits that are not forgotten: k in docs/design.md
+        self._wait_after = 0  # no call waits until so many rounds have completed
+        self._in_time = 0  # waited rounds in a row that came in time
+
+    def begin(self, length: int, training: bool, completed: int | None) -> bool:
+        """Start a call; `completed` is the outstanding round's result where it has come in. True: issue a round now."""
+        self.calls += 1
+        self.length = length
+        self.clock = self.clock.next(training)
+        if completed is not None:
+            self._learn(completed, training)
+        return not self.outstanding and not self.served
+
+    def value(self) -> int:
+        """The value to reduce in the round that is being issued."""
+        self.outstanding = True
+        self.rounds += 1
+        return pack(self.clock, self.length)
+
+    def wait_limit(self, timeout: timedelta) -> timedelta | None:
+        """How long this call may wait for the round that it issued; None: not at all."""
+        if self._completed < self._wait_after:
+            return None
+        return max(timeout / (1, 8, 64)[min(self._breaker, 2)], SHORTEST_WAIT)
+
+    def came_in_time(self, completed: int, training: bool) -> None:
+        self._learn(completed, training)
+        self._in_time += 1
+        if self._in_time >= CALM_ROUNDS:
+            self._breaker = self._wait_after = 0
+
+    def timed_out(self) -> None:
+        self.timeouts += 1
+        self._in_time = 0
+        self._breaker = min(self._breaker + 1, _MAX_TIMEOUTS)
+        self._wait_after = self._completed + 2**self._breaker - 2
+
+    @property
+    def served(self) -> bool:
+        """Whether a round at this call's clock, or at a later one, has come in."""
+        return self._agreed_clock >= self.clock
+
+    def agreed(self) -> int:
+        """The length for the current call: the ranks' largest where a round served it, never below this rank's own."""
+        return max(self.length, self._agreed_length) if self.served else self.length
+
+    def latest(self) -> int:
+        """For sync="overlapped": the latest round's length serves, although it belongs to an earlier call."""
+        return max(self.length, self._agreed_length)
+
+    def _learn(self, completed: int, training: bool) -> None:
+        self.outstanding = False
+        self._completed += 1
+        clock, length = unpack(completed)
+        self._agreed_clock, self._agreed_length = clock, length
+        if clock <= self.clock:
+            return
+        if training or clock.evaluation:
+            self.clock = clock
+        elif clock.training - 1 > self.clock.training:
+            # An evaluation call that hears of a training call has that training call still before it.
+            self.clock = Clock(clock.training - 1, self.clock.evaluation)

@@ -1,0 +1,40 @@
+"""The log lines: one logger, visible without any logging set-up, each line with rank, world size and host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+import torch
+
+logger = logging.getLogger("nemo_patches")
+
+
+def enable() -> None:
+    """Make the lines visible on stderr, unless the user gave the logger a handler of their own."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s nemo_patches %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False  # else a root handler prints the line a second time
+
+
+def report(level: int, text: str) -> None:
+    """One line. Never raises into the caller: a full disk or a closed stderr must not stop training."""
+    try:
+        enable()
+        logger.log(level, "[%s] %s", _who(), text)
+    except Exception:
+        pass  # there is nowhere left to say it
+
+
+def _who() -> str:
+    rank: object = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
+    size: object = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or "?"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return f"rank {rank}/{size} {socket.gethostname()}"
