@@ -193,11 +193,12 @@ def _patch_late(target: Target, module: ModuleType) -> None:
 
 
 def _patch(target: Target, module: ModuleType) -> None:
-    owner = getattr(module, target.owner)
+    owner = target.find_owner(module)
+    assert owner is not None  # drift() has seen it
     _replace(owner, target.method, _bounded(owner.__dict__[target.method]))
     if target.setter:
         _replace(owner, target.setter, _private_setter(owner.__dict__[target.setter]))
-    _replace(owner, "_apply", _following_apply(owner._apply))
+    _replace(owner, "_apply", _following_apply(owner._apply))  # type: ignore[attr-defined]  # it is a Module
     _patched.append(target)
 
 

@@ -1,0 +1,133 @@
+"""Real ranks for tests: forked from a server that has imported NeMo once, each with a time limit, all reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["nemo.collections.asr", "nemo_patches.patching.monkeypatch"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one rank ended: what its function returned, what it wrote to stderr, its exit code (minus the signal)."""
+
+    value: Any
+    stderr: str
+    exit_code: int | None
+
+    def lines(self, *words: str) -> list[str]:
+        """nemo_patches' own log lines that hold all the words."""
+        own = [line for line in self.stderr.splitlines() if " nemo_patches " in line]
+        return [line for line in own if all(word in line for word in words)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    limit: float = 120.0,
+    dies: tuple[int, ...] = (),
+    group: bool = True,
+) -> list[Result]:
+    """Run function(rank, size, *args) in `size` processes with a gloo process group (unless group=False).
+
+    A rank in `dies` may end as it likes; any other must return.
+    After `limit` seconds all are killed, and the test fails.
+    """
+    port = free_port()
+    processes, pipes, logs = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(size):
+                ours, theirs = _context.Pipe(duplex=False)
+                log = Path(folder, f"rank{rank}.log")
+                process = _context.Process(
+                    target=_rank, args=(function, rank, size, args, port, str(log), theirs, group)
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+                logs.append(log)
+            outcomes = _collect(pipes, limit)
+            for process in processes:
+                process.join(5)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        results = [
+            Result(outcome[1] if outcome and outcome[0] else None, log.read_text(errors="replace"), process.exitcode)
+            for outcome, log, process in zip(outcomes, logs, processes, strict=True)
+        ]
+    for rank, (outcome, result) in enumerate(zip(outcomes, results, strict=True)):
+        if rank not in dies and not (outcome and outcome[0]):
+            why = outcome[1] if outcome else f"no result within {limit} s, exit code {result.exit_code}"
+            raise AssertionError(f"rank {rank} of {size}: {why}\n--- its stderr ends:\n{result.stderr[-3000:]}")
+    return results
+
+
+def _collect(pipes: list[Connection], limit: float) -> list[tuple[bool, Any] | None]:
+    outcomes: list[tuple[bool, Any] | None] = [None] * len(pipes)
+    deadline = time.monotonic() + limit
+    pending = list(pipes)
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(pending, left):
+            pending.remove(pipe)
+            with contextlib.suppress(EOFError):
+                outcomes[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
+    return outcomes
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, size: int, args: Any, port: int, log: str, pipe: Connection, group: bool
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    try:
+        if group:
+            join_group(rank, size, port)
+        outcome = (True, function(rank, size, *args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(outcome))
+    pipe.close()
+
+
+def join_group(rank: int, size: int, port: int, seconds: float = 60.0) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
