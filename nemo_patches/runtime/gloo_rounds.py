@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_patches.runtime.protocol import SHORTEST_WAIT
+from nemo_patches.runtime.reporting import raised_by_signal_handler
 
 # Gloo closes a group for good once an operation is older than the group's timeout, so this must outlast any straggler.
 _GROUP_TIMEOUT = timedelta(days=7)
@@ -78,7 +79,9 @@ class Rounds:
                 raise RoundFailed(self._error)
             try:
                 self._work.wait(max(min(timedelta(seconds=left), _SLICE), SHORTEST_WAIT))
-            except RuntimeError:
+            except RuntimeError as error:
+                if raised_by_signal_handler(error):
+                    raise
                 if self._work.is_completed():
                     break  # it failed, or it came just now: poll tells which
             else:
@@ -94,6 +97,8 @@ class Rounds:
         try:
             self._work.wait(SHORTEST_WAIT)  # completed: returns at once, or raises what the round failed with
         except RuntimeError as error:
+            if raised_by_signal_handler(error):
+                raise
             self._error = _first_line(error)
             raise RoundFailed(self._error) from None
         self._came_at = self._came_at or time.monotonic()

@@ -21,7 +21,7 @@ import torch
 from nemo_patches.runtime import settings as _settings
 from nemo_patches.runtime.gloo_rounds import Helper, RoundFailed, Rounds
 from nemo_patches.runtime.protocol import LengthProtocol
-from nemo_patches.runtime.reporting import report
+from nemo_patches.runtime.reporting import raised_by_signal_handler, report
 from nemo_patches.runtime.settings import Settings
 
 
@@ -51,7 +51,7 @@ def synced_length(encoder: torch.nn.Module, seq_length: int) -> int:
 
     Waits at most the timeout. This rank's own length where the others are late, where the encoder's own
     `sync_max_audio_length` is false, and where there is no process group or only one rank. Raises LengthSyncTimeout
-    if that was chosen, and nothing else.
+    if that was chosen, what a signal handler raises meanwhile, and nothing else.
     """
     length = int(seq_length)
     try:
@@ -60,6 +60,8 @@ def synced_length(encoder: torch.nn.Module, seq_length: int) -> int:
     except LengthSyncTimeout:
         raise
     except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
         _give_up(error)
         return length
 
@@ -83,7 +85,7 @@ def current() -> Settings:
 
 
 def counters() -> tuple[EncoderCounters, ...]:
-    """The counters of every encoder that lives and was called under the present process group."""
+    """The counters of every encoder that lives and was called under the present (or last) process group."""
     return () if _world is None else tuple(sync.counters() for sync in _world.syncs.values())
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import traceback
 
 import torch
 
@@ -28,8 +30,20 @@ def report(level: int, text: str) -> None:
     try:
         enable()
         logger.log(level, "[%s] %s", _who(), text)
-    except Exception:
-        pass  # there is nowhere left to say it
+    except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
+        # else there is nowhere left to say it
+
+
+def raised_by_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the user's raised this while our code ran: then it is not ours to swallow."""
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    functions = (getattr(handler, "__func__", handler) for handler in handlers if callable(handler))
+    codes = {
+        getattr(function, "__code__", getattr(type(function).__call__, "__code__", None)) for function in functions
+    }
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _who() -> str:

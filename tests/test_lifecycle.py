@@ -1,0 +1,203 @@
+"""Process groups that come and go, ranks that cannot connect, signals during a wait, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, join_group, run_ranks
+
+import nemo_patches
+
+
+def call(encoder: torch.nn.Module, length: int) -> float:
+    start = time.monotonic()
+    encoder.update_max_seq_length(seq_length=length, device=torch.device("cpu"))
+    return time.monotonic() - start
+
+
+def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
+    nemo_patches.apply(timeout=5.0)
+    encoder = encoders.conformer()
+    found = []
+    call(encoder, 50)  # no process group yet
+    found.append((encoder.max_audio_length, len(nemo_patches.status().encoders)))
+    for generation, port in enumerate(ports):
+        join_group(rank, size, port)
+        before = resources()
+        for step in range(3):
+            call(encoder, 100 * (generation + 1) + 10 * step + rank)
+        found.append((encoder.max_audio_length, nemo_patches.status().encoders[0].rounds))
+        dist.barrier()
+        during = resources()
+        dist.destroy_process_group()
+        after = resources()
+        found.append((during[0] > before[0], after[0] <= before[0], after[1] <= before[1]))
+    call(encoder, 2000)
+    found.append((encoder.max_audio_length, 0))
+    return found
+
+
+def resources() -> tuple[int, int, int]:
+    """Threads and open files of this process, and the MiB of memory that it holds."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4 // 1024
+
+
+def test_a_new_process_group_starts_afresh_and_an_old_one_leaves_nothing() -> None:
+    results = run_ranks(groups_come_and_go, 2, [free_port(), free_port()], group=False)
+    for result in results:
+        none, first, gone, second, gone_again, alone = result.value
+        assert none == (60, 0)
+        assert first == (121, 3)
+        assert second == (221, 3)
+        assert gone == gone_again == (True, True, True)
+        assert alone == (2000, 0)
+        assert result.lines("WARNING") == result.lines("ERROR") == []
+
+
+def alone(rank: int, size: int) -> Any:
+    nemo_patches.apply()
+    encoder = encoders.conformer()
+    before = os.listdir("/proc/self/task")
+    seconds = call(encoder, 500)
+    return seconds, encoder.max_audio_length, len(os.listdir("/proc/self/task")) - len(before)
+
+
+def test_a_world_of_one_does_nothing() -> None:
+    (result,) = run_ranks(alone, 1)
+    seconds, maximum, new_threads = result.value
+    assert seconds < 0.5
+    assert (maximum, new_threads) == (500, 0)
+
+
+def without_gloo(rank: int, size: int) -> Any:
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"  # read where our group is made; the default one is there
+    nemo_patches.apply(timeout=3.0)
+    encoder = encoders.conformer()
+    seconds = [call(encoder, 100 * (step + 1) + rank) for step in range(3)]
+    dist.barrier()
+    return seconds, encoder.max_audio_length
+
+
+def test_a_rank_whose_gloo_cannot_connect_is_named_and_nobody_waits_for_it() -> None:
+    results = run_ranks(without_gloo, 2)
+    for rank, result in enumerate(results):
+        seconds, maximum = result.value
+        assert sum(seconds) < 2.5
+        assert maximum == 300 + rank
+        (line,) = result.lines("the length sync has ended")
+        assert "rank 1" in line
+        assert "no_such_interface" in line
+
+
+def without_a_cpu_backend(rank: int, size: int, port: int) -> Any:
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=size)
+    nemo_patches.apply(timeout=5.0)
+    encoder = encoders.conformer()
+    call(encoder, 100 * (rank + 1))
+    return encoder.max_audio_length
+
+
+def test_a_default_group_without_a_cpu_backend() -> None:
+    results = run_ranks(without_a_cpu_backend, 2, free_port(), group=False)
+    assert [result.value for result in results] == [200, 200]
+
+
+def with_a_file_store(rank: int, size: int, path: str) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
+    nemo_patches.apply(timeout=5.0)
+    encoder = encoders.conformer()
+    call(encoder, 100 * (rank + 1))
+    dist.barrier()
+    return encoder.max_audio_length
+
+
+def test_a_file_store(tmp_path: Path) -> None:
+    results = run_ranks(with_a_file_store, 2, str(tmp_path / "store"), group=False)
+    assert [result.value for result in results] == [200, 200]
+
+
+class Stopped(RuntimeError):
+    """What a user's SIGTERM handler may raise; not to be taken for an error of Gloo's or of ours."""
+
+
+def interrupted(rank: int, size: int, number: int) -> Any:
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    nemo_patches.apply(timeout=20.0)
+    encoder = encoders.conformer()
+    found = []
+    if number == signal.SIGTERM:
+        signal.signal(number, stop)
+    else:
+        signal.signal(number, signal.default_int_handler)
+    for connected in (False, True):
+        for _ in range(4 * connected):  # in step again after the interrupted call
+            dist.barrier()
+            call(encoder, 100)
+        dist.barrier()
+        if rank == 0:
+            sent = []
+
+            def send(sent: list[float] = sent) -> None:
+                time.sleep(1.0)  # the wait is well under way
+                sent.append(time.monotonic())
+                os.kill(os.getpid(), number)
+
+            threading.Thread(target=send).start()
+            try:
+                call(encoder, 100)
+                found.append(("not interrupted", 0.0))
+            except (Stopped, KeyboardInterrupt) as error:
+                found.append((type(error).__name__, time.monotonic() - sent[0]))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_act_during_a_wait(number: int) -> None:
+    first, _ = run_ranks(interrupted, 2, number)
+    names = {"KeyboardInterrupt"} if number == signal.SIGINT else {"Stopped"}
+    assert {name for name, _ in first.value} == names
+    assert len(first.value) == 2
+    assert all(delay < 0.25 for _, delay in first.value)
+
+
+def many_encoders(rank: int, size: int) -> Any:
+    from nemo_patches.runtime.length_sync import synced_length
+
+    nemo_patches.apply(timeout=20.0)
+    encoder = encoders.conformer()
+    synced_length(encoder, 5)
+
+    before = middle = resources()
+    for number in range(1000):
+        dropped = torch.nn.Linear(1, 1)  # what the sync keeps does not depend on the encoder's own size
+        assert synced_length(dropped, 10 + rank) == 10 + size - 1
+        del dropped
+        if number == 500:
+            middle = resources()
+    return before, middle, resources()
+
+
+def test_a_thousand_encoders_leave_nothing_behind() -> None:
+    for result in run_ranks(many_encoders, 2, limit=200):
+        before, middle, after = result.value
+        assert after[0] <= before[0] + 4, "threads"
+        assert after[1] <= before[1] + 6, "sockets"
+        assert after[2] - middle[2] < 15, "MiB"
+        assert result.lines("WARNING") == result.lines("ERROR") == []

@@ -1,0 +1,92 @@
+"""A peer that dies or is stopped in the middle of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import encoders
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import nemo_patches
+
+
+def call(encoder: torch.nn.Module, length: int) -> float:
+    start = time.monotonic()
+    encoder.update_max_seq_length(seq_length=length, device=torch.device("cpu"))
+    return time.monotonic() - start
+
+
+def with_a_killed_peer(rank: int, size: int) -> Any:
+    nemo_patches.apply(timeout=5.0)
+    encoder = encoders.conformer()
+    for step in range(3):
+        call(encoder, 100 + step)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [(call(encoder, 1000 + 100 * step + rank), encoder.max_audio_length) for step in range(5)]
+
+
+def test_a_killed_peer_costs_no_wait_and_one_line() -> None:
+    results = run_ranks(with_a_killed_peer, 3, dies=(1,))
+    for rank in (0, 2):
+        assert sum(seconds for seconds, _ in results[rank].value) < 2.5
+        assert [maximum for _, maximum in results[rank].value][-1] == 1400 + rank
+        (line,) = results[rank].lines("the length sync has ended")
+        assert f"rank {rank}/3" in line
+        assert "ConformerEncoder" in line
+        assert results[rank].lines("not every rank") == []
+    assert results[1].exit_code == -signal.SIGKILL
+
+
+def with_a_peer_killed_during_the_wait(rank: int, size: int) -> Any:
+    nemo_patches.apply(timeout=20.0)
+    encoder = encoders.conformer()
+    call(encoder, 100)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call(encoder, 300), encoder.max_audio_length
+
+
+def test_a_peer_killed_during_the_wait_ends_it() -> None:
+    seconds, maximum = run_ranks(with_a_peer_killed_during_the_wait, 2, dies=(1,))[0].value
+    assert seconds < 5
+    assert maximum == 300
+
+
+def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
+    nemo_patches.apply(timeout=1.0)
+    encoder = encoders.conformer()
+    peers: list[Any] = [0] * size
+    dist.all_gather_object(peers, os.getpid())
+    call(encoder, 100)
+    dist.barrier()
+    if rank == 0:
+        os.kill(peers[1], signal.SIGSTOP)
+        seconds = call(encoder, 300)
+        os.kill(peers[1], signal.SIGCONT)
+        Path(go_on).touch()
+    else:
+        while not Path(go_on).exists():
+            time.sleep(0.01)
+        seconds = call(encoder, 301)
+    dist.barrier()
+    for step in range(3):
+        call(encoder, 400 + 10 * step + rank)
+        dist.barrier()
+    return seconds, encoder.max_audio_length
+
+
+def test_a_stopped_peer_is_as_late_and_recovers(tmp_path: Path) -> None:
+    first, second = run_ranks(with_a_stopped_peer, 2, str(tmp_path / "go on"))
+    assert 0.9 <= first.value[0] <= 1.5
+    assert second.value[0] < 0.5
+    assert first.value[1] == second.value[1] == 421
+    assert len(first.lines("not every rank")) == len(first.lines("recovered")) == 1
+    assert second.lines("WARNING") == first.lines("ERROR") == second.lines("ERROR") == []

@@ -1,0 +1,213 @@
+"""Buffers that grow to different lengths on different ranks under DDP: no row wrong, BatchNorm right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import encoders
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import nemo_patches
+
+LONG, SHORT = 400, 50
+
+
+class Nested(torch.nn.Module):
+    """An encoder two levels down, with BatchNorm buffers before and behind it in DDP's flat broadcast."""
+
+    def __init__(self, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.before = torch.nn.BatchNorm1d(encoders.FEATURES)
+        self.model = torch.nn.Module()
+        self.model.encoder = encoder
+        self.after = torch.nn.BatchNorm1d(16)
+
+    def forward(self, audio_signal: torch.Tensor, length: torch.Tensor) -> Any:
+        encoded, _ = self.model.encoder(audio_signal=self.before(audio_signal), length=length)
+        return (self.after(encoded),)
+
+
+def lightning_module(encoder: torch.nn.Module) -> torch.nn.Module:
+    import lightning.pytorch
+
+    class Module(lightning.pytorch.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nested = Nested(encoder)
+
+        def forward(self, audio_signal: torch.Tensor, length: torch.Tensor) -> Any:
+            return self.nested(audio_signal, length)
+
+    return Module()
+
+
+WRAPS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "bare": lambda encoder: encoder,
+    "nested": Nested,
+    "lightning": lightning_module,
+}
+
+
+def flag_off(name: str) -> dict[str, Any]:
+    return {"sync_max_audio_length": False} if name in ("conformer", "transformer") else {}
+
+
+def train_unevenly(name: str, wrap: str, long_rank: int, rank: int, apply_late: bool, stock_rank: int) -> Any:
+    """A few DDP steps in which one rank's input is long: from the first on where the encoder starts at length 0."""
+    if not apply_late and rank != stock_rank:
+        nemo_patches.apply(sync="local")
+    torch.manual_seed(0)
+    encoder = encoders.makers()[name](**flag_off(name))
+    whole = WRAPS[wrap](encoder)
+    model = torch.nn.parallel.DistributedDataParallel(whole)
+    if apply_late and rank != stock_rank:
+        nemo_patches.apply(sync="local")
+    collected = {path: tuple(buffer.shape) for path, buffer in whole.named_buffers()}
+    for step in range(4):
+        frames = LONG if rank == long_rank and step in (0, 2) else SHORT
+        encoders.run(model, frames, seed=step * 10 + rank).pow(2).mean().backward()
+    # DDP broadcasts rank 0's buffers, then every rank sees the same input: the BatchNorms must agree to the bit.
+    torch.manual_seed(99)
+    encoders.run(model, SHORT, seed=99).pow(2).mean().backward()
+    wrong = encoders.wrong_rows(encoder)
+    norms = [buffer.clone() for path, buffer in whole.named_buffers() if "running" in path or "batches" in path]
+    layout = {path: tuple(buffer.shape) for path, buffer in whole.named_buffers()}
+    nemo_patches.revert()
+    return wrong, layout == collected, norms
+
+
+def uneven_growth(rank: int, size: int, cases: list[tuple[Any, ...]]) -> list[Any]:
+    found = []
+    for name, wrap, long_rank, apply_late, stock_rank in cases:
+        found.append(train_unevenly(name, wrap, long_rank, rank, apply_late, stock_rank))
+        dist.barrier()
+    return found
+
+
+def cases() -> list[tuple[Any, ...]]:
+    """(encoder, wrap, rank with the long input, apply after DDP wrapped the model, rank that stays stock or -1)."""
+    names = [name for name in encoders.makers() if name not in encoders.FORWARD_ONLY]
+    table: list[tuple[Any, ...]] = []
+    for name in names:
+        for long_rank in (0, 1):
+            table += [(name, "bare", long_rank, False, -1), (name, "nested", long_rank, True, -1)]
+    table += [("conformer", "lightning", 1, False, -1), ("conformer", "lightning", 0, True, -1)]
+    # A rank of stock, with its flag off, beside a patched rank that grows.
+    table += [("conformer", "nested", 0, False, 1), ("conformer", "nested", 1, True, 0)]
+    return table
+
+
+def test_no_row_is_wrong_whichever_rank_was_longer() -> None:
+    results = run_ranks(uneven_growth, 2, cases())
+    for case, first, second in zip(cases(), results[0].value, results[1].value, strict=True):
+        for wrong, same_layout, _ in (first, second):
+            assert wrong == 0, case
+            assert same_layout, case
+        assert first[2], case
+        assert all(torch.equal(one, other) for one, other in zip(first[2], second[2], strict=True)), case
+
+
+def stock_corrupts(rank: int, size: int) -> int:
+    encoder = encoders.conformer(sync_max_audio_length=False)
+    model = torch.nn.parallel.DistributedDataParallel(encoder)
+    for step in range(3):
+        encoders.run(model, LONG if rank == 1 and step == 1 else SHORT).mean().backward()
+    return encoders.wrong_rows(encoder)
+
+
+def test_stock_does_corrupt_in_this_very_setting() -> None:
+    assert run_ranks(stock_corrupts, 2)[1].value > 100
+
+
+MOVES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to": lambda model: model.to(torch.float64),
+    "there and back": lambda model: model.half().float(),
+    "whole model to another device": lambda model: model.to("meta"),
+}
+
+
+def moved(name: str, move: str) -> dict[str, torch.Tensor]:
+    """What the forward reads after a growth, a move of the whole model, and one more growth (none on meta)."""
+    torch.manual_seed(0)
+    encoder = encoders.makers()[name]().eval()
+    whole = Nested(encoder)
+    with torch.no_grad():
+        encoders.run(encoder, LONG)
+    MOVES[move](whole)
+    found = {f"moved {path}": tensor.clone() for path, tensor in encoders.length_sized(encoder).items()}
+    if move != "whole model to another device":
+        update = getattr(encoder, "update_max_seq_length", None) or encoder.update_max_sequence_length
+        update(seq_length=10 * LONG, device=torch.device("cpu"))
+        found |= encoders.length_sized(encoder)
+    return found
+
+
+def moves(rank: int, size: int) -> list[str]:
+    problems = []
+    for name in encoders.makers():
+        for move in MOVES:
+            stock = moved(name, move)
+            nemo_patches.apply()
+            patched = moved(name, move)
+            nemo_patches.revert()
+            for path, tensor in stock.items():
+                other = patched[path]
+                alike = tensor.dtype == other.dtype and tensor.device == other.device and tensor.shape == other.shape
+                if not alike or not (tensor.is_meta or torch.equal(tensor, other)):
+                    problems.append(f"{name}, {move}: {path}")
+    return problems
+
+
+def test_grown_tensors_follow_the_model_as_in_stock() -> None:
+    for result in run_ranks(moves, 2):
+        assert result.value == []
+
+
+def revert_midway(rank: int, size: int) -> dict[str, Any]:
+    """Three steps patched, revert(), three steps of stock; all of it stock for comparison."""
+    found = {}
+    for name in (n for n in encoders.makers() if n not in encoders.FORWARD_ONLY):
+        runs = []
+        for patched in (False, True):
+            torch.manual_seed(0)
+            encoder = encoders.makers()[name]()
+            model = torch.nn.parallel.DistributedDataParallel(encoder)
+            torch.manual_seed(1)
+            if patched:
+                nemo_patches.apply()
+            outputs = []
+            for step in range(6):
+                if step == 3:
+                    nemo_patches.revert()
+                outputs.append(encoders.run(model, LONG + 100 * step, seed=rank))
+                outputs[-1].mean().backward()
+            registered = {path: tuple(buffer.shape) for path, buffer in encoder.named_buffers()}
+            private = [path for path, module in encoder.named_modules() if {"pe", "seq_range"} & set(vars(module))]
+            runs.append((outputs, registered, private, encoder.max_audio_length))
+        stock, patched_run = runs
+        same = all(torch.equal(a, b) for a, b in zip(stock[0], patched_run[0], strict=True))
+        found[name] = (same, stock[1:] == patched_run[1:])
+    return found
+
+
+def test_revert_in_the_middle_of_training_leaves_a_model_that_stock_continues() -> None:
+    for result in run_ranks(revert_midway, 2):
+        assert all(value == (True, True) for value in result.value.values()), result.value
+
+
+@pytest.mark.parametrize("name", ["conformer"])
+def test_growth_without_a_process_group_is_stocks(name: str) -> None:
+    nemo_patches.apply()
+    try:
+        encoder = encoders.makers()[name]()
+        encoders.run(encoder, LONG)
+        assert encoder.pos_enc._buffers["pe"].size(1) == 2 * LONG - 1
+        assert "pe" not in vars(encoder.pos_enc)
+    finally:
+        nemo_patches.revert()
