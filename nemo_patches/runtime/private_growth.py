@@ -9,11 +9,13 @@ and the buffer keeps the shape it was built with.
 
 from __future__ import annotations
 
+import copyreg
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -60,6 +62,7 @@ def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Ite
             else:
                 module._buffers[name] = buffer
             module.__dict__[name] = grown
+            copyreg.dispatch_table.setdefault(type(module), _reduce)
             _happened = True
 
 
@@ -91,7 +94,25 @@ def give_back_all() -> None:
             if name in module.__dict__:
                 module.register_buffer(name, module.__dict__.pop(name), persistent=False)
     _unregistered.clear()
+    for owner in [owner for owner, reduce in copyreg.dispatch_table.items() if reduce is _reduce]:
+        del copyreg.dispatch_table[owner]
     _happened = False
+
+
+def _reduce(module: torch.nn.Module) -> tuple[Any, ...]:
+    """How a module with a private tensor is pickled: with that tensor in the buffer, as stock's would be.
+
+    A process without nemo_patches, which may load it, grows the buffer and would go on reading a private tensor. A
+    copy (copy.deepcopy comes here too) stays in this process, and keeps its buffer's shape like the original.
+    """
+    function, arguments, state, *rest = cast("tuple[Any, ...]", module.__reduce_ex__(4))
+    if sys._getframe(1).f_globals.get("__name__") == "copy":
+        return (function, arguments, state, *rest)
+    state = {**state, "_buffers": dict(state["_buffers"])}
+    for name in LENGTH_SIZED:
+        if name in state and name in state["_buffers"]:
+            state["_buffers"][name] = state.pop(name)
+    return (function, arguments, state, *rest)
 
 
 def _places(encoder: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:

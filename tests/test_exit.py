@@ -1,0 +1,70 @@
+"""How an interpreter ends while a round is pending: as fast as stock's, with the exit code it had, and no abort."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+PROGRAM = """
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+rank, port, ending, done = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=30))
+from nemo_patches.runtime.length_sync import synced_length, use
+from nemo_patches.runtime.settings import Settings
+use(Settings(timeout=datetime.timedelta(seconds=0.3)))
+encoder = torch.nn.Linear(1, 1)
+if rank == 1:
+    if ending != "never connected":
+        synced_length(encoder, 1)
+    while not os.path.exists(done):  # rank 0 has ended
+        time.sleep(0.01)
+    os._exit(0)
+if ending != "stock":
+    synced_length(encoder, 1)
+    synced_length(encoder, 2)  # rank 1 never makes this call: the round stays pending
+if ending == "encoder dropped":
+    del encoder
+if ending == "group destroyed":
+    dist.destroy_process_group()
+print(time.time(), flush=True)
+if ending == "exception":
+    raise KeyError("the user's own")
+sys.exit(7)
+"""
+
+ENDINGS = ("stock", "pending", "never connected", "encoder dropped", "group destroyed", "exception")
+
+
+def seconds_to_exit(ending: str, folder: Path) -> tuple[float, int, str]:
+    """From the program's last line to the end of its process; its exit code and its stderr."""
+    port, done = free_port(), folder / f"{ending}.done"
+    command = [sys.executable, "-c", PROGRAM]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(port), ending, str(done)], stdout=-1, stderr=-1, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        out, error = ranks[0].communicate(timeout=60)
+        return time.time() - float(out), ranks[0].returncode, error
+    finally:
+        done.touch()
+        ranks[0].kill()
+        ranks[1].communicate(timeout=30)
+
+
+@pytest.mark.parametrize("ending", ENDINGS[1:])
+def test_exit_with_a_pending_round_is_as_fast_as_stocks(ending: str, tmp_path: Path) -> None:
+    stock, code, _ = seconds_to_exit("stock", tmp_path)
+    assert code == 7
+    ours, code, error = seconds_to_exit(ending, tmp_path)
+    assert ours < stock + 1
+    assert code == (1 if ending == "exception" else 7), error
+    assert "terminate called" not in error
+    assert ("the user's own" in error) == (ending == "exception")
