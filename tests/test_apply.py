@@ -1,0 +1,208 @@
+"""apply(), revert() and status() on the installed NeMo: what they change, say and refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+import torch
+from ranks import run_ranks
+
+import nemo_patches
+from nemo_patches.patching.targets import TARGETS, DriftError
+from nemo_patches.runtime.settings import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def reverted() -> Iterator[None]:
+    yield
+    nemo_patches.revert()
+
+
+def owners() -> list[type]:
+    found = (target.find_owner(sys.modules[target.module]) for target in TARGETS if target.module in sys.modules)
+    return [owner for owner in found if owner is not None]
+
+
+def attributes() -> dict[tuple[str, str], int]:
+    """Every class attribute by identity."""
+    return {(owner.__qualname__, name): id(value) for owner in owners() for name, value in vars(owner).items()}
+
+
+def test_importing_the_package_imports_neither_torch_nor_nemo() -> None:
+    program = (
+        "import sys, nemo_patches; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'nemo', 'wrapt')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_revert_restores_every_attribute_to_the_very_object_it_was() -> None:
+    nemo_patches.apply()
+    nemo_patches.revert()
+    before = attributes()
+    nemo_patches.apply()
+    assert attributes() != before
+    nemo_patches.revert()
+    assert attributes() == before
+    assert nemo_patches.status().patched == ()
+
+
+def test_apply_is_idempotent_and_a_second_one_changes_the_settings_and_says_so(caplog: Any) -> None:
+    nemo_patches.apply(timeout=3)
+    patched = attributes()
+    with listening(caplog):
+        nemo_patches.apply(timeout=3)
+        assert caplog.messages == []
+        nemo_patches.apply(timeout=4, sync="overlapped")
+    (message,) = caplog.messages
+    assert "sync=overlapped, timeout=4 s" in message
+    assert "before: sync=bounded, timeout=3 s" in message
+    assert attributes() == patched
+    assert nemo_patches.status().settings.sync == "overlapped"
+
+
+class listening:
+    """caplog's handler on our logger, which does not propagate."""
+
+    def __init__(self, caplog: Any) -> None:
+        self.caplog = caplog
+
+    def __enter__(self) -> None:
+        from nemo_patches.runtime.reporting import logger
+
+        self.caplog.clear()
+        logger.addHandler(self.caplog.handler)
+
+    def __exit__(self, *_: object) -> None:
+        from nemo_patches.runtime.reporting import logger
+
+        logger.removeHandler(self.caplog.handler)
+
+
+def test_status_prints_well() -> None:
+    nemo_patches.apply(timeout=7)
+    status = nemo_patches.status()
+    text = str(status)
+    assert f"torch {torch.__version__}" in text
+    assert "sync=bounded, timeout=7 s, on_timeout=fallback" in text
+    assert "ConformerEncoder.update_max_seq_length" in text
+    for target in TARGETS:
+        assert (str(target) in status.patched) != any(str(target) == skipped.target for skipped in status.skipped)
+    assert all(skipped.reason for skipped in status.skipped)
+
+
+def test_every_target_that_this_nemo_has_is_patched() -> None:
+    nemo_patches.apply()
+    patched = " ".join(nemo_patches.status().patched).lower()
+    for name in encoders.makers():
+        assert name.replace("_", "") in patched
+
+
+def test_a_bad_setting_patches_nothing() -> None:
+    before = attributes()
+    with pytest.raises(SettingsError, match="sync='quick'"):
+        nemo_patches.apply(sync="quick")  # type: ignore[arg-type]
+    assert attributes() == before
+
+
+def changed_signature(owner: Any) -> None:
+    def update_max_seq_length(self: Any, seq_length: int, device: Any, extra: int = 0) -> None: ...
+
+    owner.update_max_seq_length = update_max_seq_length
+
+
+def changed_body(owner: Any) -> None:
+    def update_max_seq_length(self: Any, seq_length: int, device: Any) -> None:
+        self.something_else(seq_length)
+
+    owner.update_max_seq_length = update_max_seq_length
+
+
+def wrapped_by_others(owner: Any) -> None:
+    import functools
+
+    original = owner.update_max_seq_length
+
+    @functools.wraps(original)
+    def update_max_seq_length(self: Any, seq_length: int, device: Any) -> None:
+        original(self, seq_length, device)
+
+    owner.update_max_seq_length = update_max_seq_length
+
+
+def removed(owner: Any) -> None:
+    del owner.set_max_audio_length
+
+
+@pytest.mark.parametrize(
+    ("drift", "said"),
+    [
+        (changed_signature, r"expected a plain function \(self, seq_length, device\), found \(.*extra\)"),
+        (changed_body, "without .*'all_reduce'.* and with .*'something_else'"),
+        (wrapped_by_others, "expected a plain function .*found <function"),
+        (removed, "set_max_audio_length.*found None"),
+    ],
+)
+def test_drift_is_shown_with_what_was_expected_and_found_and_patches_nothing(drift: Any, said: str) -> None:
+    from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
+
+    before = attributes()
+    saved = {name: vars(ConformerEncoder)[name] for name in ("update_max_seq_length", "set_max_audio_length")}
+    try:
+        drift(ConformerEncoder)
+        with pytest.raises(DriftError, match=f"(?s)nothing was patched.*{said}"):
+            nemo_patches.apply()
+        assert nemo_patches.status().patched == ()
+    finally:
+        for name, function in saved.items():
+            setattr(ConformerEncoder, name, function)
+    assert attributes() == before
+
+
+def patched_again_by_others(rank: int, size: int) -> tuple[int, int]:
+    from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
+
+    nemo_patches.apply()
+    ours = ConformerEncoder.update_max_seq_length
+    ConformerEncoder.update_max_seq_length = lambda self, seq_length, device: ours(self, seq_length, device)
+    nemo_patches.revert()
+    encoder = encoders.conformer()
+    encoder.update_max_seq_length(seq_length=100 * (rank + 1), device=torch.device("cpu"))
+    return encoder.max_audio_length, len(nemo_patches.status().encoders)
+
+
+def test_ours_inside_somebody_elses_wrapper_does_nothing_after_revert() -> None:
+    for result in run_ranks(patched_again_by_others, 2):
+        assert result.value == (200, 0)  # stock's own reduce
+        assert result.lines("patched again by others")
+
+
+def errors_of_ours(rank: int, size: int) -> int:
+    from nemo_patches.runtime import length_sync
+
+    nemo_patches.apply()
+    encoder = encoders.conformer()
+    length_sync.EncoderSync.call = None  # type: ignore[method-assign, assignment]  # any bug of ours
+    for step in range(3):
+        encoder.update_max_seq_length(seq_length=100 * (step + 1), device=torch.device("cpu"))
+    return encoder.max_audio_length
+
+
+def test_an_error_of_ours_is_said_once_and_never_reaches_training() -> None:
+    for rank, result in enumerate(run_ranks(errors_of_ours, 2)):
+        assert result.value == 300
+        (line,) = result.lines("ERROR")
+        assert f"rank {rank}/2" in line
+
+
+def test_importing_the_encoders_without_nemo_says_so(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['nemo'] = None; import nemo_patches; nemo_patches.apply()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ModuleNotFoundError" in done.stderr

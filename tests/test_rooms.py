@@ -1,0 +1,62 @@
+"""The rooms of the package: imports go one way, towards runtime/, which needs only torch and the stdlib."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "nemo_patches"
+MAY_IMPORT = {
+    "runtime": {"runtime"},
+    "tracing": {"runtime", "tracing"},
+    "patching": {"runtime", "patching"},
+    "tools": {"runtime", "tracing", "patching", "tools", ""},  # "" is the package itself, the public API
+    "": {"runtime", "patching", ""},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides its room"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(path: Path) -> str:
+    inner = path.relative_to(PACKAGE).parts
+    return inner[0] if len(inner) > 1 else ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_towards_the_runtime(path: Path) -> None:
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "nemo_patches":
+            target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
+            assert target in MAY_IMPORT[room(path)], name
+        elif room(path) == "runtime":
+            assert parts[0] in {"torch", *sys.stdlib_module_names}, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
+    documentation = ast.get_docstring(ast.parse(path.read_text()))
+    assert documentation
+    assert documentation.splitlines()[0].endswith((".", ":"))
+
+
+def test_the_runtime_imports_where_only_torch_is_there() -> None:
+    program = (
+        "import sys; sys.modules.update({name: None for name in ('nemo', 'wrapt', 'typer', 'rich', 'lightning')})\n"
+        "import nemo_patches.runtime.length_sync, nemo_patches.runtime.private_growth"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
