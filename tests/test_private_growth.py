@@ -211,3 +211,25 @@ def test_growth_without_a_process_group_is_stocks(name: str) -> None:
         assert "pe" not in vars(encoder.pos_enc)
     finally:
         nemo_patches.revert()
+
+
+def hidden_group(rank: int, size: int) -> list[tuple[str, int]]:
+    """Some NeMo code hides the process group for a while; what is private must go on growing privately."""
+    import contextlib
+    from unittest import mock
+
+    nemo_patches.apply(sync="local")
+    wrong = []
+    for name, make in encoders.makers().items():
+        encoder = make().eval()
+        for frames, hidden in ((LONG, False), (5 * LONG, True), (12 * LONG, False), (30 * LONG, True)):
+            hide = mock.patch("torch.distributed.is_initialized", lambda: False) if hidden else contextlib.nullcontext()
+            with hide, torch.no_grad():
+                encoder(audio_signal=torch.randn(1, encoders.FEATURES, frames), length=torch.tensor([frames]))
+            wrong.append((f"{name} at {frames}", encoders.wrong_rows(encoder)))
+    return wrong
+
+
+def test_a_process_group_that_is_hidden_for_a_while() -> None:
+    for result in run_ranks(hidden_group, 2):
+        assert [where for where, wrong in result.value if wrong] == []

@@ -75,6 +75,7 @@ def test_a_rank_six_seconds_late(late_step: int) -> None:
                 "WARNING", "ConformerEncoder", f"rank {rank}/3", f"own, {steps[late_step].length}"
             )
             assert f"call {late_step + 1}:" in warning
+            assert ("2 of 3 ranks have come" in warning) == (late_step == 0)
             (recovery,) = result.lines("recovered")
             assert 5.5 <= float(recovery.split("came ")[1].split(" s late")[0]) <= 8.0
         for later in range(late_step + 1, late_step + 4):

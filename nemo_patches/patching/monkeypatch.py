@@ -222,14 +222,26 @@ def _bounded(original: FunctionType) -> Callable[..., None]:
             with grown_privately(encoder):
                 grow(encoder, length, device)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:
+        with grown_privately(encoder):
+            original(encoder, seq_length, device)
+
     @functools.wraps(original)
     def update(self: Any, seq_length: int, device: torch.device) -> None:
-        if _applied and torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _applied and _distributed():
             sync_and_grow(self, seq_length, device)
+        elif happened():  # the process group is gone, or hidden for a while: what is private must stay so
+            grow_alone(self, seq_length, device)
         else:
             original(self, seq_length, device)
 
     return update
+
+
+def _distributed() -> bool:
+    """Looked up at each call: some NeMo code replaces torch.distributed.is_initialized for a while."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _private_setter(original: FunctionType) -> Callable[..., None]:
@@ -242,8 +254,7 @@ def _private_setter(original: FunctionType) -> Callable[..., None]:
 
     @functools.wraps(original)
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:
-        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if happened() or (_applied and initialized):
+        if happened() or (_applied and _distributed()):
             set_privately(self, max_audio_length)
         else:
             original(self, max_audio_length)

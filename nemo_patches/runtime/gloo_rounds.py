@@ -54,6 +54,7 @@ class Rounds:
         self._queued = self._closed = False
         self._error = ""
         self._came_at = 0.0
+        self._arrived = 0
         _live.add(self)
 
     def issue(self, value: int) -> None:
@@ -106,6 +107,13 @@ class Rounds:
         return self._cell[0]
 
     @property
+    def connecting(self) -> str:
+        """How far the group is on its way, as a sentence for a report; empty once it is connected."""
+        if self._settled.is_set():
+            return ""
+        return f"its group is not connected yet, {self._arrived} of {self._helper.size} ranks have come"
+
+    @property
     def came_at(self) -> float:
         """time.monotonic() of the last round's arrival, to the helper's pause; 0.0 while it has not come."""
         return self._came_at
@@ -142,10 +150,10 @@ class Rounds:
 
     def connect(self, store: dist.Store) -> bool:
         """Connect if every rank has come; False: not yet."""
-        arrived = store.add("arrived", 0)
-        if arrived < 0:
+        self._arrived = store.add("arrived", 0)
+        if self._arrived < 0:
             raise RoundFailed(store.get("failed").decode(errors="replace"))
-        if arrived < self._helper.size:
+        if self._arrived < self._helper.size:
             return False
         group = dist.ProcessGroupGloo(store, self._helper.rank, self._helper.size, _GROUP_TIMEOUT)
         with self._lock:

@@ -166,9 +166,11 @@ class EncoderSync:
     # Who is missing, and what it is doing, belongs into this text; the stall monitor will give it.
     def _timeout_text(self, waited: timedelta, training: bool) -> str:
         kind = "training" if training else "evaluation"
+        connecting = self._rounds.connecting
         return (
             f"{self._name}: {kind} call {self._protocol.calls}: not every rank's length came within "
             f"{waited.total_seconds():.2f} s; using this rank's own, {self._protocol.length}"
+            + (f" ({connecting})" if connecting else "")
         )
 
     def _say_recovered(self, incident: _Incident) -> None:

@@ -117,5 +117,6 @@ def _reduce(module: torch.nn.Module) -> tuple[Any, ...]:
 
 def _places(encoder: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
     for module in encoder.modules():
-        for name in LENGTH_SIZED:
-            yield module, name
+        if isinstance(vars(module).get("_buffers"), dict):  # a scripted module's buffers are not Python's
+            for name in LENGTH_SIZED:
+                yield module, name

@@ -16,6 +16,7 @@ logger = logging.getLogger("nemo_patches")
 
 def enable() -> None:
     """Make the lines visible on stderr, unless the user gave the logger a handler of their own."""
+    logger.disabled = False  # logging.config disables every logger that it is not told of
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.handlers:
