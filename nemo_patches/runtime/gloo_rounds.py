@@ -73,20 +73,24 @@ class Rounds:
     def wait(self, limit: timedelta) -> int | None:
         """The outstanding round's result; None if it has not come within `limit` (at least a millisecond)."""
         deadline = time.monotonic() + limit.total_seconds()
-        if not self._settled.wait(limit.total_seconds()):
-            return None
-        while (left := deadline - time.monotonic()) > 0:
+        left = limit
+        if not self._settled.is_set():
+            self._settled.wait(limit.total_seconds())
+            left = timedelta(seconds=deadline - time.monotonic())
+        while self._settled.is_set() and left > timedelta(0):
             if self._error:
                 raise RoundFailed(self._error)
             try:
-                self._work.wait(max(min(timedelta(seconds=left), _SLICE), SHORTEST_WAIT))
+                self._work.wait(max(min(left, _SLICE), SHORTEST_WAIT))
             except RuntimeError as error:
                 if raised_by_signal_handler(error):
                     raise
-                if self._work.is_completed():
-                    break  # it failed, or it came just now: poll tells which
+                if self._work.is_completed():  # it failed, or it came just now
+                    break
             else:
-                break
+                self._work = None
+                return self._cell[0]
+            left = timedelta(seconds=deadline - time.monotonic())
         return self.poll()
 
     def poll(self) -> int | None:

@@ -7,8 +7,8 @@ by tests/test_protocol.py over random schedules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 # 24 bits of length: every length that stock's float32 carries exactly. Each field saturates, none ever wraps.
 LENGTH_BITS = 24
@@ -23,8 +23,7 @@ CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeout
 _MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
 
 
-@dataclass(frozen=True, order=True)
-class Clock:
+class Clock(NamedTuple):
     """Calls of one encoder, in lexicographic order: training calls, then evaluation calls since the last of them."""
 
     training: int = 0
