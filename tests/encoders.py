@@ -12,38 +12,29 @@ POSITIONS = 60  # what the encoders' positional encodings are built for; tests u
 FEATURES = 16
 
 
+CONFORMER: dict[str, Any] = {
+    "feat_in": FEATURES,
+    "n_layers": 1,
+    "d_model": 16,
+    "n_heads": 2,
+    "subsampling": "dw_striding",
+    "subsampling_factor": 8,
+    "subsampling_conv_channels": 8,
+    "conv_kernel_size": 5,
+    "pos_emb_max_len": POSITIONS,
+}
+
+
 def conformer(**changes: Any) -> torch.nn.Module:
     from nemo.collections.asr.modules import ConformerEncoder
 
-    settings = {
-        "feat_in": FEATURES,
-        "n_layers": 1,
-        "d_model": 16,
-        "n_heads": 2,
-        "subsampling": "dw_striding",
-        "subsampling_factor": 8,
-        "subsampling_conv_channels": 8,
-        "conv_kernel_size": 5,
-        "pos_emb_max_len": POSITIONS,
-    }
-    return ConformerEncoder(**{**settings, **changes})
+    return ConformerEncoder(**{**CONFORMER, **changes})
 
 
 def squeezeformer(**changes: Any) -> torch.nn.Module:
     from nemo.collections.asr.modules.squeezeformer_encoder import SqueezeformerEncoder
 
-    settings = {
-        "feat_in": FEATURES,
-        "n_layers": 3,
-        "d_model": 16,
-        "n_heads": 2,
-        "subsampling": "dw_striding",
-        "subsampling_factor": 4,
-        "subsampling_conv_channels": 8,
-        "conv_kernel_size": 5,
-        "pos_emb_max_len": POSITIONS,
-        "time_reduce_idx": 1,
-    }
+    settings = {**CONFORMER, "n_layers": 3, "subsampling_factor": 4, "time_reduce_idx": 1}
     return SqueezeformerEncoder(**{**settings, **changes})
 
 

@@ -162,7 +162,7 @@ def changed(rank: int, size: int) -> dict[str, Any]:
         found[f"attention {patched}"] = outputs
         found[f"layout {patched}"] = layout
         torch.manual_seed(0)
-        adapted = ConformerEncoderAdapter(**_settings()).eval()
+        adapted = ConformerEncoderAdapter(**encoders.CONFORMER).eval()
         torch.manual_seed(1)
         adapted.add_adapter("one", cfg=LinearAdapterConfig(in_features=16, dim=4))
         adapted.set_enabled_adapters(enabled=True)
@@ -179,24 +179,12 @@ def changed(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-def _settings() -> dict[str, Any]:
-    return {
-        "feat_in": encoders.FEATURES,
-        "n_layers": 1,
-        "d_model": 16,
-        "n_heads": 2,
-        "subsampling": "dw_striding",
-        "subsampling_factor": 8,
-        "subsampling_conv_channels": 8,
-        "conv_kernel_size": 5,
-        "pos_emb_max_len": encoders.POSITIONS,
-    }
-
-
 def _config() -> Any:
     from omegaconf import OmegaConf
 
-    return OmegaConf.create({**_settings(), "dropout": 0.1, "dropout_emb": 0.0, "dropout_att": 0.0, "use_bias": True})
+    return OmegaConf.create(
+        {**encoders.CONFORMER, "dropout": 0.1, "dropout_emb": 0.0, "dropout_att": 0.0, "use_bias": True}
+    )
 
 
 def stream(encoder: Any) -> list[torch.Tensor]:

@@ -174,7 +174,7 @@ def test_signals_act_during_a_wait(number: int) -> None:
     names = {"KeyboardInterrupt"} if number == signal.SIGINT else {"Stopped"}
     assert {name for name, _ in first.value} == names
     assert len(first.value) == 2
-    assert all(delay < 0.25 for _, delay in first.value)
+    assert all(delay < 0.5 for _, delay in first.value)  # slices of 0.1 s, on a busy machine
 
 
 def many_encoders(rank: int, size: int) -> Any:
