@@ -127,16 +127,18 @@ class Rounds:
         self._helper.watch(self)
 
     def close(self) -> None:
-        """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block."""
-        with self._lock:
-            group, work = self._group, self._work
-            self._group = self._work = None
-            self._closed = True
-            self._error = self._error or "closed"
-        self._settled.set()
+        """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block.
+
+        Takes no lock: the garbage collector may call this in a thread that holds it.
+        """
+        self._closed = True
+        self._error = self._error or "closed"
+        group, work, self._group, self._work = self._group, self._work, None, None
         if work is not None and not work.is_completed():
-            _abandoned.append((group, work))
-        _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
+            _abandoned[id(work)] = (group, work)
+        for key, (_, pending) in list(_abandoned.items()):
+            if pending.is_completed():
+                _abandoned.pop(key, None)
 
     # What follows runs in the helper's thread.
 
@@ -166,6 +168,8 @@ class Rounds:
                 self._tensor = torch.frombuffer(self._cell, dtype=torch.int64)
                 if self._queued:
                     self._start()
+        if self._closed:  # meanwhile
+            self.close()
         self._settled.set()
         return True
 
@@ -225,17 +229,20 @@ class Helper:
             self._watching.append(weakref.ref(rounds))
         self._run()
 
-    def stop(self, join: timedelta = timedelta(0)) -> None:
-        """End the thread at its next look. At exit it is joined, or c10d could return into a dying interpreter."""
+    def stop(self) -> None:
+        """End the thread at its next look. Takes no lock: the garbage collector may call this anywhere."""
         self._stopped = True
+
+    def join(self, limit: timedelta) -> None:
+        """Wait for the thread's end, for a short while: c10d must not return into an interpreter that is gone."""
         self._wake.set()
-        if self._thread is not None and join:
-            self._thread.join(join.total_seconds())
+        if (thread := self._thread) is not None:
+            thread.join(limit.total_seconds())
 
     def _run(self) -> None:
         self._wake.set()
         with self._lock:
-            if self._thread is None and not self._stopped:
+            if self._thread is None and not self._stopped:  # stopped: at exit, or in a forked child
                 self._thread = threading.Thread(target=self._loop, name="nemo_patches", daemon=True)
                 self._thread.start()
 
@@ -288,7 +295,7 @@ if dist.is_available():
 
 _live: weakref.WeakSet[Rounds] = weakref.WeakSet()
 _helpers: weakref.WeakSet[Helper] = weakref.WeakSet()
-_abandoned: list[tuple[Any, Any]] = []
+_abandoned: dict[int, tuple[Any, Any]] = {}  # (group, work) of rounds that were pending when their encoder went
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
@@ -329,13 +336,14 @@ def _leak(thing: object) -> None:
 def _keep_groups() -> None:
     for rounds in list(_live):
         rounds.keep_at_exit()
-    for pair in _abandoned:
+    for pair in _abandoned.values():
         _leak(pair)
 
 
 def _at_exit() -> None:
     for helper in list(_helpers):
-        helper.stop(join=timedelta(seconds=0.5))
+        helper.stop()
+        helper.join(timedelta(seconds=0.5))
     _keep_groups()
 
 
@@ -343,7 +351,7 @@ def _in_forked_child() -> None:
     # The group's threads do not exist here, so its destructor would wait for them without end.
     _keep_groups()
     for helper in list(_helpers):
-        helper._stopped = True
+        helper.stop()
 
 
 atexit.register(_at_exit)
