@@ -1,0 +1,62 @@
+"""The logs of the demo's processes: writing to one, and what is read from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_to(log: Path) -> None:
+    """From now on, both streams of this process, of Python and of C++, go to the log."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def written_to(log: Path) -> Iterator[None]:
+    """In the block, write_to; what is started there inherits it. NeMo's import alone prints a screenful."""
+    saved = os.dup(1), os.dup(2)
+    write_to(log)
+    try:
+        yield
+    finally:
+        for number, copy in enumerate(saved, 1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+
+
+def last_line(log: Path) -> str:
+    return next((line for line in reversed(lines(log)) if line.strip()), "nothing was printed")
+
+
+def warnings(log: Path) -> list[str]:
+    """What nemo_patches logged at WARNING."""
+    return [after for line in lines(log) if (after := line.partition(" nemo_patches WARNING ")[2])]
+
+
+def cause_of_exit(code: int | None, log: Path) -> str:
+    """Why a process ended that could not say so itself."""
+    if code is not None and code < 0:
+        # A C++ error that no one caught: the runtime prints its text before it aborts.
+        what = [text for line in lines(log) if (text := line.partition("what():")[2].strip())]
+        return signal.Signals(-code).name + (f", {shortened(what[-1])}" if what else "")
+    return f"exit code {code}, {last_line(log)}"
+
+
+def shortened(error: str) -> str:
+    """The first sentence of an error, without the place in C++ that it starts with."""
+    line = re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\] ", "", error.strip().partition("\n")[0])
+    return re.split(r"\. (?=[A-Z])", line)[0]

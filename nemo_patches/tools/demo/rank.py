@@ -1,0 +1,55 @@
+"""One rank of the demo: what surrounds its task.
+
+Imported once by the demo's fork server; every rank is forked from there, so that NeMo's import is paid once.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import nemo_patches
+from nemo_patches.tools.demo import logs
+from nemo_patches.tools.demo.jobs import LENGTH_SYNC_TIMEOUT, Failed, Finished, Job
+from nemo_patches.tools.demo.processes import IMPORT_LIMIT, ends_after
+
+with ends_after(IMPORT_LIMIT):
+    import torch
+
+    from nemo_patches.tools.demo import positional_encoding, training
+
+
+def run(job: Job, events: Connection) -> None:
+    """Do this rank's job and tell the parent how it goes; everything printed goes to the job's log."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # stock may abort; no core file for that
+    logs.write_to(job.log)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+    )
+    torch.set_num_threads(1)
+    try:
+        with ends_after(job.limit + timedelta(seconds=10)):  # the parent does so at the limit, if it is there
+            if job.patched:
+                nemo_patches.apply(sync="bounded", timeout=LENGTH_SYNC_TIMEOUT.total_seconds(), on_timeout="fallback")
+            else:
+                nemo_patches.revert()  # the user may have auto-apply on, and stock must be stock
+            if job.task == "training":
+                training.pretrain(job, events)
+            else:
+                events.send(positional_encoding.grow(job))
+            print(nemo_patches.status(), file=sys.stderr)
+        events.send(Finished())
+    except Exception as error:
+        traceback.print_exc()
+        events.send(Failed(logs.shortened(f"{type(error).__name__}: {error}")))
+        sys.exit(1)

@@ -1,0 +1,122 @@
+"""Uneven evaluation under Lightning's DDP: stock dies, patched trains as if the evaluation were even.
+
+Real NEST pre-training on two CPU ranks, as `nemo-patches demo` runs it, without its stall. Run as a script, this file
+is the runs; they have a process of their own because the demo's fork server needs that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_patches.tools.demo import data, processes
+from nemo_patches.tools.demo.jobs import (
+    TRAINING_STEPS,
+    UNEVEN_RANK,
+    VALIDATE_EVERY,
+    VALIDATION_BATCHES,
+    RunOutcome,
+)
+
+LIMIT = 240  # seconds, for what takes 15 to 30
+DEVICES = 2
+EVALUATIONS = TRAINING_STEPS // VALIDATE_EVERY
+
+
+def run_all(folder: Path) -> None:
+    """Train thrice, on the same data with the same seeds, and leave the outcomes in the folder.
+
+    NEST draws random numbers in an evaluation (noise, masks), so that a batch more would change what that rank trains
+    on afterwards, which has nothing to do with the length sync. The demo's training, which is what runs here,
+    therefore restores the random state after every evaluation, in all runs alike.
+    """
+    console = Console()
+
+    def train(evaluation: str, patched: bool) -> RunOutcome:
+        return processes.run(console, "training", patched, DEVICES, folder / evaluation, stall=timedelta(0))
+
+    entries = data.make_audio(folder)
+    for evaluation in ("even", "uneven"):
+        (folder / evaluation).mkdir()
+        data.write_shards(entries, DEVICES, folder / evaluation, uneven=evaluation == "uneven")
+    with processes.fork_server(console, folder / "import.log"):
+        outcomes = {
+            "stock, even": train("even", patched=False),
+            "stock, uneven": train("uneven", patched=False),
+            "patched, uneven": train("uneven", patched=True),
+        }
+    (folder / "outcomes").write_bytes(pickle.dumps(outcomes))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunOutcome]]:
+    folder = tmp_path_factory.mktemp("uneven")
+    runs = subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that its ranks can be ended with it
+    )
+    try:
+        printed, _ = runs.communicate(timeout=LIMIT)
+        assert runs.returncode == 0, printed
+        print(printed)
+        yield pickle.loads((folder / "outcomes").read_bytes())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(runs.pid, signal.SIGKILL)
+        runs.wait(timeout=10)
+
+
+def losses(run: RunOutcome) -> list[list[str]]:
+    """Every rank's training losses, to the last bit."""
+    return [[loss.hex() for loss in rank.losses] for rank in run.ranks]
+
+
+def test_the_runs_differ_only_in_the_extra_batch(outcomes: dict[str, RunOutcome]) -> None:
+    even, uneven = (run.ranks[0].job.folder for run in (outcomes["stock, even"], outcomes["patched, uneven"]))
+    assert outcomes["stock, uneven"].ranks[0].job.folder == uneven
+    for rank in range(DEVICES):
+        train, validation = f"train-{rank}.json", f"validation-{rank}.json"
+        assert (even / train).read_text() == (uneven / train).read_text()
+        without, with_extra = ((folder / validation).read_text().splitlines() for folder in (even, uneven))
+        assert with_extra[: len(without)] == without
+        assert (len(with_extra) > len(without)) == (rank == UNEVEN_RANK)
+
+
+def test_stock_completes_where_the_evaluation_is_even(outcomes: dict[str, RunOutcome]) -> None:
+    run = outcomes["stock, even"]
+    assert run.completed, run
+    assert [rank.validation_batches for rank in run.ranks] == [VALIDATION_BATCHES * EVALUATIONS] * DEVICES
+
+
+def test_stock_dies_where_it_is_uneven(outcomes: dict[str, RunOutcome]) -> None:
+    run = outcomes["stock, uneven"]
+    assert not any(rank.completed for rank in run.ranks), run
+    assert [len(rank.losses) for rank in run.ranks] == [VALIDATE_EVERY] * DEVICES
+
+
+def test_patched_completes_with_the_losses_of_the_even_run(outcomes: dict[str, RunOutcome]) -> None:
+    run = outcomes["patched, uneven"]
+    assert run.completed, run
+    assert [rank.validation_batches for rank in run.ranks] == [
+        (VALIDATION_BATCHES + (rank == UNEVEN_RANK)) * EVALUATIONS for rank in range(DEVICES)
+    ]
+    assert losses(run) == losses(outcomes["stock, even"])
+    everything = [loss for rank in losses(run) for loss in rank]
+    assert len(set(everything)) == len(everything) == TRAINING_STEPS * DEVICES  # so that equality says something
+
+
+if __name__ == "__main__":
+    run_all(Path(sys.argv[1]))
