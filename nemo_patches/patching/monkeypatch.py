@@ -105,8 +105,12 @@ def apply(settings: Settings) -> None:
     _applied = True
     _skipped.clear()
     _skipped.update(skipped)
-    for target, module in found.items():
-        _patch(target, module)
+    try:
+        for target, module in found.items():
+            _patch(target, module)
+    except BaseException:
+        revert()  # never half a patch
+        raise
     names = ", ".join(map(str, _patched)) or "nothing yet"
     report(logging.INFO, f"patched {names} (nemo {_nemo_version()}, torch {torch.__version__}; {settings})")
 
@@ -148,7 +152,7 @@ def _import(target: Target, skipped: dict[Target, str]) -> ModuleType | None:
     package = ".".join(target.module.split(".")[:3])
     if package != "nemo.collections.asr":
         # Nobody who trains ASR wants the NLP collection imported for our sake; it is patched when somebody imports it.
-        if _exists(target.module, package):
+        if _exists(target.module):
             skipped[target] = "not imported yet; it is patched when it is"
             _patch_when_imported(target)
         else:
@@ -164,7 +168,7 @@ def _import(target: Target, skipped: dict[Target, str]) -> ModuleType | None:
         return None
 
 
-def _exists(module: str, package: str) -> bool:
+def _exists(module: str) -> bool:
     """Whether the module's file is there, without importing any package of the collection."""
     spec = importlib.util.find_spec("nemo.collections")
     relative = module.removeprefix("nemo.collections.").split(".")

@@ -220,8 +220,8 @@ class World:
             name = type(encoder).__name__
             # Ranks must agree on which encoder is which without asking each other: by its kind, its parameters' names
             # and, among equals, the order of first calls.
-            parts = "\n".join(name for name, _ in encoder.named_parameters())
-            kind = f"{name}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+            paths = "\n".join(path for path, _ in encoder.named_parameters())
+            kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
             self._seen[kind] += 1
             self._seen[name] += 1
             rounds = Rounds(self._helper, f"{kind}-{self._seen[kind]}")
