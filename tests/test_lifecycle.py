@@ -130,6 +130,22 @@ def test_a_file_store(tmp_path: Path) -> None:
     assert [result.value for result in results] == [200, 200]
 
 
+def without_store_clone(rank: int, size: int) -> Any:
+    for owner in dist.PrefixStore.__mro__:
+        if "clone" in vars(owner):
+            del owner.clone  # older torch does not have it
+    assert not hasattr(dist.PrefixStore, "clone")
+    nemo_patches.apply(timeout=5.0)
+    encoder = encoders.conformer()
+    seconds = call(encoder, 100 * (rank + 1))
+    dist.barrier()
+    return encoder.max_audio_length, seconds < 2
+
+
+def test_a_store_that_cannot_be_cloned() -> None:
+    assert [result.value for result in run_ranks(without_store_clone, 2)] == [(200, True)] * 2
+
+
 class Stopped(RuntimeError):
     """What a user's SIGTERM handler may raise; not to be taken for an error of Gloo's or of ours."""
 
