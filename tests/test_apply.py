@@ -206,3 +206,19 @@ def test_importing_the_encoders_without_nemo_says_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "ModuleNotFoundError" in done.stderr
+
+
+def test_lines_are_visible_once_whatever_logging_is_set_up_to() -> None:
+    program = (
+        "import logging, logging.config\n"
+        "from nemo_patches.runtime.reporting import report\n"
+        "report(logging.INFO, 'without any set-up')\n"
+        "logging.config.dictConfig({'version': 1})  # disables every logger that it is not told of\n"
+        "report(logging.INFO, 'after dictConfig')\n"
+        "logging.basicConfig(level=logging.INFO, force=True)\n"
+        "report(logging.INFO, 'beside a root handler')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    for said in ("without any set-up", "after dictConfig", "beside a root handler"):
+        assert done.stderr.count(said) == 1, done.stderr
+    assert done.stderr.count("[rank ") == 3
