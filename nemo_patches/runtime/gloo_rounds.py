@@ -161,7 +161,7 @@ class Rounds:
             raise RoundFailed(store.get("failed").decode(errors="replace"))
         if self._arrived < self._helper.size:
             return False
-        # Gloo's usual two threads: with one, rounds were a little faster on an idle machine, at times far slower on a busy one.
+        # Two threads, as Gloo has: with one, rounds were faster on an idle machine, at times far slower on a busy one.
         group = dist.ProcessGroupGloo(store, self._helper.rank, self._helper.size, _GROUP_TIMEOUT)
         with self._lock:
             if not self._closed:
