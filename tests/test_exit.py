@@ -68,3 +68,25 @@ def test_exit_with_a_pending_round_is_as_fast_as_stocks(ending: str, tmp_path: P
     assert code == (1 if ending == "exception" else 7), error
     assert "terminate called" not in error
     assert ("the user's own" in error) == (ending == "exception")
+
+
+HALF_CONNECTED = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from nemo_patches.runtime.gloo_rounds import Helper, Rounds
+server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+rounds = Rounds(Helper(server, rank=0, size=2, prefix="job"), "encoder")
+# Rank 1 has said that it has come, and died before it connected: Gloo's constructor waits for it.
+dist.PrefixStore("encoder", dist.PrefixStore("job", server)).add("arrived", 1)
+rounds.issue(5)
+assert rounds.wait(timedelta(seconds=1)) is None
+print(time.time(), flush=True)
+sys.exit(7)
+"""
+
+
+def test_exit_while_gloos_constructor_waits_for_a_rank_that_died() -> None:
+    done = subprocess.run([sys.executable, "-c", HALF_CONNECTED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert time.time() - float(done.stdout) < 2

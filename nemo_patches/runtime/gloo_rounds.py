@@ -209,7 +209,8 @@ class Helper:
 
     def __init__(self, store: dist.Store, rank: int, size: int, prefix: str) -> None:
         self.rank, self.size = rank, size
-        self._default_store: dist.Store | None = store
+        # Weak: a strong reference would keep rank 0's server, and its port, after destroy_process_group.
+        self._default_store = weakref.ref(store)
         self._store: dist.Store | None = None
         self._prefix = prefix
         self._lock = threading.Lock()
@@ -235,10 +236,16 @@ class Helper:
         self._stopped = True
 
     def join(self, limit: timedelta) -> None:
-        """Wait for the thread's end, for a short while: c10d must not return into an interpreter that is gone."""
+        """At exit: wait for the thread's end, for a short while; c10d must not return into a dying interpreter.
+
+        A thread that is still in Gloo's constructor then stays there: the store's server, where this process has it,
+        must not end before the process does, or the constructor would fail and return.
+        """
         self._wake.set()
         if (thread := self._thread) is not None:
             thread.join(limit.total_seconds())
+            if thread.is_alive():
+                _leak(self._default_store())
 
     def _run(self) -> None:
         self._wake.set()
@@ -270,11 +277,12 @@ class Helper:
         if rounds is None or rounds._closed:
             return True
         try:
-            if self._store is None and self._default_store is not None:
-                self._store = dist.PrefixStore(self._prefix, _own_connection(self._default_store))
-                self._default_store = None  # else rank 0's server, and its port, would outlive destroy_process_group
+            if self._store is None:
+                default_store = self._default_store()
+                if default_store is None:
+                    raise RoundFailed("the process group was destroyed before every rank had come")
+                self._store = dist.PrefixStore(self._prefix, _own_connection(default_store))
             if entry.store is None:
-                assert self._store is not None
                 entry.store = rounds.announce(self._store)
             return rounds.connect(entry.store)
         except Exception as error:
