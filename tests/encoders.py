@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,13 @@ def run(encoder: torch.nn.Module, frames: int, seed: int = 0, batch: int = 2) ->
     features = torch.randn(batch, FEATURES, frames, generator=chance)
     encoded = encoder(audio_signal=features, length=torch.tensor([frames] * batch))
     return encoded[0]
+
+
+def sync(encoder: torch.nn.Module, length: int) -> float:
+    """Only the length sync and the growth of one call, without the layers behind it; the seconds that it took."""
+    start = time.monotonic()
+    encoder.update_max_seq_length(seq_length=length, device=torch.device("cpu"))
+    return time.monotonic() - start
 
 
 def length_sized(encoder: torch.nn.Module) -> dict[str, torch.Tensor]:

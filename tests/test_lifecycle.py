@@ -19,30 +19,24 @@ from ranks import free_port, join_group, run_ranks
 import nemo_patches
 
 
-def call(encoder: torch.nn.Module, length: int) -> float:
-    start = time.monotonic()
-    encoder.update_max_seq_length(seq_length=length, device=torch.device("cpu"))
-    return time.monotonic() - start
-
-
 def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
     nemo_patches.apply(timeout=5.0)
     encoder = encoders.conformer()
     found = []
-    call(encoder, 50)  # no process group yet
+    encoders.sync(encoder, 50)  # no process group yet
     found.append((encoder.max_audio_length, len(nemo_patches.status().encoders)))
     for generation, port in enumerate(ports):
         join_group(rank, size, port)
         before = resources()
         for step in range(3):
-            call(encoder, 100 * (generation + 1) + 10 * step + rank)
+            encoders.sync(encoder, 100 * (generation + 1) + 10 * step + rank)
         found.append((encoder.max_audio_length, nemo_patches.status().encoders[0].rounds))
         dist.barrier()
         during = resources()
         dist.destroy_process_group()
         after = resources()
         found.append((during[0] > before[0], after[0] <= before[0], after[1] <= before[1]))
-    call(encoder, 2000)
+    encoders.sync(encoder, 2000)
     found.append((encoder.max_audio_length, 0))
     return found
 
@@ -70,7 +64,7 @@ def alone(rank: int, size: int) -> Any:
     nemo_patches.apply()
     encoder = encoders.conformer()
     before = os.listdir("/proc/self/task")
-    seconds = call(encoder, 500)
+    seconds = encoders.sync(encoder, 500)
     return seconds, encoder.max_audio_length, len(os.listdir("/proc/self/task")) - len(before)
 
 
@@ -86,7 +80,7 @@ def without_gloo(rank: int, size: int) -> Any:
         os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"  # read where our group is made; the default one is there
     nemo_patches.apply(timeout=3.0)
     encoder = encoders.conformer()
-    seconds = [call(encoder, 100 * (step + 1) + rank) for step in range(3)]
+    seconds = [encoders.sync(encoder, 100 * (step + 1) + rank) for step in range(3)]
     dist.barrier()
     return seconds, encoder.max_audio_length
 
@@ -107,7 +101,7 @@ def without_a_cpu_backend(rank: int, size: int, port: int) -> Any:
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=size)
     nemo_patches.apply(timeout=5.0)
     encoder = encoders.conformer()
-    call(encoder, 100 * (rank + 1))
+    encoders.sync(encoder, 100 * (rank + 1))
     return encoder.max_audio_length
 
 
@@ -120,7 +114,7 @@ def with_a_file_store(rank: int, size: int, path: str) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
     nemo_patches.apply(timeout=5.0)
     encoder = encoders.conformer()
-    call(encoder, 100 * (rank + 1))
+    encoders.sync(encoder, 100 * (rank + 1))
     dist.barrier()
     return encoder.max_audio_length
 
@@ -137,7 +131,7 @@ def without_store_clone(rank: int, size: int) -> Any:
     assert not hasattr(dist.PrefixStore, "clone")
     nemo_patches.apply(timeout=5.0)
     encoder = encoders.conformer()
-    seconds = call(encoder, 100 * (rank + 1))
+    seconds = encoders.sync(encoder, 100 * (rank + 1))
     dist.barrier()
     return encoder.max_audio_length, seconds < 2
 
@@ -164,7 +158,7 @@ def interrupted(rank: int, size: int, number: int) -> Any:
     for connected in (False, True):
         for _ in range(4 * connected):  # in step again after the interrupted call
             dist.barrier()
-            call(encoder, 100)
+            encoders.sync(encoder, 100)
         dist.barrier()
         if rank == 0:
             sent = []
@@ -176,7 +170,7 @@ def interrupted(rank: int, size: int, number: int) -> Any:
 
             threading.Thread(target=send).start()
             try:
-                call(encoder, 100)
+                encoders.sync(encoder, 100)
                 found.append(("not interrupted", 0.0))
             except (Stopped, KeyboardInterrupt) as error:
                 found.append((type(error).__name__, time.monotonic() - sent[0]))

@@ -9,28 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import encoders
-import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
 import nemo_patches
 
 
-def call(encoder: torch.nn.Module, length: int) -> float:
-    start = time.monotonic()
-    encoder.update_max_seq_length(seq_length=length, device=torch.device("cpu"))
-    return time.monotonic() - start
-
-
 def with_a_killed_peer(rank: int, size: int) -> Any:
     nemo_patches.apply(timeout=5.0)
     encoder = encoders.conformer()
     for step in range(3):
-        call(encoder, 100 + step)
+        encoders.sync(encoder, 100 + step)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return [(call(encoder, 1000 + 100 * step + rank), encoder.max_audio_length) for step in range(5)]
+    return [(encoders.sync(encoder, 1000 + 100 * step + rank), encoder.max_audio_length) for step in range(5)]
 
 
 def test_a_killed_peer_costs_no_wait_and_one_line() -> None:
@@ -48,10 +41,10 @@ def test_a_killed_peer_costs_no_wait_and_one_line() -> None:
 def with_a_peer_killed_during_the_wait(rank: int, size: int) -> Any:
     nemo_patches.apply(timeout=20.0)
     encoder = encoders.conformer()
-    call(encoder, 100)
+    encoders.sync(encoder, 100)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return call(encoder, 300), encoder.max_audio_length
+    return encoders.sync(encoder, 300), encoder.max_audio_length
 
 
 def test_a_peer_killed_during_the_wait_ends_it() -> None:
@@ -65,20 +58,20 @@ def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
     encoder = encoders.conformer()
     peers: list[Any] = [0] * size
     dist.all_gather_object(peers, os.getpid())
-    call(encoder, 100)
+    encoders.sync(encoder, 100)
     dist.barrier()
     if rank == 0:
         os.kill(peers[1], signal.SIGSTOP)
-        seconds = call(encoder, 300)
+        seconds = encoders.sync(encoder, 300)
         os.kill(peers[1], signal.SIGCONT)
         Path(go_on).touch()
     else:
         while not Path(go_on).exists():
             time.sleep(0.01)
-        seconds = call(encoder, 301)
+        seconds = encoders.sync(encoder, 301)
     dist.barrier()
     for step in range(3):
-        call(encoder, 400 + 10 * step + rank)
+        encoders.sync(encoder, 400 + 10 * step + rank)
         dist.barrier()
     return seconds, encoder.max_audio_length
 

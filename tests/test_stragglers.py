@@ -34,10 +34,7 @@ class Life:
 
 
 def call(encoder: torch.nn.Module, length: int) -> Step:
-    """Only the length sync and the growth of one call; the layers behind it are not this file's matter."""
-    start = time.monotonic()
-    encoder.update_max_seq_length(seq_length=length, device=torch.device("cpu"))
-    return Step(time.monotonic() - start, encoder.max_audio_length, length)
+    return Step(encoders.sync(encoder, length), encoder.max_audio_length, length)
 
 
 def life(steps: list[Step]) -> Life:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import cast
 
@@ -55,7 +55,7 @@ class Target:
     method: str
     reads: tuple[frozenset[str], ...]
     setter: str = "set_max_audio_length"  # the method that grows the buffers; empty where `method` does so itself
-    parameters: tuple[str, ...] = field(default=("self", "seq_length", "device"))
+    parameters: tuple[str, ...] = ("self", "seq_length", "device")
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.method}"

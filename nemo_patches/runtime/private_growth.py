@@ -51,8 +51,8 @@ def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Ite
         yield
     finally:
         _growing.discard(id(encoder))
-        for module, name in _places(encoder):
-            buffer, grown = registered.get((module, name)), module._buffers.get(name)
+        for (module, name), buffer in registered.items():
+            grown = module._buffers.get(name)
             if grown is buffer or (buffer is None and register_new):
                 continue
             if buffer is None:

@@ -18,7 +18,7 @@ MAX_LENGTH = (1 << LENGTH_BITS) - 1
 MAX_EVALUATION = (1 << EVALUATION_BITS) - 1
 MAX_TRAINING = (1 << TRAINING_BITS) - 1
 
-SHORTEST_WAIT = timedelta(milliseconds=1)  # anything shorter is no limit at all to c10d
+SHORTEST_WAIT = timedelta(milliseconds=1)  # c10d rounds a wait to milliseconds, and takes 0 as no limit at all
 CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeouts are forgotten
 _MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+from nemo_patches.runtime.protocol import SHORTEST_WAIT
+
 SYNC_MODES = ("bounded", "overlapped", "local")
 ON_TIMEOUT = ("fallback", "raise")
-SHORTEST_TIMEOUT = timedelta(milliseconds=1)  # c10d rounds a wait to milliseconds and takes 0 as "no limit"
 LONGEST_TIMEOUT = timedelta(days=1)
 
 SYNC_VARIABLE = "NEMO_PATCHES_SYNC"
@@ -80,7 +81,7 @@ def _seconds(name: str, given: object, variable: str, environment: Mapping[str, 
         seconds = float(given)  # type: ignore[arg-type]  # whatever it is: a refusal is an error of ours
     except (TypeError, ValueError):
         seconds = math.nan
-    shortest, longest = SHORTEST_TIMEOUT.total_seconds(), LONGEST_TIMEOUT.total_seconds()
+    shortest, longest = SHORTEST_WAIT.total_seconds(), LONGEST_TIMEOUT.total_seconds()
     if not shortest <= seconds <= longest:
         raise SettingsError(
             f"{name}={given!r} is not allowed; allowed: a number of seconds, {shortest:g} to {longest:g}"
