@@ -97,6 +97,14 @@ def test_status_prints_well() -> None:
     assert all(skipped.reason for skipped in status.skipped)
 
 
+def test_what_is_skipped_is_said_once_with_the_reason(caplog: Any) -> None:
+    with listening(caplog):
+        nemo_patches.apply()
+    (message,) = caplog.messages
+    for skipped in nemo_patches.status().skipped:
+        assert f"not patched: {skipped.target}: {skipped.reason}" in message
+
+
 def test_every_target_that_this_nemo_has_is_patched() -> None:
     nemo_patches.apply()
     patched = " ".join(nemo_patches.status().patched).lower()

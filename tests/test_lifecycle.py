@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -185,6 +186,34 @@ def test_signals_act_during_a_wait(number: int) -> None:
     assert {name for name, _ in first.value} == names
     assert len(first.value) == 2
     assert all(delay < 0.5 for _, delay in first.value)  # slices of 0.1 s, on a busy machine
+
+
+class Handlers:
+    """What a user may give signal.signal."""
+
+    def method(self, *_: object) -> None:
+        raise Stopped
+
+    def __call__(self, *_: object) -> None:
+        raise Stopped
+
+
+@pytest.mark.parametrize(
+    "handler", [lambda *_: Handlers().method(), Handlers().method, Handlers(), functools.partial(Handlers().method, 1)]
+)
+def test_an_exception_of_a_signal_handler_is_told_from_our_own(handler: Any) -> None:
+    from nemo_patches.runtime.reporting import raised_by_signal_handler
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(Stopped) as from_handler:
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(ZeroDivisionError) as our_own:
+            print(1 / 0)
+        assert raised_by_signal_handler(from_handler.value)
+        assert not raised_by_signal_handler(our_own.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def many_encoders(rank: int, size: int) -> Any:

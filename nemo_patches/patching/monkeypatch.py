@@ -112,7 +112,8 @@ def apply(settings: Settings) -> None:
         revert()  # never half a patch
         raise
     names = ", ".join(map(str, _patched)) or "nothing yet"
-    report(logging.INFO, f"patched {names} (nemo {_nemo_version()}, torch {torch.__version__}; {settings})")
+    without = "".join(f"; not patched: {target}: {reason}" for target, reason in _skipped.items())
+    report(logging.INFO, f"patched {names} (nemo {_nemo_version()}, torch {torch.__version__}; {settings}){without}")
 
 
 def revert() -> None:

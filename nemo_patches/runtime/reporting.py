@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -39,12 +40,17 @@ def report(level: int, text: str) -> None:
 
 def raised_by_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler of the user's raised this while our code ran: then it is not ours to swallow."""
-    handlers = (signal.getsignal(number) for number in signal.valid_signals())
-    functions = (getattr(handler, "__func__", handler) for handler in handlers if callable(handler))
-    codes = {
-        getattr(function, "__code__", getattr(type(function).__call__, "__code__", None)) for function in functions
-    }
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: object) -> object:
+    """The code that runs when a handler is called: a function, a method, a callable object or a partial of these."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if callable(handler) and not hasattr(handler, "__code__"):  # a method passes its function's on
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
 
 
 def _who() -> str:
