@@ -3,11 +3,12 @@
 `apply()`, `revert()` and `status()` are the whole interface. Importing this package imports neither torch nor NeMo.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Literal
-
+# Every Python process under auto-apply imports this file at start-up: it imports nothing, not even typing or
+# __future__, and its syntax is that of any Python 3.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Literal
+
     from nemo_patches.patching.monkeypatch import Status
 
 __version__ = "0.1.0"
@@ -15,9 +16,9 @@ __all__ = ["apply", "revert", "status"]
 
 
 def apply(
-    sync: Literal["bounded", "overlapped", "local"] | None = None,
-    timeout: float | None = None,
-    on_timeout: Literal["fallback", "raise"] | None = None,
+    sync: "Literal['bounded', 'overlapped', 'local'] | None" = None,
+    timeout: "float | None" = None,
+    on_timeout: "Literal['fallback', 'raise'] | None" = None,
 ) -> None:
     """Patch NeMo's length syncs in this process; a second call only changes the settings, and says so.
 
@@ -25,9 +26,11 @@ def apply(
         communicate. timeout: seconds (default 10), for the wait of one encoder call. on_timeout: "fallback" (default)
         goes on with this rank's own length; "raise" raises LengthSyncTimeout.
     What is not given comes from NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT and NEMO_PATCHES_ON_TIMEOUT, then the default.
+    With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
 
-    Raises SettingsError (a ValueError) for a value that is not allowed, DriftError where NeMo's code is not as
-    expected (then nothing is patched), ModuleNotFoundError where NeMo is not installed.
+    Raises SettingsError (a ValueError) for a value that is not allowed, UnsupportedNeMo for a NeMo outside the
+    supported range, DriftError where NeMo's code is not as expected (nothing is patched then), ModuleNotFoundError
+    where NeMo is not installed.
     """
     from nemo_patches.runtime.settings import resolve
 
@@ -44,7 +47,7 @@ def revert() -> None:
     monkeypatch.revert()
 
 
-def status() -> Status:
+def status() -> "Status":
     """What is patched, what was skipped and why, the settings, and what each encoder's sync has done on this rank."""
     from nemo_patches.patching import monkeypatch
 

@@ -33,6 +33,8 @@ def imports(path: Path) -> set[str]:
 
 def room(path: Path) -> str:
     inner = path.relative_to(PACKAGE).parts
+    if inner == ("__main__.py",):
+        return "tools"  # the command, under another name
     return inner[0] if len(inner) > 1 else ""
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import logging
-import pathlib
+import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType, ModuleType
@@ -18,12 +16,14 @@ from typing import Any
 import torch
 import wrapt
 
+from nemo_patches.patching import admission, start_up
+from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.runtime import length_sync
 from nemo_patches.runtime.length_sync import EncoderCounters, synced_length
 from nemo_patches.runtime.private_growth import apply_to_grown, give_back_all, grown_privately, happened
 from nemo_patches.runtime.reporting import report
-from nemo_patches.runtime.settings import Settings
+from nemo_patches.runtime.settings import Settings, SettingsError, resolve
 
 _ABSENT = object()
 
@@ -76,50 +76,91 @@ class _Patch:
 _patches: list[_Patch] = []
 _patched: list[Target] = []
 _skipped: dict[Target, str] = {}
-_hooked: set[Target] = set()  # targets that are patched once somebody imports their module
 _applied = False
+_by_import = True  # whether the import hook's news are acted upon; the hook is there under auto-apply and after apply()
+_complete = False  # whether all of nemo.collections.asr has been imported under auto-apply, so that training may run
 
 
 def apply(settings: Settings) -> None:
     """Patch every target of the installed NeMo, or only change the settings where that is done already.
 
-    Raises DriftError, and patches nothing, where a target does not look as expected; ModuleNotFoundError without NeMo.
+    Raises DriftError, and patches nothing, where a target does not look as expected; UnsupportedNeMo;
+    ModuleNotFoundError without NeMo.
     """
-    global _applied
+    global _by_import
+    if admission.disabled():
+        report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
+        return
     if _applied:
         before = length_sync.current()
         length_sync.use(settings)
         if before != settings:
             report(logging.INFO, f"settings changed: {settings} (before: {before})")
         return
+    _by_import = False  # what is imported here is patched here
+    admission.require_supported(admission.nemo_version())
     found: dict[Target, ModuleType] = {}
-    skipped: dict[Target, str] = {}
     for target in TARGETS:
-        module = _import(target, skipped)
+        module = _import(target)
         if module is not None:
             found[target] = module
-    drift = [problem for target, module in found.items() if (problem := target.drift(module))]
-    if drift:
-        raise DriftError(f"NeMo {_nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift))
-    length_sync.use(settings)
-    _applied = True
-    _skipped.clear()
-    _skipped.update(skipped)
+    if drift := [problem for target, module in found.items() if (problem := target.drift(module))]:
+        raise DriftError(
+            f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
+        )
+    _begin(settings)
     try:
         for target, module in found.items():
             _patch(target, module)
     except BaseException:
         revert()  # never half a patch
         raise
-    names = ", ".join(map(str, _patched)) or "nothing yet"
-    without = "".join(f"; not patched: {target}: {reason}" for target, reason in _skipped.items())
-    report(logging.INFO, f"patched {names} (nemo {_nemo_version()}, torch {torch.__version__}; {settings}){without}")
+    _collection_is_complete()
+    start_up.install()
+
+
+def on_import(name: str) -> None:
+    """The import hook's news: the module `name` is complete, for the first time or by a reload.
+
+    Under auto-apply a setting that is not allowed, a NeMo that is not supported and a target that has drifted leave
+    all of NeMo as stock, and are said once.
+    """
+    if not _by_import:
+        return
+    if name == COLLECTION:
+        _collection_is_complete()
+        return
+    target = next(target for target in TARGETS if target.module == name)
+    module = sys.modules[name]
+    if any(patch.owner is target.find_owner(module) for patch in _patches):
+        return  # two finders have told
+    try:
+        if not _applied and admission.disabled():
+            return
+        settings = length_sync.current() if _applied else resolve()
+        admission.require_supported(admission.nemo_version())
+        if problem := target.drift(module):
+            raise DriftError(problem)
+    except (SettingsError, admission.UnsupportedNeMo, DriftError) as error:
+        if _applied and _complete:  # training may run, and what it runs with stays
+            _skipped[target] = str(error)
+            report(logging.ERROR, f"not patched: {error}")
+        else:
+            revert()
+            _skipped.update(dict.fromkeys(TARGETS, str(error)))
+            report(logging.ERROR, f"not patched, NeMo {admission.nemo_version()} runs as stock: {error}")
+        return
+    if not _applied:
+        _begin(settings)
+    _patch(target, module)
+    if _complete:
+        _say_patched((target,))
 
 
 def revert() -> None:
     """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
-    global _applied
-    _applied = False
+    global _applied, _by_import, _complete
+    _applied = _by_import = _complete = False
     while _patches:
         patch = _patches.pop()
         if patch.owner.__dict__.get(patch.name) is not patch.replacement:
@@ -137,8 +178,12 @@ def revert() -> None:
 
 
 def status() -> Status:
+    try:
+        nemo = admission.nemo_version()
+    except ModuleNotFoundError:
+        nemo = "not installed"
     return Status(
-        nemo=_nemo_version(),
+        nemo=nemo,
         torch=torch.__version__,
         patched=tuple(map(str, _patched)),
         skipped=tuple(Skipped(str(target), reason) for target, reason in _skipped.items()),
@@ -147,54 +192,50 @@ def status() -> Status:
     )
 
 
-def _import(target: Target, skipped: dict[Target, str]) -> ModuleType | None:
-    if target.module in sys.modules:
-        return sys.modules[target.module]
-    package = ".".join(target.module.split(".")[:3])
-    if package != "nemo.collections.asr":
-        # Nobody who trains ASR wants the NLP collection imported for our sake; it is patched when somebody imports it.
-        if _exists(target.module):
-            skipped[target] = "not imported yet; it is patched when it is"
-            _patch_when_imported(target)
-        else:
-            skipped[target] = "this NeMo does not have it"
-        return None
-    importlib.import_module(package)  # without NeMo: the error that says so
+def _begin(settings: Settings) -> None:
+    global _applied, _by_import
+    length_sync.use(settings)
+    _skipped.clear()
+    _applied = _by_import = True
+
+
+def _collection_is_complete() -> None:
+    global _complete
+    if _complete:
+        return
+    _complete = True
+    if not _applied:
+        return
+    for target in TARGETS:
+        if target not in _patched:
+            there = target.source_file() is not None
+            _skipped[target] = "not imported yet; it is patched when it is" if there else "this NeMo does not have it"
+    _say_patched(
+        [target for target in TARGETS if target in _patched],
+        "".join(f"; not patched: {target}: {reason}" for target, reason in _skipped.items()),
+    )
+
+
+def _say_patched(targets: Iterable[Target], without: str = "") -> None:
+    # A spawned data-loader worker imports NeMo too; its rank has said it already.
+    if not multiprocessing.current_process().daemon:
+        names = ", ".join(map(str, targets)) or "nothing yet"
+        versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
+        report(logging.INFO, f"patched {names} ({versions}; {length_sync.current()}){without}")
+
+
+def _import(target: Target) -> ModuleType | None:
+    """The target's module. None where this NeMo does not have it, or where nobody has imported its collection yet."""
+    # Nobody who trains ASR wants the NLP collection imported for our sake; the import hook sees it when it is.
+    if target.module in sys.modules or not target.module.startswith(COLLECTION + "."):
+        return sys.modules.get(target.module)
+    importlib.import_module(COLLECTION)
     try:
         return importlib.import_module(target.module)
     except ModuleNotFoundError as error:
         if error.name != target.module:
             raise
-        skipped[target] = "this NeMo does not have it"
         return None
-
-
-def _exists(module: str) -> bool:
-    """Whether the module's file is there, without importing any package of the collection."""
-    spec = importlib.util.find_spec("nemo.collections")
-    relative = module.removeprefix("nemo.collections.").split(".")
-    places = [] if spec is None else list(spec.submodule_search_locations or ())
-    return any(pathlib.Path(place, *relative).with_suffix(".py").is_file() for place in places)
-
-
-def _patch_when_imported(target: Target) -> None:
-    if target not in _hooked:
-        _hooked.add(target)
-        wrapt.register_post_import_hook(functools.partial(_patch_late, target), target.module)
-
-
-def _patch_late(target: Target, module: ModuleType) -> None:
-    """An exception here would fail NeMo's import: a target that has drifted is said and left as it is."""
-    if not _applied or target in _patched:
-        return
-    problem = target.drift(module)
-    if problem:
-        _skipped[target] = problem
-        report(logging.ERROR, f"not patched: {problem}")
-        return
-    _skipped.pop(target, None)
-    _patch(target, module)
-    report(logging.INFO, f"patched {target}")
 
 
 def _patch(target: Target, module: ModuleType) -> None:
@@ -204,7 +245,9 @@ def _patch(target: Target, module: ModuleType) -> None:
     if target.setter:
         _replace(owner, target.setter, _private_setter(owner.__dict__[target.setter]))
     _replace(owner, "_apply", _following_apply(owner._apply))  # type: ignore[attr-defined]  # it is a Module
-    _patched.append(target)
+    _skipped.pop(target, None)
+    if target not in _patched:  # a module that is reloaded has new classes
+        _patched.append(target)
 
 
 def _replace(owner: type, name: str, replacement: object) -> None:
@@ -298,10 +341,3 @@ def _without_reduce(original: FunctionType) -> Callable[..., None]:
         function(encoder, length, device)
 
     return grow
-
-
-def _nemo_version() -> str:
-    try:
-        return importlib.metadata.version("nemo_toolkit")
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get("nemo"), "__version__", "not installed"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import cast
 
 # What the methods' code reads, apart from its own arguments; `co_names` of the compiled function.
@@ -68,19 +71,50 @@ class Target:
         """What in `module` is not as expected, with what was expected and what was found; empty where all is."""
         owner = self.find_owner(module)
         if not isinstance(owner, type):
-            return f"{self.module}: expected a class {self.owner}, found {owner!r}"
-        problem = _signature_drift(owner, self.method, self.parameters)
-        if not problem and self.setter:
-            problem = _signature_drift(owner, self.setter, ("self", "max_audio_length"))
-        if problem:
-            return problem
-        found = frozenset(owner.__dict__[self.method].__code__.co_names)
-        if found in self.reads:
+            return self._no_class(owner)
+
+        def find(method: str) -> CodeType | str:
+            function = owner.__dict__.get(method)
+            plain = isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")
+            return cast(FunctionType, function).__code__ if plain else repr(function)
+
+        return self._drift(find)
+
+    def drift_of_source(self, file: Path) -> str:
+        """The same of the module in `file`, without importing it: blind to what others do to NeMo at run time."""
+        owner = _code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), self.owner)
+        return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
+
+    def source_file(self) -> Path | None:
+        """The file of `module`, found without importing it; None where the installed NeMo does not have it.
+
+        Raises ModuleNotFoundError without NeMo.
+        """
+        spec = importlib.util.find_spec("nemo.collections")
+        inner = self.module.removeprefix("nemo.collections.").split(".")
+        places = [] if spec is None else list(spec.submodule_search_locations or ())
+        files = (Path(place, *inner).with_suffix(".py") for place in places)
+        return next((file for file in files if file.is_file()), None)
+
+    def _no_class(self, found: object) -> str:
+        return f"{self.module}: expected a class {self.owner}, found {found!r}"
+
+    def _drift(self, find: Callable[[str], CodeType | str]) -> str:
+        """find: the code of a method, or what is there instead, as text."""
+        methods = {self.method: self.parameters} | ({self.setter: ("self", "max_audio_length")} if self.setter else {})
+        for method, parameters in methods.items():
+            code = find(method)
+            found = code if isinstance(code, str) else _parameters(code)
+            expected = f"({', '.join(parameters)})"
+            if found != expected:
+                return f"{self.owner}.{method}: expected a plain function {expected}, found {found}"
+        reads = frozenset(cast(CodeType, find(self.method)).co_names)
+        if reads in self.reads:
             return ""
-        closest = min(self.reads, key=lambda reads: len(reads ^ found))
+        closest = min(self.reads, key=lambda known: len(known ^ reads))
         return (
             f"{self.owner}.{self.method}: expected code that reads {sorted(closest)}; "
-            f"found without {sorted(closest - found)} and with {sorted(found - closest)}"
+            f"found without {sorted(closest - reads)} and with {sorted(reads - closest)}"
         )
 
 
@@ -113,10 +147,12 @@ TARGETS = (
 )
 
 
-def _signature_drift(owner: type, method: str, parameters: tuple[str, ...]) -> str:
-    function = owner.__dict__.get(method)
-    expected = f"{owner.__name__}.{method}: expected a plain function ({', '.join(parameters)}), found "
-    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        return expected + repr(function)
-    found = tuple(inspect.signature(function).parameters)
-    return "" if found == parameters else f"{expected}({', '.join(found)})"
+def _code_in(code: CodeType, name: str) -> CodeType | None:
+    """The code of the class or function `name` that is defined in `code`; the last one, which is the one that holds."""
+    found = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
+    return found[-1] if found else None
+
+
+def _parameters(code: CodeType) -> str:
+    stars = (code.co_flags & inspect.CO_VARARGS > 0) + (code.co_flags & inspect.CO_VARKEYWORDS > 0)
+    return f"({', '.join(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + stars])})"

@@ -43,7 +43,7 @@ class Settings:
 
 def resolve(
     sync: str | None = None,
-    timeout: float | None = None,
+    timeout: float | str | None = None,
     on_timeout: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -36,6 +40,51 @@ def demo(
         typer.echo("nemo-patches demo: interrupted; every rank was ended", err=True)
         code = 130
     raise typer.Exit(code)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="What to run, with its arguments, after `--`.")],
+    sync: Annotated[str | None, typer.Option(help="bounded, overlapped or local.")] = None,
+    timeout: Annotated[str | None, typer.Option(help="Seconds, for the wait of one encoder call.")] = None,
+    on_timeout: Annotated[str | None, typer.Option(help="fallback or raise.")] = None,
+) -> None:
+    """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
+    from nemo_patches.runtime import settings
+    from nemo_patches.tools import launch
+
+    given = {
+        settings.SYNC_VARIABLE: sync,
+        settings.TIMEOUT_VARIABLE: timeout,
+        settings.ON_TIMEOUT_VARIABLE: on_timeout,
+    }
+    try:
+        settings.resolve(sync, timeout, on_timeout)
+        variables = {variable: value for variable, value in given.items() if value is not None}
+        launch.become(command, launch.environment_for(os.environ, **variables))
+    except settings.SettingsError as error:
+        typer.echo(f"nemo-patches run: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:  # the exit codes are those of a shell
+        typer.echo(f"nemo-patches run: {command[0]}: {error.strerror}", err=True)
+        raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from None
+
+
+@app.command()
+def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """What would be patched in this environment. Exit code 0: all; 1: not all; 2: it cannot be told."""
+    from nemo_patches.tools import status as status_command
+
+    try:
+        report = status_command.examine()
+    except status_command.StatusError as error:
+        typer.echo(f"nemo-patches status: {error}", err=True)
+        raise typer.Exit(2) from None
+    if json:
+        typer.echo(dumps(asdict(report), indent=2))
+    else:
+        status_command.show(report, Console())
+    raise typer.Exit(1 if report.reasons else 0)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ RANK_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
+    "NEMO_PATCHES_DISABLE": "",
 }
 
 _context = multiprocessing.get_context("forkserver")

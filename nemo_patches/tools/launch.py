@@ -1,0 +1,29 @@
+"""`nemo-patches run`: turns this process into the user's command, with auto-apply in its environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nemo_patches import patching
+
+# What Python ignores at its own start, and a command that is started by a shell does not.
+_IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
+
+
+def environment_for(environment: Mapping[str, str], **settings: str) -> dict[str, str]:
+    """The environment under which every Python process patches NeMo; the user's own PYTHONPATH comes after ours."""
+    path = [str(Path(next(iter(patching.__path__)), "boot").resolve())]
+    if environment.get("PYTHONPATH"):
+        path.append(environment["PYTHONPATH"])
+    return {**environment, **settings, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process: exit code, signals, terminal and process id are then the command's own. Raises OSError."""
+    for name in _IGNORED_BY_PYTHON:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvpe(command[0], list(command), dict(environment))

@@ -1,0 +1,155 @@
+"""`nemo-patches status`: what would be patched in this environment, found without importing NeMo or torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+import nemo_patches
+from nemo_patches.patching import admission, start_up
+from nemo_patches.patching.targets import TARGETS
+from nemo_patches.runtime import settings as runtime_settings
+from nemo_patches.runtime.settings import SettingsError
+
+
+class StatusError(Exception):
+    """What would be patched cannot be told. The text says why."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, and where it comes from."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """What would become of one target: `problem` is empty where it would be patched, or where NeMo does not have it."""
+
+    target: str
+    file: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `nemo-patches status` prints; `reasons` why not all would be patched, empty where all would."""
+
+    versions: Mapping[str, str]
+    settings: tuple[Setting, ...]
+    targets: tuple[TargetReport, ...]
+    auto_apply: str
+    chained: str
+    reasons: tuple[str, ...]
+
+
+def examine() -> Report:
+    """Look at the environment of this process. Raises StatusError where NeMo or torch is not there."""
+    for name in ("nemo", "torch"):
+        if importlib.util.find_spec(name) is None:
+            raise StatusError(f"{name} is not installed for {sys.executable}")
+    targets = tuple(_targets())
+    auto_apply, shadowed_by = _auto_apply()
+    reasons = [target.problem for target in targets if target.problem]
+    for check in (_disabled, _supported, runtime_settings.resolve):
+        try:
+            check()
+        except (SettingsError, admission.UnsupportedNeMo, _Refused) as error:
+            reasons.append(str(error))
+    if shadowed_by:
+        reasons.append(shadowed_by)
+    if importlib.util.find_spec("wrapt") is None:
+        reasons.append("wrapt is not installed")
+    chained = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    return Report(
+        versions={
+            "nemo_patches": nemo_patches.__version__,
+            "nemo": admission.nemo_version(),
+            "torch": importlib.metadata.version("torch"),
+            "python": platform.python_version(),
+        },
+        settings=tuple(_settings()),
+        targets=targets,
+        auto_apply=auto_apply,
+        chained=chained or "",
+        reasons=tuple(reasons),
+    )
+
+
+def show(report: Report, console: Console) -> None:
+    """Print it for a person."""
+    lines = [", ".join(f"{name} {version}" for name, version in report.versions.items())]
+    lines.append(f"supported: NeMo {admission.SUPPORTED}")
+    lines += (f"{setting.name}: {setting.value} ({setting.source})" for setting in report.settings)
+    for target in report.targets:
+        state = target.problem or ("would be patched" if target.file else "this NeMo does not have it")
+        lines.append(f"{target.target}: {state}")
+    lines.append(f"auto-apply: {report.auto_apply}")
+    lines.append(f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}")
+    lines.append("not all would be patched:" if report.reasons else "all would be patched")
+    lines += (f"  {reason}" for reason in report.reasons)
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+class _Refused(Exception):
+    """A switch is off."""
+
+
+def _disabled() -> None:
+    if admission.disabled():
+        raise _Refused(f"{start_up.DISABLE_VARIABLE}=1")
+
+
+def _supported() -> None:
+    admission.require_supported(admission.nemo_version())
+
+
+def _targets() -> Iterable[TargetReport]:
+    for target in TARGETS:
+        file = target.source_file()
+        try:
+            yield TargetReport(str(target), str(file or ""), target.drift_of_source(file) if file else "")
+        except (OSError, SyntaxError, ValueError) as error:
+            raise StatusError(f"{file}: {error}") from error
+
+
+def _settings() -> Iterable[Setting]:
+    defaults = runtime_settings.Settings()
+    for name, variable, default in (
+        ("sync", runtime_settings.SYNC_VARIABLE, defaults.sync),
+        ("timeout", runtime_settings.TIMEOUT_VARIABLE, f"{defaults.timeout.total_seconds():g}"),
+        ("on_timeout", runtime_settings.ON_TIMEOUT_VARIABLE, defaults.on_timeout),
+    ):
+        value = os.environ.get(variable)
+        yield Setting(name, value or default, variable if value else "default")
+
+
+def _auto_apply() -> tuple[str, str]:
+    """Whether the import hook is in force here; and where it ought to be and is not, why."""
+    if start_up.installed():
+        return "on", ""
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    ours = [file for folder in folders if (file := Path(folder, "sitecustomize.py").absolute()) and _is_ours(file)]
+    if not ours:
+        return "off here; `nemo-patches run -- COMMAND` or PYTHONPATH=<checkout> switches it on", ""
+    if os.environ.get(start_up.DISABLE_VARIABLE) == "1":
+        return f"off, {start_up.DISABLE_VARIABLE}=1", ""
+    first = getattr(sys.modules.get("sitecustomize"), "__file__", "something else")
+    return "off", f"{ours[0]} is on PYTHONPATH, but {first} comes first and does not run it"
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether it is the sitecustomize.py of a checkout or of `nemo-patches run`, of whichever copy."""
+    start_ups = (file.parent / "nemo_patches" / "patching" / "start_up.py", file.parent.parent / "start_up.py")
+    return file.is_file() and any(start_up.is_file() for start_up in start_ups)
