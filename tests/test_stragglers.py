@@ -45,7 +45,7 @@ def life(steps: list[Step]) -> Life:
 
 
 def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
-    nemo_patches.apply(timeout=2.0)
+    nemo_patches.apply(timeout=4.0)  # the next wait is an eighth of it, and must bear a busy machine
     encoder = encoders.conformer()
     steps = []
     for step in range(late_step + 4):
@@ -56,7 +56,7 @@ def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
     return life(steps)
 
 
-@pytest.mark.parametrize("late_step", [0, 3])
+@pytest.mark.parametrize("late_step", [0, pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_rank_six_seconds_late(late_step: int) -> None:
     results = run_ranks(late_once, 3, late_step, 6.0)
     for rank, result in enumerate(results):
@@ -65,14 +65,14 @@ def test_a_rank_six_seconds_late(late_step: int) -> None:
             assert steps[late_step].seconds < 1
             assert result.lines("WARNING") == []
         else:
-            assert 1.9 <= steps[late_step].seconds <= 2.5
+            assert 3.9 <= steps[late_step].seconds <= 4.5
             assert steps[late_step].maximum == steps[late_step].length
             assert result.value.timeouts == result.value.fallbacks == 1
             (warning,) = result.lines(
                 "WARNING", "ConformerEncoder", f"rank {rank}/3", f"own, {steps[late_step].length}"
             )
             assert f"call {late_step + 1}:" in warning
-            assert ("2 of 3 ranks have come" in warning) == (late_step == 0)
+            assert ("rank 1 of 3 has not announced itself" in warning) == (late_step == 0)
             (recovery,) = result.lines("recovered")
             assert 5.5 <= float(recovery.split("came ")[1].split(" s late")[0]) <= 8.0
         for later in range(late_step + 1, late_step + 4):

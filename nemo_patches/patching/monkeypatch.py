@@ -46,6 +46,7 @@ class Status:
     skipped: tuple[Skipped, ...]
     settings: Settings
     encoders: tuple[EncoderCounters, ...]
+    unannounced: tuple[int, ...]  # ranks without a sign of nemo_patches: not patched, or not at their first call yet
 
     def __str__(self) -> str:
         lines = [
@@ -59,6 +60,7 @@ class Status:
                 + (f"; ended: {one.ended}" if one.ended else "")
                 for one in self.encoders
             ),
+            *(f"rank {rank} has not announced itself: not patched, or not here yet" for rank in self.unannounced),
         ]
         return "\n".join(lines)
 
@@ -189,6 +191,7 @@ def status() -> Status:
         skipped=tuple(Skipped(str(target), reason) for target, reason in _skipped.items()),
         settings=length_sync.current(),
         encoders=length_sync.counters(),
+        unannounced=length_sync.unannounced(),
     )
 
 

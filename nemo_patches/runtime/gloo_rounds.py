@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from nemo_patches.runtime.protocol import SHORTEST_WAIT
 from nemo_patches.runtime.reporting import raised_by_signal_handler
+from nemo_patches.runtime.roll_call import RollCall
 
 # Gloo closes a group for good once an operation is older than the group's timeout, so this must outlast any straggler.
 _GROUP_TIMEOUT = timedelta(days=7)
@@ -201,7 +202,7 @@ class Rounds:
 
 
 class Helper:
-    """One daemon thread per process group that connects encoders' groups and notes when a late round comes.
+    """One daemon thread per process group: connects encoders' groups, notes when a late round comes, calls the roll.
 
     It alone talks to the store, on a connection of its own: a blocking call on the shared default store would hold up
     c10d's own use of it. The thread ends when there is nothing to do and is started again when there is.
@@ -218,8 +219,15 @@ class Helper:
         self._thread: threading.Thread | None = None
         self._connecting: list[_Connecting] = []
         self._watching: list[weakref.ref[Rounds]] = []
+        self.roll_call: RollCall | None = None
         self._stopped = False
         _helpers.add(self)
+
+    def call_roll(self, limit: timedelta) -> None:
+        """See, once, whether every rank announces itself within `limit`."""
+        if self.roll_call is None:
+            self.roll_call = RollCall(self.rank, self.size, limit)
+            self._run()
 
     def connect(self, rounds: Rounds) -> None:
         with self._lock:
@@ -260,9 +268,12 @@ class Helper:
             self._wake.clear()
             with self._lock:
                 connecting, watching = list(self._connecting), list(self._watching)
-                if not connecting and not watching:
+                roll = self.roll_call if self.roll_call and not self.roll_call.done else None
+                if not connecting and not watching and not roll:
                     self._thread = None
                     return
+            if roll:
+                self._look(roll)
             done = [entry for entry in connecting if self._advance(entry)]
             seen = [ref for ref in watching if (rounds := ref()) is None or rounds.note_arrival()]
             with self._lock:
@@ -277,17 +288,26 @@ class Helper:
         if rounds is None or rounds._closed:
             return True
         try:
-            if self._store is None:
-                default_store = self._default_store()
-                if default_store is None:
-                    raise RoundFailed("the process group was destroyed before every rank had come")
-                self._store = dist.PrefixStore(self._prefix, _own_connection(default_store))
             if entry.store is None:
-                entry.store = rounds.announce(self._store)
+                entry.store = rounds.announce(self._connection())
             return rounds.connect(entry.store)
         except Exception as error:
             rounds.fail(_first_line(error))
             return True
+
+    def _look(self, roll: RollCall) -> None:
+        try:
+            roll.look(self._connection())
+        except Exception as error:
+            roll.fail(error)
+
+    def _connection(self) -> dist.Store:
+        if self._store is None:
+            default_store = self._default_store()
+            if default_store is None:
+                raise RoundFailed("the process group was destroyed before every rank had come")
+            self._store = dist.PrefixStore(self._prefix, _own_connection(default_store))
+        return self._store
 
 
 @dataclass(eq=False)

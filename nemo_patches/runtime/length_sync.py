@@ -89,12 +89,19 @@ def counters() -> tuple[EncoderCounters, ...]:
     return () if _world is None else tuple(sync.counters() for sync in _world.syncs.values())
 
 
+def unannounced() -> tuple[int, ...]:
+    """The ranks that have not announced themselves under the present process group: unpatched, or not here yet."""
+    roll_call = None if _world is None else _world.helper.roll_call
+    return () if roll_call is None else roll_call.missing
+
+
 class EncoderSync:
     """One encoder's length sync on this rank: the protocol, its rounds, and what is said of them."""
 
-    def __init__(self, name: str, rounds: Rounds) -> None:
+    def __init__(self, name: str, helper: Helper, key: str) -> None:
         self._name = name
-        self._rounds = rounds
+        self._helper = helper
+        self._rounds = Rounds(helper, key)
         self._protocol = LengthProtocol()
         self._fallbacks = 0
         self._waited = timedelta(0)
@@ -104,8 +111,10 @@ class EncoderSync:
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         settings, protocol, training = current(), self._protocol, encoder.training
-        quiet = settings.sync == "local" or not getattr(encoder, "sync_max_audio_length", True)
-        if quiet or self._ended:
+        wanted = getattr(encoder, "sync_max_audio_length", True)
+        if wanted:
+            self._helper.call_roll(settings.timeout)  # in every mode: a rank of stock NeMo would wait for all
+        if not wanted or settings.sync == "local" or self._ended:
             protocol.calls += 1
             return length
         try:
@@ -166,11 +175,12 @@ class EncoderSync:
     # Who is missing, and what it is doing, belongs into this text; the stall monitor will give it.
     def _timeout_text(self, waited: timedelta, training: bool) -> str:
         kind = "training" if training else "evaluation"
-        connecting = self._rounds.connecting
+        roll_call = self._helper.roll_call
+        missing = roll_call.text() if roll_call and roll_call.missing else self._rounds.connecting
         return (
             f"{self._name}: {kind} call {self._protocol.calls}: not every rank's length came within "
             f"{waited.total_seconds():.2f} s; using this rank's own, {self._protocol.length}"
-            + (f" ({connecting})" if connecting else "")
+            + (f" ({missing})" if missing else "")
         )
 
     def _say_recovered(self, incident: _Incident) -> None:
@@ -212,7 +222,7 @@ class World:
         # torchrun keeps one store over restarts, and a script may make a second process group on the same store.
         prefix = f"nemo_patches/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
         store = torch.distributed.distributed_c10d._get_default_store()
-        self._helper = Helper(store, torch.distributed.get_rank(), self.size, prefix)
+        self.helper = Helper(store, torch.distributed.get_rank(), self.size, prefix)
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
         sync = self.syncs.get(encoder)
@@ -224,14 +234,14 @@ class World:
             kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
             self._seen[kind] += 1
             self._seen[name] += 1
-            rounds = Rounds(self._helper, f"{kind}-{self._seen[kind]}")
-            sync = EncoderSync(name if self._seen[name] == 1 else f"{name} #{self._seen[name]}", rounds)
+            title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
+            sync = EncoderSync(title, self.helper, f"{kind}-{self._seen[kind]}")
             self.syncs[encoder] = sync
             weakref.finalize(encoder, sync.close).atexit = False
         return sync
 
     def close(self) -> None:
-        self._helper.stop()
+        self.helper.stop()
         for sync in list(self.syncs.values()):
             sync.close()
 

@@ -1,0 +1,91 @@
+"""The roll call: which ranks have announced themselves, each at its first distributed encoder call, in every mode.
+
+A rank of stock NeMo never does. It waits in the default process group, where the patched ranks' next collective meets
+its reduce; nobody can help it from outside, so it must be seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from itertools import groupby
+
+import torch.distributed as dist
+
+from nemo_patches.runtime.reporting import report
+
+# One bit for each rank in a number that ranks add to: every kind of store can add, and traffic is linear in ranks.
+_RANKS_PER_KEY = 62
+# Seconds from one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
+_FIRST_PAUSE, _PAUSE_PER_RANK, _LONGEST_PAUSE = 0.05, 0.001, 5.0
+
+
+class RollCall:
+    """One process group's roll call as this rank sees it. Its helper thread calls `look`, and nobody else."""
+
+    def __init__(self, rank: int, size: int, limit: timedelta) -> None:
+        self.missing: tuple[int, ...] = ()  # as it was at the last look
+        self.done = False
+        self._rank, self._size, self._limit = rank, size, limit
+        self._began = time.monotonic()
+        self._announced = self._said = False
+        self._pause = _FIRST_PAUSE + size * _PAUSE_PER_RANK
+        self._next_look = 0.0
+
+    def look(self, store: dist.Store) -> None:
+        """Announce this rank, once, and see who else has; name those who have not when `limit` has passed."""
+        took = timedelta(seconds=time.monotonic() - self._began)
+        late = took >= self._limit and not self._said
+        if not late and time.monotonic() < self._next_look:
+            return
+        if not self._announced:
+            store.add(_key(self._rank // _RANKS_PER_KEY), 1 << self._rank % _RANKS_PER_KEY)
+            self._announced = True
+        self.missing = tuple(_missing(store, self._size))
+        self._next_look = time.monotonic() + self._pause
+        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
+        if not self.missing:
+            self.done = True
+            if self._said:
+                report(
+                    logging.WARNING, f"every rank has announced itself now, {took.total_seconds():.2f} s after this one"
+                )
+        elif late:
+            self._said = True
+            report(
+                logging.WARNING,
+                f"{self.text()} within {self._limit.total_seconds():g} s: not patched, not started, or not yet at a "
+                "first encoder call. A rank that is not patched waits in the default process group, where the other "
+                "ranks' next collective meets its reduce: the job then hangs, dies or reduces wrong numbers. What "
+                "keeps it from being patched is on its stderr, and `nemo-patches status` says it there",
+            )
+
+    def fail(self, error: Exception) -> None:
+        self.done = True
+        report(logging.WARNING, f"cannot see any more whether every rank is patched: {error!r}")
+
+    def text(self) -> str:
+        """Who has not announced itself, as the beginning of a sentence."""
+        verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
+        return f"{named(self.missing, self._size)} {verb}"
+
+
+def named(ranks: Iterable[int], size: int) -> str:
+    """Ranks in rising order, as a person reads them: "rank 1 of 2", "ranks 2, 5-7 of 64"."""
+    ranges = []
+    for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in pairs]
+        ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+    return f"rank{'s' if len(ranges) > 1 or '-' in ranges[0] else ''} {', '.join(ranges)} of {size}"
+
+
+def _missing(store: dist.Store, size: int) -> Iterator[int]:
+    for first in range(0, size, _RANKS_PER_KEY):
+        present = store.add(_key(first // _RANKS_PER_KEY), 0)
+        yield from (rank for rank in range(first, min(first + _RANKS_PER_KEY, size)) if not present >> rank - first & 1)
+
+
+def _key(number: int) -> str:
+    return f"present/{number}"
