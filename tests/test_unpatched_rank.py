@@ -35,6 +35,7 @@ def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[floa
     visible_after = time.monotonic() - began
     wait_for_line(began)
     assert f"rank {stock_rank} has not announced itself" in str(nemo_patches.status())
+    wait_for_others("named", size - 1)
     return visible_after, nemo_patches.status().unannounced
 
 
@@ -46,6 +47,24 @@ def wait_for_line(began: float) -> None:
     assert world is not None and world.helper.roll_call is not None
     while not world.helper.roll_call._said:
         assert time.monotonic() - began < 30
+        time.sleep(0.01)
+
+
+def wait_for_others(event: str, count: int) -> None:
+    """Until `count` ranks have come here; rank 0, which has the store's server, until the others have seen that."""
+    count_to(event, count)
+    if dist.get_rank() == 0:
+        count_to(event + " seen", count)
+    else:
+        dist.distributed_c10d._get_default_store().add(event + " seen", 1)
+
+
+def count_to(event: str, count: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + 30
+    store.add(event, 1)
+    while store.add(event, 0) < count:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -66,17 +85,16 @@ def late_or_never(rank: int, size: int) -> Any:
     nemo_patches.apply(sync="local", timeout=1.0)
     encoder = encoders.conformer()
     if rank == 1:
-        while dist.distributed_c10d._get_default_store().add("said", 0) < size - 1:
-            time.sleep(0.01)
+        wait_for_others("said", size)
     began = time.monotonic()
     encoders.sync(encoder, 100)
     if rank != 1:
         wait_for_line(began)
-        dist.distributed_c10d._get_default_store().add("said", 1)
+        wait_for_others("said", size)
     while nemo_patches.status().unannounced or not roll_call_is_done():
         assert time.monotonic() - began < 30
         time.sleep(0.01)
-    dist.barrier()  # rank 0 has the store, in which the others still look
+    wait_for_others("cleared", size)
     return str(nemo_patches.status())
 
 
