@@ -79,6 +79,11 @@ def makers() -> dict[str, Callable[..., torch.nn.Module]]:
     return found
 
 
+def has_flag(encoder: torch.nn.Module) -> bool:
+    """Whether the encoder's config can switch the sync off (the Conformer's cannot in NeMo 2.1)."""
+    return hasattr(encoder, "sync_max_audio_length")
+
+
 def run(encoder: torch.nn.Module, frames: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
     """One forward with random features of `frames` frames; the encoded tensor."""
     chance = torch.Generator().manual_seed(seed)
