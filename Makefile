@@ -1,17 +1,23 @@
-# Two commands for a fresh machine with Python and make: `make demo` and `make test`.
+# Commands for a fresh machine with Python and make: `make demo`, `make test`, `make test-matrix`.
 # Each makes the virtual environments it needs under .venv/ (a few minutes, once) and says so.
 
 PYTHON ?= python3
 NEMO_VERSIONS ?= 3.0.0 2.7.3
 DEMO_NEMO = 3.0.0
 ENVIRONMENTS = $(NEMO_VERSIONS:%=.venv/nemo-%/ready)
+# The last release of each series that is supported (nemo_patches/patching/admission.py); tests/test_supported.py compares.
+MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
+# A release without an environment of its own runs in this one's: only NeMo itself is older there, not what it needs.
+MATRIX_HOST = 2.7.3
+UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --only-binary :all: --upgrade --target
 
-.PHONY: help demo test test-% lint benchmark clean
-.PRECIOUS: .venv/nemo-%/ready
+.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) lint benchmark clean
+.PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
+	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make benchmark  ratios against stock"
 	@echo "make clean      remove .venv/"
 
@@ -23,6 +29,18 @@ test: lint $(NEMO_VERSIONS:%=test-%)
 test-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
 	.venv/nemo-$*/bin/python -m pytest -q
+
+test-matrix: $(MATRIX:%=matrix-%)
+
+# The tests compare NEMO_PATCHES_TEST_NEMO with the NeMo they find, in this process and in the ranks.
+$(filter $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/nemo-%/ready
+	@echo "== matrix: NeMo $*"
+	NEMO_PATCHES_TEST_NEMO=$* .venv/nemo-$*/bin/python -m pytest -q -m matrix
+
+$(filter-out $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
+	@echo "== matrix: NeMo $* in the environment of $(MATRIX_HOST)"
+	NEMO_PATCHES_TEST_NEMO=$* PYTHONPATH=$(CURDIR)/.venv/unpacked/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
+		.venv/nemo-$(MATRIX_HOST)/bin/python -m pytest -q -m matrix
 
 lint: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	@echo "== ruff and mypy"
@@ -40,6 +58,17 @@ benchmark: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt torch
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt "nemo_toolkit[asr]==$*"
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
+.venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready
+	@echo "== unpacking nemo_toolkit==$* to .venv/unpacked/nemo-$*"
+	$(UNPACK) $(@D) nemo_toolkit==$*
+	@touch $@
+
+# What NeMo 2.5 imports and the environment of $(MATRIX_HOST) does not have.
+.venv/unpacked/needs/ready: | .venv/nemo-$(MATRIX_HOST)/ready
+	$(UNPACK) $(@D) texterrors==1.1.9 loguru==0.7.3 termcolor==3.3.0
 	@touch $@
 
 clean:

@@ -42,6 +42,7 @@ def test_importing_the_package_imports_neither_torch_nor_nemo() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.matrix
 def test_revert_restores_every_attribute_to_the_very_object_it_was() -> None:
     nemo_patches.apply()
     nemo_patches.revert()
@@ -105,6 +106,7 @@ def test_what_is_skipped_is_said_once_with_the_reason(caplog: Any) -> None:
         assert f"not patched: {skipped.target}: {skipped.reason}" in message
 
 
+@pytest.mark.matrix
 def test_every_target_that_this_nemo_has_is_patched() -> None:
     nemo_patches.apply()
     patched = " ".join(nemo_patches.status().patched).lower()
