@@ -78,6 +78,7 @@ def _telling(name: str, loader: "Any") -> "Any":
 
 _finder = _Finder()
 _failed = False
+_in_turn: "list[str]" = []  # the folders whose sitecustomize.py of ours is running, one inside the other
 
 
 def _tell(name: str) -> None:
@@ -132,13 +133,17 @@ def _run_shadowed(own_file: str) -> None:
     It takes over the name in sys.modules, as Python lets a module do. What it raises is left to Python. Where there is
     none, that is what Python is told, and nothing of ours stays under that name.
     """
-    name = "sitecustomize"
-    spec = _shadowed_spec(name, os.path.dirname(own_file))
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    sys.modules[name] = module = module_from_spec(spec)
-    if spec.loader is not None:  # a folder of that name is a module too
-        spec.loader.exec_module(module)
+    name, folder = "sitecustomize", os.path.dirname(own_file)
+    _in_turn.append(folder)
+    try:
+        spec = _shadowed_spec(name, folder)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.modules[name] = module = module_from_spec(spec)
+        if spec.loader is not None:  # a folder of that name is a module too
+            spec.loader.exec_module(module)
+    finally:
+        _in_turn.remove(folder)
 
 
 def _shadowed_spec(name: str, folder: str) -> "Any":
@@ -146,7 +151,8 @@ def _shadowed_spec(name: str, folder: str) -> "Any":
     folders = [os.path.abspath(entry) for entry in sys.path]
     if folder not in folders or PathFinder not in sys.meta_path:
         return None  # somebody runs ours in a way of their own: it shadows nothing
-    spec = PathFinder.find_spec(name, sys.path[folders.index(folder) + 1 :])
+    after = range(folders.index(folder) + 1, len(folders))
+    spec = PathFinder.find_spec(name, [sys.path[place] for place in after if folders[place] not in _in_turn])
     for finder in sys.meta_path[sys.meta_path.index(PathFinder) + 1 :]:
         if spec is None and hasattr(finder, "find_spec"):
             spec = finder.find_spec(name, None)

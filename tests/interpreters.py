@@ -1,0 +1,49 @@
+"""Real Python interpreters for tests, started with a given PYTHONPATH, each with a time limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parent.parent
+LAUNCHER = CHECKOUT / "nemo_patches" / "patching" / "boot"  # what `nemo-patches run` puts on PYTHONPATH
+
+
+def environment(*path: Path, **variables: str) -> dict[str, str]:
+    """This process's environment without what steers Python or nemo_patches, and with these folders on PYTHONPATH."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NEMO_PATCHES_"))}
+    if path:
+        kept["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    return {**kept, **variables}
+
+
+def run(
+    command: list[str | Path], variables: dict[str, str], limit: float = 60.0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; at the limit it is killed with all that it has started, and the test fails."""
+    process = subprocess.Popen(
+        command,
+        env=variables,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"{command} took more than {limit} s\n{stdout[-2000:]}\n{stderr[-4000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def python(
+    *arguments: str, path: tuple[Path, ...] = (), executable: str | Path = sys.executable, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Start Python with these folders on PYTHONPATH."""
+    return run([executable, *arguments], environment(*path, **variables))
