@@ -150,6 +150,7 @@ def on_import(name: str) -> None:
         else:
             revert()
             _skipped.update(dict.fromkeys(TARGETS, str(error)))
+            length_sync.use(Settings())  # a variable that is not allowed is said here, and not again by status()
             report(logging.ERROR, f"not patched, NeMo {admission.nemo_version()} runs as stock: {error}")
         return
     if not _applied:
