@@ -1,0 +1,102 @@
+"""Auto-apply in whole jobs: torchrun, Lightning's own launcher, data-loader workers; NeMo as stock where it must be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from interpreters import CHECKOUT, LAUNCHER, environment, python, run
+from nest_training import STALL, STEPS
+
+from nemo_patches.tools.demo import data
+
+SCRIPT = Path(__file__).with_name("nest_training.py")
+LIMIT = 240.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nest")
+    data.write_shards(data.make_audio(folder), 2, folder, uneven=False)
+    return folder
+
+
+def lines(done: subprocess.CompletedProcess[str], *words: str) -> list[str]:
+    own = [line for line in done.stderr.splitlines() if "nemo_patches " in line]
+    return [line for line in own if all(word in line for word in words)]
+
+
+def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr[-4000:]
+    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
+    assert sorted(end["rank"] for end in ends) == [0, 1]
+    assert all((end["size"], end["steps"]) == (2, STEPS) for end in ends)
+    assert len(lines(done, "INFO", "patched", "ConformerEncoder", "timeout=3 s")) == 2
+    assert len(lines(done, "WARNING", "training call 2: not every rank's length came within 3.0", "[rank 0/2")) == 1
+    (recovered,) = lines(done, "recovered", "[rank 0/2")
+    assert STALL - 2 <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 3
+    assert lines(done, "ERROR") == []
+
+
+def test_torchrun(folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*torchrun, SCRIPT, str(folder)], environment(CHECKOUT, NEMO_PATCHES_TIMEOUT="3"), LIMIT)
+    trained_over_the_stall(done)
+    for rank in (0, 1):
+        assert len(lines(done, "INFO", "patched", f"[rank {rank}/2")) == 1
+
+
+def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(folder: Path) -> None:
+    command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", "3", "--", sys.executable, SCRIPT, str(folder)]
+    trained_over_the_stall(run(command, environment(CHECKOUT), LIMIT))
+
+
+LOADERS = """
+import torch
+
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        from nemo.collections.asr.modules import ConformerEncoder
+
+        return hasattr(ConformerEncoder.update_max_seq_length, "__wrapped__")
+
+
+if __name__ == "__main__":
+    for method in ("spawn", "fork"):
+        loader = torch.utils.data.DataLoader(Items(), num_workers=1, multiprocessing_context=method)
+        print(method, [bool(item) for item in loader])
+"""
+
+
+def test_spawned_and_forked_loader_workers_are_patched_without_a_line_each(tmp_path: Path) -> None:
+    script = tmp_path / "loaders.py"
+    script.write_text(LOADERS)
+    done = run([sys.executable, script], environment(LAUNCHER), LIMIT)
+    assert done.stdout.splitlines() == ["spawn [True]", "fork [True]"], done.stderr
+    assert lines(done) == []
+
+
+def test_a_bad_variable_under_two_copies_is_one_line_and_nemo_runs_as_stock() -> None:
+    program = (
+        "import nemo.collections.asr.modules as modules\n"
+        "print(hasattr(modules.ConformerEncoder.update_max_seq_length, '__wrapped__'))"
+    )
+    done = run(
+        [sys.executable, "-c", program], environment(LAUNCHER, CHECKOUT, NEMO_PATCHES_TIMEOUT="soon", RANK="3"), LIMIT
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False")
+    (line,) = lines(done)
+    assert "ERROR [rank 3/" in line
+    assert "runs as stock: NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: a number of seconds" in line
+
+
+def test_a_process_that_never_imports_nemo_says_nothing_of_a_bad_variable() -> None:
+    done = python("-c", "import json; print('runs')", path=(CHECKOUT,), NEMO_PATCHES_TIMEOUT="soon")
+    assert (done.stdout, done.stderr) == ("runs\n", "")

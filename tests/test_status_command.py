@@ -1,0 +1,156 @@
+"""`nemo-patches status` in real environments: what it finds without importing NeMo, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import nemo.package_info
+import pytest
+import torch
+from interpreters import CHECKOUT, LAUNCHER, python
+
+import nemo_patches
+from nemo_patches.patching.targets import TARGETS
+
+
+def status(*arguments: str, path: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "nemo_patches", "status", *arguments, path=path, **variables)
+
+
+def report(code: int, path: tuple[Path, ...] = (), **variables: str) -> dict[str, Any]:
+    done = status("--json", path=path, **variables)
+    assert done.returncode == code, done
+    assert done.stderr == ""
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_it_tells_what_apply_would_do() -> None:
+    found = report(0)
+    would = {target["target"] for target in found["targets"] if target["file"] and not target["problem"]}
+    nemo_patches.apply()
+    try:
+        assert would == set(nemo_patches.status().patched)
+    finally:
+        nemo_patches.revert()
+    assert {target["target"] for target in found["targets"]} == {str(target) for target in TARGETS}
+    assert found["versions"]["nemo"] == nemo.package_info.__shortversion__
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["nemo_patches"] == nemo_patches.__version__
+    assert found["reasons"] == []
+
+
+def test_it_prints_the_same_for_a_person() -> None:
+    done = status(NEMO_PATCHES_TIMEOUT="4")
+    assert done.returncode == 0
+    for said in (
+        f"nemo {nemo.package_info.__shortversion__}",
+        "sync: bounded (default)",
+        "timeout: 4 (NEMO_PATCHES_TIMEOUT)",
+        "ConformerEncoder.update_max_seq_length: would be patched",
+        "this NeMo does not have it",
+        "auto-apply: off here",
+        "all would be patched",
+    ):
+        assert said in done.stdout
+
+
+def test_it_imports_neither_nemos_collections_nor_torch() -> None:
+    program = (
+        "import sys\n"
+        "from nemo_patches.tools.status import examine\n"
+        "examine()\n"
+        "print([name for name in sys.modules if name in ('torch', 'nemo.collections', 'wrapt')])"
+    )
+    assert python("-c", program).stdout == "[]\n"
+
+
+def test_where_each_setting_comes_from() -> None:
+    found = report(0, NEMO_PATCHES_SYNC="local")
+    assert {"name": "sync", "value": "local", "source": "NEMO_PATCHES_SYNC"} in found["settings"]
+    assert {"name": "timeout", "value": "10", "source": "default"} in found["settings"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NEMO_PATCHES_TIMEOUT": "soon"}, "NEMO_PATCHES_TIMEOUT='soon' is not allowed"),
+        ({"NEMO_PATCHES_DISABLE": "1"}, "NEMO_PATCHES_DISABLE=1"),
+        ({"NEMO_PATCHES_DISABLE": "x"}, "NEMO_PATCHES_DISABLE='x' is not allowed"),
+    ],
+)
+def test_exit_code_1_and_the_reason_where_not_all_would_be_patched(variables: dict[str, str], said: str) -> None:
+    (reason,) = report(1, **variables)["reasons"]
+    assert said in reason
+    assert said in status(**variables).stdout
+
+
+def checkout_of_nemo(folder: Path, version: str, **changes: str) -> Path:
+    """The installed NeMo's own files, enough of them for status, with changes."""
+    installed = Path(nemo.package_info.__file__).parent
+    modules = Path("collections", "asr", "modules")
+    (folder / "nemo" / modules).mkdir(parents=True)
+    (folder / "nemo" / "__init__.py").write_text("")
+    (folder / "nemo" / "collections" / "__init__.py").write_text("")
+    (folder / "nemo" / "package_info.py").write_text(f"__shortversion__ = __version__ = {version!r}\n")
+    for name in ("conformer_encoder.py", "conv_asr.py"):
+        text = (installed / modules / name).read_text()
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        (folder / "nemo" / modules / name).write_text(text)
+    return folder
+
+
+def test_a_drifted_target(tmp_path: Path) -> None:
+    path = checkout_of_nemo(tmp_path, "2.7.9", all_reduce="all_reduce_coalesced")
+    found = report(1, (path,))
+    reasons = found["reasons"]
+    assert len(reasons) == 2
+    assert all("without ['all_reduce']" in reason and "['all_reduce_coalesced']" in reason for reason in reasons)
+    assert "ConformerEncoder.update_max_seq_length" in reasons[0]
+    path = checkout_of_nemo(tmp_path / "other", "2.7.9", seq_length="frames")
+    assert "expected a plain function (self, seq_length, device), found (self, frames, device)" in str(
+        report(1, (path,))
+    )
+
+
+def test_an_unsupported_version(tmp_path: Path) -> None:
+    path = checkout_of_nemo(tmp_path, "9.9.0")
+    (reason,) = report(1, (path,))["reasons"]
+    assert "NeMo 9.9.0 is not supported; supported: 2.1 to 3.0" in reason
+    assert report(0, (path,), NEMO_PATCHES_UNSUPPORTED="1")["reasons"] == []
+
+
+def test_exit_code_2_where_it_cannot_be_told(tmp_path: Path) -> None:
+    path = checkout_of_nemo(tmp_path, "2.7.9", **{"import": "impo rt"})
+    done = status(path=(path,))
+    assert done.returncode == 2
+    assert "conformer_encoder.py: invalid syntax" in done.stderr
+    program = (
+        "import sys; sys.modules['nemo'] = None; sys.argv[1:] = ['status']\n"
+        "from nemo_patches.tools.cli import main; main()"
+    )
+    done = python("-c", program)
+    assert done.returncode == 2
+    assert "nemo is not installed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
+    vendor = tmp_path / "sitecustomize.py"
+    vendor.write_text("")
+    for ours in (CHECKOUT, LAUNCHER):
+        found = report(0, (ours, tmp_path))
+        assert (found["auto_apply"], found["chained"]) == ("on", str(vendor))
+        found = report(1, (tmp_path, ours))
+        assert found["auto_apply"] == "off"
+        assert found["reasons"] == [
+            f"{ours}/sitecustomize.py is on PYTHONPATH, but {vendor} comes first and does not run it"
+        ]
+        found = report(1, (ours, tmp_path), NEMO_PATCHES_DISABLE="1")
+        assert (found["auto_apply"], found["chained"]) == ("off, NEMO_PATCHES_DISABLE=1", str(vendor))
+    assert report(0, (CHECKOUT,))["chained"] == ""
+    assert report(0, (tmp_path,))["chained"] == str(vendor)
