@@ -9,9 +9,9 @@ ENVIRONMENTS = $(NEMO_VERSIONS:%=.venv/nemo-%/ready)
 MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 # A release without an environment of its own runs in this one's: only NeMo itself is older there, not what it needs.
 MATRIX_HOST = 2.7.3
-UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --only-binary :all: --upgrade --target
+UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --upgrade --target
 
-.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) lint benchmark clean
+.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) lint benchmark benchmark-start-up clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make benchmark  ratios against stock"
+	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make clean      remove .venv/"
 
 demo: .venv/nemo-$(DEMO_NEMO)/ready
@@ -51,6 +52,16 @@ lint: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 benchmark: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python benchmarks/length_sync.py
 
+benchmark-start-up: .venv/nemo-$(DEMO_NEMO)/ready .venv/start-up/ready
+	.venv/nemo-$(DEMO_NEMO)/bin/python benchmarks/start_up.py --tools .venv/start-up --torch .venv/nemo-$(DEMO_NEMO)
+
+# Other tools with a start-up hook, for the comparison only.
+.venv/start-up/ready:
+	@echo "== making the virtual environment .venv/start-up with ddtrace, opentelemetry-distro and wrapt"
+	$(PYTHON) -m venv .venv/start-up
+	.venv/start-up/bin/python -m pip install -q -c constraints.txt ddtrace opentelemetry-distro wrapt
+	@touch $@
+
 # torch first, alone: a later requirement then finds it there and downloads no other build.
 .venv/nemo-%/ready: constraints.txt pyproject.toml
 	@echo "== making the virtual environment .venv/nemo-$* with torch and nemo_toolkit[asr]==$* (some minutes, once)"
@@ -66,9 +77,13 @@ benchmark: .venv/nemo-$(DEMO_NEMO)/ready
 	$(UNPACK) $(@D) nemo_toolkit==$*
 	@touch $@
 
-# What NeMo 2.5 imports and the environment of $(MATRIX_HOST) does not have.
+# What some of them import and the environment of $(MATRIX_HOST) does not have: first the ASR of 2.5, then the NLP
+# of 2.1 to 2.4.
 .venv/unpacked/needs/ready: | .venv/nemo-$(MATRIX_HOST)/ready
-	$(UNPACK) $(@D) texterrors==1.1.9 loguru==0.7.3 termcolor==3.3.0
+	@echo "== unpacking what the older releases import to .venv/unpacked/needs"
+	$(UNPACK) $(@D) texterrors==1.1.9 loguru==0.7.3 termcolor==3.3.0 \
+		megatron_core==0.16.1 h5py==3.16.0 ijson==3.6.0 jieba==0.42.1 nltk==3.10.4 opencc==1.4.2 pangu==4.0.6.1 \
+		rouge_score==0.1.2 six==1.17.0
 	@touch $@
 
 clean:
