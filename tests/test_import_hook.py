@@ -9,6 +9,8 @@ import importlib
 import importlib.util
 import inspect
 import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -40,8 +42,6 @@ def start(**variables: str) -> None:
     """What auto-apply does at start-up, in a process that has imported nothing of NeMo's encoders yet."""
     for name in (*start_up.TARGET_MODULES, start_up.COLLECTION):
         modules[name] = sys.modules.pop(name, None)
-    import os
-
     os.environ.update(variables)
     start_up.install()
     for name, module in modules.items():
@@ -246,6 +246,24 @@ def test_an_error_of_ours_never_fails_nemos_import_and_is_said_once() -> None:
     assert "not patched, NeMo runs as stock: TypeError" in line
 
 
+def interrupted() -> str:
+    def handler(*_: object) -> None:
+        raise RuntimeError("the user's own")
+
+    signal.signal(signal.SIGUSR1, handler)
+    start()
+    monkeypatch.on_import = lambda name: os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        first_import()
+    return "raised"
+
+
+def test_what_a_signal_handler_raises_meanwhile_is_not_swallowed() -> None:
+    result = alone(interrupted)
+    assert result.value == "raised"
+    assert "runs as stock" not in result.stderr
+
+
 def without_wrapt() -> str:
     start()
     for name in [name for name in sys.modules if name.startswith("wrapt") or name == monkeypatch.__name__]:
@@ -355,8 +373,6 @@ def test_apply_refuses_an_unsupported_nemo() -> None:
 
 
 def disabled_by_hand() -> int:
-    import os
-
     os.environ["NEMO_PATCHES_DISABLE"] = "1"
     nemo_patches.apply()
     return len(nemo_patches.status().patched)

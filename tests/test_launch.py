@@ -84,6 +84,14 @@ def test_the_command_has_the_signal_dispositions_that_it_would_have_without_us()
     assert run([*COMMAND, "--", *show], environment()).stdout == run(show, environment()).stdout
 
 
+def test_disabled_it_says_that_nothing_will_be_patched() -> None:
+    done = run([*COMMAND, "--", "echo", "runs"], environment(NEMO_PATCHES_DISABLE="1"))
+    assert (done.stdout, done.stderr) == (
+        "runs\n",
+        "nemo-patches run: NEMO_PATCHES_DISABLE=1: nothing will be patched\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -91,6 +91,9 @@ def _tell(name: str) -> None:
 
         monkeypatch.on_import(name)
     except Exception as error:
+        reporting = sys.modules.get("nemo_patches.runtime.reporting")
+        if reporting is not None and reporting.raised_by_signal_handler(error):
+            raise  # the user's own, not ours
         _failed = True
         say(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
 

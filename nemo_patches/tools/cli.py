@@ -50,6 +50,8 @@ def run(
     on_timeout: Annotated[str | None, typer.Option(help="fallback or raise.")] = None,
 ) -> None:
     """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
+    from nemo_patches.patching import admission
+    from nemo_patches.patching.start_up import DISABLE_VARIABLE
     from nemo_patches.runtime import settings
     from nemo_patches.tools import launch
 
@@ -60,6 +62,8 @@ def run(
     }
     try:
         settings.resolve(sync, timeout, on_timeout)
+        if admission.disabled():
+            typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
         variables = {variable: value for variable, value in given.items() if value is not None}
         launch.become(command, launch.environment_for(os.environ, **variables))
     except settings.SettingsError as error:
