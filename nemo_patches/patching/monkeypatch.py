@@ -7,7 +7,7 @@ import importlib
 import logging
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType, ModuleType
@@ -23,6 +23,7 @@ from nemo_patches.runtime import length_sync
 from nemo_patches.runtime.length_sync import EncoderCounters, synced_length
 from nemo_patches.runtime.private_growth import apply_to_grown, give_back_all, grown_privately, happened
 from nemo_patches.runtime.reporting import report
+from nemo_patches.runtime.roll_call import named
 from nemo_patches.runtime.settings import Settings, SettingsError, resolve
 
 _ABSENT = object()
@@ -60,8 +61,9 @@ class Status:
                 + (f"; ended: {one.ended}" if one.ended else "")
                 for one in self.encoders
             ),
-            *(f"rank {rank} has not announced itself: not patched, or not here yet" for rank in self.unannounced),
         ]
+        if self.unannounced:
+            lines.append(f"not patched, or not at a first encoder call yet: {named(self.unannounced)}")
         return "\n".join(lines)
 
 
@@ -111,12 +113,7 @@ def apply(settings: Settings) -> None:
             f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
         )
     _begin(settings)
-    try:
-        for target, module in found.items():
-            _patch(target, module)
-    except BaseException:
-        revert()  # never half a patch
-        raise
+    _patch_all(found)
     _collection_is_complete()
     start_up.install()
 
@@ -155,7 +152,7 @@ def on_import(name: str) -> None:
         return
     if not _applied:
         _begin(settings)
-    _patch(target, module)
+    _patch_all({target: module})
     if _complete:
         _say_patched((target,))
 
@@ -240,6 +237,15 @@ def _import(target: Target) -> ModuleType | None:
         if error.name != target.module:
             raise
         return None
+
+
+def _patch_all(found: Mapping[Target, ModuleType]) -> None:
+    try:
+        for target, module in found.items():
+            _patch(target, module)
+    except BaseException:
+        revert()  # never half a patch
+        raise
 
 
 def _patch(target: Target, module: ModuleType) -> None:

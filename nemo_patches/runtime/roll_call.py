@@ -69,16 +69,17 @@ class RollCall:
     def text(self) -> str:
         """Who has not announced itself, as the beginning of a sentence."""
         verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
-        return f"{named(self.missing, self._size)} {verb}"
+        return f"{named(self.missing)} of {self._size} {verb}"
 
 
-def named(ranks: Iterable[int], size: int) -> str:
-    """Ranks in rising order, as a person reads them: "rank 1 of 2", "ranks 2, 5-7 of 64"."""
+def named(ranks: Iterable[int]) -> str:
+    """Ranks in rising order, at least one, as a person reads them: "rank 1", "ranks 2, 5-7"."""
     ranges = []
     for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in pairs]
         ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
-    return f"rank{'s' if len(ranges) > 1 or '-' in ranges[0] else ''} {', '.join(ranges)} of {size}"
+    text = ", ".join(ranges)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def _missing(store: dist.Store, size: int) -> Iterator[int]:
