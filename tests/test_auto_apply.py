@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nemo.package_info
 import pytest
+import torch
 from interpreters import CHECKOUT, LAUNCHER, environment, python, run
 from nest_training import STALL, STEPS
 
@@ -83,13 +85,23 @@ def test_spawned_and_forked_loader_workers_are_patched_without_a_line_each(tmp_p
     assert lines(done) == []
 
 
+PROGRAM = (
+    "import nemo.collections.asr.modules as modules\n"
+    "print(hasattr(modules.ConformerEncoder.update_max_seq_length, '__wrapped__'))"
+)
+
+
+@pytest.mark.matrix
+def test_an_interpreter_that_imports_nemo_patches_it() -> None:
+    done = run([sys.executable, "-c", PROGRAM], environment(CHECKOUT), LIMIT)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "True")
+    (line,) = lines(done)
+    assert f"(nemo {nemo.package_info.__shortversion__}, torch {torch.__version__}; sync=bounded" in line
+
+
 def test_a_bad_variable_under_two_copies_is_one_line_and_nemo_runs_as_stock() -> None:
-    program = (
-        "import nemo.collections.asr.modules as modules\n"
-        "print(hasattr(modules.ConformerEncoder.update_max_seq_length, '__wrapped__'))"
-    )
     done = run(
-        [sys.executable, "-c", program], environment(LAUNCHER, CHECKOUT, NEMO_PATCHES_TIMEOUT="soon", RANK="3"), LIMIT
+        [sys.executable, "-c", PROGRAM], environment(LAUNCHER, CHECKOUT, NEMO_PATCHES_TIMEOUT="soon", RANK="3"), LIMIT
     )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False")
     (line,) = lines(done)

@@ -28,6 +28,7 @@ def report(code: int, path: tuple[Path, ...] = (), **variables: str) -> dict[str
     return found
 
 
+@pytest.mark.matrix
 def test_it_tells_what_apply_would_do() -> None:
     found = report(0)
     would = {target["target"] for target in found["targets"] if target["file"] and not target["problem"]}

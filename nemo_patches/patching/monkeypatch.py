@@ -82,7 +82,7 @@ _patched: list[Target] = []
 _skipped: dict[Target, str] = {}
 _applied = False
 _by_import = True  # whether the import hook's news are acted upon; the hook is there under auto-apply and after apply()
-_complete = False  # whether all of nemo.collections.asr has been imported under auto-apply, so that training may run
+_complete = False  # whether nemo.collections.asr has been imported as a whole: from then on training may run
 
 
 def apply(settings: Settings) -> None:
@@ -91,7 +91,7 @@ def apply(settings: Settings) -> None:
     Raises DriftError, and patches nothing, where a target does not look as expected; UnsupportedNeMo;
     ModuleNotFoundError without NeMo.
     """
-    global _by_import
+    global _by_import, _complete
     if admission.disabled():
         report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
         return
@@ -101,7 +101,7 @@ def apply(settings: Settings) -> None:
         if before != settings:
             report(logging.INFO, f"settings changed: {settings} (before: {before})")
         return
-    _by_import = False  # what is imported here is patched here
+    _by_import = _complete = False  # what is imported here is patched and said here
     admission.require_supported(admission.nemo_version())
     found: dict[Target, ModuleType] = {}
     for target in TARGETS:
