@@ -108,3 +108,14 @@ def test_what_cannot_be_run_says_why(arguments: list[str], code: int, said: str)
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["typer", "rich"])
+def test_a_checkout_without_the_commands_requirements_says_what_to_install(module: str) -> None:
+    program = (
+        f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_module('nemo_patches', run_name='__main__')"
+    )
+    done = run([sys.executable, "-c", program], environment())
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "is not installed; needed: pip install typer rich" in line
