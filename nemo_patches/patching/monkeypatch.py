@@ -132,7 +132,7 @@ def on_import(name: str) -> None:
     target = next(target for target in TARGETS if target.module == name)
     module = sys.modules[name]
     if any(patch.owner is target.find_owner(module) for patch in _patches):
-        return  # two finders have told
+        return  # apply() has been here, or two finders have told
     try:
         if not _applied and admission.disabled():
             return
