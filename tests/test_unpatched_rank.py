@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import encoders
@@ -14,13 +16,14 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 import nemo_patches
-from nemo_patches.runtime.roll_call import named
+from nemo_patches.runtime import length_sync
+from nemo_patches.runtime.roll_call import RollCall, named
 
 TIMEOUT = 2.0
 
 
 def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[float, tuple[int, ...]]:
-    """The seconds until status() names a rank, and the ranks that it names."""
+    """The seconds until both status() and a line have named a rank, and the ranks that status() names."""
     encoder = encoders.conformer()
     if rank == stock_rank:
         with contextlib.suppress(RuntimeError):  # stock's reduce finds no partner
@@ -29,25 +32,25 @@ def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[floa
     nemo_patches.apply(sync=mode, timeout=TIMEOUT)  # type: ignore[arg-type]
     began = time.monotonic()
     encoders.sync(encoder, 100)
-    while nemo_patches.status().unannounced != (stock_rank,):
-        assert time.monotonic() - began < 30, nemo_patches.status()
-        time.sleep(0.01)
+    wait_until(lambda: nemo_patches.status().unannounced == (stock_rank,))
+    wait_until(lambda: roll_call()._said)
     visible_after = time.monotonic() - began
-    wait_for_line(began)
     assert f"not patched, or not at a first encoder call yet: rank {stock_rank}" in str(nemo_patches.status())
     wait_for_others("named", size - 1)
     return visible_after, nemo_patches.status().unannounced
 
 
-def wait_for_line(began: float) -> None:
-    """Until the helper thread has said it: the roll call knows."""
-    from nemo_patches.runtime import length_sync
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, nemo_patches.status()
+        time.sleep(0.01)
 
+
+def roll_call() -> RollCall:
     world = length_sync._world
     assert world is not None and world.helper.roll_call is not None
-    while not world.helper.roll_call._said:
-        assert time.monotonic() - began < 30
-        time.sleep(0.01)
+    return world.helper.roll_call
 
 
 def wait_for_others(event: str, count: int) -> None:
@@ -61,11 +64,8 @@ def wait_for_others(event: str, count: int) -> None:
 
 def count_to(event: str, count: int) -> None:
     store = dist.distributed_c10d._get_default_store()
-    deadline = time.monotonic() + 30
     store.add(event, 1)
-    while store.add(event, 0) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: store.add(event, 0) >= count)
 
 
 @pytest.mark.parametrize("mode", ["bounded", "overlapped", "local"])
@@ -86,23 +86,13 @@ def late_or_never(rank: int, size: int) -> Any:
     encoder = encoders.conformer()
     if rank == 1:
         wait_for_others("said", size)
-    began = time.monotonic()
     encoders.sync(encoder, 100)
     if rank != 1:
-        wait_for_line(began)
+        wait_until(lambda: roll_call()._said)
         wait_for_others("said", size)
-    while nemo_patches.status().unannounced or not roll_call_is_done():
-        assert time.monotonic() - began < 30
-        time.sleep(0.01)
+    wait_until(lambda: roll_call().done)
     wait_for_others("cleared", size)
     return str(nemo_patches.status())
-
-
-def roll_call_is_done() -> bool:
-    from nemo_patches.runtime import length_sync
-
-    world = length_sync._world
-    return world is not None and world.helper.roll_call is not None and world.helper.roll_call.done
 
 
 def test_a_rank_that_was_only_late_is_cleared() -> None:
@@ -117,8 +107,6 @@ def flag_is_off(rank: int, size: int) -> Any:
     encoder = encoders.conformer()
     encoder.sync_max_audio_length = False
     encoders.sync(encoder, 100)
-    from nemo_patches.runtime import length_sync
-
     return length_sync._world is None or length_sync._world.helper.roll_call is None
 
 
@@ -143,3 +131,23 @@ def test_ranks_are_named_as_a_person_would() -> None:
     assert named([1]) == "rank 1"
     assert named([2, 5, 6, 7]) == "ranks 2, 5-7"
     assert named([0, 1]) == "ranks 0-1"
+
+
+def store_goes(rank: int, size: int, goes_on: bool) -> None:
+    """Rank 0 has the store's server, and ends; whether rank 1 goes on past the timeout is what is said or not."""
+    nemo_patches.apply(sync="local", timeout=1.0)
+    if rank == 0:
+        wait_for_others("looked", size)
+        os._exit(0)
+    encoders.sync(encoders.conformer(), 100)
+    wait_until(lambda: nemo_patches.status().unannounced == (0,))
+    wait_for_others("looked", size)
+    if goes_on:
+        wait_until(lambda: roll_call().done)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(goes_on: bool) -> None:
+    lines = run_ranks(store_goes, 2, goes_on, dies=(0,))[1].lines("WARNING")
+    assert len(lines) == goes_on
+    assert all("cannot see whether every rank is patched: Dist" in line for line in lines)

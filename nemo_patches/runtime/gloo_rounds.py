@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_patches.runtime.protocol import SHORTEST_WAIT
-from nemo_patches.runtime.reporting import raised_by_signal_handler
+from nemo_patches.runtime.reporting import first_line, raised_by_signal_handler
 from nemo_patches.runtime.roll_call import RollCall
 
 # Gloo closes a group for good once an operation is older than the group's timeout, so this must outlast any straggler.
@@ -105,7 +105,7 @@ class Rounds:
         except RuntimeError as error:
             if raised_by_signal_handler(error):
                 raise
-            self._error = _first_line(error)
+            self._error = first_line(error)
             raise RoundFailed(self._error) from None
         self._came_at = self._came_at or time.monotonic()
         self._work = None
@@ -149,7 +149,7 @@ class Rounds:
         try:
             _require_gloo()
         except Exception as error:
-            mine.set("failed", f"rank {self._helper.rank}: {_first_line(error)}")
+            mine.set("failed", f"rank {self._helper.rank}: {first_line(error)}")
             mine.add("arrived", _FAILED)
             raise
         mine.add("arrived", 1)
@@ -194,7 +194,7 @@ class Rounds:
         try:
             self._work = self._group.allreduce([self._tensor], _MAX)
         except RuntimeError as error:
-            self._error = _first_line(error)
+            self._error = first_line(error)
 
     def keep_at_exit(self) -> None:
         for thing in (self._group, self._work):
@@ -273,7 +273,7 @@ class Helper:
                     self._thread = None
                     return
             if roll:
-                self._look(roll)
+                roll.look(self._connection)
             done = [entry for entry in connecting if self._advance(entry)]
             seen = [ref for ref in watching if (rounds := ref()) is None or rounds.note_arrival()]
             with self._lock:
@@ -292,14 +292,8 @@ class Helper:
                 entry.store = rounds.announce(self._connection())
             return rounds.connect(entry.store)
         except Exception as error:
-            rounds.fail(_first_line(error))
+            rounds.fail(first_line(error))
             return True
-
-    def _look(self, roll: RollCall) -> None:
-        try:
-            roll.look(self._connection())
-        except Exception as error:
-            roll.fail(error)
 
     def _connection(self) -> dist.Store:
         if self._store is None:
@@ -349,11 +343,6 @@ def _require_gloo() -> None:
         dist.ProcessGroupGloo.create_default_device()
     for interface in filter(None, interfaces.split(",")):
         dist.ProcessGroupGloo.create_device(interface=interface)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def _leak(thing: object) -> None:
