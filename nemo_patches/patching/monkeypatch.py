@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import multiprocessing
@@ -20,8 +19,9 @@ from nemo_patches.patching import admission, start_up
 from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.runtime import length_sync
-from nemo_patches.runtime.length_sync import EncoderCounters, synced_length
-from nemo_patches.runtime.private_growth import apply_to_grown, give_back_all, grown_privately, happened
+from nemo_patches.runtime.encoder_methods import bounded, following_apply, private_setter
+from nemo_patches.runtime.length_sync import EncoderCounters
+from nemo_patches.runtime.private_growth import give_back_all
 from nemo_patches.runtime.reporting import report
 from nemo_patches.runtime.roll_call import named
 from nemo_patches.runtime.settings import Settings, SettingsError, resolve
@@ -251,81 +251,23 @@ def _patch_all(found: Mapping[Target, ModuleType]) -> None:
 def _patch(target: Target, module: ModuleType) -> None:
     owner = target.find_owner(module)
     assert owner is not None  # drift() has seen it
-    _replace(owner, target.method, _bounded(owner.__dict__[target.method]))
+    original = owner.__dict__[target.method]
+    _replace(owner, target.method, bounded(original, _without_reduce(original), _in_force))
     if target.setter:
-        _replace(owner, target.setter, _private_setter(owner.__dict__[target.setter]))
-    _replace(owner, "_apply", _following_apply(owner._apply))  # type: ignore[attr-defined]  # it is a Module
+        _replace(owner, target.setter, private_setter(owner.__dict__[target.setter], _in_force))
+    _replace(owner, "_apply", following_apply(owner._apply))  # type: ignore[attr-defined]  # it is a Module
     _skipped.pop(target, None)
     if target not in _patched:  # a module that is reloaded has new classes
         _patched.append(target)
 
 
+def _in_force() -> bool:
+    return _applied
+
+
 def _replace(owner: type, name: str, replacement: object) -> None:
     _patches.append(_Patch(owner, name, owner.__dict__.get(name, _ABSENT), replacement))
     wrapt.apply_patch(owner, name, replacement)
-
-
-# The replacements are plain functions and not wrapt's wrapper objects: torch.compile traces through a plain function
-# and breaks the graph at an object that it does not know.
-
-
-def _bounded(original: FunctionType) -> Callable[..., None]:
-    """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the reduce."""
-    grow = _without_reduce(original)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile runs it as it is, like stock's reduce
-    def sync_and_grow(encoder: Any, seq_length: int, device: torch.device) -> None:
-        length = synced_length(encoder, seq_length)
-        if length > encoder.max_audio_length:
-            with grown_privately(encoder):
-                grow(encoder, length, device)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:
-        with grown_privately(encoder):
-            original(encoder, seq_length, device)
-
-    @functools.wraps(original)
-    def update(self: Any, seq_length: int, device: torch.device) -> None:
-        if _applied and _distributed():
-            sync_and_grow(self, seq_length, device)
-        elif happened():  # the process group is gone, or hidden for a while: what is private must stay so
-            grow_alone(self, seq_length, device)
-        else:
-            original(self, seq_length, device)
-
-    return update
-
-
-def _distributed() -> bool:
-    """Looked up at each call: some NeMo code replaces torch.distributed.is_initialized for a while."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _private_setter(original: FunctionType) -> Callable[..., None]:
-    """`set_max_audio_length(self, max_audio_length)`, which others than the sync call too, with private growth."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def set_privately(encoder: Any, max_audio_length: int) -> None:
-        with grown_privately(encoder, register_new=True):
-            original(encoder, max_audio_length)
-
-    @functools.wraps(original)
-    def set_max_audio_length(self: Any, max_audio_length: int) -> None:
-        if happened() or (_applied and _distributed()):
-            set_privately(self, max_audio_length)
-        else:
-            original(self, max_audio_length)
-
-    return set_max_audio_length
-
-
-def _following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return apply_to_grown(self, functools.partial(original, self, fn, *args, **kwargs), fn)
-
-    return _apply
 
 
 class _WithoutGroup:

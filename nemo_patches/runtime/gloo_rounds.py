@@ -2,6 +2,7 @@
 
 What Gloo does with a late, dead or exiting rank, and how each was measured, is in docs/design.md, "Facts about Gloo".
 """
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_patches.runtime.protocol import SHORTEST_WAIT
-from nemo_patches.runtime.reporting import first_line, raised_by_signal_handler
-from nemo_patches.runtime.roll_call import RollCall
+from .protocol import SHORTEST_WAIT
+from .reporting import first_line, raised_by_signal_handler
+from .roll_call import RollCall
 
 # Gloo closes a group for good once an operation is older than the group's timeout, so this must outlast any straggler.
 _GROUP_TIMEOUT = timedelta(days=7)

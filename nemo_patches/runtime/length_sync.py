@@ -4,6 +4,7 @@
 (nemo/collections/asr/modules/conformer_encoder.py, NeMo 1.20 to 3.0) and of its likes. State lives here, beside the
 encoders, so that state_dict, deepcopy, pickle and export see none of it.
 """
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from datetime import timedelta
 
 import torch
 
-from nemo_patches.runtime import settings as _settings
-from nemo_patches.runtime.gloo_rounds import Helper, RoundFailed, Rounds
-from nemo_patches.runtime.protocol import LengthProtocol
-from nemo_patches.runtime.reporting import raised_by_signal_handler, report
-from nemo_patches.runtime.settings import Settings
+from . import settings as _settings
+from .gloo_rounds import Helper, RoundFailed, Rounds
+from .protocol import LengthProtocol
+from .reporting import raised_by_signal_handler, report
+from .settings import Settings
 
 
 class LengthSyncTimeout(RuntimeError):

@@ -6,6 +6,7 @@ at every forward and broadcasts rank 0's (pytorch issue 63916): with unequal siz
 buffers. Here the grown tensor goes into the module instance's `__dict__`, which Python reads before a module's buffers,
 and the buffer keeps the shape it was built with.
 """
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 

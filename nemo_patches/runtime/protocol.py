@@ -4,6 +4,7 @@ A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`
 the clock says which call a rank's length belongs to. docs/design.md gives the reasons; DESIGN's invariants are held
 by tests/test_protocol.py over random schedules.
 """
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """The log lines: one logger, visible without any logging set-up, each line with rank, world size and host."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 

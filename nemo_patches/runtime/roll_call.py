@@ -3,6 +3,7 @@
 A rank of stock NeMo never does. It waits in the default process group, where the patched ranks' next collective meets
 its reduce; nobody can help it from outside, so it must be seen.
 """
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from nemo_patches.runtime.reporting import first_line, report
+from .reporting import first_line, report
 
 # One bit for each rank in a number that ranks add to: every kind of store can add, and traffic is linear in ranks.
 _RANKS_PER_KEY = 62

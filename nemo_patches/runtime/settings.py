@@ -1,4 +1,5 @@
 """The settings of the length sync: one frozen dataclass, from keywords and NEMO_PATCHES_* variables."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from nemo_patches.runtime.protocol import SHORTEST_WAIT
+from .protocol import SHORTEST_WAIT
 
 SYNC_MODES = ("bounded", "overlapped", "local")
 ON_TIMEOUT = ("fallback", "raise")

@@ -1,0 +1,83 @@
+"""What stands in for an encoder's methods: the bounded sync for the reduce, and growth for this process only.
+
+The replacements are plain functions: torch.compile traces through them, and breaks the graph at an object that it does
+not know (wrapt's wrappers).
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .length_sync import synced_length
+from .private_growth import apply_to_grown, grown_privately, happened
+
+
+def bounded(
+    original: Callable[..., None], grow: Callable[..., None], in_force: Callable[[], bool]
+) -> Callable[..., None]:
+    """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the reduce.
+
+    original: NeMo's own method, which runs where there is no process group. grow: the same without its reduce, which
+    runs where the agreed length is more than the encoder's `max_audio_length`. in_force: false after a revert.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile runs it as it is, like stock's reduce
+    def sync_and_grow(encoder: Any, seq_length: int, device: torch.device) -> None:
+        length = synced_length(encoder, seq_length)
+        if length > encoder.max_audio_length:
+            with grown_privately(encoder):
+                grow(encoder, length, device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:
+        with grown_privately(encoder):
+            original(encoder, seq_length, device)
+
+    @functools.wraps(original)
+    def update(self: Any, seq_length: int, device: torch.device) -> None:
+        if in_force() and _distributed():
+            sync_and_grow(self, seq_length, device)
+        elif happened():  # the process group is gone, or hidden for a while: what is private must stay so
+            grow_alone(self, seq_length, device)
+        else:
+            original(self, seq_length, device)
+
+    return update
+
+
+def private_setter(original: Callable[..., None], in_force: Callable[[], bool]) -> Callable[..., None]:
+    """`set_max_audio_length(self, max_audio_length)`, which others than the sync call too, with private growth."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def set_privately(encoder: Any, max_audio_length: int) -> None:
+        with grown_privately(encoder, register_new=True):
+            original(encoder, max_audio_length)
+
+    @functools.wraps(original)
+    def set_max_audio_length(self: Any, max_audio_length: int) -> None:
+        if happened() or (in_force() and _distributed()):
+            set_privately(self, max_audio_length)
+        else:
+            original(self, max_audio_length)
+
+    return set_max_audio_length
+
+
+def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply(self, fn, ...)`, behind .to(), .half() and the like, with the private tensors taken along."""
+
+    @functools.wraps(original)
+    def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return apply_to_grown(self, functools.partial(original, self, fn, *args, **kwargs), fn)
+
+    return _apply
+
+
+def _distributed() -> bool:
+    """Looked up at each call: some NeMo code replaces torch.distributed.is_initialized for a while."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
