@@ -71,6 +71,16 @@ benchmark-start-up: .venv/nemo-$(DEMO_NEMO)/ready .venv/start-up/ready
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
+# One diff for each series, made from its last release; `make patches` makes them all anew, and CI compares.
+PATCHES = 1.23.0 2.0.0 $(MATRIX)
+series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
+
+patches: $(PATCHES:%=patch-%)
+
+$(PATCHES:%=patch-%): patch-%: .venv/unpacked/nemo-%/ready
+	mkdir -p patches
+	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$* > patches/nemo-$(call series,$*).diff
+
 # NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
 .venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready
 	@echo "== unpacking nemo_toolkit==$* to .venv/unpacked/nemo-$*"

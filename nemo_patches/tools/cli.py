@@ -91,6 +91,22 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
     raise typer.Exit(1 if report.reasons else 0)
 
 
+@app.command()
+def diff(
+    nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder that NeMo is in.")],
+) -> None:
+    """Print the diff that puts the bounded sync into a NeMo checkout. Writes nothing; exit code 2 where it refuses."""
+    from nemo_patches.patching import diffs
+
+    try:
+        text = diffs.header(diffs.version_of(nemo)) + diffs.unified(diffs.edits(nemo))
+    except diffs.DiffError as error:
+        typer.echo(f"nemo-patches diff: {error}", err=True)
+        raise typer.Exit(2) from None
+    # As bytes: a checkout's carriage returns are part of the diff.
+    typer.echo(text.encode("utf-8", "surrogateescape"), nl=False)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

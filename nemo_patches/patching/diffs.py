@@ -1,0 +1,252 @@
+"""The monkeypatch's edit as a unified diff of any NeMo checkout: found in the syntax tree, made in the text.
+
+Each target class loses its reduce and gets one decorator, `bounded_length_sync`; the runtime's files come along. What
+is not exactly what is known is refused, and every edit is checked against the syntax tree before it is shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import subprocess
+import tempfile
+import tokenize
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_patches import __version__, runtime
+from nemo_patches.patching.targets import TARGETS, Target
+
+VENDORED = "nemo.collections.asr.parts.nemo_patches"
+_FOLDER = VENDORED.replace(".", "/")
+_LAST_UPDATE = "2026-11-21"  # of what the diffs do to NeMo; a date of today would not be reproducible
+_IMPORT = f"from {VENDORED}.encoder_methods import bounded_length_sync"
+_IN_ITS_PLACE = (
+    "# nemo_patches: it is the largest of all ranks already, agreed on in bounded time (bounded_length_sync)"
+)
+
+
+class DiffError(Exception):
+    """No diff can be made. The text says what was found, and where."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One file of a checkout. `before` is None for a file that is new."""
+
+    path: str  # from the checkout's root, with slashes
+    before: bytes | None
+    after: bytes
+
+
+def edits(checkout: Path) -> list[Edit]:
+    """What to change in a checkout (the folder that has `nemo/`, or site-packages). Only reads; raises DiffError."""
+    version_of(checkout)  # it is one
+    if (checkout / _FOLDER).exists():
+        raise DiffError(f"{checkout / _FOLDER} is there already: this NeMo has been patched")
+    found = []
+    for target in TARGETS:
+        path = target.module.replace(".", "/") + ".py"
+        if (checkout / path).is_file():
+            before = (checkout / path).read_bytes()
+            found.append(Edit(path, before, _edited(before, target, path)))
+    if not found:
+        raise DiffError(f"{checkout}: none of the files with a length sync is here")
+    place = Path(next(iter(runtime.__path__)))
+    for file in sorted(place.glob("*.py")):
+        found.append(Edit(f"{_FOLDER}/{file.name}", None, file.read_bytes()))
+    return sorted(found, key=lambda edit: edit.path)
+
+
+def unified(found: Iterable[Edit]) -> str:
+    """The edits as git prints them."""
+    with tempfile.TemporaryDirectory() as folder:
+        git = ["git", "-c", "core.autocrlf=false", "-c", "core.safecrlf=false", "-c", "core.quotepath=false"]
+        # Nobody's configuration may change what is printed.
+        clean = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_DIR": f"{folder}/.git"}
+
+        def run(*arguments: str) -> bytes:
+            done = subprocess.run([*git, *arguments], cwd=folder, env=clean, capture_output=True, timeout=60)
+            if done.returncode:
+                raise DiffError(f"git {arguments[0]}: {done.stderr.decode(errors='replace').strip()}")
+            return done.stdout
+
+        run("init", "-q")
+        for edit in found:
+            path = Path(folder, edit.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if edit.before is not None:
+                path.write_bytes(edit.before)
+                run("add", edit.path)
+            path.write_bytes(edit.after)
+            if edit.before is None:
+                run("add", "-N", edit.path)
+        options = ("--no-ext-diff", "--no-color", "--no-renames", "--full-index", "--src-prefix=a/", "--dst-prefix=b/")
+        return run("diff", *options).decode("utf-8", "surrogateescape")
+
+
+def header(version: str) -> str:
+    """What a reader sees first: DEP-3 fields (dep-team.debian.net/deps/dep3), and how to apply it and take it back."""
+    series = ".".join(version.split(".")[:2])
+    return f"""\
+Description: the encoders' length sync, bounded in time
+ Training on several ranks hangs in an all-reduce of one number, without a time limit, that waits for a rank which is
+ late or gone. With this, a rank waits for it at most NEMO_PATCHES_TIMEOUT seconds (10), goes on with its own length and
+ says so; buffers that depend on the length grow for each process alone, so that DDP never mixes them. No number that
+ a model computes changes. The files under {_FOLDER}/ are the runtime of
+ nemo_patches {__version__}, as they are; they need torch and the standard library. Settings: NEMO_PATCHES_SYNC,
+ NEMO_PATCHES_TIMEOUT and NEMO_PATCHES_ON_TIMEOUT, as in nemo_patches' README.
+ .
+ Apply: git apply FILE, or patch -p1 < FILE. Undo: git apply -R FILE, or patch -p1 -R < FILE.
+ On an installed NeMo: patch -p1 < FILE in the site-packages folder.
+Origin: other, nemo_patches {__version__}, by `nemo-patches diff` from NeMo {version}
+Forwarded: no
+Last-Update: {_LAST_UPDATE}
+Applies-To: NeMo {series}
+---
+"""
+
+
+def version_of(checkout: Path) -> str:
+    """The version in a checkout's nemo/package_info.py, read and not run. Raises DiffError."""
+    file = checkout / "nemo" / "package_info.py"
+    try:
+        tree = ast.parse(file.read_bytes())
+    except FileNotFoundError:
+        raise DiffError(f"{checkout}: no NeMo here; needed is the folder that has nemo/package_info.py") from None
+    constants = {
+        node.targets[0].id: str(node.value.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str | int)
+    }
+    try:
+        return ".".join(constants[name] for name in ("MAJOR", "MINOR", "PATCH")) + constants["PRE_RELEASE"]
+    except KeyError as error:
+        raise DiffError(f"{file}: found no {error}") from None
+
+
+def _edited(source: bytes, target: Target, path: str) -> bytes:
+    """The file with the target's edit. Raises DiffError, with the place, where the code is not what is known."""
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    text = source.decode(encoding)
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise DiffError(f"{path}:{error.lineno}: {error.msg}") from error
+    known = _Known(tree, target, path)
+    lines = list(io.StringIO(text, newline=""))
+    end = "\r\n" if lines[known.owner.lineno - 1].endswith("\r\n") else "\n"
+
+    def indent(node: ast.stmt) -> str:
+        line = lines[node.lineno - 1]
+        return line[: len(line) - len(line.lstrip())]
+
+    # From the end to the beginning, so that line numbers hold.
+    reduce = known.reduce
+    lines[reduce.lineno - 1 : reduce.end_lineno] = [indent(reduce) + _IN_ITS_PLACE + end]
+    names = f'"{target.method}"' + (f', "{target.setter}"' if target.setter else "")
+    lines.insert(known.owner.lineno - 1, f"{indent(known.owner)}@bounded_length_sync({names}){end}")
+    lines.insert(known.import_after, _IMPORT + end)
+    edited = "".join(lines)
+    known.check(edited)
+    return edited.encode(encoding)
+
+
+class _Known:
+    """A target's code in a file's syntax tree, found exactly as it is known; raises DiffError where it is not."""
+
+    def __init__(self, tree: ast.Module, target: Target, path: str) -> None:
+        self._tree, self._target, self._path = tree, target, path
+        self.owner = self._one(ast.ClassDef, target.owner, tree)
+        method = self._one(ast.FunctionDef, target.method, self.owner)
+        self._require(method, "arguments", ast.unparse(method.args).replace(": int", ""), ", ".join(target.parameters))
+        self._require(method, "decorators", str([ast.unparse(node) for node in method.decorator_list]), "[]")
+        statements = method.body[1:] if ast.get_docstring(method) is not None else method.body
+        if len(statements) != 2 or not all(isinstance(statement, ast.If) for statement in statements):
+            self._refuse(method, f"expected the reduce and the growth, found {len(statements)} statements")
+        self.reduce, growth = statements[0], statements[1]
+        self._require_reduce(self.reduce, *target.parameters[1:])
+        self._require_growth(growth, target.parameters[1])
+        if target.setter:
+            setter = self._one(ast.FunctionDef, target.setter, self.owner)
+            self._require(setter, "arguments", ast.unparse(setter.args).replace(": int", ""), "self, max_audio_length")
+            self._require(setter, "decorators", str([ast.unparse(node) for node in setter.decorator_list]), "[]")
+        self.import_after = self._place_of_import()
+
+    def check(self, edited: str) -> None:
+        """Whether the edited text is the same program but for the edit: an edit that is not is never given out."""
+        tree = ast.parse(edited)
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.ImportFrom) and ast.unparse(node) == _IMPORT)
+        ]
+        owner = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == self._target.owner)
+        ours = owner.decorator_list.pop()
+        assert isinstance(self.reduce, ast.stmt)
+        method = next(node for node in self.owner.body if getattr(node, "name", "") == self._target.method)
+        assert isinstance(method, ast.FunctionDef)
+        place = method.body.index(self.reduce)
+        method.body.remove(self.reduce)
+        same = ast.dump(tree) == ast.dump(self._tree) and ast.unparse(ours).startswith("bounded_length_sync(")
+        method.body.insert(place, self.reduce)
+        if not same:
+            self._refuse(self.owner, "the edit would change more than the reduce")
+
+    def _require_reduce(self, node: ast.stmt, length: str, device: str) -> None:
+        assert isinstance(node, ast.If)
+        tests = (
+            "torch.distributed.is_initialized()",
+            "self.sync_max_audio_length and torch.distributed.is_initialized()",
+        )
+        if ast.unparse(node.test) not in tests or node.orelse:
+            self._refuse(node, f"expected `if {tests[1]}`, found `if {ast.unparse(node.test)}`")
+        first = node.body[0]
+        name = first.targets[0].id if isinstance(first, ast.Assign) and isinstance(first.targets[0], ast.Name) else "?"
+        expected = [
+            f"{name} = torch.tensor([{length}], dtype=torch.float32, device={device})",
+            f"torch.distributed.all_reduce({name}, op=torch.distributed.ReduceOp.MAX)",
+            f"{length} = {name}.int().item()",
+        ]
+        found = [ast.unparse(statement) for statement in node.body]
+        for statement, text, wanted in zip(node.body, found, expected, strict=False):
+            if text != wanted:
+                self._refuse(statement, f"expected `{wanted}`, found `{text}`")
+        if len(found) != len(expected):
+            self._refuse(node, f"expected a reduce of {len(expected)} statements, found {len(found)}")
+
+    def _require_growth(self, node: ast.stmt, length: str) -> None:
+        assert isinstance(node, ast.If)
+        if ast.unparse(node.test) != f"{length} > self.max_audio_length" or node.orelse:
+            self._refuse(node, f"expected `if {length} > self.max_audio_length`, found `if {ast.unparse(node.test)}`")
+        found = "; ".join(ast.unparse(statement) for statement in node.body)
+        if self._target.setter and found != f"self.{self._target.setter}({length})":
+            self._refuse(node.body[0], f"expected `self.{self._target.setter}({length})`, found `{found}`")
+        if "torch.distributed" in found:
+            self._refuse(node, "found torch.distributed in the growth")
+
+    def _place_of_import(self) -> int:
+        """After how many lines: where isort would have it among NeMo's own imports."""
+        imports = [node for node in self._tree.body if isinstance(node, ast.ImportFrom) and node.level == 0]
+        own = [node for node in imports if (node.module or "").startswith("nemo.")]
+        if not own:
+            self._refuse(self.owner, "found no import of NeMo's own to put ours beside")
+        before = [node for node in own if (node.module or "") < VENDORED]
+        return int(before[-1].end_lineno or 0) if before else own[0].lineno - 1
+
+    def _one(self, kind: type, name: str, where: ast.Module | ast.ClassDef):  # type: ignore[no-untyped-def]
+        found = [node for node in where.body if getattr(node, "name", "") == name]
+        if len(found) != 1 or not isinstance(found[0], kind):
+            place = where if isinstance(where, ast.ClassDef) else ast.Pass(lineno=1)
+            self._refuse(place, f"expected one {name}, found {[type(node).__name__ for node in found]}")
+        return found[0]
+
+    def _require(self, node: ast.stmt, what: str, found: str, expected: str) -> None:
+        if found != expected:
+            self._refuse(node, f"{what} of {getattr(node, 'name', '')}: expected ({expected}), found ({found})")
+
+    def _refuse(self, node: ast.stmt, text: str) -> None:
+        raise DiffError(f"{self._path}:{node.lineno}: {self._target}: {text}")
