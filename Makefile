@@ -11,7 +11,7 @@ MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 MATRIX_HOST = 2.7.3
 UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --upgrade --target
 
-.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) lint benchmark benchmark-start-up clean
+.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) lint benchmark benchmark-start-up patches-table clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make benchmark  ratios against stock"
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
+	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
 	@echo "make clean      remove .venv/"
 
 demo: .venv/nemo-$(DEMO_NEMO)/ready
@@ -80,6 +81,10 @@ patches: $(PATCHES:%=patch-%)
 $(PATCHES:%=patch-%): patch-%: .venv/unpacked/nemo-%/ready
 	mkdir -p patches
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$* > patches/nemo-$(call series,$*).diff
+
+# Each diff against every release of its series, not only the one it was made from; downloads what is not unpacked.
+patches-table: .venv/nemo-$(DEMO_NEMO)/ready
+	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py
 
 # NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
 .venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready

@@ -1,0 +1,208 @@
+"""Every diff in patches/ against every release of its series on PyPI, as a markdown table: `make patches-table`.
+
+In a copy of NeMo's files a diff must apply with both tools without fuzz, change what it should and nothing else, give
+files that compile and are what `nemo-patches diff` makes of that very release, and go away again without a trace. A
+cell is "yes" or says what is wrong, and then the exit code is 1. No torch and no pytest; nothing of NeMo is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nemo_patches import runtime
+from nemo_patches.patching import diffs
+from nemo_patches.patching.targets import TARGETS
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ("series", "release", "git apply", "patch -p1", "reversed", "compiles", "same as `nemo-patches diff`")
+NEW_FOLDER = diffs.VENDORED.replace(".", "/")
+TARGET_FILES = {target.module.replace(".", "/") + ".py" for target in TARGETS}
+# What is copied: more than the diffs touch, so that a file too many would be seen.
+FOLDERS = {str(Path(path).parent) for path in (*TARGET_FILES, NEW_FOLDER)}
+TOOLS = {
+    "git apply": (("git", "apply", "--check", "-"), ("git", "apply", "-")),
+    "patch -p1": (("patch", "-p1", "--fuzz=0", "--force"),),  # --force: no questions
+}
+
+Tree = dict[str, bytes | None]  # of every path in a folder: a file's content, None for a folder
+
+
+class Failure(Exception):
+    """What is wrong, in a few words."""
+
+
+def main() -> int:
+    patches = {file.stem.removeprefix("nemo-"): file for file in (ROOT / "patches").glob("nemo-*.diff")}
+    numbered = sorted(patches, key=_numbers)
+    try:
+        released = _released()
+    except Failure as failure:
+        rows = [_row(series, "", f"found no list of releases: {failure}") for series in numbered]
+    else:
+        todo = [(series, release) for series in numbered for release in released if _is_of(series, release)]
+        with ThreadPoolExecutor(4) as pool:
+            rows = list(pool.map(lambda one: _check(patches[one[0]], *one), todo))
+        without = set(numbered) - {series for series, _ in todo}
+        rows += [_row(series, "", "found no release") for series in sorted(without, key=_numbers)]
+    for cells in (COLUMNS, ("---",) * len(COLUMNS), *rows):
+        print(f"| {' | '.join(cells)} |")
+    return 0 if rows and all(cell == "yes" for row in rows for cell in row[2:]) else 1
+
+
+def _released() -> list[str]:
+    """The final releases, oldest first."""
+    listed = _run(sys.executable, "-m", "pip", "index", "versions", "nemo_toolkit", timeout=120)
+    versions = re.search(r"^Available versions: (.*)$", listed, re.MULTILINE)
+    if not versions:
+        raise Failure("pip index names no versions")
+    final = [version for version in versions[1].split(", ") if re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version)]
+    return sorted(final, key=_numbers)
+
+
+def _check(diff: Path, series: str, release: str) -> tuple[str, ...]:
+    """The row of one release."""
+    print(f"nemo_toolkit {release}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        stock = Path(folder, "stock")
+        try:
+            _copy(_unpacked(release, Path(folder, "unpacked")), stock)
+            if (found := diffs.version_of(stock)) != release:
+                raise Failure(f"these are the files of {found}")
+        except (Failure, diffs.DiffError, OSError) as failure:
+            return _row(series, release, f"no files: {failure}")
+        before = _tree(stock)
+        applied, reversed_, compiles, same = (dict.fromkeys(TOOLS, "not applied") for _ in range(4))
+        for tool, commands in TOOLS.items():
+            copy = shutil.copytree(stock, Path(folder, tool))
+            try:
+                for command in commands:
+                    _run(*command, cwd=copy, stdin=diff)
+            except Failure as failure:
+                applied[tool] = str(failure)
+                continue
+            after = _tree(copy)
+            applied[tool] = _names(_changed(before, after) ^ _expected(before))
+            compiles[tool] = _not_compiling(before, after)
+            same[tool] = _not_as_made(stock, after)
+            try:
+                for command in commands:
+                    _run(*command[:2], "-R", *command[2:], cwd=copy, stdin=diff)
+                reversed_[tool] = _names(_changed(before, _tree(copy)))
+            except Failure as failure:
+                reversed_[tool] = str(failure)
+        together = (
+            _cell(*(f"{tool}: {problem}" for tool, problem in column.items() if problem))
+            for column in (reversed_, compiles, same)
+        )
+        return (series, release, *(_cell(problem) for problem in applied.values()), *together)
+
+
+def _unpacked(release: str, place: Path) -> Path:
+    """A folder with the release, which is only read: what make has unpacked, or else downloaded to `place`."""
+    there = ROOT / ".venv" / "unpacked" / f"nemo-{release}"
+    if (there / "ready").is_file():
+        return there
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-compile")
+    _run(*pip, "--target", str(place), f"nemo_toolkit=={release}", timeout=300)
+    return place
+
+
+def _copy(source: Path, to: Path) -> None:
+    for folder in FOLDERS:
+        if (source / folder).is_dir():
+            shutil.copytree(source / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(source / "nemo" / "package_info.py", to / "nemo")
+
+
+def _tree(folder: Path) -> Tree:
+    paths = sorted(folder.rglob("*"))
+    return {path.relative_to(folder).as_posix(): None if path.is_dir() else path.read_bytes() for path in paths}
+
+
+def _changed(before: Tree, after: Tree) -> set[str]:
+    """What is new, gone or different."""
+    missing = object()
+    return {path for path in before | after if before.get(path, missing) != after.get(path, missing)}
+
+
+def _expected(before: Tree) -> set[str]:
+    """What a diff should change in a release: the encoders' files that it has, and the runtime's, which are new."""
+    names = {file.name for place in runtime.__path__ for file in Path(place).glob("*.py")}
+    return (TARGET_FILES & before.keys()) | {NEW_FOLDER} | {f"{NEW_FOLDER}/{name}" for name in names}
+
+
+def _not_compiling(before: Tree, after: Tree) -> str:
+    for path in sorted(_changed(before, after)):
+        source = after.get(path)
+        if source is not None:
+            try:
+                compile(source, path, "exec", dont_inherit=True)
+            except (SyntaxError, ValueError) as error:
+                return f"{path}: {error}"
+    return ""
+
+
+def _not_as_made(stock: Path, after: Tree) -> str:
+    try:
+        made = diffs.edits(stock)
+    except diffs.DiffError as error:
+        return str(error)
+    return _names({edit.path for edit in made if after.get(edit.path) != edit.after})
+
+
+def _run(*command: str, cwd: Path | None = None, stdin: Path | None = None, timeout: float = 60) -> str:
+    """What it prints. Raises Failure if it fails, does not end in time or is not there."""
+    environment = os.environ | {"LC_ALL": "C", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    if cwd:
+        environment["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)  # no repository around it matters
+    try:
+        with open(stdin or os.devnull, "rb") as given:
+            done = subprocess.run(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=given,
+                capture_output=True,
+                timeout=timeout,
+                text=True,
+                errors="replace",
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failure(str(error)) from error
+    if done.returncode:
+        lines = (done.stderr + done.stdout).splitlines()
+        telling = [line for line in lines if re.search("error|failed", line, re.IGNORECASE)] or lines
+        raise Failure(" ".join(" ".join(telling).split()) or f"exit code {done.returncode}")
+    return done.stdout
+
+
+def _is_of(series: str, release: str) -> bool:
+    return release.startswith(f"{series}.")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def _names(paths: set[str]) -> str:
+    return f"not as expected: {', '.join(sorted(paths))}" if paths else ""
+
+
+def _row(series: str, release: str, problem: str) -> tuple[str, ...]:
+    return (series, release, _cell(problem), *("",) * (len(COLUMNS) - 3))
+
+
+def _cell(*problems: str) -> str:
+    said = "; ".join(problem for problem in problems if problem)
+    return "no: " + said[:400].replace("|", "\\|") if said else "yes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
