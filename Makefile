@@ -11,13 +11,20 @@ MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 MATRIX_HOST = 2.7.3
 UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --upgrade --target
 
-.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) lint benchmark benchmark-start-up patches-table clean
+# One diff for each series, made from its last release; `make patches` makes them all anew, and CI compares.
+PATCHES = 1.23.0 2.0.0 $(MATRIX)
+series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
+
+.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) lint clean
+.PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
+	@echo "make test-vendored  the main scenarios on NeMo with its diff, without nemo_patches, on the same releases"
+	@echo "make patches    make patches/ anew; make check-patches compares, make patches-table tries every release"
 	@echo "make benchmark  ratios against stock"
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
@@ -26,7 +33,7 @@ help:
 demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
 
-test: lint $(NEMO_VERSIONS:%=test-%)
+test: lint check-patches $(NEMO_VERSIONS:%=test-%)
 
 test-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
@@ -72,10 +79,6 @@ benchmark-start-up: .venv/nemo-$(DEMO_NEMO)/ready .venv/start-up/ready
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-# One diff for each series, made from its last release; `make patches` makes them all anew, and CI compares.
-PATCHES = 1.23.0 2.0.0 $(MATRIX)
-series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
-
 patches: $(PATCHES:%=patch-%)
 
 $(PATCHES:%=patch-%): patch-%: .venv/unpacked/nemo-%/ready
@@ -85,6 +88,26 @@ $(PATCHES:%=patch-%): patch-%: .venv/unpacked/nemo-%/ready
 # Each diff against every release of its series, not only the one it was made from; downloads what is not unpacked.
 patches-table: .venv/nemo-$(DEMO_NEMO)/ready
 	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py
+
+# Whether each committed diff is what `make patches` would make of the released wheel.
+check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
+	@echo "== patches/ against the released wheels"
+	@$(foreach release,$(PATCHES),.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$(release) \
+		| cmp - patches/nemo-$(call series,$(release)).diff &&) true
+
+# The same tests on a NeMo that has the diff, where nemo_patches is not importable: in tests/, a checkout's root is not on
+# the path. git apply would take paths inside a repository from its root, hence --directory.
+VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py
+test-vendored: $(MATRIX:%=vendored-%)
+
+$(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
+	@echo "== vendored: NeMo $* with patches/nemo-$(call series,$*).diff"
+	rm -rf .venv/vendored/nemo-$*
+	mkdir -p .venv/vendored
+	cp -r .venv/unpacked/nemo-$* .venv/vendored/nemo-$*
+	git apply --whitespace=nowarn --directory=.venv/vendored/nemo-$* patches/nemo-$(call series,$*).diff
+	cd tests && PYTHONPATH=$(CURDIR)/tests/vendored:$(CURDIR)/.venv/vendored/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
+		../.venv/nemo-$(if $(filter $*,$(NEMO_VERSIONS)),$*,$(MATRIX_HOST))/bin/pytest -q -m "not apply_only" $(VENDORED_TESTS)
 
 # NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
 .venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready

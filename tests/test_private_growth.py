@@ -119,6 +119,7 @@ def stock_corrupts(rank: int, size: int) -> int:
     return encoders.wrong_rows(encoder)
 
 
+@pytest.mark.apply_only
 def test_stock_does_corrupt_in_this_very_setting() -> None:
     assert run_ranks(stock_corrupts, 2)[1].value > 100
 

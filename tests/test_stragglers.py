@@ -163,6 +163,7 @@ def overlapped_and_local(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.apply_only
 def test_overlapped_and_local_never_wait() -> None:
     results = run_ranks(overlapped_and_local, 2)
     for rank, result in enumerate(results):

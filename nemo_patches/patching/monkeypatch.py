@@ -108,6 +108,9 @@ def apply(settings: Settings) -> None:
         module = _import(target)
         if module is not None:
             found[target] = module
+    if built_in := next((version for target, module in found.items() if (version := target.built_in(module))), ""):
+        _leave_alone(built_in)
+        return
     if drift := [problem for target, module in found.items() if (problem := target.drift(module))]:
         raise DriftError(
             f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
@@ -135,6 +138,9 @@ def on_import(name: str) -> None:
         return  # apply() has been here, or two finders have told
     try:
         if not _applied and admission.disabled():
+            return
+        if not _applied and (built_in := target.built_in(module)):
+            _leave_alone(built_in)
             return
         settings = length_sync.current() if _applied else resolve()
         admission.require_supported(admission.nemo_version())
@@ -193,6 +199,16 @@ def status() -> Status:
     )
 
 
+def _leave_alone(built_in: str) -> None:
+    """A vendored NeMo with one of the diffs: its own copy of the runtime does all, and twice would be wrong."""
+    global _by_import
+    _by_import = False
+    reason = f"this NeMo has nemo_patches {built_in} built in; its settings are the NEMO_PATCHES_* variables"
+    _skipped.clear()
+    _skipped.update(dict.fromkeys(TARGETS, reason))
+    _say(f"nothing to patch: {reason}")
+
+
 def _begin(settings: Settings) -> None:
     global _applied, _by_import
     length_sync.use(settings)
@@ -218,11 +234,15 @@ def _collection_is_complete() -> None:
 
 
 def _say_patched(targets: Iterable[Target], without: str = "") -> None:
+    names = ", ".join(map(str, targets)) or "nothing yet"
+    versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
+    _say(f"patched {names} ({versions}; {length_sync.current()}){without}")
+
+
+def _say(text: str) -> None:
     # A spawned data-loader worker imports NeMo too; its rank has said it already.
     if not multiprocessing.current_process().daemon:
-        names = ", ".join(map(str, targets)) or "nothing yet"
-        versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        report(logging.INFO, f"patched {names} ({versions}; {length_sync.current()}){without}")
+        report(logging.INFO, text)
 
 
 def _import(target: Target) -> ModuleType | None:

@@ -67,6 +67,10 @@ class Target:
         """The class; NeMo's @experimental hides some in a callable that only says so."""
         return cast("type | None", inspect.unwrap(getattr(module, self.owner, None)))  # type: ignore[arg-type]
 
+    def built_in(self, module: ModuleType) -> str:
+        """The version of nemo_patches that one of the diffs has put into this class; empty where none has."""
+        return getattr(vars(self.find_owner(module) or object).get(self.method), "__nemo_patches__", "")
+
     def drift(self, module: ModuleType) -> str:
         """What in `module` is not as expected, with what was expected and what was found; empty where all is."""
         owner = self.find_owner(module)
@@ -84,6 +88,10 @@ class Target:
         """The same of the module in `file`, without importing it: blind to what others do to NeMo at run time."""
         owner = _code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), self.owner)
         return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
+
+    def built_into_source(self, file: Path) -> bool:
+        """Whether one of the diffs has been applied to the module in `file`."""
+        return "bounded_length_sync" in compile(file.read_bytes(), str(file), "exec", dont_inherit=True).co_names
 
     def source_file(self) -> Path | None:
         """The file of `module`, found without importing it; None where the installed NeMo does not have it.

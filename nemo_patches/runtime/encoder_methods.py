@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import __version__
 from .length_sync import synced_length
 from .private_growth import apply_to_grown, grown_privately, happened
 
@@ -92,7 +93,9 @@ def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]
 
     def decorate(owner: Any) -> type:
         original = owner.__dict__[method]
-        setattr(owner, method, bounded(original, original, _always))
+        update = bounded(original, original, _always)
+        update.__nemo_patches__ = __version__  # type: ignore[attr-defined]  # for apply(), which leaves it alone then
+        setattr(owner, method, update)
         if setter:
             setattr(owner, setter, private_setter(owner.__dict__[setter], _always))
         owner._apply = following_apply(owner._apply)

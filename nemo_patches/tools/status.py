@@ -35,11 +35,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class TargetReport:
-    """What would become of one target: `problem` is empty where it would be patched, or where NeMo does not have it."""
+    """What would become of one target; `problem` is why it would not be patched, where it ought to be.
+
+    file: empty where this NeMo does not have it. built_in: one of the diffs has been applied, so nothing is to be done.
+    """
 
     target: str
     file: str
+    built_in: bool
     problem: str
+
+    def __str__(self) -> str:
+        if not self.file:
+            return "this NeMo does not have it"
+        return self.problem or ("built in by a diff" if self.built_in else "would be patched")
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,10 @@ def show(report: Report, console: Console) -> None:
     lines = [", ".join(f"{name} {version}" for name, version in report.versions.items())]
     lines.append(f"supported: NeMo {admission.SUPPORTED}")
     lines += (f"{setting.name}: {setting.value} ({setting.source})" for setting in report.settings)
-    for target in report.targets:
-        state = target.problem or ("would be patched" if target.file else "this NeMo does not have it")
-        lines.append(f"{target.target}: {state}")
+    lines += (f"{target.target}: {target}" for target in report.targets)
     lines.append(f"auto-apply: {report.auto_apply}")
     lines.append(f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}")
-    lines.append("not all would be patched:" if report.reasons else "all would be patched")
+    lines.append("not all would be patched:" if report.reasons else "all is patched, or would be")
     lines += (f"  {reason}" for reason in report.reasons)
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
@@ -119,7 +126,9 @@ def _targets() -> Iterable[TargetReport]:
     for target in TARGETS:
         file = target.source_file()
         try:
-            yield TargetReport(str(target), str(file or ""), target.drift_of_source(file) if file else "")
+            built_in = file is not None and target.built_into_source(file)
+            problem = target.drift_of_source(file) if file and not built_in else ""
+            yield TargetReport(str(target), str(file or ""), built_in, problem)
         except (OSError, SyntaxError, ValueError) as error:
             raise StatusError(f"{file}: {error}") from error
 

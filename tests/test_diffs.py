@@ -1,0 +1,147 @@
+"""The diffs: that the committed ones carry today's runtime, apply and go back without a trace, and are told apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from interpreters import CHECKOUT, environment, run
+
+from nemo_patches.patching import diffs
+from nemo_patches.patching.admission import SUPPORTED_SERIES
+from nemo_patches.patching.targets import TARGETS
+
+COMMITTED = sorted((CHECKOUT / "patches").glob("*.diff"))
+RUNTIME = CHECKOUT / "nemo_patches" / "runtime"
+WAYS = {
+    "git apply": ["git", "apply", "--whitespace=nowarn"],
+    "patch -p1": ["patch", "-p1", "--fuzz=0", "--force", "--quiet"],
+}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the installed NeMo, as a checkout has it."""
+    spec = importlib.util.find_spec("nemo")
+    assert spec is not None and spec.origin is not None
+    folder = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(spec.origin).parent, folder / "nemo", ignore=ignored)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def printed(checkout: Path) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout], environment(), cwd=CHECKOUT)
+
+
+def apply(way: str, diff: Path, folder: Path, *options: str) -> None:
+    # In a repository around it, git would take the paths from that one's root.
+    outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    with diff.open("rb") as text:
+        subprocess.run([*WAYS[way], *options], cwd=folder, stdin=text, env=outside, check=True, timeout=60)
+
+
+def test_there_is_one_for_each_series() -> None:
+    assert [file.name for file in COMMITTED] == [f"nemo-{name}.diff" for name in ("1.23", "2.0", *SUPPORTED_SERIES)]
+
+
+@pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)
+def test_a_committed_diff_carries_the_runtime_byte_for_byte(diff: Path, tmp_path: Path) -> None:
+    vendored = diffs.VENDORED.replace(".", "/")
+    apply("git apply", diff, tmp_path, f"--include={vendored}/*")
+    assert files(tmp_path / vendored) == {path.name: path.read_bytes() for path in RUNTIME.glob("*.py")}
+
+
+@pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)
+def test_a_committed_diff_says_what_it_is_and_touches_only_the_encoders_files(diff: Path) -> None:
+    text = diff.read_text()
+    above, _, rest = text.partition("\n---\n")
+    for field in (
+        "Description:",
+        "Origin: other, nemo_patches ",
+        "Forwarded: no",
+        "Last-Update: 20",
+        "Applies-To: NeMo ",
+    ):
+        assert f"\n{field}" in f"\n{above}", field
+    assert f"Applies-To: NeMo {diff.stem.removeprefix('nemo-')}" in above
+    touched = {line.split(" b/")[1] for line in rest.splitlines() if line.startswith("diff --git ")}
+    encoders = {target.module.replace(".", "/") + ".py" for target in TARGETS}
+    assert {path for path in touched if "/nemo_patches/" not in path} <= encoders
+    assert "nemo/collections/asr/modules/conformer_encoder.py" in touched
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_printed_diff_applies_and_goes_back_to_the_identical_tree(way: str, checkout: Path, tmp_path: Path) -> None:
+    before = files(checkout)
+    diff = tmp_path / "nemo.diff"
+    diff.write_text(printed(checkout).stdout, newline="")
+    expected = {edit.path: edit.after for edit in diffs.edits(checkout)}
+    apply(way, diff, checkout)
+    try:
+        after = files(checkout)
+        assert after == {**before, **expected}
+        for path in expected:
+            compile(after[path], path, "exec")
+    finally:
+        apply(way, diff, checkout, "-R")
+    assert files(checkout) == before
+
+
+@pytest.fixture
+def vendored(checkout: Path, tmp_path: Path) -> Path:
+    """The same with the diff applied."""
+    folder = tmp_path / "vendored"
+    shutil.copytree(checkout, folder)
+    for edit in diffs.edits(checkout):
+        (folder / edit.path).parent.mkdir(exist_ok=True)
+        (folder / edit.path).write_bytes(edit.after)
+    return folder
+
+
+def test_a_tree_that_has_it_is_recognised(vendored: Path, tmp_path: Path) -> None:
+    done = printed(vendored)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nemo/collections/asr/parts/nemo_patches is there already: this NeMo has been patched" in done.stderr
+    done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
+    assert done.returncode == 0, done
+    assert "ConformerEncoder.update_max_seq_length: built in by a diff" in done.stdout
+    done = printed(tmp_path)
+    assert done.returncode == 2
+    assert "needed is the folder that has nemo/package_info.py" in done.stderr
+
+
+APPLY = (
+    "import {first}\n"
+    "import nemo_patches\n"
+    "{second}\n"
+    "from nemo.collections.asr.modules import ConformerEncoder\n"
+    "status = nemo_patches.status()\n"
+    "method = ConformerEncoder.update_max_seq_length\n"
+    "print([method.__module__, method.__nemo_patches__, hasattr(method.__wrapped__, '__wrapped__')])\n"
+    "print(status.patched, {{skipped.reason for skipped in status.skipped}})\n"
+)
+
+
+@pytest.mark.parametrize("way", ["apply", "auto-apply"])
+def test_beside_a_nemo_that_has_it_apply_and_auto_apply_do_nothing_twice_and_say_so(way: str, vendored: Path) -> None:
+    by_hand = way == "apply"
+    program = APPLY.format(first="sys" if by_hand else "nemo.collections.asr", second="nemo_patches.apply()" * by_hand)
+    path = (vendored,) if by_hand else (CHECKOUT, vendored)
+    done = run([sys.executable, "-c", program], environment(*path), 120, cwd=vendored)
+    method, status = done.stdout.splitlines()[-2:]
+    assert method == "['nemo.collections.asr.modules.conformer_encoder', '0.1.0', False]"
+    assert status.startswith("() {'this NeMo has nemo_patches 0.1.0 built in")
+    own = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
+    assert len(own) == 1 and "nothing to patch: this NeMo has nemo_patches 0.1.0 built in" in own[0]

@@ -1,0 +1,46 @@
+"""Stands where nemo_patches would be, so that the same tests drive a vendored NeMo beside which it is not importable.
+
+Its `apply` only chooses the settings: the diff has done the rest. `nemo_patches.runtime` is the vendored runtime.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from nemo.collections.asr.parts import nemo_patches as runtime
+from nemo.collections.asr.parts.nemo_patches import length_sync
+from nemo.collections.asr.parts.nemo_patches.settings import Settings, resolve
+
+# Nothing of the real package is importable from here, not even through an editable installation of it.
+__path__: list[str] = []
+sys.meta_path[:] = [finder for finder in sys.meta_path if "nemo_patches" not in getattr(finder, "__module__", "")]
+sys.modules["nemo_patches.runtime"] = runtime
+for module in pkgutil.iter_modules(runtime.__path__):
+    vendored = importlib.import_module(f"{runtime.__name__}.{module.name}")
+    sys.modules[f"nemo_patches.runtime.{module.name}"] = vendored
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the tests read of the real one's."""
+
+    settings: Settings
+    encoders: tuple[Any, ...]
+    unannounced: tuple[int, ...]
+
+
+def apply(sync: str | None = None, timeout: float | None = None, on_timeout: str | None = None) -> None:
+    length_sync.use(resolve(sync, timeout, on_timeout))
+
+
+def status() -> Status:
+    return Status(length_sync.current(), length_sync.counters(), length_sync.unannounced())
+
+
+def revert() -> None:
+    """A diff cannot be taken back in a process; the next test case starts from the default settings."""
+    length_sync.use(Settings())
