@@ -134,6 +134,17 @@ APPLY = (
 )
 
 
+def test_what_is_built_in_asks_for_no_version(vendored: Path) -> None:
+    info = vendored / "nemo" / "package_info.py"
+    info.write_text(info.read_text() + '__shortversion__ = "2.0.0"\n')
+    done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
+    assert done.returncode == 0, done
+    program = APPLY.format(first="sys", second="nemo_patches.apply()")
+    done = run([sys.executable, "-c", program], environment(vendored), 120, cwd=vendored)
+    assert done.returncode == 0, done.stderr
+    assert "built in" in done.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("way", ["apply", "auto-apply"])
 def test_beside_a_nemo_that_has_it_apply_and_auto_apply_do_nothing_twice_and_say_so(way: str, vendored: Path) -> None:
     by_hand = way == "apply"

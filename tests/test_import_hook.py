@@ -338,7 +338,7 @@ def refused(variables: dict[str, str], version: str) -> tuple[int, list[str]]:
         ({}, "1.23.0", "NeMo 1.23.0 is not supported"),
         ({}, "3.01.0", "NeMo 3.01.0 is not supported"),
         ({}, "main", "NeMo main is not supported"),
-        ({"NEMO_PATCHES_UNSUPPORTED": "sure"}, "9.9.0", "NEMO_PATCHES_UNSUPPORTED='sure' is not allowed"),
+        ({"NEMO_PATCHES_UNSUPPORTED": "sure"}, "", "NEMO_PATCHES_UNSUPPORTED='sure' is not allowed"),
     ],
 )
 def test_a_refusal_is_one_line_and_nemo_runs_as_stock(variables: dict[str, str], version: str, said: str) -> None:

@@ -26,9 +26,10 @@ def disabled(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def require_supported(version: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UnsupportedNeMo for a version outside the range, unless the user has asked for it."""
+    """Raise UnsupportedNeMo for a version outside the range, unless the user has asked for it; SettingsError."""
+    beyond = _is_on(UNSUPPORTED_VARIABLE, environment)
     series = re.match(r"\d+\.\d+(?!\d)", version)
-    if not (series and series[0] in SUPPORTED_SERIES) and not _is_on(UNSUPPORTED_VARIABLE, environment):
+    if not beyond and not (series and series[0] in SUPPORTED_SERIES):
         raise UnsupportedNeMo(
             f"NeMo {version} is not supported; supported: {SUPPORTED}. With {UNSUPPORTED_VARIABLE}=1 it is patched all "
             "the same if its code looks as expected"

@@ -102,7 +102,6 @@ def apply(settings: Settings) -> None:
             report(logging.INFO, f"settings changed: {settings} (before: {before})")
         return
     _by_import = _complete = False  # what is imported here is patched and said here
-    admission.require_supported(admission.nemo_version())
     found: dict[Target, ModuleType] = {}
     for target in TARGETS:
         module = _import(target)
@@ -111,6 +110,7 @@ def apply(settings: Settings) -> None:
     if built_in := next((version for target, module in found.items() if (version := target.built_in(module))), ""):
         _leave_alone(built_in)
         return
+    admission.require_supported(admission.nemo_version())
     if drift := [problem for target, module in found.items() if (problem := target.drift(module))]:
         raise DriftError(
             f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +71,13 @@ def examine() -> Report:
     targets = tuple(_targets())
     auto_apply, shadowed_by = _auto_apply()
     reasons = [target.problem for target in targets if target.problem]
-    for check in (_disabled, _supported, runtime_settings.resolve):
+    checks: list[Callable[[], object]] = [_enabled, runtime_settings.resolve]
+    if not any(target.built_in for target in targets):  # what is built in asks for no version
+        checks.append(_supported)
+    for check in checks:
         try:
             check()
-        except (SettingsError, admission.UnsupportedNeMo, _Refused) as error:
+        except (SettingsError, admission.UnsupportedNeMo, _Disabled) as error:
             reasons.append(str(error))
     if shadowed_by:
         reasons.append(shadowed_by)
@@ -109,13 +112,13 @@ def show(report: Report, console: Console) -> None:
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-class _Refused(Exception):
-    """A switch is off."""
+class _Disabled(Exception):
+    """Everything is switched off."""
 
 
-def _disabled() -> None:
+def _enabled() -> None:
     if admission.disabled():
-        raise _Refused(f"{start_up.DISABLE_VARIABLE}=1")
+        raise _Disabled(f"{start_up.DISABLE_VARIABLE}=1")
 
 
 def _supported() -> None:
