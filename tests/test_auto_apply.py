@@ -77,6 +77,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.one_nemo
 def test_spawned_and_forked_loader_workers_are_patched_without_a_line_each(tmp_path: Path) -> None:
     script = tmp_path / "loaders.py"
     script.write_text(LOADERS)

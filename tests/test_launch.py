@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from interpreters import LAUNCHER, environment, run
 
+pytestmark = pytest.mark.one_nemo
+
 COMMAND = [sys.executable, "-m", "nemo_patches", "run"]
 SHOW = [sys.executable, "-c", "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.path]))"]
 

@@ -233,6 +233,7 @@ def many_encoders(rank: int, size: int) -> Any:
     return before, middle, resources()
 
 
+@pytest.mark.one_nemo
 def test_a_thousand_encoders_leave_nothing_behind() -> None:
     for result in run_ranks(many_encoders, 2, limit=200):
         before, middle, after = result.value

@@ -22,6 +22,8 @@ from nemo_patches.runtime.protocol import (
     unpack,
 )
 
+pytestmark = pytest.mark.one_nemo
+
 clocks = st.builds(Clock, st.integers(0, MAX_TRAINING), st.integers(0, MAX_EVALUATION))
 
 

@@ -16,6 +16,8 @@ from interpreters import CHECKOUT, LAUNCHER, environment, python, run
 from nemo_patches.patching import start_up
 from nemo_patches.patching.targets import TARGETS
 
+pytestmark = pytest.mark.one_nemo
+
 MODULES = "import sys; print(*sorted(sys.modules))"
 HOOKS = "import sys; print(sum('nemo_patches' in type(finder).__module__ for finder in sys.meta_path))"
 STARTED_BY_EVERY_PROCESS = (

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches import __version__, runtime
+from nemo_patches import runtime
 from nemo_patches.patching.targets import TARGETS, Target
 
 VENDORED = "nemo.collections.asr.parts.nemo_patches"
@@ -100,12 +100,12 @@ Description: the encoders' length sync, bounded in time
  late or gone. With this, a rank waits for it at most NEMO_PATCHES_TIMEOUT seconds (10), goes on with its own length and
  says so; buffers that depend on the length grow for each process alone, so that DDP never mixes them. No number that
  a model computes changes. The files under {_FOLDER}/ are the runtime of
- nemo_patches {__version__}, as they are; they need torch and the standard library. Settings: NEMO_PATCHES_SYNC,
+ nemo_patches {runtime.__version__}, as they are; they need torch and the standard library. Settings: NEMO_PATCHES_SYNC,
  NEMO_PATCHES_TIMEOUT and NEMO_PATCHES_ON_TIMEOUT, as in nemo_patches' README.
  .
  Apply: git apply FILE, or patch -p1 < FILE. Undo: git apply -R FILE, or patch -p1 -R < FILE.
  On an installed NeMo: patch -p1 < FILE in the site-packages folder.
-Origin: other, nemo_patches {__version__}, by `nemo-patches diff` from NeMo {version}
+Origin: other, nemo_patches {runtime.__version__}, by `nemo-patches diff` from NeMo {version}
 Forwarded: no
 Last-Update: {_LAST_UPDATE}
 Applies-To: NeMo {series}
