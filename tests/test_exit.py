@@ -89,4 +89,4 @@ sys.exit(7)
 def test_exit_while_gloos_constructor_waits_for_a_rank_that_died() -> None:
     done = subprocess.run([sys.executable, "-c", HALF_CONNECTED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr
-    assert time.time() - float(done.stdout) < 2
+    assert time.time() - float(done.stdout) < 10  # a vendored runtime brings all of NeMo, whose own end takes 3 s
