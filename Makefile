@@ -24,7 +24,7 @@ help:
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-vendored  the main scenarios on NeMo with its diff, without nemo_patches, on the same releases"
-	@echo "make patches    make patches/ anew; make check-patches compares, make patches-table tries every release"
+	@echo "make patches    make patches/ anew; make check-patches compares"
 	@echo "make benchmark  ratios against stock"
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"

@@ -22,10 +22,9 @@ from nemo_patches.patching.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("series", "release", "git apply", "patch -p1", "reversed", "compiles", "same as `nemo-patches diff`")
-NEW_FOLDER = diffs.VENDORED.replace(".", "/")
 TARGET_FILES = {target.module.replace(".", "/") + ".py" for target in TARGETS}
 # What is copied: more than the diffs touch, so that a file too many would be seen.
-FOLDERS = {str(Path(path).parent) for path in (*TARGET_FILES, NEW_FOLDER)}
+FOLDERS = {str(Path(path).parent) for path in (*TARGET_FILES, diffs.FOLDER)}
 TOOLS = {
     "git apply": (("git", "apply", "--check", "-"), ("git", "apply", "-")),
     "patch -p1": (("patch", "-p1", "--fuzz=0", "--force"),),  # --force: no questions
@@ -135,7 +134,7 @@ def _changed(before: Tree, after: Tree) -> set[str]:
 def _expected(before: Tree) -> set[str]:
     """What a diff should change in a release: the encoders' files that it has, and the runtime's, which are new."""
     names = {file.name for place in runtime.__path__ for file in Path(place).glob("*.py")}
-    return (TARGET_FILES & before.keys()) | {NEW_FOLDER} | {f"{NEW_FOLDER}/{name}" for name in names}
+    return (TARGET_FILES & before.keys()) | {diffs.FOLDER} | {f"{diffs.FOLDER}/{name}" for name in names}
 
 
 def _not_compiling(before: Tree, after: Tree) -> str:

@@ -58,9 +58,8 @@ def test_there_is_one_for_each_series() -> None:
 
 @pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)
 def test_a_committed_diff_carries_the_runtime_byte_for_byte(diff: Path, tmp_path: Path) -> None:
-    vendored = diffs.VENDORED.replace(".", "/")
-    apply("git apply", diff, tmp_path, f"--include={vendored}/*")
-    assert files(tmp_path / vendored) == {path.name: path.read_bytes() for path in RUNTIME.glob("*.py")}
+    apply("git apply", diff, tmp_path, f"--include={diffs.FOLDER}/*")
+    assert files(tmp_path / diffs.FOLDER) == {path.name: path.read_bytes() for path in RUNTIME.glob("*.py")}
 
 
 @pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)

@@ -20,7 +20,7 @@ from nemo_patches import runtime
 from nemo_patches.patching.targets import TARGETS, Target
 
 VENDORED = "nemo.collections.asr.parts.nemo_patches"
-_FOLDER = VENDORED.replace(".", "/")
+FOLDER = VENDORED.replace(".", "/")  # the same as a path in a checkout
 _LAST_UPDATE = "2026-11-21"  # of what the diffs do to NeMo; a date of today would not be reproducible
 _IMPORT = f"from {VENDORED}.encoder_methods import bounded_length_sync"
 _IN_ITS_PLACE = (
@@ -45,8 +45,8 @@ class Edit:
 def edits(checkout: Path) -> list[Edit]:
     """What to change in a checkout (the folder that has `nemo/`, or site-packages). Only reads; raises DiffError."""
     version_of(checkout)  # it is one
-    if (checkout / _FOLDER).exists():
-        raise DiffError(f"{checkout / _FOLDER} is there already: this NeMo has been patched")
+    if (checkout / FOLDER).exists():
+        raise DiffError(f"{checkout / FOLDER} is there already: this NeMo has been patched")
     found = []
     for target in TARGETS:
         path = target.module.replace(".", "/") + ".py"
@@ -60,7 +60,7 @@ def edits(checkout: Path) -> list[Edit]:
         raise DiffError(f"{checkout}: none of the files with a length sync is here")
     place = Path(next(iter(runtime.__path__)))
     for file in sorted(place.glob("*.py")):
-        found.append(Edit(f"{_FOLDER}/{file.name}", None, file.read_bytes()))
+        found.append(Edit(f"{FOLDER}/{file.name}", None, file.read_bytes()))
     return sorted(found, key=lambda edit: edit.path)
 
 
@@ -99,7 +99,7 @@ Description: the encoders' length sync, bounded in time
  Training on several ranks hangs in an all-reduce of one number, without a time limit, that waits for a rank which is
  late or gone. With this, a rank waits for it at most NEMO_PATCHES_TIMEOUT seconds (10), goes on with its own length and
  says so; buffers that depend on the length grow for each process alone, so that DDP never mixes them. No number that
- a model computes changes. The files under {_FOLDER}/ are the runtime of
+ a model computes changes. The files under {FOLDER}/ are the runtime of
  nemo_patches {runtime.__version__}, as they are; they need torch and the standard library. Settings: NEMO_PATCHES_SYNC,
  NEMO_PATCHES_TIMEOUT and NEMO_PATCHES_ON_TIMEOUT, as in nemo_patches' README.
  .
