@@ -130,6 +130,16 @@ def test_where_ours_is_on_the_path_several_times_under_several_names_it_ends(tmp
 
 
 @both_ways_in
+def test_where_the_current_folder_is_gone(ours: Path, tmp_path: Path) -> None:
+    (tmp_path / "vendor").mkdir()
+    (tmp_path / "vendor" / "sitecustomize.py").write_text("print('vendor')\n")
+    program = "import os, sys; os.rmdir(os.getcwd()); del sys.modules['sitecustomize']; import sitecustomize"
+    (tmp_path / "gone").mkdir()
+    done = run([sys.executable, "-c", program], environment(ours, tmp_path / "vendor"), cwd=tmp_path / "gone")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "vendor\nvendor\n", "")
+
+
+@both_ways_in
 def test_usercustomize_is_untouched(ours: Path, tmp_path: Path) -> None:
     python_name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     user_site = tmp_path / "lib" / python_name / "site-packages"

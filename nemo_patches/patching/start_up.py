@@ -151,7 +151,7 @@ def _run_shadowed(own_file: str) -> None:
 
 def _shadowed_spec(name: str, folder: str) -> "Any":
     """From what follows ours on sys.path, then from the finders that Python asks after that."""
-    folders = [os.path.abspath(entry) for entry in sys.path]
+    folders = [_absolute(entry) for entry in sys.path]
     if folder not in folders or PathFinder not in sys.meta_path:
         return None  # somebody runs ours in a way of their own: it shadows nothing
     after = range(folders.index(folder) + 1, len(folders))
@@ -162,3 +162,10 @@ def _shadowed_spec(name: str, folder: str) -> "Any":
             if spec is not None and os.path.dirname(spec.origin or "") in folders:
                 spec = None  # PathFinder has seen all that is there: this is one that runs already
     return spec
+
+
+def _absolute(entry: str) -> str:
+    try:
+        return os.path.abspath(entry)
+    except OSError:  # the current folder is gone, and '' with it
+        return entry
