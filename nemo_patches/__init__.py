@@ -19,13 +19,16 @@ def apply(
     sync: "Literal['bounded', 'overlapped', 'local'] | None" = None,
     timeout: "float | None" = None,
     on_timeout: "Literal['fallback', 'raise'] | None" = None,
+    call_timeout: "float | None" = None,
 ) -> None:
     """Patch NeMo's length syncs in this process; a second call only changes the settings, and says so.
 
     sync: "bounded" (default) waits for the other ranks at most `timeout`; "overlapped" never waits; "local" does not
         communicate. timeout: seconds (default 10), for the wait of one encoder call. on_timeout: "fallback" (default)
-        goes on with this rank's own length; "raise" raises LengthSyncTimeout.
-    What is not given comes from NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT and NEMO_PATCHES_ON_TIMEOUT, then the default.
+        goes on with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
+        never); an encoder call that lasts longer has all threads' stacks logged, once, and is not interrupted.
+    What is not given comes from NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT and
+    NEMO_PATCHES_CALL_TIMEOUT, then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
 
     Raises SettingsError (a ValueError) for a value that is not allowed, UnsupportedNeMo for a NeMo outside the
@@ -34,7 +37,7 @@ def apply(
     """
     from nemo_patches.runtime.settings import resolve
 
-    settings = resolve(sync, timeout, on_timeout)
+    settings = resolve(sync, timeout, on_timeout, call_timeout)
     from nemo_patches.patching import monkeypatch
 
     monkeypatch.apply(settings)

@@ -117,8 +117,16 @@ def _rank(
         outcome = (True, function(rank, size, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())
+    _say_what_is_left()
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
+
+
+def _say_what_is_left() -> None:
+    """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet."""
+    from nemo_patches.runtime import stall_monitor
+
+    stall_monitor._at_exit()
 
 
 def join_group(rank: int, size: int, port: int, seconds: float = 60.0) -> None:
@@ -131,3 +139,27 @@ def join_group(rank: int, size: int, port: int, seconds: float = 60.0) -> None:
         world_size=size,
         timeout=datetime.timedelta(seconds=seconds),
     )
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not within the limit"
+        time.sleep(0.01)
+
+
+def wait_for_others(event: str, count: int) -> None:
+    """Until `count` ranks have come here; rank 0, which has the store's server, until the others have seen that."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+
+    def count_to(event: str) -> None:
+        store.add(event, 1)
+        wait_until(lambda: store.add(event, 0) >= count)
+
+    count_to(event)
+    if dist.get_rank() == 0:
+        count_to(event + " seen")
+    else:
+        store.add(event + " seen", 1)

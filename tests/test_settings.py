@@ -11,7 +11,7 @@ from nemo_patches.runtime.settings import Settings, SettingsError, resolve
 
 
 def test_defaults() -> None:
-    assert resolve(environment={}) == Settings("bounded", timedelta(seconds=10), "fallback")
+    assert resolve(environment={}) == Settings("bounded", timedelta(seconds=10), "fallback", timedelta(seconds=60))
 
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
@@ -19,9 +19,11 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         "NEMO_PATCHES_SYNC": "overlapped",
         "NEMO_PATCHES_TIMEOUT": "2.5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
+        "NEMO_PATCHES_CALL_TIMEOUT": "0",
     }
-    assert resolve(environment=environment) == Settings("overlapped", timedelta(seconds=2.5), "raise")
-    assert resolve("local", 4, "fallback", environment) == Settings("local", timedelta(seconds=4), "fallback")
+    seconds = timedelta(seconds=1)
+    assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise", 0 * seconds)
+    assert resolve("local", 4, "fallback", 7, environment) == Settings("local", 4 * seconds, "fallback", 7 * seconds)
     assert resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
@@ -33,6 +35,7 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         ("on_timeout", "abort", "'fallback', 'raise'"),
         ("timeout", 0, "0.001 to 86400"),
         ("timeout", -1, "seconds"),
+        ("call_timeout", -1, "0.001 to 86400, or 0 (never)"),
         ("timeout", math.nan, "seconds"),
         ("timeout", math.inf, "seconds"),
         ("timeout", "soon", "seconds"),

@@ -20,11 +20,12 @@ from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.runtime import length_sync
 from nemo_patches.runtime.encoder_methods import bounded, following_apply, private_setter
+from nemo_patches.runtime.heartbeats import named, told
 from nemo_patches.runtime.length_sync import EncoderCounters
 from nemo_patches.runtime.private_growth import give_back_all
 from nemo_patches.runtime.reporting import report
-from nemo_patches.runtime.roll_call import named
 from nemo_patches.runtime.settings import Settings, SettingsError, resolve
+from nemo_patches.runtime.stall_monitor import Stall
 
 _ABSENT = object()
 
@@ -48,6 +49,7 @@ class Status:
     settings: Settings
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]  # ranks without a sign of nemo_patches: not patched, or not at their first call yet
+    stalls: tuple[Stall, ...]  # encoder calls that not every rank has come to, with the ranks that are missing
 
     def __str__(self) -> str:
         lines = [
@@ -64,6 +66,9 @@ class Status:
         ]
         if self.unannounced:
             lines.append(f"not patched, or not at a first encoder call yet: {named(self.unannounced)}")
+        for stall in self.stalls:
+            who = f"not told: {stall.unknown}" if stall.unknown else told(stall.missing, stall.size)
+            lines.append(f"{stall.encoder}: call {stall.call}, {stall.since.total_seconds():.0f} s ago, missing: {who}")
         return "\n".join(lines)
 
 
@@ -196,6 +201,7 @@ def status() -> Status:
         settings=length_sync.current(),
         encoders=length_sync.counters(),
         unannounced=length_sync.unannounced(),
+        stalls=length_sync.stalls(),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import __version__
+from . import __version__, activity
 from .length_sync import synced_length
 from .private_growth import apply_to_grown, grown_privately, happened
 
@@ -31,8 +31,10 @@ def bounded(
     def sync_and_grow(encoder: Any, seq_length: int, device: torch.device) -> None:
         length = synced_length(encoder, seq_length)
         if length > encoder.max_audio_length:
+            activity.current.phase = activity.GROWTH
             with grown_privately(encoder):
                 grow(encoder, length, device)
+            activity.current.phase = activity.FORWARD
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import atexit
-import contextlib
 import ctypes
 import os
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .heartbeats import own_connection
 from .protocol import SHORTEST_WAIT
 from .reporting import first_line, raised_by_signal_handler
 from .roll_call import RollCall
@@ -53,7 +53,8 @@ class Rounds:
         self._tensor: torch.Tensor | None = None
         self._group: Any = None
         self._work: Any = None
-        self._queued = self._closed = False
+        self._queued = False
+        self.closed = False  # nobody wants these rounds any more
         self._error = ""
         self._came_at = 0.0
         self._arrived = 0
@@ -121,19 +122,29 @@ class Rounds:
 
     @property
     def came_at(self) -> float:
-        """time.monotonic() of the last round's arrival, to the helper's pause; 0.0 while it has not come."""
+        """time.monotonic() at which the last round was first seen to have come; 0.0 while it has not."""
         return self._came_at
 
-    def watch(self) -> None:
-        """Have the helper note when the outstanding round comes, while the training thread is elsewhere."""
-        self._helper.watch(self)
+    def has_come(self) -> bool:
+        """Whether the outstanding round has come; any thread may ask."""
+        work = self._work
+        if not self._came_at and work is not None and work.is_completed() and not _failure(work):
+            self._came_at = time.monotonic()
+        return self._came_at > 0
+
+    def has_failed(self) -> bool:
+        """Whether a round has failed, so that there will be no more; any thread may ask."""
+        work = self._work
+        if self.closed:
+            return False
+        return bool(self._error) or (work is not None and work.is_completed() and bool(_failure(work)))
 
     def close(self) -> None:
         """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block.
 
         Takes no lock: the garbage collector may call this in a thread that holds it.
         """
-        self._closed = True
+        self.closed = True
         self._error = self._error or "closed"
         group, work, self._group, self._work = self._group, self._work, None, None
         if work is not None and not work.is_completed():
@@ -166,12 +177,12 @@ class Rounds:
         # Two threads, as Gloo has: with one, rounds were faster on an idle machine, at times far slower on a busy one.
         group = dist.ProcessGroupGloo(store, self._helper.rank, self._helper.size, _GROUP_TIMEOUT)
         with self._lock:
-            if not self._closed:
+            if not self.closed:
                 self._group = group
                 self._tensor = torch.frombuffer(self._cell, dtype=torch.int64)
                 if self._queued:
                     self._start()
-        if self._closed:  # meanwhile
+        if self.closed:  # meanwhile
             self.close()
         self._settled.set()
         return True
@@ -179,16 +190,6 @@ class Rounds:
     def fail(self, reason: str) -> None:
         self._error = self._error or reason
         self._settled.set()
-
-    def note_arrival(self) -> bool:
-        """True once the outstanding round has come (or will never be seen)."""
-        work = self._work
-        if self._closed or self._error or self._came_at:
-            return True
-        if work is None or not work.is_completed():
-            return False
-        self._came_at = time.monotonic()
-        return True
 
     def _start(self) -> None:
         self._queued = False
@@ -199,14 +200,14 @@ class Rounds:
 
     def keep_at_exit(self) -> None:
         for thing in (self._group, self._work):
-            _leak(thing)
+            leak(thing)
 
 
 class Helper:
-    """One daemon thread per process group: connects encoders' groups, notes when a late round comes, calls the roll.
+    """One daemon thread per process group: connects encoders' groups and calls the roll.
 
-    It alone talks to the store, on a connection of its own: a blocking call on the shared default store would hold up
-    c10d's own use of it. The thread ends when there is nothing to do and is started again when there is.
+    It talks to the store on a connection of its own: a blocking call on the shared default store would hold up c10d's
+    own use of it. The thread ends when there is nothing to do and is started again when there is.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, prefix: str) -> None:
@@ -219,30 +220,25 @@ class Helper:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._connecting: list[_Connecting] = []
-        self._watching: list[weakref.ref[Rounds]] = []
         self.roll_call: RollCall | None = None
         self._stopped = False
         _helpers.add(self)
 
-    def call_roll(self, limit: timedelta) -> None:
-        """See, once, whether every rank announces itself within `limit`."""
-        if self.roll_call is None:
-            self.roll_call = RollCall(self.rank, self.size, limit)
-            self._run()
+    def call_roll(self, roll_call: RollCall) -> None:
+        """Have this rank announce itself, and see who else does."""
+        self.roll_call = roll_call
+        self._run()
 
     def connect(self, rounds: Rounds) -> None:
         with self._lock:
             self._connecting.append(_Connecting(weakref.ref(rounds)))
         self._run()
 
-    def watch(self, rounds: Rounds) -> None:
-        with self._lock:
-            self._watching.append(weakref.ref(rounds))
-        self._run()
-
     def stop(self) -> None:
         """End the thread at its next look. Takes no lock: the garbage collector may call this anywhere."""
         self._stopped = True
+        self._store = None  # and its connection, unless the thread is using it
+        self._connecting = []
 
     def join(self, limit: timedelta) -> None:
         """At exit: wait for the thread's end, for a short while; c10d must not return into a dying interpreter.
@@ -254,7 +250,7 @@ class Helper:
         if (thread := self._thread) is not None:
             thread.join(limit.total_seconds())
             if thread.is_alive():
-                _leak(self._default_store())
+                leak(self._default_store())
 
     def _run(self) -> None:
         self._wake.set()
@@ -268,25 +264,23 @@ class Helper:
         while not self._stopped:
             self._wake.clear()
             with self._lock:
-                connecting, watching = list(self._connecting), list(self._watching)
+                connecting = list(self._connecting)
                 roll = self.roll_call if self.roll_call and not self.roll_call.done else None
-                if not connecting and not watching and not roll:
+                if not connecting and not roll:
                     self._thread = None
                     return
             if roll:
                 roll.look(self._connection)
             done = [entry for entry in connecting if self._advance(entry)]
-            seen = [ref for ref in watching if (rounds := ref()) is None or rounds.note_arrival()]
             with self._lock:
                 self._connecting = [entry for entry in self._connecting if entry not in done]
-                self._watching = [ref for ref in self._watching if ref not in seen]
-            pause = _FIRST_PAUSE if done or seen else min(pause * 1.5, max(_LONGEST_PAUSE, self.size * _PAUSE_PER_RANK))
+            pause = _FIRST_PAUSE if done else min(pause * 1.5, max(_LONGEST_PAUSE, self.size * _PAUSE_PER_RANK))
             self._wake.wait(pause)
 
     def _advance(self, entry: _Connecting) -> bool:
         """One look at a group that is being connected; True when it is settled, one way or the other."""
         rounds = entry.rounds()
-        if rounds is None or rounds._closed:
+        if rounds is None or rounds.closed:
             return True
         try:
             if entry.store is None:
@@ -301,7 +295,7 @@ class Helper:
             default_store = self._default_store()
             if default_store is None:
                 raise RoundFailed("the process group was destroyed before every rank had come")
-            self._store = dist.PrefixStore(self._prefix, _own_connection(default_store))
+            self._store = dist.PrefixStore(self._prefix, own_connection(default_store))
         return self._store
 
 
@@ -322,19 +316,6 @@ _helpers: weakref.WeakSet[Helper] = weakref.WeakSet()
 _abandoned: dict[int, tuple[Any, Any]] = {}  # (group, work) of rounds that were pending when their encoder went
 
 
-def _own_connection(store: dist.Store) -> dist.Store:
-    """A connection to the same store that no one else uses; the store itself where its kind has none."""
-    if hasattr(store, "clone"):  # newer torch; keeps the prefixes
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            return store.clone()  # type: ignore[no-any-return]
-    inner = store
-    while isinstance(inner, dist.PrefixStore):
-        inner = inner.underlying_store
-    if isinstance(inner, dist.TCPStore):
-        return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False)
-    return store
-
-
 def _require_gloo() -> None:
     """Raise where Gloo cannot listen here, before any other rank waits for this one."""
     if not dist.is_gloo_available():
@@ -346,7 +327,16 @@ def _require_gloo() -> None:
         dist.ProcessGroupGloo.create_device(interface=interface)
 
 
-def _leak(thing: object) -> None:
+def _failure(completed: Any) -> str:
+    """What a completed round failed with; empty where it came."""
+    try:
+        completed.wait(SHORTEST_WAIT)
+    except RuntimeError as error:
+        return first_line(error)
+    return ""
+
+
+def leak(thing: object) -> None:
     """One reference too many: the destructor, which would wait for a pending round, never runs (docs/design.md)."""
     if thing is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
@@ -356,7 +346,7 @@ def _keep_groups() -> None:
     for rounds in list(_live):
         rounds.keep_at_exit()
     for pair in _abandoned.values():
-        _leak(pair)
+        leak(pair)
 
 
 def _at_exit() -> None:

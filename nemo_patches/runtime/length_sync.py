@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 import time
 import weakref
 from collections import Counter
@@ -19,15 +20,29 @@ from datetime import timedelta
 
 import torch
 
+from . import activity, stacks
 from . import settings as _settings
 from .gloo_rounds import Helper, RoundFailed, Rounds
+from .heartbeats import MissingRank
 from .protocol import LengthProtocol
 from .reporting import raised_by_signal_handler, report
+from .roll_call import RollCall
 from .settings import Settings
+from .stall_monitor import OpenRound, Stall, StallMonitor
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, and on_timeout="raise" was chosen."""
+    """Not every rank's length came in time, or some rank has gone, and on_timeout="raise" was chosen.
+
+    missing: the ranks that were waited for and what each does, as far as it was known in time.
+    """
+
+    def __init__(self, text: str, missing: tuple[MissingRank, ...] = ()) -> None:
+        super().__init__(text, missing)
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -50,14 +65,20 @@ class EncoderCounters:
 def synced_length(encoder: torch.nn.Module, seq_length: int) -> int:
     """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks; never below this rank's own.
 
-    Waits at most the timeout. This rank's own length where the others are late, where the encoder's own
-    `sync_max_audio_length` is false, and where there is no process group or only one rank. Raises LengthSyncTimeout
-    if that was chosen, what a signal handler raises meanwhile, and nothing else.
+    Waits at most the timeout (and half a second for the report, where on_timeout="raise" was chosen). This rank's own
+    length where the others are late, where the encoder's own `sync_max_audio_length` is false, and where there is no
+    process group or only one rank. Raises LengthSyncTimeout if that was chosen, what a signal handler raises meanwhile,
+    and nothing else.
     """
     length = int(seq_length)
     try:
         sync = _sync_of(encoder)
-        return length if sync is None else sync.call(length, encoder)
+        if sync is None:
+            return length
+        try:
+            return sync.call(length, encoder)
+        finally:
+            activity.current.phase = activity.FORWARD
     except LengthSyncTimeout:
         raise
     except Exception as error:
@@ -96,119 +117,116 @@ def unannounced() -> tuple[int, ...]:
     return () if roll_call is None else roll_call.missing
 
 
-class EncoderSync:
-    """One encoder's length sync on this rank: the protocol, its rounds, and what is said of them."""
+def stalls() -> tuple[Stall, ...]:
+    """The encoders' rounds that this rank waits for, or has given up, with the ranks that are missing from each."""
+    return () if _world is None else _world.monitor.stalls()
 
-    def __init__(self, name: str, helper: Helper, key: str) -> None:
-        self._name = name
-        self._helper = helper
-        self._rounds = Rounds(helper, key)
+
+class EncoderSync:
+    """One encoder's length sync on this rank: the protocol and its rounds. The stall monitor looks at it."""
+
+    def __init__(self, title: str, key: str, world: World) -> None:
+        self.title, self.key = title, key
+        self.open_round: OpenRound | None = None
+        self.calm = True
+        self.ended = ""
+        self._begin, self._monitor = world.begin, world.monitor
+        self._place = stacks.caller_of(_METHODS)
+        self._rounds = Rounds(world.helper, key)
         self._protocol = LengthProtocol()
         self._fallbacks = 0
         self._waited = timedelta(0)
-        self._issued_at = 0.0
-        self._incident: _Incident | None = None
-        self._ended = ""
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         settings, protocol, training = current(), self._protocol, encoder.training
+        activity.current.begin(self.title, protocol.calls + 1, protocol.clock, self._place)
         wanted = getattr(encoder, "sync_max_audio_length", True)
         if wanted:
-            self._helper.call_roll(settings.timeout)  # in every mode: a rank of stock NeMo would wait for all
-        if not wanted or settings.sync == "local" or self._ended:
+            self._begin()  # in every mode: a rank of stock NeMo would wait for all
+        if not wanted or settings.sync == "local" or self.ended:
             protocol.calls += 1
             return length
         try:
             completed = self._rounds.poll() if protocol.outstanding else None
-            if completed is not None and self._incident is not None:
-                self._incident.came_at = self._incident.came_at or self._rounds.came_at
+            if completed is not None and self.open_round is not None:
+                self.open_round.came_at = self._rounds.came_at
+                self.calm = self.calm or settings.sync == "overlapped"
             if protocol.begin(length, training, completed):
-                self._issued_at = time.monotonic()
-                self._rounds.issue(protocol.value())
+                value = protocol.value()
+                one = OpenRound(protocol.rounds, protocol.calls, training, length)
+                self._rounds.issue(value)
+                self.open_round = one  # only now: the monitor takes what the rounds tell for this one's
                 if settings.sync == "bounded":
-                    self._wait(settings, training)
+                    self._wait(settings, training, one)
         except RoundFailed as error:
-            self._end(str(error))
+            self._end(str(error), settings)
             return length
         if settings.sync == "overlapped":
             return protocol.latest()
         self._fallbacks += not protocol.served
         return protocol.agreed()
 
+    def has_come(self, one: OpenRound) -> bool:
+        """Whether a round of this encoder has come; asked by the stall monitor's thread."""
+        if not one.came_at and (self.open_round is not one or self._rounds.has_come()):
+            one.came_at = self._rounds.came_at or time.monotonic()
+        return one.came_at > 0
+
+    def has_failed(self) -> bool:
+        """Whether a round has failed, so that there will be no more."""
+        return bool(self.ended) or self._rounds.has_failed()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the encoder is gone, or its process group."""
+        return self._rounds.closed
+
     def counters(self) -> EncoderCounters:
         protocol = self._protocol
         return EncoderCounters(
-            encoder=self._name,
+            encoder=self.title,
             calls=protocol.calls,
             rounds=protocol.rounds,
             fallbacks=self._fallbacks,
             timeouts=protocol.timeouts,
             waited=self._waited,
-            ended=self._ended,
+            ended=self.ended,
         )
 
     def close(self) -> None:
         self._rounds.close()
 
-    def _wait(self, settings: Settings, training: bool) -> None:
+    def _wait(self, settings: Settings, training: bool, one: OpenRound) -> None:
         limit = self._protocol.wait_limit(settings.timeout)
         if limit is None:
             return
         try:
             completed = self._rounds.wait(limit)
         finally:  # also where a signal handler raised
-            waited = timedelta(seconds=time.monotonic() - self._issued_at)
-            self._waited += waited
+            self._waited += timedelta(seconds=time.monotonic() - one.issued_at)
         if completed is not None:
+            one.came_at = time.monotonic()
             self._protocol.came_in_time(completed, training)
-            if self._incident is not None:
-                self._say_recovered(self._incident)
+            self.calm = True
             return
         self._protocol.timed_out()
-        self._rounds.watch()
-        text = self._timeout_text(waited, training)
-        if self._incident is None:
-            self._incident = _Incident(self._issued_at)
-            report(logging.WARNING, text)
         if settings.on_timeout == "raise":
-            raise LengthSyncTimeout(text)
+            one.told = threading.Event()
+        one.gave_up_at = time.monotonic()  # from here on the stall monitor reports it
+        if settings.on_timeout == "raise":
+            self._monitor.wait_for_report(one)
+            waited = f"{one.gave_up_at - one.issued_at:.2f} s"
+            text = one.text or f"{self.title}: call {one.call}: not every rank's length came within {waited}"
+            raise LengthSyncTimeout(text, one.missing)
 
-    # Who is missing, and what it is doing, belongs into this text; the stall monitor will give it.
-    def _timeout_text(self, waited: timedelta, training: bool) -> str:
-        kind = "training" if training else "evaluation"
-        roll_call = self._helper.roll_call
-        missing = roll_call.text() if roll_call and roll_call.missing else self._rounds.connecting
-        return (
-            f"{self._name}: {kind} call {self._protocol.calls}: not every rank's length came within "
-            f"{waited.total_seconds():.2f} s; using this rank's own, {self._protocol.length}"
-            + (f" ({missing})" if missing else "")
-        )
-
-    def _say_recovered(self, incident: _Incident) -> None:
-        self._incident = None
-        late = f"{incident.came_at - incident.since:.2f} s late" if incident.came_at else "late"
-        report(
-            logging.WARNING,
-            f"{self._name}: recovered at call {self._protocol.calls}: every rank is in step again; "
-            f"the missing length came {late}",
-        )
-
-    def _end(self, reason: str) -> None:
-        self._ended = reason
+    def _end(self, reason: str, settings: Settings) -> None:
+        text = f"{self.title}: the length sync has ended at call {self._protocol.calls}"
+        self.ended = reason
         self._rounds.close()
-        report(
-            logging.ERROR,
-            f"{self._name}: the length sync has ended at call {self._protocol.calls}, this rank uses its own lengths "
-            f"from now on: {reason}",
-        )
-
-
-@dataclass
-class _Incident:
-    """From the first wait that ran out of time to the first that came in time again: one warning, one recovery."""
-
-    since: float  # time.monotonic() of the round that was the first to be late
-    came_at: float = 0.0
+        report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
+        if settings.on_timeout == "raise":
+            missing = self._monitor.wait_for_end(settings.timeout)
+            raise LengthSyncTimeout(f"{text}: {reason}", missing)
 
 
 class World:
@@ -223,7 +241,9 @@ class World:
         # torchrun keeps one store over restarts, and a script may make a second process group on the same store.
         prefix = f"nemo_patches/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
         store = torch.distributed.distributed_c10d._get_default_store()
-        self.helper = Helper(store, torch.distributed.get_rank(), self.size, prefix)
+        rank = torch.distributed.get_rank()
+        self.helper = Helper(store, rank, self.size, prefix)
+        self.monitor = StallMonitor(store, rank, self.size, prefix, current)
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
         sync = self.syncs.get(encoder)
@@ -236,16 +256,29 @@ class World:
             self._seen[kind] += 1
             self._seen[name] += 1
             title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-            sync = EncoderSync(title, self.helper, f"{kind}-{self._seen[kind]}")
+            sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self)
             self.syncs[encoder] = sync
+            self.monitor.watch(sync)
             weakref.finalize(encoder, sync.close).atexit = False
         return sync
 
+    def begin(self) -> None:
+        """At the first call of an encoder that has a length sync: call the roll, start the monitor."""
+        if self.helper.roll_call is None:
+            monitor = self.monitor
+            limit = current().timeout
+            roll = RollCall(monitor.rank, self.size, limit, monitor.beat, lambda: monitor.has_stall)
+            self.helper.call_roll(roll)
+            monitor.start(roll)
+
     def close(self) -> None:
+        self.monitor.stop()
         self.helper.stop()
         for sync in list(self.syncs.values()):
             sync.close()
 
+
+_METHODS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "encoder_methods.py")
 
 _current: Settings | None = None
 _world: World | None = None

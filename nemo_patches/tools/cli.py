@@ -48,6 +48,7 @@ def run(
     sync: Annotated[str | None, typer.Option(help="bounded, overlapped or local.")] = None,
     timeout: Annotated[str | None, typer.Option(help="Seconds, for the wait of one encoder call.")] = None,
     on_timeout: Annotated[str | None, typer.Option(help="fallback or raise.")] = None,
+    call_timeout: Annotated[str | None, typer.Option(help="Seconds of one encoder call; 0: off.")] = None,
 ) -> None:
     """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
     from nemo_patches.patching import admission
@@ -59,9 +60,10 @@ def run(
         settings.SYNC_VARIABLE: sync,
         settings.TIMEOUT_VARIABLE: timeout,
         settings.ON_TIMEOUT_VARIABLE: on_timeout,
+        settings.CALL_TIMEOUT_VARIABLE: call_timeout,
     }
     try:
-        settings.resolve(sync, timeout, on_timeout)
+        settings.resolve(sync, timeout, on_timeout, call_timeout)
         if admission.disabled():
             typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
         variables = {variable: value for variable, value in given.items() if value is not None}

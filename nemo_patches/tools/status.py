@@ -142,6 +142,7 @@ def _settings() -> Iterable[Setting]:
         ("sync", runtime_settings.SYNC_VARIABLE, defaults.sync),
         ("timeout", runtime_settings.TIMEOUT_VARIABLE, f"{defaults.timeout.total_seconds():g}"),
         ("on_timeout", runtime_settings.ON_TIMEOUT_VARIABLE, defaults.on_timeout),
+        ("call_timeout", runtime_settings.CALL_TIMEOUT_VARIABLE, f"{defaults.call_timeout.total_seconds():g}"),
     ):
         value = os.environ.get(variable)
         yield Setting(name, value or default, variable if value else "default")

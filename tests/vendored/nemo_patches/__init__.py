@@ -31,14 +31,20 @@ class Status:
     settings: Settings
     encoders: tuple[Any, ...]
     unannounced: tuple[int, ...]
+    stalls: tuple[Any, ...]
 
 
-def apply(sync: str | None = None, timeout: float | None = None, on_timeout: str | None = None) -> None:
-    length_sync.use(resolve(sync, timeout, on_timeout))
+def apply(
+    sync: str | None = None,
+    timeout: float | None = None,
+    on_timeout: str | None = None,
+    call_timeout: float | None = None,
+) -> None:
+    length_sync.use(resolve(sync, timeout, on_timeout, call_timeout))
 
 
 def status() -> Status:
-    return Status(length_sync.current(), length_sync.counters(), length_sync.unannounced())
+    return Status(length_sync.current(), length_sync.counters(), length_sync.unannounced(), length_sync.stalls())
 
 
 def revert() -> None:

@@ -1,0 +1,246 @@
+"""Questions to the job's store, each in a short-lived thread: who is missing from a round; was this rank waited for.
+
+One waiting rank asks for all: it reads every rank's heartbeat and leaves what it found for the others, so that the
+traffic at the store grows with the number of ranks and not with its square.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch.distributed as dist
+
+from .heartbeats import (
+    DETAILED,
+    ELSEWHERE,
+    LATE,
+    LEFT,
+    SILENT,
+    UNANNOUNCED,
+    Beat,
+    MissingRank,
+    decode_missing,
+    decode_texts,
+    encode_missing,
+    encode_texts,
+    present,
+    read,
+)
+from .reporting import first_line, report
+
+END = "end"  # in place of an encoder's key: its group is gone, and so is some rank
+_BEATS_TO_SEE = 1.75  # periods after which a heart that beats has been seen to
+_LOOK = 0.2  # seconds between two looks for what another rank is to find out
+_SLICE = 0.05  # between two looks whether the answer is still wanted
+_LATE_LOOKS = (0.0, 1.0, 3.0)  # seconds after it came back: the others may still be finding out
+
+
+class Asker(Protocol):
+    """What a question needs of the stall monitor."""
+
+    rank: int
+    size: int
+    period: float
+
+    def reading(self) -> dist.Store:
+        """The connection for questions. May block."""
+
+
+class Inquiry:
+    """Who is missing from round `number` of the encoder `key`; for END: who has gone.
+
+    `missing` is None until it is known. `partly` is what is known before, `error` why it will not be known. due_at is
+    the time (time.monotonic()) at which who has not come is missing.
+    """
+
+    def __init__(self, asker: Asker, key: str, number: int, due_at: float, repeat: int, incident: str) -> None:
+        self.repeat = repeat
+        self.missing: tuple[MissingRank, ...] | None = None
+        self.partly: tuple[MissingRank, ...] = ()
+        self.error = ""
+        self._asker, self._key, self._number, self._due_at = asker, key, number, due_at
+        self._incident = incident
+        self._began = time.monotonic()
+        self._asked_at = 0.0
+        self._present: set[int] = set()  # ranks that have announced themselves
+        self._cancelled = False
+        self.thread = _started(self._run)
+
+    @property
+    def done(self) -> bool:
+        return self.missing is not None or bool(self.error)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    @property
+    def unanswered(self) -> float:
+        """Seconds for which the store owes an answer."""
+        asked_at = self._asked_at
+        return time.monotonic() - asked_at if asked_at else 0.0
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    # What follows runs in its own thread.
+
+    def _run(self) -> None:
+        try:
+            with self._asking():
+                store = self._asker.reading()
+            attempt = 0
+            while not self._cancelled and not self.done:
+                attempt += 1
+                self._ask(store, f"stall/{self._key}/{self._number}/{self.repeat}.{attempt}")
+        except Exception as error:
+            self.error = first_line(error)
+
+    def _ask(self, store: dist.Store, topic: str) -> None:
+        """The first to ask under a topic finds out for all; the others wait for that, and not for long."""
+        with self._asking():
+            is_first = store.add(f"{topic}/asked", 1) == 1
+        if is_first:
+            missing = self._find_out(store)
+            if not self._cancelled:
+                with self._asking():
+                    self._publish(store, topic, missing)
+                self.missing = missing
+            return
+        patience = max(self._due_at, time.monotonic() + _BEATS_TO_SEE * self._asker.period) + 3 * _LOOK
+        while not self._cancelled and time.monotonic() < patience:
+            with self._asking():
+                found = store.get(f"{topic}/missing") if store.check([f"{topic}/missing"]) else None
+            if found is not None:
+                missing_there = decode_missing(found, self._asker.size)
+                # One that names this rank is from before it came.
+                if missing_there is not None and all(one.rank != self._asker.rank for one in missing_there):
+                    self.missing = missing_there
+                return
+            self._sleep_until(time.monotonic() + _LOOK)
+
+    def _publish(self, store: dist.Store, topic: str, missing: tuple[MissingRank, ...]) -> None:
+        store.set(f"{topic}/missing", encode_missing(missing).decode())
+        for one in missing:
+            told = encode_texts(id=topic, incident=self._incident, where=one.where)
+            store.set(_waited_for(one.rank), told.decode())
+
+    def _find_out(self, store: dist.Store) -> tuple[MissingRank, ...]:
+        """Looks when it begins, when the report is due, and when a heart that beats must have been seen to."""
+        began = time.monotonic()
+        absent = set(range(self._asker.size)) - {self._asker.rank}
+        first, absent = self._look(store, absent)
+        self._sleep_until(self._due_at)
+        due, absent = self._look(store, absent)
+        if self._key != END:
+            self.partly = self._described(absent, {}, due, due)
+        if absent:
+            self._sleep_until(began + _BEATS_TO_SEE * self._asker.period)
+        last, still_absent = self._look(store, absent)
+        # A heartbeat may be a period old: who has come by now may have been there in time. Unless nobody else is left.
+        found = self._described(still_absent or absent, first, last, due)
+        if self._key == END:
+            return tuple(one for one in found if one.kind in (SILENT, LEFT))
+        return found
+
+    def _look(self, store: dist.Store, ranks: set[int]) -> tuple[dict[int, Beat], set[int]]:
+        """The heartbeats of these ranks, and which of them have not come to the round."""
+        if not ranks or self._cancelled:
+            return {}, set()
+        with self._asking():
+            if ranks - self._present:
+                self._present |= present(store, self._asker.size)
+            beats = read(store, self._present & ranks)
+        return beats, {rank for rank in ranks if rank not in beats or not self._has_come(beats[rank])}
+
+    def _has_come(self, beat: Beat) -> bool:
+        return beat.rounds.get(self._key, 0) >= self._number > 0
+
+    def _described(
+        self, ranks: set[int], first: dict[int, Beat], last: dict[int, Beat], due: dict[int, Beat]
+    ) -> tuple[MissingRank, ...]:
+        found = []
+        for rank in sorted(ranks):
+            beat = last.get(rank)
+            if beat is None:
+                found.append(MissingRank(rank, UNANNOUNCED))
+                continue
+            if beat.phase == LEFT:
+                kind = LEFT
+            elif last is due or self._has_come(beat):
+                kind = LATE
+            else:
+                kind = SILENT if rank in first and first[rank].number == beat.number else ELSEWHERE
+            if len(found) >= DETAILED:
+                found.append(MissingRank(rank, kind))
+                continue
+            # One that has come just now tells nothing any more of where it was when the others gave up.
+            told = due.get(rank) if self._has_come(beat) else beat
+            where, workers = (told.where, told.workers) if told and kind in (LATE, ELSEWHERE) else ("", ())
+            found.append(MissingRank(rank, kind, beat.host, beat.pid, beat.calls, beat.idle, where, workers))
+        return tuple(found)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """While the store owes an answer."""
+        self._asked_at = time.monotonic()
+        yield
+        self._asked_at = 0.0
+
+    def _sleep_until(self, end: float) -> None:
+        _sleep_until(end, lambda: self._cancelled)
+
+
+class LateCheck:
+    """Whether other ranks have waited for this one, asked when it comes back from a long time without encoder calls."""
+
+    def __init__(self, asker: Asker, where: str, said: set[str]) -> None:
+        self.done = False
+        self._asker, self._where, self._said = asker, where, said
+        self._cancelled = False
+        self._began = time.monotonic()
+        self.thread = _started(self._run)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def _run(self) -> None:
+        # Errors are nobody's concern: a store that is gone is the waiting ranks' to report.
+        with contextlib.suppress(Exception):
+            store, key = self._asker.reading(), _waited_for(self._asker.rank)
+            for seconds in _LATE_LOOKS:
+                _sleep_until(self._began + seconds, lambda: self._cancelled)
+                if self._cancelled or (store.check([key]) and self._say(decode_texts(store.get(key)))):
+                    break
+        self.done = True
+
+    def _say(self, told: dict[str, str]) -> bool:
+        if told.get("id", "") in self._said:
+            return False
+        self._said.add(told.get("id", ""))
+        where = told.get("where") or self._where
+        been = f"; it had been in {where}" if where else ""
+        report(logging.WARNING, f"other ranks waited for this one, and gave up ({told.get('incident', '')}){been}")
+        return True
+
+
+def _started(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name="nemo_patches inquiry", daemon=True)
+    thread.start()
+    return thread
+
+
+def _sleep_until(end: float, cancelled: Callable[[], bool]) -> None:
+    while not cancelled() and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, _SLICE))
+
+
+def _waited_for(rank: int) -> str:
+    return f"waited_for/{rank}"

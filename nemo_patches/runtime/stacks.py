@@ -1,0 +1,109 @@
+"""Where a thread is, in one line: the user's own code in full, innermost first, runs of library frames folded."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+LONGEST = 600  # characters
+_OWN_FRAMES, _FOLDS = 5, 4
+_LIBRARIES = ("site-packages", "dist-packages")
+_STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def where(thread: int) -> str:
+    """The place of the thread with this identifier; empty where there is no such thread. At most LONGEST characters.
+
+    "load (data/reader.py:31) < main (train.py:80), in: select (python/selectors.py:415) < get (torch/...)" is: `load`
+    was called by `main` and has called into libraries, which are in `select`. "+3" is how many frames were folded.
+    """
+    own: list[str] = []
+    inside: list[str] = []
+    folded = 0
+    package = ""
+    for frame in _frames(thread):
+        library, path = _library(frame.f_code.co_filename)
+        text = f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
+        if not library:
+            own.append(text)
+        elif not own and library == package:
+            folded += 1
+        elif not own:
+            _fold(inside, folded)
+            inside.append(text)
+            folded = 0
+        package = library
+    _fold(inside, folded)
+    inside = inside[:_FOLDS]
+    line = " < ".join(own[:_OWN_FRAMES]) + (f" < {len(own) - _OWN_FRAMES} more" if len(own) > _OWN_FRAMES else "")
+    if inside:
+        line += (", in: " if own else "") + " < ".join(inside)
+    return line[:LONGEST]
+
+
+def runs(thread: int, place: tuple[str, str]) -> bool:
+    """Whether the function `place` (its file, its name) is being run by this thread."""
+    return any((frame.f_code.co_filename, frame.f_code.co_name) == place for frame in _frames(thread))
+
+
+def caller_of(file: str) -> tuple[str, str]:
+    """The file and the name of the innermost function outside this folder and torch that called into `file`."""
+    frame: FrameType | None = sys._getframe(1)
+    been_there = False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if been_there and os.path.dirname(name) != _HERE and _library(name)[0] != "torch":
+            return name, frame.f_code.co_name
+        been_there = been_there or name == file
+        frame = frame.f_back
+    return "", ""
+
+
+def all_threads() -> list[str]:
+    """A line for each thread of this process but the calling one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for thread in list(sys._current_frames()):
+        if thread != threading.get_ident():
+            lines.append(f"thread {names.get(thread, thread)}: {where(thread)}")
+    return lines
+
+
+def loader_workers() -> tuple[int, ...]:
+    """The process ids of this process's daemonic children: a data loader's workers. Reaps nobody."""
+    # active_children() would take a dead child's exit code away from the thread that waits for it.
+    children = list(getattr(multiprocessing.process, "_children", ()))
+    return tuple(sorted(child.pid for child in children if child.daemon and child.pid))
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _fold(inside: list[str], folded: int) -> None:
+    if folded:
+        inside[-1] += f" +{folded}"
+
+
+def _library(file: str) -> tuple[str, str]:
+    """The package that a file belongs to (empty for the user's own code), and its path as it is shown."""
+    parts = file.split(os.sep)
+    for name in _LIBRARIES:
+        if name in parts:
+            inner = parts[parts.index(name) + 1 :]
+            return inner[0], "/".join(inner)
+    if file.startswith((*_STDLIB, "<")):
+        return "python", "python/" + parts[-1]
+    if os.path.dirname(file) == _HERE:
+        return "nemo_patches", "nemo_patches/" + parts[-1]
+    return "", "/".join(parts[-2:])

@@ -1,0 +1,226 @@
+"""What ranks tell each other: of bounded size, read back as it was, and nothing that a peer sends does any harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_patches.runtime import stacks
+from nemo_patches.runtime.heartbeats import (
+    DETAILED,
+    ELSEWHERE,
+    LEFT,
+    LONGEST,
+    SILENT,
+    UNANNOUNCED,
+    Beat,
+    MissingRank,
+    decode,
+    decode_missing,
+    decode_texts,
+    encode,
+    encode_missing,
+    encode_texts,
+    named,
+    told,
+)
+
+pytestmark = pytest.mark.one_nemo
+BEAT = Beat(
+    rank=3,
+    number=7,
+    host="node7",
+    pid=4711,
+    versions="nemo_patches 0.1.0, nemo 3.0.0",
+    settings="sync=bounded",
+    phase="length sync",
+    encoder="ConformerEncoder",
+    calls=5,
+    clock=(5, 0),
+    idle=0.5,
+    rounds={"a": 2},
+)
+
+texts = st.text(max_size=2000)
+beats = st.builds(
+    Beat,
+    rank=st.integers(0, 5000),
+    number=st.integers(0, 1 << 40),
+    host=texts,
+    pid=st.integers(0, 1 << 22),
+    versions=texts,
+    settings=texts,
+    phase=texts,
+    encoder=texts,
+    calls=st.integers(0, 1 << 40),
+    clock=st.tuples(st.integers(0, 1 << 24), st.integers(0, 1 << 15)),
+    idle=st.floats(-1, 1e9),
+    rounds=st.dictionaries(st.text(max_size=80), st.integers(0, 1 << 40), max_size=40),
+    where=texts,
+    workers=st.lists(st.integers(1, 1 << 22), max_size=100).map(tuple),
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def printable(beat: Beat) -> bool:
+    texts = (beat.host, beat.versions, beat.settings, beat.phase, beat.encoder, beat.where, *beat.rounds)
+    return all(text.isprintable() for text in texts)
+
+
+@given(beats)
+def test_a_heartbeat_is_of_bounded_size_and_is_read_back_safe_to_print(beat: Beat) -> None:
+    data = encode(beat)
+    assert len(data) <= LONGEST
+    back = decode(data)
+    assert back is not None
+    assert printable(back)
+    assert (back.rank, back.number, back.pid, back.calls, back.clock) == (
+        beat.rank,
+        beat.number,
+        beat.pid,
+        beat.calls,
+        beat.clock,
+    )
+
+
+def test_what_was_called_last_is_kept() -> None:
+    rounds = {f"encoder-{number}": number for number in range(100)}
+    back = decode(encode(replace(BEAT, rounds=rounds)))
+    assert back is not None
+    assert list(back.rounds) == list(rounds)[-16:]
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_heartbeat_are_none(data: bytes) -> None:
+    assert decode(data) is None
+    assert decode_missing(data, 8) is None or decode_missing(data, 8) == ()
+    assert all(text.isprintable() for text in decode_texts(data).values())
+
+
+@given(st.dictionaries(st.sampled_from(list(asdict(BEAT))), anything, max_size=4))
+def test_a_field_of_another_type_makes_it_none_or_safe(changes: dict[str, object]) -> None:
+    back = decode(json.dumps({**asdict(BEAT), **changes}).encode())
+    assert back is None or printable(back)
+
+
+def test_what_is_too_long_or_too_deep_is_none() -> None:
+    assert decode(json.dumps({**asdict(BEAT), "host": "x" * LONGEST}).encode()) is None
+    assert decode(b"[" * (LONGEST - 1)) is None
+    assert decode(json.dumps({**asdict(BEAT), "rank": 1 << 70}).encode()) is None
+    assert decode(json.dumps({**asdict(BEAT), "idle": float("nan")}).encode()) is None
+
+
+def test_control_characters_of_a_peer_are_not_printed() -> None:
+    evil = "a\x1b[31mred\n2026 nemo_patches WARNING forged\u202e\x00"
+    back = decode(json.dumps({**asdict(BEAT), "host": evil, "where": evil}).encode())
+    assert back is not None
+    line = str(MissingRank(1, ELSEWHERE, back.host, 1, 1, 1.0, back.where))
+    assert line.isprintable()
+
+
+kinds = st.sampled_from([ELSEWHERE, SILENT, LEFT, UNANNOUNCED])
+
+
+@given(st.dictionaries(st.integers(0, 1023), kinds, min_size=1, max_size=60))
+def test_a_report_names_every_missing_rank_and_tells_of_the_first_few(found: dict[int, str]) -> None:
+    missing = [MissingRank(rank, kind, "node", 5, 6, 7.0, "main (train.py:1)") for rank, kind in found.items()]
+    back = decode_missing(encode_missing(missing), 1024)
+    assert back is not None
+    assert [(one.rank, one.kind) for one in back] == sorted(found.items())
+    assert [bool(one.host) for one in back] == [number < DETAILED for number in range(len(back))]
+    text = told(back, 1024)
+    assert named(sorted(found)) in text
+    assert text.isprintable()
+
+
+@given(anything)
+def test_a_report_that_is_none_is_not_taken(content: object) -> None:
+    decode_missing(json.dumps(content).encode(), 8)
+    decode_missing(json.dumps({"kinds": content, "details": content}).encode(), 8)
+
+
+def test_a_report_cannot_name_ranks_that_there_are_not() -> None:
+    kinds = {ELSEWHERE: [[-5, 10**12]], SILENT: [], LEFT: [], UNANNOUNCED: [], "late": []}
+    back = decode_missing(json.dumps({"kinds": kinds, "details": []}).encode(), 4)
+    assert back is not None
+    assert [one.rank for one in back] == [0, 1, 2, 3]
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=8), texts, max_size=5))
+def test_short_texts_are_read_back(content: dict[str, str]) -> None:
+    assert decode_texts(encode_texts(**content)).keys() == content.keys()
+
+
+def own_function(entered: threading.Event, leave: threading.Event) -> None:
+    entered.set()
+    leave.wait()
+
+
+def test_where_a_thread_is_own_code_first_and_libraries_folded() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(target=own_function, args=(entered, leave), name="reader")
+    thread.start()
+    try:
+        entered.wait()
+        assert thread.ident is not None
+        where = stacks.where(thread.ident)
+        assert where.startswith("own_function (tests/test_heartbeats.py:")
+        assert ", in: wait (python/threading.py:" in where
+        assert stacks.runs(thread.ident, (__file__, "own_function"))
+        assert not stacks.runs(thread.ident, (__file__, "another"))
+        assert any(line.startswith("thread reader: own_function (") for line in stacks.all_threads())
+    finally:
+        leave.set()
+        thread.join()
+    assert stacks.where(thread.ident) == ""
+
+
+def test_a_deep_stack_and_a_long_name_stay_short() -> None:
+    found: list[str] = []
+
+    def deeper(depth: int) -> None:
+        if depth:
+            deeper(depth - 1)
+        else:
+            found.append(stacks.where(threading.get_ident()))
+
+    deeper(200)
+    assert len(found[0]) <= stacks.LONGEST
+    assert " more" in found[0]
+
+
+def test_loader_workers_are_found_and_not_reaped() -> None:
+    import multiprocessing
+
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,), daemon=True)
+    process.start()
+    os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
+    assert process.pid in stacks.loader_workers()
+    process.join()
+    assert process.exitcode == 3
+    assert process.pid not in stacks.loader_workers()
+
+
+@given(st.sets(st.integers(0, 63), min_size=1))
+def test_ranks_are_named_as_ranges_that_read_back_the_same(ranks: set[int]) -> None:
+    found: list[int] = []
+    for part in named(sorted(ranks)).removeprefix("ranks ").removeprefix("rank ").split(", "):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    assert found == sorted(ranks)
+
+
+def test_ranks_are_named_as_a_person_would() -> None:
+    assert named([1]) == "rank 1"
+    assert named([2, 5, 6, 7]) == "ranks 2, 5-7"
+    assert named([0, 1]) == "ranks 0-1"

@@ -1,0 +1,504 @@
+"""Who is missing and what it does: each way to be missing, on real ranks, as every waiting rank reports it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+import torch.distributed as dist
+from ranks import Result, free_port, join_group, run_ranks, wait_for_others, wait_until
+from torch.utils.data import DataLoader, Dataset
+
+import nemo_patches
+from nemo_patches.runtime.heartbeats import MissingRank
+
+pytestmark = pytest.mark.one_nemo  # nothing here depends on NeMo's version
+TIMEOUT = 2.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw of one scenario."""
+
+    call: float  # seconds of the encoder call
+    report: float  # seconds from the call's begin until the report was there
+    missing: tuple[MissingRank, ...]
+
+
+CONTEXT = {0: None, 2: "fork"}  # Linux's default, which a test's rank has not: it was itself forked by a server
+
+
+class SlowAudio(Dataset[int]):
+    def __init__(self, go_on: Path) -> None:
+        self.go_on = go_on
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return read_audio(self.go_on)
+
+
+def read_audio(go_on: Path) -> int:
+    wait_until(go_on.exists)
+    return 0
+
+
+def first_batch(go_on: Path, workers: int) -> None:
+    next(iter(DataLoader(SlowAudio(go_on), num_workers=workers, multiprocessing_context=CONTEXT[workers])))
+
+
+def endless_loop(go_on: Path) -> None:
+    while not os.path.exists(go_on):
+        pass
+
+
+def hold_the_gil(go_on: Path) -> None:
+    ctypes.PyDLL(None).sleep(int(TIMEOUT + 4))  # PyDLL keeps the lock during the call
+
+
+def be_stopped(go_on: Path) -> None:
+    """Until another rank, see `stopper`, has it go on."""
+    go_on.with_suffix(".pid").write_text(str(os.getpid()))
+    wait_until(go_on.exists)
+
+
+def stopper(go_on: Path) -> Callable[[int], None]:
+    process = go_on.with_suffix(".pid")
+    wait_until(process.exists)
+    wait_until(process.read_text)
+    return lambda number: os.kill(int(process.read_text()), number)
+
+
+WAYS: dict[str, Callable[[Path], None]] = {
+    "loader without workers": lambda go_on: first_batch(go_on, 0),
+    "loader with workers": lambda go_on: first_batch(go_on, 2),
+    "endless loop": endless_loop,
+    "holds the GIL": hold_the_gil,
+    "stopped": be_stopped,
+}
+
+
+def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dict[str, Report | None]:
+    """One encoder for each way to be missing, so that none has an earlier stall's shorter waits."""
+    nemo_patches.apply(timeout=TIMEOUT)
+    return {way: one_way(rank, size, Path(folder, way.replace(" ", "_")), WAYS[way], missing) for way in WAYS}
+
+
+def one_way(rank: int, size: int, go_on: Path, way: Callable[[Path], None], missing: tuple[int, ...]) -> Report | None:
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    if rank in missing:
+        way(go_on)
+        encoders.sync(encoder, 200)
+        dist.barrier()
+        return None
+    send = stopper(go_on) if way is be_stopped and rank == 0 else lambda number: None
+    send(signal.SIGSTOP)
+    began = time.monotonic()
+    call = encoders.sync(encoder, 200)
+    wait_until(lambda: nemo_patches.status().stalls)
+    report = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    wait_for_others(str(go_on), size - len(missing))
+    go_on.touch()
+    send(signal.SIGCONT)
+    dist.barrier()
+    wait_until(lambda: not nemo_patches.status().stalls)
+    return Report(call, report, stall.missing)
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    return run_ranks(each_way, 3, str(tmp_path_factory.mktemp("ways")), (1,), limit=150)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "where"),
+    [
+        ("loader without workers", "elsewhere", r"read_audio (tests/test_stall_reports.py:"),
+        ("loader with workers", "elsewhere", r"_try_get_data (torch/utils/data/dataloader.py:"),
+        ("endless loop", "elsewhere", "endless_loop (tests/test_stall_reports.py:"),
+        ("holds the GIL", "no heartbeat", ""),
+        ("stopped", "no heartbeat", ""),
+    ],
+)
+def test_each_way_to_be_missing_is_told_in_time(ways: list[Result], way: str, kind: str, where: str) -> None:
+    for rank in (0, 2):
+        report = ways[rank].value[way]
+        (missing,) = report.missing
+        assert (missing.rank, missing.kind) == (1, kind)
+        assert missing.pid > 0
+        assert missing.calls > 0
+        assert where in missing.where
+        assert (missing.where == "") == (where == "")
+        assert len(missing.workers) == (2 if way == "loader with workers" else 0)
+        assert report.call < TIMEOUT + 0.5
+        assert report.report < TIMEOUT + 3
+
+
+def test_the_lines_are_one_warning_one_recovery_and_one_of_the_late_rank(ways: list[Result]) -> None:
+    for rank in (0, 2):
+        warnings = ways[rank].lines("WARNING", "not every rank's length came", "Missing: rank 1 of 3 | rank 1 (")
+        recoveries = ways[rank].lines("WARNING", "recovered: rank 1 came")
+        assert len(warnings) == len(recoveries) == len(WAYS)
+        assert len(ways[rank].lines("WARNING")) == 2 * len(WAYS)
+        assert (
+            len([line for line in recoveries if "rank 1 had been in wait_until (" in line and "read_audio (" in line])
+            == 1
+        )
+        assert len([line for line in warnings if "its data loader's workers: pids " in line]) == 1
+    late = ways[1].lines("WARNING")
+    assert len(late) == len(ways[1].lines("other ranks waited for this one, and gave up")) == len(WAYS)
+    assert len(ways[1].lines("it had been in wait_until (", "read_audio (")) == 1
+
+
+def two_of_four(rank: int, size: int, folder: str) -> Report | None:
+    nemo_patches.apply(timeout=TIMEOUT)
+    way = be_stopped if rank in (0, 3) else endless_loop
+    return one_way(rank, size, Path(folder, "two"), way, (1, 3))
+
+
+def test_two_of_four_are_missing_for_different_reasons(tmp_path: Path) -> None:
+    results = run_ranks(two_of_four, 4, str(tmp_path))
+    for rank in (0, 2):
+        report = results[rank].value
+        kinds = [(missing.rank, missing.kind) for missing in report.missing]
+        assert kinds == [(1, "elsewhere"), (3, "no heartbeat")]
+        assert report.call < TIMEOUT + 0.5
+        assert report.report < TIMEOUT + 3
+        assert len(results[rank].lines("Missing: ranks 1, 3 of 4 | rank 1 (")) == 1
+
+
+def gone(rank: int, size: int, mode: str) -> Report | None:
+    nemo_patches.apply(timeout=TIMEOUT, sync=mode)  # type: ignore[arg-type]
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    time.sleep(0.01 * rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    call = encoders.sync(encoder, 200)
+    wait_until(lambda: nemo_patches.status().stalls)
+    report = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    wait_for_others("said", 2)
+    return Report(call, report, stall.missing)
+
+
+@pytest.mark.parametrize("mode", ["bounded", "overlapped"])
+def test_a_killed_rank_is_named(mode: str) -> None:
+    results = run_ranks(gone, 3, mode, dies=(1,))
+    for rank in (0, 2):
+        report = results[rank].value
+        assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "no heartbeat")]
+        assert report.call < TIMEOUT + 0.5
+        assert report.report < TIMEOUT + 3
+        assert len(results[rank].lines("gone: rank 1 of 3 | rank 1 (")) == 1
+
+
+def never_announced(rank: int, size: int, why: str) -> Report | None:
+    encoder = encoders.conformer()
+    if rank == 1 and why == "raised":
+        raise ZeroDivisionError
+    if rank == 1:  # stock NeMo waits in the default group
+        with contextlib.suppress(RuntimeError):
+            encoders.sync(encoder, 100)
+        return None
+    nemo_patches.apply(timeout=TIMEOUT)
+    began = time.monotonic()
+    call = encoders.sync(encoder, 100)
+    wait_until(lambda: nemo_patches.status().stalls)
+    report = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    wait_for_others("said", 2)
+    return Report(call, report, stall.missing)
+
+
+@pytest.mark.parametrize("why", ["raised", "not patched"])
+def test_a_rank_that_never_announced_itself_is_named(why: str) -> None:
+    results = run_ranks(never_announced, 3, why, dies=(1,))
+    for rank in (0, 2):
+        report = results[rank].value
+        assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "unannounced")]
+        assert report.call < TIMEOUT + 0.5
+        assert report.report < TIMEOUT + 3
+        (line,) = results[rank].lines("WARNING")
+        assert "rank 1 has not announced itself: not patched, not started, or not yet at a first encoder call" in line
+
+
+def healthy(rank: int, size: int, port: int) -> tuple[int, set[str]]:
+    before = open_sockets()
+    join_group(rank, size, port)
+    nemo_patches.apply(timeout=5.0)
+    encoder = encoders.conformer()
+    for step in range(1000):
+        encoders.sync(encoder, 100 + step % 7)
+    dist.barrier()
+    names = {thread.name for thread in threading.enumerate()}
+    calls = nemo_patches.status().encoders[0].rounds
+    dist.destroy_process_group()
+    wait_until(lambda: not [thread for thread in threading.enumerate() if "nemo_patches" in thread.name])
+    wait_until(lambda: open_sockets() <= before)
+    return calls, names
+
+
+def open_sockets() -> int:
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += os.readlink(descriptor).startswith("socket:") and is_tcp(int(descriptor.name))
+    return found
+
+
+def is_tcp(descriptor: int) -> bool:
+    import socket
+
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        return one.family in (socket.AF_INET, socket.AF_INET6)
+
+
+def test_a_healthy_run_says_nothing_and_leaves_nothing() -> None:
+    for result in run_ranks(healthy, 2, free_port(), group=False):
+        calls, names = result.value
+        assert calls == 1000
+        assert "nemo_patches stall monitor" in names
+        assert result.lines("WARNING") == result.lines("ERROR") == []
+
+
+def raising(rank: int, size: int, folder: str) -> Any:
+    from nemo_patches.runtime.length_sync import LengthSyncTimeout
+
+    nemo_patches.apply(timeout=4.0, on_timeout="raise")
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    go_on = Path(folder, "raised")
+    if rank == 1:
+        read_audio(go_on)
+        return None
+    began = time.monotonic()
+    try:
+        encoders.sync(encoder, 200)
+    except LengthSyncTimeout as error:
+        found = (time.monotonic() - began, str(error), error.missing)
+    wait_for_others("raised", 2)
+    go_on.touch()
+    return found
+
+
+def test_the_exception_carries_who_is_missing_and_where_it_is(tmp_path: Path) -> None:
+    results = run_ranks(raising, 3, str(tmp_path))
+    for rank in (0, 2):
+        seconds, text, missing = results[rank].value
+        assert seconds < 4.5
+        assert [(one.rank, one.kind) for one in missing] == [(1, "elsewhere")]
+        assert "read_audio (tests/test_stall_reports.py:" in missing[0].where
+        assert "Missing: rank 1 of 3 | rank 1 (" in text
+
+
+def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | None:
+    """The waiting ranks' training threads are in another collective while their round stays open."""
+    nemo_patches.apply(timeout=TIMEOUT, sync=mode)  # type: ignore[arg-type]
+    encoder = encoders.conformer()
+    for _ in range(3):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    time.sleep(0.1)
+    go_on = Path(folder, "go on")
+    if rank == 1:
+        read_audio(go_on)
+        encoders.sync(encoder, 200)
+        dist.barrier()
+        return None
+    began = time.monotonic()
+    call = encoders.sync(encoder, 200)
+    seen: list[Any] = []
+
+    def look() -> None:
+        wait_until(lambda: nemo_patches.status().stalls)
+        seen.extend([time.monotonic() - began, nemo_patches.status().stalls[0]])
+        wait_for_others("seen", 2)
+        go_on.touch()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    dist.barrier()
+    looking.join()
+    return Report(call, seen[0], seen[1].missing)
+
+
+@pytest.mark.parametrize("mode", ["bounded", "overlapped"])
+def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(mode: str, tmp_path: Path) -> None:
+    results = run_ranks(blocked_elsewhere, 3, str(tmp_path), mode)
+    for rank in (0, 2):
+        report = results[rank].value
+        assert [(one.rank, one.kind) for one in report.missing] == [(1, "elsewhere")]
+        assert report.report < TIMEOUT + 3
+        assert "read_audio (" in report.missing[0].where
+        assert len(results[rank].lines("not every rank's length came")) == 1
+
+
+class Said(logging.Handler):
+    """This process's own warnings, as they come."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("nemo_patches").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def long_calls(rank: int, size: int, folder: str) -> list[str]:
+    """Two encoder calls on rank 0 that last until its watch has said so: one in Python, one in C++, in a collective."""
+    nemo_patches.apply(timeout=30.0, call_timeout=0.5)
+    said = Said()
+    encoder = encoders.conformer()
+    encoders.run(encoder, 100)
+    for number, wait in enumerate((wait_in_a_layer, barrier_in_a_layer)):
+        go_on = Path(folder, str(number))
+        if rank == 0:
+            release = threading.Thread(target=touch_when, args=(go_on, lambda n=number: len(said.lines) > n))
+            release.start()
+            hook = encoder.pre_encode.register_forward_pre_hook(lambda *_, wait=wait, go_on=go_on: wait(go_on))
+            encoders.run(encoder, 100)
+            hook.remove()
+            release.join()
+        else:
+            encoders.run(encoder, 100)
+            wait_until(go_on.exists)
+            if wait is barrier_in_a_layer:
+                dist.barrier()
+    dist.barrier()
+    return said.lines
+
+
+def touch_when(file: Path, condition: Callable[[], object]) -> None:
+    wait_until(condition)
+    file.touch()
+
+
+def wait_in_a_layer(go_on: Path) -> None:
+    wait_until(go_on.exists)
+
+
+def barrier_in_a_layer(go_on: Path) -> None:
+    dist.barrier()
+
+
+def test_a_long_call_is_said_once_with_all_stacks_and_not_interrupted(tmp_path: Path) -> None:
+    first, second = run_ranks(long_calls, 2, str(tmp_path))
+    assert second.value == []
+    assert len(first.value) == 2
+    for number, (line, place) in enumerate(zip(first.value, ("wait_in_a_layer", "barrier_in_a_layer"), strict=True)):
+        assert f"ConformerEncoder: call {number + 2} has lasted " in line
+        assert "it is in: forward, after the length sync. Nothing is interrupted. | " in line
+        assert f"{place} (tests/test_stall_reports.py:" in line.split("thread MainThread: ")[1].split(" | ")[0]
+
+
+def permanent(rank: int, size: int, folder: str) -> list[str]:
+    from nemo_patches.runtime import stall_monitor
+
+    stall_monitor._FIRST_REPEAT = 1.0  # a minute, for a test that can wait
+    nemo_patches.apply(timeout=1.0)
+    said = Said()
+    encoder = encoders.conformer()
+    encoders.sync(encoder, 100)
+    go_on = Path(folder, "go on")
+    if rank == 1:
+        read_audio(go_on)
+    else:
+        calls = threading.Event()
+
+        def call_on() -> None:
+            while not calls.is_set():
+                encoders.sync(encoder, 100)
+                time.sleep(0.001)
+
+        calling = threading.Thread(target=call_on)
+        calling.start()
+        wait_until(lambda: len(said.lines) == 4)  # at once, and after 1, 3 and 7 s
+        calls.set()
+        calling.join()
+        go_on.touch()
+    encoders.sync(encoder, 100)
+    dist.barrier()
+    return said.lines
+
+
+def test_a_permanent_stall_is_repeated_with_growing_pauses_and_not_on_every_call(tmp_path: Path) -> None:
+    first, _ = run_ranks(permanent, 2, str(tmp_path))
+    reports = [line for line in first.value if "not every rank's length came" in line]
+    assert ["still" in line for line in reports] == [False, True, True, True]
+    assert all("rank 1 (" in line and "read_audio (" in line for line in reports)
+    ages = [int(line.split("still (after 0:00:")[1][:2]) for line in reports[1:]]
+    assert ages[1] - ages[0] >= 2 and ages[2] - ages[1] >= 4
+
+
+def left(rank: int, size: int) -> Any:
+    nemo_patches.apply(timeout=TIMEOUT)
+    encoder = encoders.conformer()
+    encoders.sync(encoder, 100)
+    dist.barrier()
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    encoders.sync(encoder, 200)
+    wait_until(lambda: nemo_patches.status().stalls)
+    (stall,) = nemo_patches.status().stalls
+    wait_for_others("said", 2)
+    return [(one.rank, one.kind) for one in stall.missing]
+
+
+def test_a_rank_that_has_left_is_told_from_one_that_was_killed() -> None:
+    results = run_ranks(left, 3)
+    assert results[0].value == results[2].value == [(1, "left")]
+    assert len(results[0].lines("rank 1 (", "has left: it ended, or destroyed its process group")) == 1
+
+
+def differing(rank: int, size: int) -> None:
+    if rank == 2:
+        sys.modules["nemo"].__version__ = "2.7.3"
+    nemo_patches.apply(timeout=20.0 if rank else 30.0)
+    encoder = encoders.conformer()
+    encoders.sync(encoder, 100)
+    if rank == 0:
+        wait_until(lambda: hosts())
+    dist.barrier()
+
+
+def hosts() -> dict[str, str]:
+    from nemo_patches.runtime import length_sync
+
+    assert length_sync._world is not None and length_sync._world.helper.roll_call is not None
+    return length_sync._world.helper.roll_call.hosts
+
+
+def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
+    results = run_ranks(differing, 3)
+    versions, settings = results[0].lines("WARNING")
+    assert "ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
+    assert versions.endswith("; rank 2: nemo_patches 0.1.0, nemo 2.7.3")
+    assert (
+        "here sync=bounded, timeout=30 s, on_timeout=fallback, call_timeout=60 s; ranks 1-2: sync=bounded, " in settings
+    )
+    assert results[1].lines("WARNING") == results[2].lines("WARNING") == []

@@ -1,0 +1,141 @@
+"""A store that is slow, silent or gone while a rank is missing: what the waiting ranks still say, and how soon."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks, wait_until
+
+import nemo_patches
+
+pytestmark = pytest.mark.one_nemo
+TIMEOUT = 2.0
+
+
+class Proxy:
+    """Stands between the ranks and the store's real server. What the file `mode` says: open, slow, silent or gone."""
+
+    def __init__(self, server: int, mode: Path) -> None:
+        self._server, self._mode = server, mode
+        mode.write_text("open")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._ended = False
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._ended = True
+        for thread in list(self._threads):
+            thread.join(10)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            if select.select([self._listener], [], [], 0.05)[0]:
+                client, _ = self._listener.accept()
+                thread = threading.Thread(target=self._relay, args=(client,))
+                self._threads.append(thread)
+                thread.start()
+
+    def _relay(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._server)) as server:
+            other = {client: server, server: client}
+            while not self._ended:
+                mode = self._mode.read_text()
+                if mode == "gone":
+                    return
+                ready = select.select(list(other), [], [], 0.02)[0] if mode != "silent" else []
+                if mode == "silent":
+                    time.sleep(0.02)
+                if ready and mode == "slow":
+                    time.sleep(0.05)
+                for one in ready:
+                    data = b""
+                    with contextlib.suppress(OSError):
+                        data = one.recv(1 << 16)
+                    if not data:
+                        return
+                    with contextlib.suppress(OSError):
+                        other[one].sendall(data)
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[Proxy]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = Proxy(server.port, tmp_path / "mode")
+    yield one
+    one.close()
+
+
+def one_is_missing(rank: int, size: int, port: int, folder: str, mode: str) -> Any:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    nemo_patches.apply(timeout=TIMEOUT)
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    wait_until(lambda: roll_is_called())
+    dist.barrier()
+    said = [Path(folder, f"said-{one}") for one in (0, 2)]
+    if rank == 1:
+        Path(folder, "mode").write_text(mode)
+        wait_for_files(said)
+        encoders.sync(encoder, 200)
+        dist.barrier()
+        return None
+    wait_until(lambda: Path(folder, "mode").read_text() == mode)
+    began = time.monotonic()
+    call = encoders.sync(encoder, 200)
+    wait_until(lambda: nemo_patches.status().stalls)
+    report = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    Path(folder, f"said-{rank}").touch()
+    dist.barrier()
+    return call, report, [(one.rank, one.kind) for one in stall.missing], stall.unknown, encoder.max_audio_length
+
+
+def roll_is_called() -> bool:
+    from nemo_patches.runtime import length_sync
+
+    world = length_sync._world
+    return world is not None and world.helper.roll_call is not None and world.helper.roll_call.done
+
+
+def wait_for_files(files: list[Path]) -> None:
+    wait_until(lambda: all(file.exists() for file in files))
+
+
+@pytest.mark.parametrize(
+    ("mode", "missing", "unknown"),
+    [
+        ("slow", [(1, "elsewhere")], ""),
+        ("silent", [], "the job's store has not answered for "),
+        ("gone", [], "the job's store, which all ranks meet at, is gone: "),
+    ],
+)
+def test_the_report_comes_in_time_and_says_what_cannot_be_told(
+    mode: str, missing: list[Any], unknown: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    results = run_ranks(one_is_missing, 3, proxy.port, str(tmp_path), mode, group=False)
+    for rank in (0, 2):
+        call, report, named, why, maximum = results[rank].value
+        assert call < TIMEOUT + 0.5
+        assert report < TIMEOUT + 3
+        assert named == missing
+        assert why.startswith(unknown) and bool(why) == bool(unknown)
+        assert maximum == 200
+        (line,) = results[rank].lines("not every rank's length came")
+        assert "Missing: rank 1 of 3" in line if missing else f"Missing: cannot be told: {unknown}" in line
+        assert results[rank].lines("ERROR") == []
