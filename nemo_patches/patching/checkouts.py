@@ -115,6 +115,7 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
     changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
     changed.sort(key=lambda path: (path in before, path not in after, path))  # no encoder is without its runtime
     require_no_links(checkout, changed)
+    had_folder = (checkout / FOLDER).exists()
     staged: dict[str, Path] = {}
     done: list[str] = []
     try:
@@ -137,16 +138,18 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
                 raise DiffError(f"{checkout / path} is not what was written")
     except BaseException as error:  # also Ctrl-C
         _put_back(checkout, before, done)
+        if not had_folder:
+            _remove_empty(checkout)
         if isinstance(error, OSError):
             raise DiffError(f"{error.filename or checkout}: {error.strerror}; nothing was changed") from error
         raise
     finally:
         for file in staged.values():
             file.unlink(missing_ok=True)
-        remove_empty(checkout)
+    _remove_empty(checkout)
 
 
-def remove_empty(checkout: Path) -> None:
+def _remove_empty(checkout: Path) -> None:
     """Remove the vendored runtime's folder, with Python's cache, where the runtime is not in it."""
     folder = checkout / FOLDER
     if folder.is_dir() and not any(folder.glob("*.py")):

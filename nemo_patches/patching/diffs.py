@@ -13,9 +13,10 @@ import os
 import subprocess
 import tempfile
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 
 from nemo_patches import runtime
@@ -100,21 +101,23 @@ def runtime_files() -> dict[str, bytes]:
     return {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(place.glob("*.py"))}
 
 
-def unified(found: Iterable[Edit]) -> str:
+def unified(found: Sequence[Edit]) -> str:
     """The edits as git prints them."""
     with tempfile.TemporaryDirectory() as folder:
         clean_git(folder, "init", "-q", "--template=")
-        for edit in found:
-            path = Path(folder, edit.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if edit.before is not None:
-                path.write_bytes(edit.before)
-                clean_git(folder, "add", edit.path)
-            path.write_bytes(edit.after)
-            if edit.before is None:
-                clean_git(folder, "add", "-N", edit.path)
+        write(Path(folder), {edit.path: edit.before for edit in found if edit.before is not None})
+        clean_git(folder, "add", ".")
+        write(Path(folder), {edit.path: edit.after for edit in found})
+        clean_git(folder, "add", "-N", ".")
         options = ("--no-ext-diff", "--no-color", "--no-renames", "--full-index", "--src-prefix=a/", "--dst-prefix=b/")
         return clean_git(folder, "diff", *options).decode("utf-8", "surrogateescape")
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files, by their paths in a folder. Raises OSError."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
 def clean_git(folder: str, *arguments: str, given: bytes = b"") -> bytes:
@@ -198,6 +201,7 @@ def constants(source: bytes, path: str) -> dict[str, str]:
     }
 
 
+@lru_cache(maxsize=32)  # what is taken out is edited again, to see whether it gives the same
 def _edited(source: bytes, target: Target, path: str) -> bytes:
     """The file with the target's edit. Raises DiffError, with the place, where the code is not what is known."""
     encoding, text, tree = _read(source, path)

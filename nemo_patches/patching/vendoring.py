@@ -57,7 +57,7 @@ def printed(checkout: Path) -> str:
     state = checkouts.state_of(diffs.present(checkout))
     if not state.stock:
         raise DiffError(f"{checkout}: {state}")
-    return diffs.header(version) + diffs.unified(diffs.edits(checkout))
+    return _text(version, diffs.edits(checkout))
 
 
 def check(checkout: Path) -> str:
@@ -95,14 +95,14 @@ def apply(checkout: Path) -> str:
 
     Raises Declined where it is in already, DiffError where it is partly, or cannot be put in.
     """
-    diffs.version_of(checkout)  # it is one
+    version = diffs.version_of(checkout)
     files = diffs.present(checkout)
-    if (state := checkouts.state_of(files)).complete:
-        raise Declined(f"{checkout}: {state}")
+    if not (state := checkouts.state_of(files)).stock:
+        raise (Declined if state.complete else DiffError)(f"{checkout}: {state}")
     checkouts.require_no_links(checkout)
-    text = printed(checkout)
-    after = _applied(text.encode("utf-8", "surrogateescape"), files)
-    if after != _after(diffs.edits(checkout)):
+    edits = diffs.edits(checkout)
+    after = _applied(_text(version, edits).encode("utf-8", "surrogateescape"), files)
+    if after != _after(edits):
         raise DiffError(f"{checkout}: git made something else of the diff than was planned; nothing was changed")
     keep = f"keep it, and apply it with git: nemo-patches diff --nemo {checkout} > FILE"
     try:
@@ -152,6 +152,10 @@ def _series(version: str) -> str:
     return ".".join(re.findall(r"\d+", version)[:2])
 
 
+def _text(version: str, edits: list[diffs.Edit]) -> str:
+    return diffs.header(version) + diffs.unified(edits)
+
+
 def _after(edits: list[diffs.Edit]) -> Files:
     return {edit.path: edit.after for edit in edits}
 
@@ -173,7 +177,9 @@ def _way_back(checkout: Path, files: Files) -> WayBack:
     if head and _become(head, files):
         return WayBack("as in the last commit", head)
     # Beside other lines than a release has: the lines to take out are each the only such one in their file.
-    for options in ((), ("-C0",)):
+    having = checkouts.state_of(files).having
+    include = [f"--include={path}" for path in files if path in having or path.startswith(f"{FOLDER}/")]
+    for options in (include, [*include, "-C0"]):
         for diff in _committed(diffs.version_of(checkout)):
             try:
                 stock = _reversed(diff, files, *options)
@@ -199,9 +205,7 @@ def _reversed(diff: Committed, files: Files, *options: str) -> Files:
     # The committed diffs have plain line ends; a checkout may have others.
     returns = {path for path, content in files.items() if content.count(b"\n") == content.count(b"\r\n") > 0}
     plain = {path: _replaced(files[path], b"\r\n", b"\n", path in returns) for path in files}
-    having = checkouts.state_of(files).having
-    include = [f"--include={path}" for path in files if path in having or path.startswith(f"{FOLDER}/")]
-    stock = _applied(diff.text, plain, "-R", *include, *options)
+    stock = _applied(diff.text, plain, "-R", *options)
     return {path: _replaced(content, b"\n", b"\r\n", path in returns) for path, content in stock.items()}
 
 
@@ -214,9 +218,7 @@ def _applied(diff: bytes, files: Files, *options: str) -> Files:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         diffs.clean_git(name, "init", "-q", "--template=")
-        for path, content in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
+        diffs.write(folder, files)
         diffs.clean_git(name, "apply", "--whitespace=nowarn", *options, "-", given=diff)
         found = [path.relative_to(folder).as_posix() for path in (folder / "nemo").rglob("*") if path.is_file()]
         return {path: (folder / path).read_bytes() for path in found}
