@@ -363,6 +363,7 @@ def test_what_fails_half_way_is_put_back(
     if isinstance(failure, OSError):
         assert done.stderr == f"nemo-patches diff: {checkout}: Input/output error; nothing was changed\n"
     assert tree(checkout) == before
+    assert (checkout / RUNTIME).exists() == (option == "--reverse")
 
 
 @one_nemo
@@ -487,7 +488,7 @@ def test_changes_within_the_reduce_come_back_only_from_a_commit(checkout: Path) 
     before = tree(checkout)
     done = diff(checkout, "--apply")
     assert done.exit_code == 2
-    assert "--reverse would give as in the last commit" in done.stderr
+    assert "--reverse would give its files as in the last commit, without what is in" in done.stderr
     assert tree(checkout) == before
 
 

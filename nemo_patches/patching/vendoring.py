@@ -111,7 +111,9 @@ def apply(checkout: Path) -> str:
         raise DiffError(f"{error}, so --reverse could not take the patch back; {keep}") from None
     if way_back.files != files:
         names = ", ".join(path for path in files if files[path] != way_back.files.get(path))
-        raise DiffError(f"{checkout}: --reverse would give {way_back.origin}, without what is in {names} now; {keep}")
+        raise DiffError(
+            f"{checkout}: --reverse would give its files {way_back.origin}, without what is in {names} now; {keep}"
+        )
     checkouts.replace(checkout, files, after)
     return f"{checkout}: patched {', '.join(sorted(files))}; their runtime is in {FOLDER}"
 
