@@ -553,6 +553,13 @@ def test_another_series_has_the_committed_diff_of_its_code(checkout: Path) -> No
 
 
 @one_nemo
+def test_the_own_series_comes_first_then_the_newest() -> None:
+    """Several may apply alike, and the one that is named is the one that a reader looks for."""
+    names = [found.name for found in vendoring._committed("2.5.1rc0")]
+    assert names[:2] == ["nemo-2.5.diff", "nemo-3.0.diff"] and names[-1] == "nemo-1.23.diff"
+
+
+@one_nemo
 def test_no_nemo_and_options_that_exclude_each_other(checkout: Path, tmp_path: Path) -> None:
     for option in ("", "--check", "--apply", "--reverse"):
         assert_refused(tmp_path, option, "no NeMo here", "needed is the folder that has nemo/package_info.py")

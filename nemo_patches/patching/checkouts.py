@@ -123,9 +123,10 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
             _require_replaceable(checkout / path, before.get(path))
             if path in after:
                 (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-                staged[path] = (checkout / path).with_name(f".{Path(path).name}.nemo_patches-{os.getpid()}")
-                with staged[path].open("xb") as new:
-                    new.write(after[path])
+                new = (checkout / path).with_name(f".{Path(path).name}.nemo_patches-{os.getpid()}")
+                with new.open("xb") as file:
+                    staged[path] = new
+                    file.write(after[path])
                 if path in before:
                     shutil.copymode(checkout / path, staged[path])
         for path in changed:
@@ -138,14 +139,14 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
                 raise DiffError(f"{checkout / path} is not what was written")
     except BaseException as error:  # also Ctrl-C
         _put_back(checkout, before, done)
-        if not had_folder:
-            _remove_empty(checkout)
         if isinstance(error, OSError):
             raise DiffError(f"{error.filename or checkout}: {error.strerror}; nothing was changed") from error
         raise
     finally:
-        for file in staged.values():
-            file.unlink(missing_ok=True)
+        for new in staged.values():
+            new.unlink(missing_ok=True)
+        if not had_folder:
+            _remove_empty(checkout)
     _remove_empty(checkout)
 
 
