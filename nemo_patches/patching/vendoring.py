@@ -99,7 +99,6 @@ def apply(checkout: Path) -> str:
     files = diffs.present(checkout)
     if not (state := checkouts.state_of(files)).stock:
         raise (Declined if state.complete else DiffError)(f"{checkout}: {state}")
-    checkouts.require_no_links(checkout)
     edits = diffs.edits(checkout)
     after = _applied(_text(version, edits).encode("utf-8", "surrogateescape"), files)
     if after != _after(edits):
