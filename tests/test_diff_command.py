@@ -189,6 +189,7 @@ def test_uncommitted_changes_are_said_and_kept(
     change(checkout / CONV, CLASS.replace("ConformerEncoder", "ConvASREncoder"), "\nclass ConvASREncoder(")
     git(checkout, "add", CONV)
     dirty = tree(checkout)
+    assert_refused(checkout, "--reverse", "nothing to take back", code=1)  # and no more is said
     # As in a hook of another repository.
     (tmp_path / "another").mkdir()
     commit_less = git(tmp_path / "another", "init", "-q")
