@@ -112,7 +112,7 @@ def vendored(checkout: Path, tmp_path: Path) -> Path:
 def test_a_tree_that_has_it_is_recognised(vendored: Path, tmp_path: Path) -> None:
     done = printed(vendored)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "nemo/collections/asr/parts/nemo_patches is there already: this NeMo has been patched" in done.stderr
+    assert "patched already, by nemo_patches 0.1.0" in done.stderr
     done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
     assert done.returncode == 0, done
     assert "ConformerEncoder.update_max_seq_length: built in by a diff" in done.stdout

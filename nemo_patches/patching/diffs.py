@@ -7,13 +7,16 @@ is not exactly what is known is refused, and every edit is checked against the s
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import os
 import subprocess
 import tempfile
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 
 from nemo_patches import runtime
@@ -21,6 +24,7 @@ from nemo_patches.patching.targets import TARGETS, Target
 
 VENDORED = "nemo.collections.asr.parts.nemo_patches"
 FOLDER = VENDORED.replace(".", "/")  # the same as a path in a checkout
+GIT_LIMIT = timedelta(seconds=60)  # for each git that is started
 _LAST_UPDATE = "2026-11-21"  # of what the diffs do to NeMo; a date of today would not be reproducible
 _IMPORT = f"from {VENDORED}.encoder_methods import bounded_length_sync"
 _IN_ITS_PLACE = (
@@ -45,50 +49,107 @@ class Edit:
 def edits(checkout: Path) -> list[Edit]:
     """What to change in a checkout (the folder that has `nemo/`, or site-packages). Only reads; raises DiffError."""
     version_of(checkout)  # it is one
-    if (checkout / FOLDER).exists():
+    files = present(checkout)
+    if any(path.startswith(f"{FOLDER}/") for path in files):
         raise DiffError(f"{checkout / FOLDER} is there already: this NeMo has been patched")
-    found = []
+    if not files:
+        raise DiffError(f"{checkout}: none of the files with a length sync is here")
+    return edits_of(files)
+
+
+def present(checkout: Path) -> dict[str, bytes]:
+    """The files of a checkout that are the patch's business, by path: those with a length sync, and a vendored runtime.
+
+    Raises DiffError for one that is there and cannot be read.
+    """
+    files = {}
+    try:
+        for target in TARGETS:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                files[path_of(target)] = (checkout / path_of(target)).read_bytes()
+        names = []  # Python's cache, which outlives a reversed patch, is no runtime
+        with contextlib.suppress(FileNotFoundError):
+            names = [name for name in os.listdir(checkout / FOLDER) if name.endswith(".py")]
+        for name in sorted(names):
+            files[f"{FOLDER}/{name}"] = (checkout / FOLDER / name).read_bytes()
+    except OSError as error:
+        raise DiffError(f"{error.filename}: {error.strerror}") from None
+    return files
+
+
+def path_of(target: Target) -> str:
+    """Where a checkout has a target's file, from its root, with slashes."""
+    return target.module.replace(".", "/") + ".py"
+
+
+def edits_of(files: Mapping[str, bytes]) -> list[Edit]:
+    """What to change in these files, of which the targets' are looked at. Raises DiffError."""
+    found = [Edit(path, None, content) for path, content in runtime_files().items()]
     for target in TARGETS:
-        path = target.module.replace(".", "/") + ".py"
-        if (checkout / path).is_file():
-            before = (checkout / path).read_bytes()
+        path = path_of(target)
+        if path in files:
             try:
-                found.append(Edit(path, before, _edited(before, target, path)))
+                found.append(Edit(path, files[path], _edited(files[path], target, path)))
             except RecursionError:  # what Python compiles may still be too deep for ast.dump
                 raise DiffError(f"{path}:1: {target}: found an expression too deep to compare") from None
-    if not found:
-        raise DiffError(f"{checkout}: none of the files with a length sync is here")
-    place = Path(next(iter(runtime.__path__)))
-    for file in sorted(place.glob("*.py")):
-        found.append(Edit(f"{FOLDER}/{file.name}", None, file.read_bytes()))
     return sorted(found, key=lambda edit: edit.path)
 
 
-def unified(found: Iterable[Edit]) -> str:
+def runtime_files() -> dict[str, bytes]:
+    """This nemo_patches' runtime, by the paths that it has in a checkout."""
+    place = Path(next(iter(runtime.__path__)))
+    return {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(place.glob("*.py"))}
+
+
+def unified(found: Sequence[Edit]) -> str:
     """The edits as git prints them."""
     with tempfile.TemporaryDirectory() as folder:
-        git = ["git", "-c", "core.autocrlf=false", "-c", "core.safecrlf=false", "-c", "core.quotepath=false"]
-        # Nobody's configuration may change what is printed.
-        clean = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_DIR": f"{folder}/.git"}
-
-        def run(*arguments: str) -> bytes:
-            done = subprocess.run([*git, *arguments], cwd=folder, env=clean, capture_output=True, timeout=60)
-            if done.returncode:
-                raise DiffError(f"git {arguments[0]}: {done.stderr.decode(errors='replace').strip()}")
-            return done.stdout
-
-        run("init", "-q")
-        for edit in found:
-            path = Path(folder, edit.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if edit.before is not None:
-                path.write_bytes(edit.before)
-                run("add", edit.path)
-            path.write_bytes(edit.after)
-            if edit.before is None:
-                run("add", "-N", edit.path)
+        clean_git(folder, "init", "-q", "--template=")
+        write(Path(folder), {edit.path: edit.before for edit in found if edit.before is not None})
+        clean_git(folder, "add", ".")
+        write(Path(folder), {edit.path: edit.after for edit in found})
+        clean_git(folder, "add", "-N", ".")
         options = ("--no-ext-diff", "--no-color", "--no-renames", "--full-index", "--src-prefix=a/", "--dst-prefix=b/")
-        return run("diff", *options).decode("utf-8", "surrogateescape")
+        return clean_git(folder, "diff", *options).decode("utf-8", "surrogateescape")
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files, by their paths in a folder. Raises OSError."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def clean_git(folder: str, *arguments: str, given: bytes = b"") -> bytes:
+    """What git prints in a folder that is, or becomes, a repository of its own. Raises DiffError with git's first line.
+
+    Nobody's configuration, attributes, variables or surrounding repository has a say in it.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # Under an empty HOME there is no configuration and no attributes file, for every version of git.
+    clean |= {"HOME": f"{folder}/.git", "XDG_CONFIG_HOME": f"{folder}/.git", "GIT_DIR": f"{folder}/.git"}
+    clean |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "LC_ALL": "C"}
+    git = ["git", "-c", "core.autocrlf=false", "-c", "core.safecrlf=false", "-c", "core.quotepath=false"]
+    try:
+        done = subprocess.run(
+            [*git, *arguments],
+            cwd=folder,
+            env=clean,
+            input=given,
+            capture_output=True,
+            timeout=GIT_LIMIT.total_seconds(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DiffError(f"git {arguments[0]}: {error}") from None
+    if done.returncode:
+        raise DiffError(f"git {arguments[0]}: {complaint(done.stderr)}")
+    return done.stdout
+
+
+def complaint(stderr: bytes) -> str:
+    """The line by which git says what is wrong; it may say other things before it."""
+    lines = stderr.decode(errors="replace").splitlines() or ["failed, and did not say why"]
+    return next((line for line in lines if line.startswith(("error:", "fatal:"))), lines[0])
 
 
 def header(version: str) -> str:
@@ -117,11 +178,20 @@ def version_of(checkout: Path) -> str:
     """The version in a checkout's nemo/package_info.py, read and not run. Raises DiffError."""
     file = checkout / "nemo" / "package_info.py"
     try:
-        _, _, tree = _read(file.read_bytes(), str(file))
+        found = constants(file.read_bytes(), str(file))
     except OSError as error:
         needed = "needed is the folder that has nemo/package_info.py"
         raise DiffError(f"{checkout}: no NeMo here ({error.strerror}); {needed}") from None
-    constants = {
+    try:
+        return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH")) + found["PRE_RELEASE"]
+    except KeyError as error:
+        raise DiffError(f"{file}: found no {error}") from None
+
+
+def constants(source: bytes, path: str) -> dict[str, str]:
+    """The constants of a module, read and not run. Raises DiffError where Python would not take it."""
+    _, _, tree = _read(source, path)
+    return {
         node.targets[0].id: str(node.value.value)
         for node in tree.body
         if isinstance(node, ast.Assign)
@@ -129,12 +199,9 @@ def version_of(checkout: Path) -> str:
         and isinstance(node.value, ast.Constant)
         if isinstance(node.value.value, str | int)
     }
-    try:
-        return ".".join(constants[name] for name in ("MAJOR", "MINOR", "PATCH")) + constants["PRE_RELEASE"]
-    except KeyError as error:
-        raise DiffError(f"{file}: found no {error}") from None
 
 
+@lru_cache(maxsize=32)  # what is taken out is edited again, to see whether it gives the same
 def _edited(source: bytes, target: Target, path: str) -> bytes:
     """The file with the target's edit. Raises DiffError, with the place, where the code is not what is known."""
     encoding, text, tree = _read(source, path)

@@ -96,17 +96,32 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
 @app.command()
 def diff(
     nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder that NeMo is in.")],
+    check: Annotated[bool, typer.Option("--check", help="Say which committed diff applies; write nothing.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Put it in: all of it, or nothing.")] = False,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Take it out again.")] = False,
 ) -> None:
-    """Print the diff that puts the bounded sync into a NeMo checkout. Writes nothing; exit code 2 where it refuses."""
-    from nemo_patches.patching import diffs
+    """Print the diff that puts the bounded sync into a NeMo checkout, or check, apply or reverse it.
 
+    Exit code 0: done. 1: there is nothing to do (--check: none applies, or it is in; --apply: it is in; --reverse: it
+    is not in). 2: refused; nothing was changed.
+    """
+    from nemo_patches.patching import vendoring
+    from nemo_patches.patching.diffs import DiffError
+
+    given = [name for name, wanted in (("--check", check), ("--apply", apply), ("--reverse", reverse)) if wanted]
     try:
-        text = diffs.header(diffs.version_of(nemo)) + diffs.unified(diffs.edits(nemo))
-    except diffs.DiffError as error:
+        if len(given) > 1:
+            raise DiffError(f"found {' and '.join(given)}; allowed is one of them, or none to print the diff")
+        if not reverse and (note := vendoring.uncommitted(nemo)):
+            typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
+        if given:
+            action = vendoring.check if check else vendoring.apply if apply else vendoring.reverse
+            typer.echo(action(nemo))
+        else:  # as bytes: a checkout's carriage returns are part of the diff
+            typer.echo(vendoring.printed(nemo).encode("utf-8", "surrogateescape"), nl=False)
+    except DiffError as error:
         typer.echo(f"nemo-patches diff: {error}", err=True)
-        raise typer.Exit(2) from None
-    # As bytes: a checkout's carriage returns are part of the diff.
-    typer.echo(text.encode("utf-8", "surrogateescape"), nl=False)
+        raise typer.Exit(1 if isinstance(error, vendoring.Declined) else 2) from None
 
 
 def main() -> None:
