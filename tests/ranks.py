@@ -129,12 +129,12 @@ def _say_what_is_left() -> None:
     stall_monitor._at_exit()
 
 
-def join_group(rank: int, size: int, port: int, seconds: float = 60.0) -> None:
+def join_group(rank: int, size: int, port: int, seconds: float = 60.0, host: str = "127.0.0.1") -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"tcp://{host}:{port}",
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=seconds),

@@ -115,6 +115,7 @@ class Inquiry:
                 self.missing = missing
             return
         patience = max(self._due_at, time.monotonic() + _BEATS_TO_SEE * self._asker.period) + 3 * _LOOK
+        self._sleep_until(self._due_at)  # nobody knows before
         while not self._cancelled and time.monotonic() < patience:
             with self._asking():
                 found = store.get(f"{topic}/missing") if store.check([f"{topic}/missing"]) else None

@@ -117,8 +117,7 @@ class StallMonitor:
         # Weak: a strong reference would keep rank 0's server, and its port, after destroy_process_group.
         self._default_store = weakref.ref(store)
         self._prefix, self._settings = prefix, settings
-        in_a_file = isinstance(_innermost(store), dist.FileStore)
-        self.period = _PERIOD_OF_A_FILE if in_a_file else max(_PERIOD, size * _PERIOD_PER_RANK)
+        self.period = _PERIOD_OF_A_FILE if isinstance(_innermost(store), dist.FileStore) else period_for(size)
         self._roll_call: RollCall | None = None
         self._syncs: list[weakref.ref[Watched]] = []
         self._stalls: dict[Watched, _Stall] = {}
@@ -452,6 +451,11 @@ class StallMonitor:
             f"{last.encoder}: call {last.call} has lasted {now - last.since:.1f} s, more than call_timeout; it is in: "
             f"{phase}. Nothing is interrupted. | " + " | ".join(stacks.all_threads()),
         )
+
+
+def period_for(size: int) -> float:
+    """Seconds from one heartbeat of a rank to the next, of so many ranks."""
+    return max(_PERIOD, size * _PERIOD_PER_RANK)
 
 
 def _kind(one: OpenRound) -> str:

@@ -1,0 +1,190 @@
+"""What stall reports cost the job's store: simulated ranks, real requests, one real TCPStore in a process of its own.
+
+Each simulated rank has a connection, sends its heartbeats, and, for a round that some ranks do not come to, asks who
+is missing, with the runtime's own code. Prints requests and bytes per second while all is well, and in all for the
+report, and how long after the timeout the first and the last rank had it.
+
+    python benchmarks/store_load.py [--ranks 64 256 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import threading
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from nemo_patches.runtime import heartbeats
+from nemo_patches.runtime.heartbeats import Beat
+from nemo_patches.runtime.inquiry import Inquiry
+from nemo_patches.runtime.stall_monitor import period_for
+
+TIMEOUT = 10.0
+HEALTHY = 6.0  # seconds for which heartbeats alone are counted
+MISSING = 5  # ranks whose heart has stopped
+
+
+@dataclass
+class Traffic:
+    requests: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+class Counted:
+    """A store's connection that counts, as the runtime uses it."""
+
+    def __init__(self, store: dist.Store, traffic: Traffic) -> None:
+        self._store, self._traffic = store, traffic
+
+    def _count(self, sent: int, received: int = 0) -> None:
+        self._traffic.requests += 1  # of one thread at a time, near enough
+        self._traffic.sent += sent
+        self._traffic.received += received
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._count(len(key) + len(value.encode()))
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        self._count(len(key), len(value))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        self._count(len(key) + 8, 8)
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        self._count(sum(map(len, keys)), 1)
+        return bool(self._store.check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values: list[bytes] = self._store.multi_get(keys)
+        self._count(sum(map(len, keys)), sum(map(len, values)))
+        return values
+
+
+class SimulatedRank:
+    """What an inquiry needs of a rank's stall monitor."""
+
+    def __init__(self, rank: int, size: int, port: int, traffic: Traffic) -> None:
+        self.rank, self.size, self.period = rank, size, period_for(size)
+        self._store: Any = Counted(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), traffic)
+        where = "load (data/manifest.py:88) < __getitem__ (data/manifest.py:41) < main (train.py:120)"
+        self.beat = Beat(
+            rank=rank,
+            number=0,
+            host=f"node-{rank // 8:03}",
+            pid=100000 + rank,
+            versions="nemo_patches 0.1.0, nemo 3.0.0",
+            settings="sync=bounded, timeout=10 s, on_timeout=fallback, call_timeout=60 s",
+            phase="between encoder calls",
+            encoder="ConformerEncoder",
+            calls=1000,
+            clock=(1000, 0),
+            idle=6.0,
+            rounds={"ConformerEncoder-0123456789abcdef-1": 7},
+            where=where,
+        )
+
+    def reading(self) -> dist.Store:
+        return self._store  # type: ignore[no-any-return]
+
+    def send(self, come_to: int) -> None:
+        key = next(iter(self.beat.rounds))
+        self.beat = replace(self.beat, number=self.beat.number + 1, rounds={key: come_to})
+        heartbeats.send(self.reading(), self.beat)
+
+
+def serve(pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def measure(size: int, port: int) -> str:
+    traffic = Traffic()
+    ranks = [SimulatedRank(rank, size, port, traffic) for rank in range(size)]
+    stopped = set(range(3, 3 + MISSING * 7, 7))
+    for one in ranks:
+        heartbeats.announce(one.reading(), one.beat)
+    come_to, ended = [7], threading.Event()
+
+    def beat() -> None:
+        while not ended.is_set():
+            began = time.monotonic()
+            for one in ranks:
+                if one.rank not in stopped or come_to[0] == 7:
+                    one.send(come_to[0])
+                ended.wait(max(began + ranks[0].period * (one.rank + 1) / size - time.monotonic(), 0.0))
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    before = replace(traffic)
+    time.sleep(HEALTHY)
+    healthy = minus(traffic, before)
+    come_to[0] = 8
+    issued = time.monotonic()
+    time.sleep(TIMEOUT / 2)
+    for one in ranks:  # as a waiting rank does before it asks
+        if one.rank not in stopped:
+            one.send(8)
+    before = replace(traffic)
+    due = issued + TIMEOUT
+    key = next(iter(ranks[0].beat.rounds))
+    inquiries = [Inquiry(one, key, 8, due, 0, "benchmark") for one in ranks if one.rank not in stopped]
+    done: list[float] = []
+    pending = list(inquiries)
+    while pending and time.monotonic() < due + 30:
+        done += [time.monotonic() - due for one in pending if one.done]
+        pending = [one for one in pending if not one.done]
+        time.sleep(0.005)
+    report = minus(traffic, before)
+    ended.set()
+    beating.join()
+    right = sum(
+        one.missing is not None
+        and {(absent.rank, absent.kind) for absent in one.missing} == {(rank, heartbeats.SILENT) for rank in stopped}
+        for one in inquiries
+    )
+    rate, both = healthy.requests / HEALTHY, (healthy.sent + healthy.received) / HEALTHY / 1024
+    first, last = (f"{done[0]:.2f}", f"{done[-1]:.2f}") if done else ("none", "none")
+    return (
+        f"| {size} | {rate:.0f} | {both:.0f} | {report.requests} | {report.requests / size:.1f} | "
+        f"{(report.sent + report.received) / 1024:.0f} | {first} | {last} | {right} of {len(inquiries)} |"
+    )
+
+
+def minus(one: Traffic, other: Traffic) -> Traffic:
+    return Traffic(one.requests - other.requests, one.sent - other.sent, one.received - other.received)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
+    sizes = arguments.parse_args().ranks
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print("Healthy is per second; the report is in all, heartbeats included, and its seconds are after the timeout.")
+    print("| ranks | healthy: requests | KiB | report: requests | per rank | KiB | first, s | last, s | right |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for size in sizes:
+        ours, theirs = multiprocessing.Pipe()
+        server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+        server.start()
+        try:
+            print(measure(size, ours.recv()), flush=True)
+        finally:
+            server.kill()
+            server.join()
+
+
+if __name__ == "__main__":
+    main()

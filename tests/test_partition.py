@@ -1,0 +1,123 @@
+"""A network that is cut between two hosts: each side names the ranks on the other, without waiting for the network.
+
+The hosts are network namespaces with a cable (veth) between them, and names of their own. It is cut by giving each the
+wrong hardware address of the other: packets leave, and are dropped on arrival, as where a switch has failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+from ranks import free_port, join_group, run_ranks, wait_until
+
+import nemo_patches
+
+TIMEOUT = 2.0
+HOSTS = ("nemo-patches-a", "nemo-patches-b")  # of ranks 0 and 1, and of rank 2
+_NEW_NETWORK, _NEW_NAMES = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root, and iproute2")
+    first, second = HOSTS
+    try:
+        try:
+            for host in HOSTS:
+                ip("netns", "add", host)
+            ip("link", "add", "cable-a", "netns", first, "type", "veth", "peer", "name", "cable-b", "netns", second)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode()}")
+        for number, (host, cable) in enumerate(((first, "cable-a"), (second, "cable-b")), 1):
+            ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", cable)
+            ip("-n", host, "link", "set", cable, "up")
+            ip("-n", host, "link", "set", "lo", "up")
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=20)
+
+
+def cut() -> None:
+    for host, other, cable in ((HOSTS[0], 2, "cable-a"), (HOSTS[1], 1, "cable-b")):
+        wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        ip("-n", host, "neigh", "replace", f"10.77.0.{other}", *wrong, "dev", cable)
+
+
+def move_to(host: str) -> None:
+    """This process (which has one thread so far) to a host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", host).open() as network:
+        assert libc.setns(network.fileno(), _NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(_NEW_NAMES) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(host)
+
+
+def parted(rank: int, size: int, port: int, folder: str) -> Any:
+    move_to(HOSTS[rank // 2])
+    os.environ["GLOO_SOCKET_IFNAME"] = "cable-a" if rank < 2 else "cable-b"
+    join_group(rank, size, port, host="10.77.0.1")
+    nemo_patches.apply(timeout=TIMEOUT)
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+    wait_until(lambda: len(hosts_seen()) == 2)
+    meet(folder, "before", rank, size)
+    if rank == 0:
+        cut()
+    meet(folder, "after", rank, size)
+    began = time.monotonic()
+    call = encoders.sync(encoder, 200 + rank)
+    wait_until(lambda: nemo_patches.status().stalls)
+    report = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    meet(folder, "said", rank, size)
+    return call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
+
+
+def hosts_seen() -> dict[str, str]:
+    from nemo_patches.runtime import length_sync
+
+    world = length_sync._world
+    return world.helper.roll_call.hosts if world is not None and world.helper.roll_call is not None else {}
+
+
+def meet(folder: str, event: str, rank: int, size: int) -> None:
+    """Over the file system, which the hosts share."""
+    Path(folder, f"{event}-{rank}").touch()
+    wait_until(lambda: all(Path(folder, f"{event}-{one}").exists() for one in range(size)))
+
+
+@pytest.mark.one_nemo
+def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tmp_path: Path) -> None:
+    results = run_ranks(parted, 3, free_port(), str(tmp_path), group=False, limit=90)
+    for result in results:
+        call, report, _, _ = result.value
+        assert call < TIMEOUT + 0.5
+        assert report < TIMEOUT + 3
+    for result in results[:2]:  # with the store
+        _, _, missing, unknown = result.value
+        assert missing == [(2, "no heartbeat", HOSTS[1])]
+        assert unknown == ""
+        assert len(result.lines("Missing: rank 2 of 3 | rank 2 (nemo-patches-b, pid ")) == 1
+    _, _, missing, unknown = results[2].value
+    assert unknown.startswith("the job's store has not answered for ")
+    assert unknown.endswith("; the ranks on other hosts: nemo-patches-a: ranks 0-1")
+    assert (
+        len(results[2].lines("not every rank's length came", "Missing: cannot be told: the job's store has not")) == 1
+    )
