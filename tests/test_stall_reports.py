@@ -22,6 +22,7 @@ from ranks import Result, free_port, join_group, run_ranks, wait_for_others, wai
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
+from nemo_patches.runtime import reporting
 from nemo_patches.runtime.heartbeats import MissingRank
 
 pytestmark = pytest.mark.one_nemo  # nothing here depends on NeMo's version
@@ -94,7 +95,12 @@ WAYS: dict[str, Callable[[Path], None]] = {
 def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dict[str, Report | None]:
     """One encoder for each way to be missing, so that none has an earlier stall's shorter waits."""
     nemo_patches.apply(timeout=TIMEOUT)
-    return {way: one_way(rank, size, Path(folder, way.replace(" ", "_")), WAYS[way], missing) for way in WAYS}
+    said = Said()
+    reports = {way: one_way(rank, size, Path(folder, way.replace(" ", "_")), WAYS[way], missing) for way in WAYS}
+    if rank in missing:
+        wait_until(lambda: len(said.lines) == len(WAYS))
+    dist.barrier()
+    return reports
 
 
 def one_way(rank: int, size: int, go_on: Path, way: Callable[[Path], None], missing: tuple[int, ...]) -> Report | None:
@@ -190,16 +196,20 @@ def gone(rank: int, size: int, mode: str) -> Report | None:
     for _ in range(2):
         encoders.sync(encoder, 100)
         dist.barrier()
-    time.sleep(0.01 * rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    call = encoders.sync(encoder, 200)
-    wait_until(lambda: nemo_patches.status().stalls)
+    calls = [0.0]
+
+    def call_on() -> bool:  # what the killed rank had sent for a round may still serve the first of these calls
+        calls.append(encoders.sync(encoder, 200))
+        return bool(nemo_patches.status().stalls)
+
+    wait_until(call_on)
     report = time.monotonic() - began
     (stall,) = nemo_patches.status().stalls
     wait_for_others("said", 2)
-    return Report(call, report, stall.missing)
+    return Report(max(calls), report, stall.missing)
 
 
 @pytest.mark.parametrize("mode", ["bounded", "overlapped"])
@@ -210,7 +220,7 @@ def test_a_killed_rank_is_named(mode: str) -> None:
         assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "no heartbeat")]
         assert report.call < TIMEOUT + 0.5
         assert report.report < TIMEOUT + 3
-        assert len(results[rank].lines("gone: rank 1 of 3 | rank 1 (")) == 1
+        assert len(results[rank].lines(": rank 1 of 3 | rank 1 (", "has no heartbeat")) == 1
 
 
 def never_announced(rank: int, size: int, why: str) -> Report | None:
@@ -314,6 +324,61 @@ def test_the_exception_carries_who_is_missing_and_where_it_is(tmp_path: Path) ->
         assert "Missing: rank 1 of 3 | rank 1 (" in text
 
 
+def raising_for_a_killed_rank(rank: int, size: int) -> Any:
+    from nemo_patches.runtime.length_sync import LengthSyncTimeout
+
+    nemo_patches.apply(timeout=6.0, on_timeout="raise")
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        encoders.sync(encoder, 200)
+    except LengthSyncTimeout as error:
+        found = (time.monotonic() - began, str(error), [(one.rank, one.kind) for one in error.missing])
+    wait_for_others("raised", 2)
+    return found
+
+
+def test_the_exception_comes_for_a_killed_rank_too() -> None:
+    results = run_ranks(raising_for_a_killed_rank, 3, dies=(1,))
+    for rank in (0, 2):
+        seconds, text, missing = results[rank].value
+        assert seconds < 6.5
+        assert missing == [(1, "no heartbeat")]
+        assert "the length sync has ended at call 3" in text
+
+
+def short_stalls(rank: int, size: int) -> tuple[int, int]:
+    """Waits that run out of time and rounds that come, faster than the monitor looks; each on an encoder of its own."""
+    nemo_patches.apply(timeout=0.02)
+    said = Said()
+    timeouts = 0
+    kept = [encoders.conformer() for _ in range(15)]
+    for encoder in kept:
+        for call in range(8):
+            if rank == 1 and call == 4:
+                time.sleep(0.03)
+            encoders.sync(encoder, 100)
+            dist.barrier()
+    for counters in nemo_patches.status().encoders:
+        timeouts += counters.timeouts > 0
+    wait_until(lambda: len([line for line in said.lines if "not every rank" in line]) >= timeouts)
+    dist.barrier()
+    return timeouts, len([line for line in said.lines if "not every rank" in line])
+
+
+def test_no_timeout_is_too_short_to_be_said() -> None:
+    results = run_ranks(short_stalls, 2)
+    for result in results:
+        timeouts, said = result.value
+        assert said >= timeouts
+    assert results[0].value[0] > 5
+
+
 def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | None:
     """The waiting ranks' training threads are in another collective while their round stays open."""
     nemo_patches.apply(timeout=TIMEOUT, sync=mode)  # type: ignore[arg-type]
@@ -362,6 +427,7 @@ class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        reporting.enable()  # first: a handler of the user's own would take the lines away from stderr
         logging.getLogger("nemo_patches").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -85,7 +85,7 @@ class MissingRank:
         if self.kind == SILENT:
             meaning = "stopped, killed, its host unreachable, or something in it holds Python's lock (GIL)"
             return f"{who} has no heartbeat: {meaning}{last}"
-        has = "is elsewhere" if self.kind == ELSEWHERE else "came too late"
+        has = "is elsewhere" if self.kind == ELSEWHERE else "is late"
         return f"{who} {has}{': ' if self.where else ''}{self.where}{last}{workers}"
 
 

@@ -136,20 +136,19 @@ class Inquiry:
     def _find_out(self, store: dist.Store) -> tuple[MissingRank, ...]:
         """Looks when it begins, when the report is due, and when a heart that beats must have been seen to."""
         began = time.monotonic()
-        absent = set(range(self._asker.size)) - {self._asker.rank}
-        first, absent = self._look(store, absent)
+        others = set(range(self._asker.size)) - {self._asker.rank}
+        first, absent = self._look(store, others)
         self._sleep_until(self._due_at)
         due, absent = self._look(store, absent)
-        if self._key != END:
-            self.partly = self._described(absent, {}, due, due)
-        if absent:
-            self._sleep_until(began + _BEATS_TO_SEE * self._asker.period)
-        last, still_absent = self._look(store, absent)
+        # Where all have come, and the round has not, some rank has died or was stopped since it came.
+        came = self._key == END or not absent
+        self.partly = () if came else self._described(absent, {}, due, due)
+        self._sleep_until(began + _BEATS_TO_SEE * self._asker.period)
+        last, still_absent = self._look(store, others if came else absent)
         # A heartbeat may be a period old: who has come by now may have been there in time. Unless nobody else is left.
-        found = self._described(still_absent or absent, first, last, due)
-        if self._key == END:
-            return tuple(one for one in found if one.kind in (SILENT, LEFT))
-        return found
+        if came:
+            return self._described(others, first, last, due, (SILENT, LEFT))
+        return self._described(still_absent or absent, first, last, due)
 
     def _look(self, store: dist.Store, ranks: set[int]) -> tuple[dict[int, Beat], set[int]]:
         """The heartbeats of these ranks, and which of them have not come to the round."""
@@ -165,28 +164,39 @@ class Inquiry:
         return beat.rounds.get(self._key, 0) >= self._number > 0
 
     def _described(
-        self, ranks: set[int], first: dict[int, Beat], last: dict[int, Beat], due: dict[int, Beat]
+        self,
+        ranks: set[int],
+        first: dict[int, Beat],
+        last: dict[int, Beat],
+        due: dict[int, Beat],
+        only: tuple[str, ...] = (),
     ) -> tuple[MissingRank, ...]:
-        found = []
+        """Of the ranks, those of these kinds (of all, if empty); of the first few with what they told."""
+        found: list[MissingRank] = []
         for rank in sorted(ranks):
             beat = last.get(rank)
-            if beat is None:
-                found.append(MissingRank(rank, UNANNOUNCED))
+            kind = self._kind(first.get(rank), beat, last is due)
+            if only and kind not in only:
                 continue
-            if beat.phase == LEFT:
-                kind = LEFT
-            elif last is due or self._has_come(beat):
-                kind = LATE
-            else:
-                kind = SILENT if rank in first and first[rank].number == beat.number else ELSEWHERE
-            if len(found) >= DETAILED:
+            if beat is None or len(found) >= DETAILED:
                 found.append(MissingRank(rank, kind))
                 continue
             # One that has come just now tells nothing any more of where it was when the others gave up.
             told = due.get(rank) if self._has_come(beat) else beat
-            where, workers = (told.where, told.workers) if told and kind in (LATE, ELSEWHERE) else ("", ())
-            found.append(MissingRank(rank, kind, beat.host, beat.pid, beat.calls, beat.idle, where, workers))
+            where, workers = (_place(told), told.workers) if told and kind in (LATE, ELSEWHERE) else ("", ())
+            silence = self.age if kind == SILENT and beat.idle >= 0 else 0.0  # since it was first looked at
+            found.append(MissingRank(rank, kind, beat.host, beat.pid, beat.calls, beat.idle + silence, where, workers))
         return tuple(found)
+
+    def _kind(self, first: Beat | None, last: Beat | None, early: bool) -> str:
+        """Of a missing rank, by its heartbeat when it was first looked at and now; early: too soon after to tell."""
+        if last is None:
+            return UNANNOUNCED
+        if last.phase == LEFT:
+            return LEFT
+        if first is not None and first.number == last.number and not early:
+            return SILENT
+        return LATE if early or self._has_come(last) else ELSEWHERE
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -241,6 +251,10 @@ def _started(run: Callable[[], None]) -> threading.Thread:
 def _sleep_until(end: float, cancelled: Callable[[], bool]) -> None:
     while not cancelled() and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _SLICE))
+
+
+def _place(beat: Beat) -> str:
+    return beat.where or (f"{beat.phase}, of {beat.encoder}" if beat.encoder else "")
 
 
 def _waited_for(rank: int) -> str:

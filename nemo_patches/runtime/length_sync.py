@@ -128,6 +128,7 @@ class EncoderSync:
     def __init__(self, title: str, key: str, world: World) -> None:
         self.title, self.key = title, key
         self.open_round: OpenRound | None = None
+        self.gave_up: OpenRound | None = None
         self.calm = True
         self.ended = ""
         self._begin, self._monitor = world.begin, world.monitor
@@ -212,7 +213,9 @@ class EncoderSync:
         self._protocol.timed_out()
         if settings.on_timeout == "raise":
             one.told = threading.Event()
-        one.gave_up_at = time.monotonic()  # from here on the stall monitor reports it
+        one.gave_up_at = time.monotonic()
+        if self.calm:
+            self.gave_up = one  # the stall monitor reports it
         if settings.on_timeout == "raise":
             self._monitor.wait_for_report(one)
             waited = f"{one.gave_up_at - one.issued_at:.2f} s"
@@ -225,7 +228,8 @@ class EncoderSync:
         self._rounds.close()
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         if settings.on_timeout == "raise":
-            missing = self._monitor.wait_for_end(settings.timeout)
+            since = timedelta(seconds=time.monotonic() - activity.current.since)
+            missing = self._monitor.wait_for_end(settings.timeout - since + _END_PATIENCE)
             raise LengthSyncTimeout(f"{text}: {reason}", missing)
 
 
@@ -278,6 +282,7 @@ class World:
             sync.close()
 
 
+_END_PATIENCE = timedelta(seconds=0.4)
 _METHODS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "encoder_methods.py")
 
 _current: Settings | None = None

@@ -8,6 +8,7 @@ is asked in a short-lived thread of its own (inquiry.py), and what is not answer
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import socket
@@ -70,6 +71,7 @@ class Watched(Protocol):
     title: str
     key: str
     open_round: OpenRound | None
+    gave_up: OpenRound | None  # set where a wait ran out of time while calm; the monitor takes it
     calm: bool  # no stall since the last wait that came in time
 
     def has_come(self, one: OpenRound) -> bool: ...
@@ -159,7 +161,7 @@ class StallMonitor:
 
     def wait_for_end(self, limit: timedelta) -> tuple[MissingRank, ...]:
         """The ranks that have gone, after a round failed; what is known of them after `limit`."""
-        self._end_told.wait(limit.total_seconds())
+        self._end_told.wait(max(limit.total_seconds(), 0.0))
         return self._end_missing
 
     def stop(self) -> None:
@@ -289,8 +291,9 @@ class StallMonitor:
         for ref in list(self._syncs):
             if (sync := ref()) is not None:
                 found.append(sync)
-            elif ref in self._syncs:
-                self._syncs.remove(ref)
+            else:
+                with contextlib.suppress(ValueError):  # the helper's thread has been here
+                    self._syncs.remove(ref)
         return found
 
     def _beat(self, phase: str = "") -> None:
@@ -312,11 +315,13 @@ class StallMonitor:
     def _look(self, sync: Watched, now: float, timeout: float, last: bool) -> None:
         stall = self._stalls.get(sync)
         if stall is None:
-            one = sync.open_round
-            if one is None or sync.has_failed() or sync.closed:
+            given_up, sync.gave_up = sync.gave_up, None
+            one = given_up or sync.open_round
+            if one is None:
                 return
-            given_up = bool(one.gave_up_at) and sync.calm
-            if not given_up and (sync.has_come(one) or now - one.issued_at < timeout / 2):
+            if not given_up and (
+                sync.has_failed() or sync.closed or sync.has_come(one) or now - one.issued_at < timeout / 2
+            ):
                 return
             self._beat()  # with this round, before anybody is asked
             stall = _Stall(one, sync.calm, None if last else self._inquire(sync, one, timeout, 0))
@@ -434,7 +439,9 @@ class StallMonitor:
         self._seen_calls, self._seen_since = last.calls, last.since
         if away < timeout / 2:
             return False
-        if (self._late is None or self._late.done) and not self._stopped:
+        if self._late is not None:
+            self._late.cancel()
+        if not self._stopped:
             self._late = LateCheck(self, self._latest.where if self._latest else "", self._late_said)
         return True
 
