@@ -143,8 +143,7 @@ def moved(name: str, move: str) -> dict[str, torch.Tensor]:
     MOVES[move](whole)
     found = {f"moved {path}": tensor.clone() for path, tensor in encoders.length_sized(encoder).items()}
     if move != "whole model to another device":
-        update = getattr(encoder, "update_max_seq_length", None) or encoder.update_max_sequence_length
-        update(seq_length=10 * LONG, device=torch.device("cpu"))
+        encoders.sync(encoder, 10 * LONG)
         found |= encoders.length_sized(encoder)
     return found
 
