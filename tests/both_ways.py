@@ -26,7 +26,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
-import nemo_patches
+# nemo_patches is imported in the ranks, where NeMo is there already: on a NeMo with its diff it brings all of it.
 
 SIZE = 2
 PATIENT = 60.0  # seconds; no wait of ranks that are in step may run out, so that every counter is determined
@@ -67,6 +67,8 @@ class Whole(torch.nn.Module):
 
 def program(rank: int, size: int, ports: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything, on one rank: before there is a process group, under one, after it, and under a second one."""
+    import nemo_patches
+
     if can_apply():
         nemo_patches.apply()
     scenarios: dict[str, Any] = {"settings at the start": str(nemo_patches.status().settings)}
@@ -87,7 +89,7 @@ def program(rank: int, size: int, ports: list[int]) -> tuple[dict[str, Any], dic
         torch.manual_seed(0)
         older[name] = make()
         world[name] = where(older[name])
-    play((looks, alone, graph_breaks, set_directly, moved, copied))
+    play((looks, alone, compiled, set_directly, moved, copied))
     ranks.join_group(rank, size, ports[0])
     apply()
     for name, encoder in older.items():
@@ -98,10 +100,10 @@ def program(rank: int, size: int, ports: list[int]) -> tuple[dict[str, Any], dic
     dist.destroy_process_group()
     for name, encoder in older.items():
         encoders.sync(encoder, 3 * LONG + rank)
-        scenarios[f"{name}: after the process group"] = state(encoder)
+        scenarios[f"{name}: after the process group"] = [state(encoder), set_directly(lambda same=encoder: same, rank)]
     ranks.join_group(rank, size, ports[1])
     for name, encoder in older.items():
-        encoders.sync(encoder, 4 * LONG + rank)
+        encoders.sync(encoder, 6 * LONG + rank)
         scenarios[f"{name}: in a second process group"] = [state(encoder), counters()]
     play((trained,))
     dist.barrier()
@@ -122,6 +124,8 @@ def has_punctuation() -> bool:
 
 
 def apply(**settings: Any) -> None:
+    import nemo_patches
+
     nemo_patches.apply(**{"timeout": PATIENT, **settings})
 
 
@@ -164,6 +168,8 @@ def private(encoder: torch.nn.Module) -> dict[str, Any]:
 
 def counters() -> tuple[Any, ...]:
     """Of the encoder that was called first as the last one; the time that it waited is never the same."""
+    import nemo_patches
+
     last = nemo_patches.status().encoders[-1]
     return last.encoder, last.calls, last.rounds, last.fallbacks, last.timeouts, last.ended
 
@@ -209,22 +215,18 @@ def alone(make: Callable[[], Any], rank: int) -> Any:
     return [output(whole), state(whole.encoder), output(whole, 50), output(whole, 3 * LONG), state(whole.encoder)]
 
 
-def graph_breaks(make: Callable[[], Any], rank: int) -> Any:
-    """Without a process group a compiled encoder breaks as many graphs as stock's; one rank tells it."""
-    if rank:
-        return "see rank 0"
-    whole = Whole(make()).eval()
-    torch.compiler.reset()
-    features = torch.randn(1, encoders.FEATURES, LONG)
-    return tried(lambda: torch._dynamo.explain(whole)(features, torch.tensor([LONG])).graph_break_count)
-
-
 def compiled(make: Callable[[], Any], rank: int) -> Any:
-    """In a process group, where it breaks the graph like stock's reduce: what comes out."""
+    """Without a process group there are as few graphs as in stock; in one it breaks the graph, like stock's reduce."""
     whole = Whole(make()).eval()
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
     torch.compiler.reset()
-    outputs = tried(lambda: output(torch.compile(whole, backend="eager"), LONG + rank))
-    return [outputs, state(whole.encoder)]
+    encoded = tried(lambda: output(torch.compile(whole, backend=backend), LONG + rank))
+    return [encoded, graphs, state(whole.encoder)]
 
 
 def set_directly(make: Callable[[], Any], rank: int) -> Any:
@@ -232,10 +234,10 @@ def set_directly(make: Callable[[], Any], rank: int) -> Any:
     encoder = make().eval()
     found = []
     if hasattr(encoder, "set_max_audio_length"):
-        for length in (10, 300 + rank, LONG, 20):
+        for length in (10, 300 + rank, 4 * LONG, 20):
             encoder.set_max_audio_length(length)
             found.append(state(encoder))
-    encoders.sync(encoder, 2 * LONG)
+    encoders.sync(encoder, 5 * LONG)
     return [*found, state(encoder)]
 
 

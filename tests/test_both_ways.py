@@ -38,7 +38,7 @@ NAMES = {
 }
 Life = list[Record]  # of each rank
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(2 * LIMIT + 60)]
 
 
 @pytest.fixture(scope="module")
