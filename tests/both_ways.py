@@ -56,7 +56,7 @@ class Whole(torch.nn.Module):
 
     def forward(self, audio_signal: torch.Tensor, length: torch.Tensor) -> Any:
         features = self.norm(audio_signal)
-        if not hasattr(self.encoder, "make_pad_mask"):
+        if not hasattr(self.encoder, "audio_proj"):
             return self.encoder(audio_signal=features, length=length)
         # The punctuation model: of its forward, what it does with a length.
         frames = features.size(2)
