@@ -143,22 +143,24 @@ def test_a_life_has_in_it_what_is_compared(vendored: Life) -> None:
         found = record.scenarios
         assert found["settings at the start"] == f"sync=bounded, timeout={PATIENT:g} s, on_timeout=fallback"
         for name in record.world:
-            training = found[f"{name}: trained"]
+            training = found[f"{name}: trained in a group"]
             _, calls, rounds, fallbacks, timeouts, ended = training["counters"]
             assert calls == rounds > 4 and (fallbacks, timeouts, ended) == (0, 0, ""), name
             end = training["end"]
             assert length_sized(end["private"]) and end["maximum"] > POSITIONS, name
-            assert not length_sized(found[f"{name}: alone"][-1]["private"]), name
-            assert found[f"{name}: local"]["wrong rows"] == 0, name
-            assert found[f"{name}: uneven"][1][4] == rank, name  # the one whose call nobody else made
+            assert not length_sized(found[f"{name}: grown alone"][-1]["private"]), name
+            assert found[f"{name}: local in a group"]["wrong rows"] == 0, name
+            assert found[f"{name}: uneven in a group"][1][4] == rank, name  # the one whose call nobody else made
+            within, without = (found[f"{name}: compiled {when}"]["breaks"] for when in ("in a group", "alone"))
+            assert within > without, name
             if rank == 1:
-                said, kinds = found[f"{name}: raising"][0]
+                said, kinds = found[f"{name}: raising in a group"][0]
                 assert "not every rank's length came within N s" in said and kinds[0] == "LengthSyncTimeout", name
         assert [len(record.of(text)) for text in ("not every rank's length", "recovered at call")] == (
             [2 * len(record.world), len(record.world)] if rank == 1 else [0, 0]
         )
     for name in vendored[0].world:
-        first, second = (record.scenarios[f"{name}: local"]["end"] for record in vendored)
+        first, second = (record.scenarios[f"{name}: local in a group"]["end"] for record in vendored)
         assert first["maximum"] > second["maximum"] and first["private"] != second["private"], name
 
 
