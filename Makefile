@@ -97,7 +97,7 @@ check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 
 # The same tests on a NeMo that has the diff, where nemo_patches is not importable: in tests/, a checkout's root is not on
 # the path. git apply would take paths inside a repository from its root, hence --directory.
-VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py
+VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py test_uneven_evaluation.py
 test-vendored: $(MATRIX:%=vendored-%)
 
 $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready

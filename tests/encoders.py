@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +68,26 @@ def conv_asr(**changes: Any) -> torch.nn.Module:
 FORWARD_ONLY = ("transformer",)  # its FlexAttention has no backward on CPU
 
 
+PUNCTUATION = (
+    "nemo.collections.nlp.models.token_classification.punctuation_capitalization_lexical_audio_model",
+    "PunctuationCapitalizationLexicalAudioModel",
+)
+
+
+def punctuation(built_for: int = POSITIONS) -> Any:
+    """A target that is no encoder and not among the makers: bare, no language model and no audio encoder.
+
+    Its collection takes long to import. It has what its length sync and padding mask need, and one parameter more.
+    """
+    module, name = PUNCTUATION
+    owner: Any = inspect.unwrap(getattr(importlib.import_module(module), name))
+    model = owner.__new__(owner)
+    torch.nn.Module.__init__(model)
+    model.audio_proj = torch.nn.Linear(1, 1)
+    model.set_max_audio_length(built_for)
+    return model
+
+
 def makers() -> dict[str, Callable[..., torch.nn.Module]]:
     """By name, those that the installed NeMo has."""
     modules = "nemo.collections.asr.modules."
@@ -94,8 +116,9 @@ def run(encoder: torch.nn.Module, frames: int, seed: int = 0, batch: int = 2) ->
 
 def sync(encoder: torch.nn.Module, length: int) -> float:
     """Only the length sync and the growth of one call, without the layers behind it; the seconds that it took."""
+    update = getattr(encoder, "update_max_seq_length", None) or encoder.update_max_sequence_length
     start = time.monotonic()
-    encoder.update_max_seq_length(seq_length=length, device=torch.device("cpu"))
+    update(seq_length=length, device=torch.device("cpu"))
     return time.monotonic() - start
 
 

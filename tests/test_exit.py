@@ -64,7 +64,7 @@ def test_exit_with_a_pending_round_is_as_fast_as_stocks(ending: str, tmp_path: P
     stock, code, _ = seconds_to_exit("stock", tmp_path)
     assert code == 7
     ours, code, error = seconds_to_exit(ending, tmp_path)
-    assert ours < stock + 1
+    assert ours < 2 * stock + 5  # a hang lasts for 30 s and more; on a vendored NeMo most of it is its own end
     assert code == (1 if ending == "exception" else 7), error
     assert "terminate called" not in error
     assert ("the user's own" in error) == (ending == "exception")

@@ -16,19 +16,9 @@ from ranks import run_ranks
 import nemo_patches
 from nemo_patches.patching.targets import TARGETS
 
-(TARGET,) = [target for target in TARGETS if target.owner == "PunctuationCapitalizationLexicalAudioModel"]
+(TARGET,) = [target for target in TARGETS if (target.module, target.owner) == encoders.PUNCTUATION]
 BUILT_FOR = 1024  # as in the model's own __init__
 LENGTHS = [(100, 200), (5000, 3000), (3000, 7000), (50, 50)]  # in audio samples, by step and rank
-
-
-def bare_model() -> Any:
-    owner = TARGET.find_owner(importlib.import_module(TARGET.module))
-    assert owner is not None
-    model = owner.__new__(owner)
-    torch.nn.Module.__init__(model)
-    model.audio_proj = torch.nn.Linear(1, 1)
-    model.set_max_audio_length(BUILT_FOR)
-    return model
 
 
 class Training(torch.nn.Module):
@@ -47,7 +37,7 @@ class Training(torch.nn.Module):
 
 def train(rank: int) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
     """The model after all steps, and of each step its max_audio_length and padding mask."""
-    model = bare_model()
+    model = encoders.punctuation(BUILT_FOR)
     parallel = torch.nn.parallel.DistributedDataParallel(Training(model))
     steps = []
     for lengths in LENGTHS:

@@ -213,5 +213,7 @@ def flag_off(rank: int, size: int) -> Any:
 
 
 def test_the_encoders_own_flag_off_means_no_communication() -> None:
+    if not encoders.has_flag(encoders.conformer()):
+        pytest.skip("this NeMo's Conformer has no flag")
     results: list[Result] = run_ranks(flag_off, 2)
     assert [result.value for result in results] == [(100, 0), (200, 0)]

@@ -48,6 +48,8 @@ def pretrain(job: Job, events: Connection) -> None:
     )
     pl.seed_everything(0)
     model = EncDecDenoiseMaskedTokenPredModel(cfg=OmegaConf.create(nest.model(job)), trainer=trainer)
+    # NeMo 2.1 and 2.2 keep their parent class's decoder, which trains nothing: DDP stops at the second step with it.
+    model._modules.pop("decoder_ssl", None)
     if job.rank == job.slow_rank and job.stall:
 
         def stall_before_the_encoder(*_: object) -> None:

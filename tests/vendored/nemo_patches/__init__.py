@@ -1,6 +1,7 @@
 """Stands where nemo_patches would be, so that the same tests drive a vendored NeMo beside which it is not importable.
 
-Its `apply` only chooses the settings: the diff has done the rest. `nemo_patches.runtime` is the vendored runtime.
+Its `apply` only chooses the settings: the diff has done the rest. `nemo_patches.runtime` is the vendored runtime, and
+`nemo_patches.tools` the checkout's, whose demo drives a training and patches nothing itself.
 """
 
 from __future__ import annotations
@@ -9,19 +10,27 @@ import importlib
 import pkgutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy
 from nemo.collections.asr.parts import nemo_patches as runtime
 from nemo.collections.asr.parts.nemo_patches import length_sync
 from nemo.collections.asr.parts.nemo_patches.settings import Settings, resolve
 
-# Nothing of the real package is importable from here, not even through an editable installation of it.
+# Nothing else of the real package is importable from here, not even through an editable installation of it.
 __path__: list[str] = []
 sys.meta_path[:] = [finder for finder in sys.meta_path if "nemo_patches" not in getattr(finder, "__module__", "")]
 sys.modules["nemo_patches.runtime"] = runtime
 for module in pkgutil.iter_modules(runtime.__path__):
     vendored = importlib.import_module(f"{runtime.__name__}.{module.name}")
     sys.modules[f"nemo_patches.runtime.{module.name}"] = vendored
+tools = sys.modules["nemo_patches.tools"] = ModuleType("nemo_patches.tools")
+tools.__path__ = [str(Path(__file__).parents[3] / "nemo_patches" / "tools")]
+
+if "sctypes" not in vars(numpy):  # NeMo 2.1 to 2.3 read audio by it, and run beside a NumPy that does not have it
+    numpy.sctypes = {"int": [numpy.int16, numpy.int32], "float": [numpy.float32, numpy.float64]}
 
 
 @dataclass(frozen=True)
