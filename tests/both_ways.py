@@ -416,7 +416,7 @@ def come_in(encoder: torch.nn.Module) -> None:
     assert length_sync._world is not None
     rounds = length_sync._world.syncs[encoder]._rounds
     deadline = time.monotonic() + PATIENT
-    while not rounds.came_at:
+    while not rounds.has_come():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -473,10 +473,14 @@ def attention(make: Callable[[], Any], rank: int) -> Any:
     return found
 
 
+LATE = "other ranks waited for this one"  # said if the process is still there when the others have found out
+
+
 def plain(line: str) -> str:
-    """A log line without what is never the same: when, on which host, and how many seconds."""
+    """A log line without what is never the same: when, on which host, how many seconds, who was seen to be missing."""
     line = re.sub(r"^.* nemo_patches (?=[A-Z]+ \[)", "", line)
     line = re.sub(r"^(\w+ \[rank \d+/\d+) [^]]*", r"\1", line)
+    line = re.sub(r"(recovered:|Missing:).*", r"\1", line)
     return re.sub(r"\d+\.\d+ s\b", "N s", line)
 
 
@@ -486,7 +490,9 @@ def main(path: str) -> None:
     ranks._context.set_forkserver_preload(preload)
     ports = [ranks.free_port(), ranks.free_port()]
     results = ranks.run_ranks(program, SIZE, ports, group=False, limit=150)
-    records = [Record(*result.value, [plain(line) for line in result.lines()]) for result in results]
+    records = [
+        Record(*result.value, [plain(line) for line in result.lines() if LATE not in line]) for result in results
+    ]
     Path(path).write_bytes(pickle.dumps([vars(record) for record in records]))
 
 

@@ -183,7 +183,7 @@ class Inquiry:
                 continue
             # One that has come just now tells nothing any more of where it was when the others gave up.
             told = due.get(rank) if self._has_come(beat) else beat
-            where, workers = (_place(told), told.workers) if told and kind in (LATE, ELSEWHERE) else ("", ())
+            where, workers = (told.where, told.workers) if told and kind in (LATE, ELSEWHERE) else ("", ())
             silence = self.age if kind == SILENT and beat.idle >= 0 else 0.0  # since it was first looked at
             found.append(MissingRank(rank, kind, beat.host, beat.pid, beat.calls, beat.idle + silence, where, workers))
         return tuple(found)
@@ -251,10 +251,6 @@ def _started(run: Callable[[], None]) -> threading.Thread:
 def _sleep_until(end: float, cancelled: Callable[[], bool]) -> None:
     while not cancelled() and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _SLICE))
-
-
-def _place(beat: Beat) -> str:
-    return beat.where or (f"{beat.phase}, of {beat.encoder}" if beat.encoder else "")
 
 
 def _waited_for(rank: int) -> str:

@@ -231,7 +231,7 @@ class StallMonitor:
             phase = last.phase
             if phase == activity.FORWARD and not stacks.runs(last.thread, last.place):
                 phase = "between encoder calls"
-        far = idle >= settings.timeout.total_seconds() / 2 and phase not in (activity.LENGTH_SYNC, LEFT)
+        far = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
         opened = [(one.issued_at, sync.key, one.number) for sync in self._watched() if (one := sync.open_round)]
         self._number += 1
         return Beat(
