@@ -305,15 +305,14 @@ def trained(make: Callable[[], Any], rank: int) -> Any:
     chance = random.Random(rank)
     encoder = make()
     whole = Whole(encoder)
-    backward = type(encoder).__name__ != "TransformerEncoder"  # its FlexAttention has no backward on CPU
-    model = torch.nn.parallel.DistributedDataParallel(whole) if backward else whole
+    model = torch.nn.parallel.DistributedDataParallel(whole) if has_backward(encoder) else whole
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.01)
     found: list[Any] = []
     torch.manual_seed(rank)
     for step in range(4):
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(has_backward(encoder)):
             encoded = encoders.run(model, chance.randint(40, LONG), seed=10 * step + rank)
-        if backward:
+        if encoded.requires_grad:
             optimizer.zero_grad()
             encoded.pow(2).mean().backward()
             found += [parameter.grad.clone() for parameter in whole.parameters() if parameter.grad is not None]
@@ -327,6 +326,10 @@ def trained(make: Callable[[], Any], rank: int) -> Any:
     return {"steps": found, "weights": weights(whole), "counters": counters(), "end": state(encoder)}
 
 
+def has_backward(encoder: torch.nn.Module) -> bool:
+    return type(encoder).__name__ != "TransformerEncoder"  # its FlexAttention has none on CPU
+
+
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {path: tensor.clone() for path, tensor in module.state_dict().items()}
 
@@ -336,14 +339,12 @@ def local(make: Callable[[], Any], rank: int) -> Any:
     apply(sync="local")
     encoder = make()
     whole = Whole(encoder)
-    backward = type(encoder).__name__ != "TransformerEncoder"
-    model = torch.nn.parallel.DistributedDataParallel(whole) if backward else whole
+    model = torch.nn.parallel.DistributedDataParallel(whole) if has_backward(encoder) else whole
     outputs = []
     for step in range(3):
-        encoded = encoders.run(model, LONG if rank == 0 and step == 1 else 50, seed=step) if backward else None
-        if encoded is None:
-            encoded = output(model, LONG if rank == 0 and step == 1 else 50, seed=step)
-        else:
+        with torch.set_grad_enabled(has_backward(encoder)):
+            encoded = encoders.run(model, LONG if rank == 0 and step == 1 else 50, seed=step)
+        if encoded.requires_grad:
             encoded.pow(2).mean().backward()
         outputs.append(encoded.detach().clone())
     wrong = encoders.wrong_rows(encoder)
