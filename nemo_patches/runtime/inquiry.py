@@ -213,7 +213,6 @@ class LateCheck:
     """Whether other ranks have waited for this one, asked when it comes back from a long time without encoder calls."""
 
     def __init__(self, asker: Asker, where: str, said: set[str]) -> None:
-        self.done = False
         self._asker, self._where, self._said = asker, where, said
         self._cancelled = False
         self._began = time.monotonic()
@@ -230,7 +229,6 @@ class LateCheck:
                 _sleep_until(self._began + seconds, lambda: self._cancelled)
                 if self._cancelled or (store.check([key]) and self._say(decode_texts(store.get(key)))):
                     break
-        self.done = True
 
     def _say(self, told: dict[str, str]) -> bool:
         if told.get("id", "") in self._said:
