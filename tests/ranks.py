@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import multiprocessing
 import os
 import pickle
@@ -163,3 +164,18 @@ def wait_for_others(event: str, count: int) -> None:
         count_to(event + " seen")
     else:
         store.add(event + " seen", 1)
+
+
+class Said(logging.Handler):
+    """This process's own warnings, as they come."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        from nemo_patches.runtime import reporting
+
+        reporting.enable()  # first: a handler of the user's own would take the lines away from stderr
+        logging.getLogger("nemo_patches").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

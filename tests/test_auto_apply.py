@@ -51,6 +51,7 @@ def test_torchrun(folder: Path) -> None:
         assert len(lines(done, "INFO", "patched", f"[rank {rank}/2")) == 1
 
 
+@pytest.mark.one_nemo
 def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(folder: Path) -> None:
     command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", "3", "--", sys.executable, SCRIPT, str(folder)]
     trained_over_the_stall(run(command, environment(CHECKOUT), LIMIT))

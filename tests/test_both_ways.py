@@ -38,7 +38,8 @@ NAMES = {
 }
 Life = list[Record]  # of each rank
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(2 * LIMIT + 60)]
+# In `make test` on one NeMo, for the sake of its time; `make test-matrix` has every series.
+pytestmark = [pytest.mark.matrix, pytest.mark.one_nemo, pytest.mark.timeout(2 * LIMIT + 60)]
 
 
 @pytest.fixture(scope="module")

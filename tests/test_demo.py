@@ -18,6 +18,8 @@ import pytest
 import nemo_patches
 from nemo_patches.tools.demo import data
 
+pytestmark = pytest.mark.one_nemo  # `make demo` has one
+
 LIMIT = 240  # seconds, for what takes 20 to 40
 DEMO = [sys.executable, "-m", "nemo_patches.tools.cli", "demo"]
 

@@ -18,6 +18,8 @@ dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank
                         timeout=datetime.timedelta(seconds=30))
 from nemo_patches.runtime.length_sync import synced_length, use
 from nemo_patches.runtime.settings import Settings
+
+pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's version
 use(Settings(timeout=datetime.timedelta(seconds=0.3)))
 encoder = torch.nn.Linear(1, 1)
 if rank == 1:

@@ -19,6 +19,8 @@ from ranks import free_port, join_group, run_ranks
 
 import nemo_patches
 
+pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's version
+
 
 def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
     nemo_patches.apply(timeout=5.0)
@@ -233,7 +235,6 @@ def many_encoders(rank: int, size: int) -> Any:
     return before, middle, resources()
 
 
-@pytest.mark.one_nemo
 def test_a_thousand_encoders_leave_nothing_behind() -> None:
     for result in run_ranks(many_encoders, 2, limit=200):
         before, middle, after = result.value

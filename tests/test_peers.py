@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import encoders
+import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
 import nemo_patches
+
+pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's version
 
 
 def with_a_killed_peer(rank: int, size: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -18,11 +17,10 @@ from typing import Any
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import Result, free_port, join_group, run_ranks, wait_for_others, wait_until
+from ranks import Result, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.runtime import reporting
 from nemo_patches.runtime.heartbeats import MissingRank
 
 pytestmark = pytest.mark.one_nemo  # nothing here depends on NeMo's version
@@ -419,19 +417,6 @@ def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(mo
         assert report.report < TIMEOUT + 3
         assert "read_audio (" in report.missing[0].where
         assert len(results[rank].lines("not every rank's length came")) == 1
-
-
-class Said(logging.Handler):
-    """This process's own warnings, as they come."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        reporting.enable()  # first: a handler of the user's own would take the lines away from stderr
-        logging.getLogger("nemo_patches").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def long_calls(rank: int, size: int, folder: str) -> list[str]:

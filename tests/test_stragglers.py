@@ -11,7 +11,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Result, run_ranks
+from ranks import Result, Said, run_ranks, wait_until
 
 import nemo_patches
 
@@ -48,11 +48,15 @@ def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
     nemo_patches.apply(timeout=4.0)  # the next wait is an eighth of it, and must bear a busy machine
     encoder = encoders.conformer()
     steps = []
+    said = Said()
     for step in range(late_step + 4):
         if rank == 1 and step == late_step:
             time.sleep(seconds)  # the straggler itself, not a wait of the test's
         steps.append(call(encoder, 100 * (step + 1) + rank))
         dist.barrier()  # as DDP's gradients
+    if rank == 1:
+        wait_until(lambda: said.lines)
+    dist.barrier()
     return life(steps)
 
 
@@ -146,6 +150,7 @@ def persistent_asymmetry(rank: int, size: int, kind: str) -> Life:
     return life(steps)
 
 
+@pytest.mark.one_nemo
 @pytest.mark.parametrize("kind", ["calls twice on every step", "evaluates alone"])
 def test_persistent_asymmetry_costs_at_most_1_3_timeouts(kind: str) -> None:
     for result in run_ranks(persistent_asymmetry, 2, kind):
@@ -199,6 +204,7 @@ def raises(rank: int, size: int) -> Any:
     return ""
 
 
+@pytest.mark.one_nemo
 def test_on_timeout_raise() -> None:
     first, second = run_ranks(raises, 2)
     assert "ConformerEncoder: training call 1" in first.value

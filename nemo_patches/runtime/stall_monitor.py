@@ -326,6 +326,8 @@ class StallMonitor:
             self._beat()  # with this round, before anybody is asked
             stall = _Stall(one, sync.calm, None if last else self._inquire(sync, one, timeout, 0))
             self._stalls[sync] = stall
+        elif sync.gave_up is stall.round:
+            sync.gave_up = None
         self._step(sync, stall, now, timeout, last)
 
     def _inquire(self, sync: Watched, one: OpenRound, timeout: float, repeat: int) -> Inquiry:
