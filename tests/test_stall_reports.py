@@ -188,6 +188,35 @@ def test_two_of_four_are_missing_for_different_reasons(tmp_path: Path) -> None:
         assert len(results[rank].lines("Missing: ranks 1, 3 of 4 | rank 1 (")) == 1
 
 
+def two_come_one_after_the_other(rank: int, size: int, folder: str) -> Any:
+    """Rank 1 comes when rank 0 has reported it and rank 2 as missing; then it waits for rank 2 itself."""
+    nemo_patches.apply(timeout=TIMEOUT)
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    said = [Path(folder, f"said-{one}") for one in range(size)]
+    if rank:
+        wait_until(said[rank - 1].exists)
+    encoders.sync(encoder, 200)
+    if rank == 2:
+        dist.barrier()
+        return None
+    wait_until(lambda: nemo_patches.status().stalls)
+    missing = [(one.rank, one.kind) for one in nemo_patches.status().stalls[0].missing]
+    said[rank].touch()
+    dist.barrier()
+    return missing
+
+
+def test_a_rank_that_came_late_is_not_named_in_its_own_report(tmp_path: Path) -> None:
+    first, second, _ = run_ranks(two_come_one_after_the_other, 3, str(tmp_path))
+    assert first.value == [(1, "elsewhere"), (2, "elsewhere")]
+    assert second.value == [(2, "elsewhere")]
+    assert len(first.lines("Missing: ranks 1-2 of 3 | rank 1 (")) == 1
+    assert len(second.lines("Missing: rank 2 of 3 | rank 2 (")) == 1
+
+
 def gone(rank: int, size: int, mode: str) -> Report | None:
     nemo_patches.apply(timeout=TIMEOUT, sync=mode)  # type: ignore[arg-type]
     encoder = encoders.conformer()

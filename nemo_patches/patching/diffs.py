@@ -159,10 +159,12 @@ def header(version: str) -> str:
 Description: the encoders' length sync, bounded in time
  Training on several ranks hangs in an all-reduce of one number, without a time limit, that waits for a rank which is
  late or gone. With this, a rank waits for it at most NEMO_PATCHES_TIMEOUT seconds (10), goes on with its own length and
- says so, with who is missing and where that rank is; buffers that depend on the length grow for each process alone, so that DDP never mixes them. No number that
- a model computes changes. The files under {FOLDER}/ are the runtime of
- nemo_patches {runtime.__version__}, as they are; they need torch and the standard library. Settings: NEMO_PATCHES_SYNC,
- NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT and NEMO_PATCHES_CALL_TIMEOUT, as in nemo_patches' README.
+ says so, with who is missing and where that rank is. Buffers that depend on the length grow for each process alone, so
+ that DDP never mixes them. No number that a model computes changes.
+ .
+ The files under {FOLDER}/ are the runtime of nemo_patches {runtime.__version__}, as they are; they
+ need torch and the standard library. Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT and
+ NEMO_PATCHES_CALL_TIMEOUT, as in nemo_patches' README.
  .
  Apply: git apply FILE, or patch -p1 < FILE. Undo: git apply -R FILE, or patch -p1 -R < FILE.
  On an installed NeMo: patch -p1 < FILE in the site-packages folder.
