@@ -76,6 +76,7 @@ class SimulatedRank:
 
     def __init__(self, rank: int, size: int, port: int, traffic: Traffic) -> None:
         self.rank, self.size, self.period = rank, size, period_for(size)
+        self.lock = threading.Lock()
         self._store: Any = Counted(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), traffic)
         where = "load (data/manifest.py:88) < __getitem__ (data/manifest.py:41) < main (train.py:120)"
         self.beat = Beat(
@@ -94,13 +95,13 @@ class SimulatedRank:
             where=where,
         )
 
-    def reading(self) -> dist.Store:
+    def connection(self) -> dist.Store:
         return self._store  # type: ignore[no-any-return]
 
     def send(self, come_to: int) -> None:
         key = next(iter(self.beat.rounds))
         self.beat = replace(self.beat, number=self.beat.number + 1, rounds={key: come_to})
-        heartbeats.send(self.reading(), self.beat)
+        heartbeats.send(self.connection(), self.beat)
 
 
 def serve(pipe: Connection) -> None:
@@ -114,7 +115,7 @@ def measure(size: int, port: int) -> str:
     ranks = [SimulatedRank(rank, size, port, traffic) for rank in range(size)]
     stopped = set(range(3, 3 + MISSING * 7, 7))
     for one in ranks:
-        heartbeats.announce(one.reading(), one.beat)
+        heartbeats.announce(one.connection(), one.beat)
     come_to, ended = [7], threading.Event()
 
     def beat() -> None:

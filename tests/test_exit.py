@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
+pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's version
+
 PROGRAM = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
@@ -18,8 +20,6 @@ dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank
                         timeout=datetime.timedelta(seconds=30))
 from nemo_patches.runtime.length_sync import synced_length, use
 from nemo_patches.runtime.settings import Settings
-
-pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's version
 use(Settings(timeout=datetime.timedelta(seconds=0.3)))
 encoder = torch.nn.Linear(1, 1)
 if rank == 1:

@@ -94,10 +94,12 @@ def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dic
     """One encoder for each way to be missing, so that none has an earlier stall's shorter waits."""
     nemo_patches.apply(timeout=TIMEOUT)
     said = Said()
-    reports = {way: one_way(rank, size, Path(folder, way.replace(" ", "_")), WAYS[way], missing) for way in WAYS}
-    if rank in missing:
-        wait_until(lambda: len(said.lines) == len(WAYS))
-    dist.barrier()
+    reports = {}
+    for number, way in enumerate(WAYS, 1):
+        reports[way] = one_way(rank, size, Path(folder, way.replace(" ", "_")), WAYS[way], missing)
+        if rank in missing:
+            wait_until(lambda n=number: len(said.lines) == n)
+        dist.barrier()
     return reports
 
 

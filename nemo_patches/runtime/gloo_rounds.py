@@ -349,9 +349,14 @@ def _keep_groups() -> None:
         leak(pair)
 
 
-def _at_exit() -> None:
+def stop_helpers() -> None:
     for helper in list(_helpers):
         helper.stop()
+
+
+def _at_exit() -> None:
+    stop_helpers()
+    for helper in list(_helpers):
         helper.join(timedelta(seconds=0.5))
     _keep_groups()
 
@@ -359,8 +364,7 @@ def _at_exit() -> None:
 def _in_forked_child() -> None:
     # The group's threads do not exist here, so its destructor would wait for them without end.
     _keep_groups()
-    for helper in list(_helpers):
-        helper.stop()
+    stop_helpers()
 
 
 atexit.register(_at_exit)

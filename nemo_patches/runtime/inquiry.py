@@ -47,9 +47,10 @@ class Asker(Protocol):
     rank: int
     size: int
     period: float
+    lock: threading.Lock
 
-    def reading(self) -> dist.Store:
-        """The connection for questions. May block."""
+    def connection(self) -> dist.Store:
+        """To be called, and used, with the lock held. May block."""
 
 
 class Inquiry:
@@ -95,7 +96,7 @@ class Inquiry:
     def _run(self) -> None:
         try:
             with self._asking():
-                store = self._asker.reading()
+                store = self._asker.connection()
             attempt = 0
             while not self._cancelled and not self.done:
                 attempt += 1
@@ -202,7 +203,8 @@ class Inquiry:
     def _asking(self) -> Iterator[None]:
         """While the store owes an answer."""
         self._asked_at = time.monotonic()
-        yield
+        with self._asker.lock:
+            yield
         self._asked_at = 0.0
 
     def _sleep_until(self, end: float) -> None:
@@ -224,10 +226,13 @@ class LateCheck:
     def _run(self) -> None:
         # Errors are nobody's concern: a store that is gone is the waiting ranks' to report.
         with contextlib.suppress(Exception):
-            store, key = self._asker.reading(), _waited_for(self._asker.rank)
+            key = _waited_for(self._asker.rank)
             for seconds in _LATE_LOOKS:
                 _sleep_until(self._began + seconds, lambda: self._cancelled)
-                if self._cancelled or (store.check([key]) and self._say(decode_texts(store.get(key)))):
+                with self._asker.lock:
+                    store = self._asker.connection()
+                    told = store.get(key) if not self._cancelled and store.check([key]) else b""
+                if self._cancelled or (told and self._say(decode_texts(told))):
                     break
 
     def _say(self, told: dict[str, str]) -> bool:

@@ -228,7 +228,7 @@ class EncoderSync:
         self._rounds.close()
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         if settings.on_timeout == "raise":
-            since = timedelta(seconds=time.monotonic() - activity.current.since)
+            since = timedelta(seconds=time.monotonic() - activity.current.last.since)
             missing = self._monitor.wait_for_end(settings.timeout - since + _END_PATIENCE)
             raise LengthSyncTimeout(f"{text}: {reason}", missing)
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from . import __version__, activity, stacks
-from .gloo_rounds import leak
+from .gloo_rounds import leak, stop_helpers
 from .heartbeats import LEFT, Beat, MissingRank, named, own_connection, send, told
 from .inquiry import END, Inquiry, LateCheck
 from .reporting import first_line, report
@@ -37,6 +37,7 @@ _TICK, _SHORTEST_TICK = 0.25, 0.02
 _PATIENCE = 2.6  # for an inquiry that is not done when its report is due
 _RAISE_PATIENCE = 0.35  # the training thread waits for this one
 _FIRST_REPEAT = 60.0
+_BRIEFLY = 0.05
 
 
 class OpenRound:
@@ -125,7 +126,6 @@ class StallMonitor:
         self._stalls: dict[Watched, _Stall] = {}
         self._thread: threading.Thread | None = None
         self._stopped = False
-        self._writing: dist.Store | None = None
         self._broken = ""
         self._number = 0
         self._next_beat = 0.0
@@ -138,8 +138,8 @@ class StallMonitor:
         self._seen_calls, self._seen_since = 0, 0.0
         self._late: LateCheck | None = None
         self._late_said: set[str] = set()
-        self._lock = threading.Lock()
-        self._reading: dist.Store | None = None
+        self.lock = threading.Lock()  # of the connection: held for a request by whoever waits for its answer
+        self._store: dist.Store | None = None
         self._call_said = 0.0
         _monitors.add(self)
 
@@ -206,18 +206,14 @@ class StallMonitor:
             if one.said_at
         )
 
-    def reading(self) -> dist.Store:
-        """For the inquiries, which share one connection."""
-        with self._lock:
-            if self._reading is None:
-                self._reading = self._connection()
-            return self._reading
-
-    def _connection(self) -> dist.Store:
-        default_store = self._default_store()
-        if default_store is None:
-            raise RuntimeError("the process group was destroyed")
-        return dist.PrefixStore(self._prefix, own_connection(default_store))
+    def connection(self) -> dist.Store:
+        """The one connection of this process's heartbeats and inquiries; to be called, and used, with the lock held."""
+        if self._store is None:
+            default_store = self._default_store()
+            if default_store is None:
+                raise RuntimeError("the process group was destroyed")
+            self._store = dist.PrefixStore(self._prefix, own_connection(default_store))
+        return self._store
 
     @property
     def has_stall(self) -> bool:
@@ -225,10 +221,10 @@ class StallMonitor:
 
     def beat(self, phase: str = "") -> Beat:
         """This rank's next heartbeat."""
-        now, settings, last = time.monotonic(), self._settings(), activity.current
+        now, settings, last = time.monotonic(), self._settings(), activity.current.last
         idle = now - last.since if last.since else -1.0
         if not phase:
-            phase = last.phase
+            phase = activity.current.phase
             if phase == activity.FORWARD and not stacks.runs(last.thread, last.place):
                 phase = "between encoder calls"
         far = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
@@ -266,7 +262,7 @@ class StallMonitor:
             for asked in (self._late, *self._inquiries):
                 if asked is not None:
                     asked.cancel()
-            self._writing = self._reading = None
+            self._store = None
 
     def _pause(self) -> float:
         settings = self._settings()
@@ -297,20 +293,16 @@ class StallMonitor:
         return found
 
     def _beat(self, phase: str = "") -> None:
-        self._next_beat = time.monotonic() + self.period
-        if self._broken or (self._asked() and phase != LEFT):
-            return  # a store that does not answer would not take them either, and block this thread at last
+        if self._broken or self._store is None or not self.lock.acquire(timeout=_BRIEFLY):
+            return  # at the next look again; a store that owes an answer would block this thread, too
         try:
-            if self._writing is None:
-                self._writing = self._connection()
+            self._next_beat = time.monotonic() + self.period
             self._latest = self.beat(phase)
-            send(self._writing, self._latest)
+            send(self._store, self._latest)
         except Exception as error:
             self._broken = first_line(error)
-
-    def _asked(self) -> bool:
-        """Whether an inquiry has waited for the store's answer for long."""
-        return any(inquiry.unanswered > _PATIENCE for inquiry in self._inquiries)
+        finally:
+            self.lock.release()
 
     def _look(self, sync: Watched, now: float, timeout: float, last: bool) -> None:
         stall = self._stalls.get(sync)
@@ -434,7 +426,7 @@ class StallMonitor:
 
     def _calls_again(self, timeout: float) -> bool:
         """Whether this rank makes an encoder call after a long time without one: others may have waited for it."""
-        last = activity.current
+        last = activity.current.last
         if last.calls == self._seen_calls:
             return False
         away = last.since - self._seen_since
@@ -448,10 +440,9 @@ class StallMonitor:
         return True
 
     def _watch_call(self, now: float, limit: timedelta) -> None:
-        last = activity.current
+        last, phase = activity.current.last, activity.current.phase
         if not limit or not last.since or self._call_said == last.since or now - last.since < limit.total_seconds():
             return
-        phase = last.phase
         if phase == activity.FORWARD and not stacks.runs(last.thread, last.place):
             return
         self._call_said = last.since
@@ -486,6 +477,7 @@ _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
+    stop_helpers()  # what they would say now is of no use to anybody
     for monitor in list(_monitors):
         monitor.stop()
     for monitor in list(_monitors):
