@@ -57,7 +57,6 @@ class Rounds:
         self.closed = False  # nobody wants these rounds any more
         self._error = ""
         self._came_at = 0.0
-        self._arrived = 0
         _live.add(self)
 
     def issue(self, value: int) -> None:
@@ -114,13 +113,6 @@ class Rounds:
         return self._cell[0]
 
     @property
-    def connecting(self) -> str:
-        """How far the group is on its way, as a sentence for a report; empty once it is connected."""
-        if self._settled.is_set():
-            return ""
-        return f"its group is not connected yet, {self._arrived} of {self._helper.size} ranks have come"
-
-    @property
     def came_at(self) -> float:
         """time.monotonic() at which the last round was first seen to have come; 0.0 while it has not."""
         return self._came_at
@@ -169,10 +161,10 @@ class Rounds:
 
     def connect(self, store: dist.Store) -> bool:
         """Connect if every rank has come; False: not yet."""
-        self._arrived = store.add("arrived", 0)
-        if self._arrived < 0:
+        arrived = store.add("arrived", 0)
+        if arrived < 0:
             raise RoundFailed(store.get("failed").decode(errors="replace"))
-        if self._arrived < self._helper.size:
+        if arrived < self._helper.size:
             return False
         # Two threads, as Gloo has: with one, rounds were faster on an idle machine, at times far slower on a busy one.
         group = dist.ProcessGroupGloo(store, self._helper.rank, self._helper.size, _GROUP_TIMEOUT)
