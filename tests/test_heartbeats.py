@@ -28,6 +28,7 @@ from nemo_patches.runtime.heartbeats import (
     encode_missing,
     encode_texts,
     named,
+    ranks_in,
     told,
 )
 
@@ -158,7 +159,7 @@ def test_a_report_cannot_name_ranks_that_there_are_not() -> None:
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=8), texts, max_size=5))
 def test_short_texts_are_read_back(content: dict[str, str]) -> None:
-    assert decode_texts(encode_texts(**content)).keys() == content.keys()
+    assert decode_texts(encode_texts(content)).keys() == content.keys()
 
 
 def own_function(entered: threading.Event, leave: threading.Event) -> None:
@@ -213,11 +214,13 @@ def test_loader_workers_are_found_and_not_reaped() -> None:
 
 @given(st.sets(st.integers(0, 63), min_size=1))
 def test_ranks_are_named_as_ranges_that_read_back_the_same(ranks: set[int]) -> None:
-    found: list[int] = []
-    for part in named(sorted(ranks)).removeprefix("ranks ").removeprefix("rank ").split(", "):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    assert found == sorted(ranks)
+    assert list(ranks_in(named(sorted(ranks)), 64)) == sorted(ranks)
+
+
+@given(texts)
+def test_ranks_in_any_other_text_are_of_this_world_or_none(text: str) -> None:
+    assert set(ranks_in(text, 4)) <= {0, 1, 2, 3}
+    assert ranks_in("ranks 0-99999999999", 4) == (0, 1, 2, 3)
 
 
 def test_ranks_are_named_as_a_person_would() -> None:

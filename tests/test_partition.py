@@ -90,7 +90,7 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
     return call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
 
 
-def hosts_seen() -> dict[str, str]:
+def hosts_seen() -> dict[str, tuple[int, ...]]:
     from nemo_patches.runtime import length_sync
 
     world = length_sync._world
@@ -116,8 +116,9 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tm
         assert unknown == ""
         assert len(result.lines("Missing: rank 2 of 3 | rank 2 (nemo-patches-b, pid ")) == 1
     _, _, missing, unknown = results[2].value
+    assert missing == [(0, "no heartbeat", HOSTS[0]), (1, "no heartbeat", HOSTS[0])]
     assert unknown.startswith("the job's store has not answered for ")
-    assert unknown.endswith("; the ranks on other hosts: nemo-patches-a: ranks 0-1")
+    assert unknown.endswith(": its host, 10.77.0.1, cannot be reached")
     assert (
-        len(results[2].lines("not every rank's length came", "Missing: cannot be told: the job's store has not")) == 1
+        len(results[2].lines("not every rank's length came", "Missing: ranks 0-1 of 3 | rank 0 (nemo-patches-a")) == 1
     )

@@ -190,6 +190,37 @@ def test_two_of_four_are_missing_for_different_reasons(tmp_path: Path) -> None:
         assert len(results[rank].lines("Missing: ranks 1, 3 of 4 | rank 1 (")) == 1
 
 
+def the_store_goes_with_its_rank(rank: int, size: int, folder: str) -> Report | None:
+    nemo_patches.apply(timeout=TIMEOUT)
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    wait_until(lambda: hosts())
+    Path(folder, f"ready-{rank}").touch()
+    wait_until(lambda: all(Path(folder, f"ready-{one}").exists() for one in range(size)))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    call = encoders.sync(encoder, 200)
+    wait_until(lambda: nemo_patches.status().stalls)
+    report = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    Path(folder, f"said-{rank}").touch()
+    wait_until(lambda: all(Path(folder, f"said-{one}").exists() for one in range(1, size)))
+    return Report(call, report, stall.missing)
+
+
+def test_the_rank_that_the_store_goes_with_is_named(tmp_path: Path) -> None:
+    results = run_ranks(the_store_goes_with_its_rank, 3, str(tmp_path), dies=(0,))
+    for rank in (1, 2):
+        report = results[rank].value
+        assert [(missing.rank, missing.kind) for missing in report.missing] == [(0, "no heartbeat")]
+        assert report.call < TIMEOUT + 0.5
+        assert report.report < TIMEOUT + 3
+        assert len(results[rank].lines("gone: rank 0 of 3 | rank 0 (")) == 1
+
+
 def two_come_one_after_the_other(rank: int, size: int, folder: str) -> Any:
     """Rank 1 comes when rank 0 has reported it and rank 2 as missing; then it waits for rank 2 itself."""
     nemo_patches.apply(timeout=TIMEOUT)
@@ -575,7 +606,7 @@ def differing(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def hosts() -> dict[str, str]:
+def hosts() -> dict[str, tuple[int, ...]]:
     from nemo_patches.runtime import length_sync
 
     assert length_sync._world is not None and length_sync._world.helper.roll_call is not None

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +24,7 @@ DETAILED = 4  # missing ranks of which a report tells where they are; of the oth
 _LONGEST_TEXT = 600  # characters of any text that a peer sent
 _ENCODERS = 16
 _WORKERS = 32
+_LISTENS = "0A"  # the state of a socket in Linux's /proc/net/tcp
 _KEYS_PER_REQUEST = 256
 # One bit for each rank in a number that ranks add to: every kind of store can add.
 _RANKS_PER_KEY = 62
@@ -50,6 +53,7 @@ class Beat:
     clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
     idle: float  # seconds since the last encoder call began; -1 before the first
     rounds: dict[str, int]  # by encoder, those called last: the rounds that this rank has come to
+    serves: bool = False  # whether the store's server is in this process
     where: str = ""  # what its training thread does, where the last call is long ago
     workers: tuple[int, ...] = ()  # process ids of data loader workers, then
 
@@ -74,7 +78,8 @@ class MissingRank:
     workers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}" + (f" ({self.host}, pid {self.pid})" if self.host else "")
+        place = [*([self.host] if self.host else []), *([f"pid {self.pid}"] if self.pid else [])]
+        who = f"rank {self.rank}" + (f" ({', '.join(place)})" if place else "")
         least = "at least " if self.kind == SILENT else ""
         last = f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago" if self.idle >= 0 else ""
         workers = f"; its data loader's workers: pids {', '.join(map(str, self.workers))}" if self.workers else ""
@@ -137,7 +142,7 @@ def decode_missing(data: bytes, size: int) -> tuple[MissingRank, ...] | None:
     return tuple(found[rank] for rank in sorted(found))
 
 
-def encode_texts(**texts: str) -> bytes:
+def encode_texts(texts: dict[str, str]) -> bytes:
     return _bytes(texts)
 
 
@@ -146,7 +151,7 @@ def decode_texts(data: bytes) -> dict[str, str]:
     content = _json(data, LONGEST_REPORT)
     if not isinstance(content, dict):
         return {}
-    return {str(name): safe(text) for name, text in content.items() if isinstance(text, str)}
+    return {safe(name): safe(text) for name, text in content.items() if isinstance(text, str)}
 
 
 def safe(text: str) -> str:
@@ -165,6 +170,26 @@ def own_connection(store: dist.Store) -> dist.Store:
     if isinstance(inner, dist.TCPStore):
         return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False)
     return store
+
+
+def serves(store: dist.Store) -> bool:
+    """Whether this process has the server of a TCPStore; false where that cannot be seen, as on another system."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return False
+    listening = set()
+    with contextlib.suppress(OSError):
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == store.port:
+                    listening.add(f"socket:[{fields[9]}]")
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # one that is closed meanwhile
+            if os.readlink(descriptor) in listening:
+                return True
+    return False
 
 
 def announce(store: dist.Store, beat: Beat) -> None:
@@ -221,6 +246,18 @@ def named(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
+def ranks_in(text: str, size: int) -> tuple[int, ...]:
+    """The ranks, of `size` in all, that `named` made a text of; none for another text."""
+    found: list[int] = []
+    try:
+        for part in text.removeprefix("ranks ").removeprefix("rank ").split(", "):
+            first, _, last = part.partition("-")
+            found += range(max(int(first), 0), min(int(last or first), size - 1) + 1)
+    except ValueError:
+        return ()
+    return tuple(found)
+
+
 def told(missing: tuple[MissingRank, ...], size: int) -> str:
     """The missing ranks, at least one, for a person: all named, and of the first few what they do."""
     lines = [str(one) for one in missing[:DETAILED]]
@@ -265,6 +302,12 @@ def _checked(kind: type[Any], content: Any) -> Any:
     return kind(**checked)
 
 
+def _boolean(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError
+    return value
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
@@ -292,6 +335,7 @@ def _rounds(value: Any) -> dict[str, int]:
 
 
 _CHECKS: dict[str, Any] = {
+    "bool": _boolean,
     "int": _whole,
     "str": _text,
     "float": _seconds,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from .reporting import first_line, report
 END = "end"  # in place of an encoder's key: its group is gone, and so is some rank
 _BEATS_TO_SEE = 1.75  # periods after which a heart that beats has been seen to
 _LOOK = 0.2  # seconds between two looks for what another rank is to find out
+_PROBE = 1.0  # seconds for a connection
 _SLICE = 0.05  # between two looks whether the answer is still wanted
 _LATE_LOOKS = (0.0, 1.0, 3.0)  # seconds after it came back: the others may still be finding out
 
@@ -131,7 +133,7 @@ class Inquiry:
     def _publish(self, store: dist.Store, topic: str, missing: tuple[MissingRank, ...]) -> None:
         store.set(f"{topic}/missing", encode_missing(missing).decode())
         for one in missing:
-            told = encode_texts(id=topic, incident=self._incident, where=one.where)
+            told = encode_texts({"id": topic, "incident": self._incident, "where": one.where})
             store.set(_waited_for(one.rank), told.decode())
 
     def _find_out(self, store: dist.Store) -> tuple[MissingRank, ...]:
@@ -209,6 +211,27 @@ class Inquiry:
 
     def _sleep_until(self, end: float) -> None:
         _sleep_until(end, lambda: self._cancelled)
+
+
+class Probe:
+    """Whether the host of a store that owes an answer can be reached: a server that only hangs can be connected to."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.unreachable = False
+        self.host = host
+        self._address = (host, port)
+        self.thread = _started(self._run)
+
+    def cancel(self) -> None:
+        """It ends by itself, in a second."""
+
+    def _run(self) -> None:
+        try:
+            socket.create_connection(self._address, _PROBE).close()
+        except ConnectionRefusedError:
+            pass  # the host is there
+        except OSError:
+            self.unreachable = True
 
 
 class LateCheck:

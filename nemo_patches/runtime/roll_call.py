@@ -16,11 +16,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .heartbeats import UNPATCHED, Beat, announce, announced, decode_texts, encode_texts, named, present, read
+from .heartbeats import UNPATCHED, Beat, announce, announced, decode_texts, encode_texts, named, present, ranks_in, read
 from .reporting import first_line, report
 
 # Seconds from one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
 _FIRST_PAUSE, _PAUSE_PER_RANK, _LONGEST_PAUSE = 0.05, 0.001, 5.0
+
+_STORE = " store"  # no host has a name that begins with a blank
 
 
 class RollCall:
@@ -31,7 +33,8 @@ class RollCall:
     ) -> None:
         """told_elsewhere: whether the stall monitor tells of the ranks that are missing, so that this need not."""
         self.missing: tuple[int, ...] = ()  # as it was at the last look
-        self.hosts: dict[str, str] = {}  # each host's ranks, once all have come
+        self.hosts: dict[str, tuple[int, ...]] = {}  # each host's ranks, once all have come
+        self.store_rank = -1  # the rank whose process has the store's server; -1: none has, or it is not known
         self.done = False
         self._rank, self._size, self._limit = rank, size, limit
         self._first_beat, self._told_elsewhere = first_beat, told_elsewhere
@@ -87,9 +90,15 @@ class RollCall:
             beats = read(store, range(self._size))
             self._compare(list(beats.values()))
             self.hosts = _hosts(beats)
-            store.set("hosts", encode_texts(**self.hosts).decode())
+            self.store_rank = next((rank for rank, beat in beats.items() if beat.serves), -1)
+            texts = {host: named(ranks) for host, ranks in self.hosts.items()}
+            if self.store_rank >= 0:
+                texts[_STORE] = named([self.store_rank])
+            store.set("hosts", encode_texts(texts).decode())
         elif store.check(["hosts"]):
-            self.hosts = decode_texts(store.get("hosts"))
+            texts = decode_texts(store.get("hosts"))
+            self.store_rank = next(iter(ranks_in(texts.pop(_STORE, ""), self._size)), -1)
+            self.hosts = {host: ranks_in(text, self._size) for host, text in texts.items()}
         else:
             return
         self.done = True
@@ -115,8 +124,8 @@ class RollCall:
         )
 
 
-def _hosts(beats: dict[int, Beat]) -> dict[str, str]:
+def _hosts(beats: dict[int, Beat]) -> dict[str, tuple[int, ...]]:
     ranks: dict[str, list[int]] = {}
     for rank in sorted(beats):
         ranks.setdefault(beats[rank].host, []).append(rank)
-    return {host: named(its) for host, its in ranks.items()}
+    return {host: tuple(its) for host, its in ranks.items()}

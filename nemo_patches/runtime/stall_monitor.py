@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from . import __version__, activity, stacks
 from .gloo_rounds import leak, stop_helpers
-from .heartbeats import LEFT, Beat, MissingRank, named, own_connection, send, told
-from .inquiry import END, Inquiry, LateCheck
+from .heartbeats import LATE, LEFT, SILENT, Beat, MissingRank, named, own_connection, send, serves, told
+from .inquiry import END, Inquiry, LateCheck, Probe
 from .reporting import first_line, report
 from .roll_call import RollCall
 from .settings import Settings
@@ -38,6 +38,7 @@ _PATIENCE = 2.6  # for an inquiry that is not done when its report is due
 _RAISE_PATIENCE = 0.35  # the training thread waits for this one
 _FIRST_REPEAT = 60.0
 _BRIEFLY = 0.05
+_ODD = 0.5  # for an answer of the store's
 
 
 class OpenRound:
@@ -120,7 +121,10 @@ class StallMonitor:
         # Weak: a strong reference would keep rank 0's server, and its port, after destroy_process_group.
         self._default_store = weakref.ref(store)
         self._prefix, self._settings = prefix, settings
-        self.period = _PERIOD_OF_A_FILE if isinstance(_innermost(store), dist.FileStore) else period_for(size)
+        self._serves: bool | None = None  # whether the store's server is in this process, once it was looked for
+        inner = _innermost(store)
+        self.period = _PERIOD_OF_A_FILE if isinstance(inner, dist.FileStore) else period_for(size)
+        self._server = (inner.host, inner.port) if isinstance(inner, dist.TCPStore) else None
         self._roll_call: RollCall | None = None
         self._syncs: list[weakref.ref[Watched]] = []
         self._stalls: dict[Watched, _Stall] = {}
@@ -137,6 +141,7 @@ class StallMonitor:
         self._end_missing: tuple[MissingRank, ...] = ()
         self._seen_calls, self._seen_since = 0, 0.0
         self._late: LateCheck | None = None
+        self._probe: Probe | None = None  # of the store that owes the present answer
         self._late_said: set[str] = set()
         self.lock = threading.Lock()  # of the connection: held for a request by whoever waits for its answer
         self._store: dist.Store | None = None
@@ -229,6 +234,9 @@ class StallMonitor:
                 phase = "between encoder calls"
         far = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
         opened = [(one.issued_at, sync.key, one.number) for sync in self._watched() if (one := sync.open_round)]
+        if self._serves is None:
+            store = self._default_store()
+            self._serves = store is not None and serves(store)
         self._number += 1
         return Beat(
             rank=self.rank,
@@ -243,6 +251,7 @@ class StallMonitor:
             clock=last.clock,
             idle=idle,
             rounds={key: number for _, key, number in sorted(opened)},
+            serves=self._serves,
             where=stacks.where(last.thread) if far else "",
             workers=stacks.loader_workers() if far else (),
         )
@@ -280,6 +289,7 @@ class StallMonitor:
                 self._look_at_end(sync, now, last)
             self._look(sync, now, timeout, last)
         self._say_end(now, last)
+        self._see_whether_the_store_answers(last)
         self._watch_call(now, settings.call_timeout)
 
     def _watched(self) -> list[Watched]:
@@ -365,6 +375,8 @@ class StallMonitor:
         sync.calm = False
         stall.said_at = now
         stall.missing, stall.unknown = self._result(stall.inquiry)
+        if stall.unknown and not stall.missing and self.size == 2:
+            stall.missing = (MissingRank(1 - self.rank, LATE),)  # whatever else cannot be told
         waited = (one.gave_up_at or one.came_at or now) - one.issued_at
         still = f"still (after {timedelta(seconds=round(now - one.issued_at))}) " if stall.repeats else ""
         text = (
@@ -376,6 +388,13 @@ class StallMonitor:
             one.told.set()
         report(logging.WARNING, text)
 
+    def _see_whether_the_store_answers(self, last: bool) -> None:
+        owed = max((inquiry.unanswered for inquiry in self._inquiries), default=0.0)
+        if owed < _ODD:
+            self._probe = None
+        elif self._probe is None and self._server is not None and not last:
+            self._probe = Probe(*self._server)
+
     def _result(self, inquiry: Inquiry | None) -> tuple[tuple[MissingRank, ...], str]:
         """The missing ranks, or why they cannot be told."""
         if inquiry is None:
@@ -384,15 +403,30 @@ class StallMonitor:
             return inquiry.missing, ""
         reason = inquiry.error or self._broken
         if reason:
-            return (), f"the job's store, which all ranks meet at, is gone: {reason}"
+            return self._with_the_store(), f"the job's store, which all ranks meet at, is gone: {reason}"
         if inquiry.unanswered < _PATIENCE:
             return inquiry.partly, "" if inquiry.partly else "it was not known yet"
-        reason = f"the job's store has not answered for {inquiry.unanswered:.1f} s: slow, or not to be reached"
-        hosts = self._roll_call.hosts if self._roll_call else {}
-        others = [f"{host}: {ranks}" for host, ranks in hosts.items() if host != socket.gethostname()]
+        reason = f"the job's store has not answered for {inquiry.unanswered:.1f} s"
+        mine = socket.gethostname()
+        others = {host: ranks for host, ranks in self._hosts().items() if host != mine}
+        if self._probe is not None and self._probe.unreachable:
+            reason += f": its host, {self._probe.host}, cannot be reached"
+            for host, ranks in others.items():
+                if 0 in ranks:  # there the store's server is, in rank 0 or in its launcher
+                    return tuple(MissingRank(rank, SILENT, host) for rank in ranks), reason
         if others:
-            reason += f"; the ranks on other hosts: {'; '.join(others[:8])}"
+            listed = "; ".join(f"{host}: {named(ranks)}" for host, ranks in list(others.items())[:8])
+            reason += f"; the ranks on other hosts: {listed}"
         return inquiry.partly, reason
+
+    def _with_the_store(self) -> tuple[MissingRank, ...]:
+        """The rank that the store has gone with, where its server was in a rank."""
+        rank = self._roll_call.store_rank if self._roll_call else -1
+        host = next((host for host, ranks in self._hosts().items() if rank in ranks), "")
+        return (MissingRank(rank, SILENT, host),) if rank >= 0 else ()
+
+    def _hosts(self) -> dict[str, tuple[int, ...]]:
+        return self._roll_call.hosts if self._roll_call else {}
 
     def _told(self, stall: _Stall) -> str:
         if stall.missing:
