@@ -648,7 +648,7 @@ def assert_three_lines(before: bytes, after: bytes, target: Target) -> None:
 
 
 def next_class(lines: list[bytes]) -> bytes:
-    return next(line for line in lines if line.lstrip().startswith(b"class "))
+    return next(line for line in lines if line.split()[:1] == [b"class"])  # also before a form feed
 
 
 def top_class(tree: ast.Module, target: Target) -> ast.ClassDef:
