@@ -150,6 +150,11 @@ def test_a_report_that_is_none_is_not_taken(content: object) -> None:
     decode_missing(json.dumps({"kinds": content, "details": content}).encode(), 8)
 
 
+def test_a_report_of_infinitely_many_ranks_is_not_taken() -> None:
+    kinds = {kind: [] for kind in (SILENT, LEFT, UNANNOUNCED, "late")} | {ELSEWHERE: [[0, float("inf")]]}
+    assert decode_missing(json.dumps({"kinds": kinds, "details": []}).encode(), 4) is None
+
+
 def test_a_report_cannot_name_ranks_that_there_are_not() -> None:
     kinds = {ELSEWHERE: [[-5, 10**12]], SILENT: [], LEFT: [], UNANNOUNCED: [], "late": []}
     back = decode_missing(json.dumps({"kinds": kinds, "details": []}).encode(), 4)

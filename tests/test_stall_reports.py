@@ -16,6 +16,7 @@ from typing import Any
 
 import encoders
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import Result, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
 from torch.utils.data import DataLoader, Dataset
@@ -90,6 +91,25 @@ WAYS: dict[str, Callable[[Path], None]] = {
 }
 
 
+def in_step() -> torch.nn.Module:
+    """An encoder after two calls that every rank has made."""
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        dist.barrier()
+    return encoder
+
+
+def reported(encoder: torch.nn.Module, length: int) -> Report:
+    """One call that not every rank comes to, until the report on it is there."""
+    began = time.monotonic()
+    call = encoders.sync(encoder, length)
+    wait_until(lambda: nemo_patches.status().stalls)
+    seconds = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    return Report(call, seconds, stall.missing)
+
+
 def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dict[str, Report | None]:
     """One encoder for each way to be missing, so that none has an earlier stall's shorter waits."""
     nemo_patches.apply(timeout=TIMEOUT)
@@ -104,10 +124,7 @@ def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dic
 
 
 def one_way(rank: int, size: int, go_on: Path, way: Callable[[Path], None], missing: tuple[int, ...]) -> Report | None:
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-        dist.barrier()
+    encoder = in_step()
     if rank in missing:
         way(go_on)
         encoders.sync(encoder, 200)
@@ -115,17 +132,13 @@ def one_way(rank: int, size: int, go_on: Path, way: Callable[[Path], None], miss
         return None
     send = stopper(go_on) if way is be_stopped and rank == 0 else lambda number: None
     send(signal.SIGSTOP)
-    began = time.monotonic()
-    call = encoders.sync(encoder, 200)
-    wait_until(lambda: nemo_patches.status().stalls)
-    report = time.monotonic() - began
-    (stall,) = nemo_patches.status().stalls
+    report = reported(encoder, 200)
     wait_for_others(str(go_on), size - len(missing))
     go_on.touch()
     send(signal.SIGCONT)
     dist.barrier()
     wait_until(lambda: not nemo_patches.status().stalls)
-    return Report(call, report, stall.missing)
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -192,23 +205,16 @@ def test_two_of_four_are_missing_for_different_reasons(tmp_path: Path) -> None:
 
 def the_store_goes_with_its_rank(rank: int, size: int, folder: str) -> Report | None:
     nemo_patches.apply(timeout=TIMEOUT)
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-        dist.barrier()
+    encoder = in_step()
     wait_until(lambda: hosts())
     Path(folder, f"ready-{rank}").touch()
     wait_until(lambda: all(Path(folder, f"ready-{one}").exists() for one in range(size)))
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    call = encoders.sync(encoder, 200)
-    wait_until(lambda: nemo_patches.status().stalls)
-    report = time.monotonic() - began
-    (stall,) = nemo_patches.status().stalls
+    report = reported(encoder, 200)
     Path(folder, f"said-{rank}").touch()
     wait_until(lambda: all(Path(folder, f"said-{one}").exists() for one in range(1, size)))
-    return Report(call, report, stall.missing)
+    return report
 
 
 def test_the_rank_that_the_store_goes_with_is_named(tmp_path: Path) -> None:
@@ -224,10 +230,7 @@ def test_the_rank_that_the_store_goes_with_is_named(tmp_path: Path) -> None:
 def two_come_one_after_the_other(rank: int, size: int, folder: str) -> Any:
     """Rank 1 comes when rank 0 has reported it and rank 2 as missing; then it waits for rank 2 itself."""
     nemo_patches.apply(timeout=TIMEOUT)
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-        dist.barrier()
+    encoder = in_step()
     said = [Path(folder, f"said-{one}") for one in range(size)]
     if rank:
         wait_until(said[rank - 1].exists)
@@ -252,10 +255,7 @@ def test_a_rank_that_came_late_is_not_named_in_its_own_report(tmp_path: Path) ->
 
 def gone(rank: int, size: int, mode: str) -> Report | None:
     nemo_patches.apply(timeout=TIMEOUT, sync=mode)  # type: ignore[arg-type]
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-        dist.barrier()
+    encoder = in_step()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -292,13 +292,9 @@ def never_announced(rank: int, size: int, why: str) -> Report | None:
             encoders.sync(encoder, 100)
         return None
     nemo_patches.apply(timeout=TIMEOUT)
-    began = time.monotonic()
-    call = encoders.sync(encoder, 100)
-    wait_until(lambda: nemo_patches.status().stalls)
-    report = time.monotonic() - began
-    (stall,) = nemo_patches.status().stalls
+    report = reported(encoder, 100)
     wait_for_others("said", 2)
-    return Report(call, report, stall.missing)
+    return report
 
 
 @pytest.mark.parametrize("why", ["raised", "not patched"])
@@ -356,10 +352,7 @@ def raising(rank: int, size: int, folder: str) -> Any:
     from nemo_patches.runtime.length_sync import LengthSyncTimeout
 
     nemo_patches.apply(timeout=4.0, on_timeout="raise")
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-        dist.barrier()
+    encoder = in_step()
     go_on = Path(folder, "raised")
     if rank == 1:
         read_audio(go_on)
@@ -388,10 +381,7 @@ def raising_for_a_killed_rank(rank: int, size: int) -> Any:
     from nemo_patches.runtime.length_sync import LengthSyncTimeout
 
     nemo_patches.apply(timeout=6.0, on_timeout="raise")
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-        dist.barrier()
+    encoder = in_step()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

@@ -137,7 +137,7 @@ def decode_missing(data: bytes, size: int) -> tuple[MissingRank, ...] | None:
             for first, last in content["kinds"][kind]
             for rank in range(max(int(first), 0), min(int(last), size - 1) + 1)
         }
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return tuple(found[rank] for rank in sorted(found))
 
@@ -159,14 +159,19 @@ def safe(text: str) -> str:
     return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_TEXT])
 
 
+def innermost(store: dist.Store) -> dist.Store:
+    """The store itself, without the prefixes around it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def own_connection(store: dist.Store) -> dist.Store:
     """A connection to the same store that no one else uses; the store itself where its kind has none."""
     if hasattr(store, "clone"):  # newer torch; keeps the prefixes
         with contextlib.suppress(RuntimeError, NotImplementedError):
             return store.clone()  # type: ignore[no-any-return]
-    inner = store
-    while isinstance(inner, dist.PrefixStore):
-        inner = inner.underlying_store
+    inner = innermost(store)
     if isinstance(inner, dist.TCPStore):
         return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False)
     return store
@@ -174,16 +179,15 @@ def own_connection(store: dist.Store) -> dist.Store:
 
 def serves(store: dist.Store) -> bool:
     """Whether this process has the server of a TCPStore; false where that cannot be seen, as on another system."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    inner = innermost(store)
+    if not isinstance(inner, dist.TCPStore):
         return False
     listening = set()
     with contextlib.suppress(OSError):
         for table in ("tcp", "tcp6"):
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == store.port:
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == inner.port:
                     listening.add(f"socket:[{fields[9]}]")
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # one that is closed meanwhile

@@ -205,9 +205,11 @@ class Inquiry:
     def _asking(self) -> Iterator[None]:
         """While the store owes an answer."""
         self._asked_at = time.monotonic()
-        with self._asker.lock:
-            yield
-        self._asked_at = 0.0
+        try:
+            with self._asker.lock:
+                yield
+        finally:
+            self._asked_at = 0.0
 
     def _sleep_until(self, end: float) -> None:
         _sleep_until(end, lambda: self._cancelled)
@@ -220,10 +222,7 @@ class Probe:
         self.unreachable = False
         self.host = host
         self._address = (host, port)
-        self.thread = _started(self._run)
-
-    def cancel(self) -> None:
-        """It ends by itself, in a second."""
+        _started(self._run)
 
     def _run(self) -> None:
         try:

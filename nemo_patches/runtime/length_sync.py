@@ -32,7 +32,7 @@ from .stall_monitor import OpenRound, Stall, StallMonitor
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, or some rank has gone, and on_timeout="raise" was chosen.
+    """Not every rank's length came in time, or a round failed (a rank has gone), and on_timeout="raise" was chosen.
 
     missing: the ranks that were waited for and what each does, as far as it was known in time.
     """
@@ -271,7 +271,7 @@ class World:
         if self.helper.roll_call is None:
             monitor = self.monitor
             limit = current().timeout
-            roll = RollCall(monitor.rank, self.size, limit, monitor.beat, lambda: monitor.has_stall)
+            roll = RollCall(monitor.rank, self.size, limit, monitor.beat, monitor.has_stall)
             self.helper.call_roll(roll)
             monitor.start(roll)
 

@@ -64,11 +64,6 @@ class RollCall:
                 self._said = True
                 report(logging.WARNING, self._warning())
 
-    def text(self) -> str:
-        """Who has not announced itself, as the beginning of a sentence."""
-        verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
-        return f"{named(self.missing)} of {self._size} {verb}"
-
     def _see(self, store: dist.Store) -> None:
         if not self._announced:
             announce(store, self._first_beat())
@@ -118,9 +113,10 @@ class RollCall:
     def _warning(self) -> str:
         if self._broken:
             return f"cannot see whether every rank is patched: {self._broken}"
+        verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
         return (
-            f"{self.text()} within {self._limit.total_seconds():g} s: not patched, not started, or not yet at a first "
-            f"encoder call. {UNPATCHED}"
+            f"{named(self.missing)} of {self._size} {verb} within {self._limit.total_seconds():g} s: not patched, not "
+            f"started, or not yet at a first encoder call. {UNPATCHED}"
         )
 
 

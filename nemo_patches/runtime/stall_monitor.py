@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from . import __version__, activity, stacks
 from .gloo_rounds import leak, stop_helpers
-from .heartbeats import LATE, LEFT, SILENT, Beat, MissingRank, named, own_connection, send, serves, told
+from .heartbeats import LATE, LEFT, SILENT, Beat, MissingRank, innermost, named, own_connection, send, serves, told
 from .inquiry import END, Inquiry, LateCheck, Probe
 from .reporting import first_line, report
 from .roll_call import RollCall
@@ -102,7 +102,7 @@ class _Stall:
 
     round: OpenRound
     heeds_wait: bool  # whether a wait that gave up makes it one to report, or only the whole timeout
-    inquiry: Inquiry | None  # None at exit, when nobody is asked any more
+    inquiry: Inquiry | None = None  # None at exit, when nobody is asked any more
     missing: tuple[MissingRank, ...] = ()
     unknown: str = ""
     said_at: float = 0.0
@@ -122,7 +122,7 @@ class StallMonitor:
         self._default_store = weakref.ref(store)
         self._prefix, self._settings = prefix, settings
         self._serves: bool | None = None  # whether the store's server is in this process, once it was looked for
-        inner = _innermost(store)
+        inner = innermost(store)
         self.period = _PERIOD_OF_A_FILE if isinstance(inner, dist.FileStore) else period_for(size)
         self._server = (inner.host, inner.port) if isinstance(inner, dist.TCPStore) else None
         self._roll_call: RollCall | None = None
@@ -220,9 +220,9 @@ class StallMonitor:
             self._store = dist.PrefixStore(self._prefix, own_connection(default_store))
         return self._store
 
-    @property
     def has_stall(self) -> bool:
-        return len(self._stalls) > 0
+        """Whether a round is late enough to be looked into."""
+        return bool(self._stalls)
 
     def beat(self, phase: str = "") -> Beat:
         """This rank's next heartbeat."""
@@ -326,16 +326,17 @@ class StallMonitor:
             ):
                 return
             self._beat()  # with this round, before anybody is asked
-            stall = _Stall(one, sync.calm, None if last else self._inquire(sync, one, timeout, 0))
-            self._stalls[sync] = stall
+            stall = self._stalls[sync] = _Stall(one, heeds_wait=sync.calm)
+            if not last:
+                stall.inquiry = self._inquire(sync, stall, timeout, 0)
         elif sync.gave_up is stall.round:
             sync.gave_up = None
         self._step(sync, stall, now, timeout, last)
 
-    def _inquire(self, sync: Watched, one: OpenRound, timeout: float, repeat: int) -> Inquiry:
-        due = min(one.gave_up_at or one.issued_at + timeout, one.issued_at + timeout)
+    def _inquire(self, sync: Watched, stall: _Stall, timeout: float, repeat: int) -> Inquiry:
+        one = stall.round
         text = f"{sync.title}: {_kind(one)} call {one.call}"
-        return self._asked_now(Inquiry(self, sync.key, one.number, due, repeat, text))
+        return self._asked_now(Inquiry(self, sync.key, one.number, stall.due_at(timeout), repeat, text))
 
     def _asked_now(self, inquiry: Inquiry) -> Inquiry:
         self._inquiries = [one for one in self._inquiries if one.thread.is_alive()] + [inquiry]
@@ -360,7 +361,7 @@ class StallMonitor:
             self._drop(sync, stall)
         elif stall.said_at and now >= stall.said_at + _FIRST_REPEAT * 2**stall.repeats:
             if stall.inquiry is None or stall.inquiry.repeat <= stall.repeats:
-                stall.inquiry = self._inquire(sync, one, timeout, stall.repeats + 1)
+                stall.inquiry = self._inquire(sync, stall, timeout, stall.repeats + 1)
             elif stall.inquiry.done or stall.inquiry.age > _PATIENCE + self.period * 2:
                 stall.repeats += 1
                 self._say(sync, stall, now)
@@ -499,12 +500,6 @@ def _kind(one: OpenRound) -> str:
 def _versions() -> str:
     nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
     return f"nemo_patches {__version__}, nemo {nemo}"
-
-
-def _innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
