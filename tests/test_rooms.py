@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
     "runtime": {"runtime"},
     "tracing": {"runtime", "tracing"},
-    "patching": {"runtime", "patching"},
+    "patching": {"runtime", "tracing", "patching"},
     "tools": {"runtime", "tracing", "patching", "tools", ""},  # "" is the package itself, the public API
     "": {"runtime", "patching", ""},
 }

@@ -1,0 +1,226 @@
+"""What a trace holds: JSON objects, one a line, of the kinds below. The recorder writes them, `diagnose` reads them.
+
+A rank writes a file for each start of its process, in parts (docs/trace.md): the header, then records in the order in
+which they happened. `t` is in seconds since the header's `started`, by a clock that never jumps. `e` is the encoder's
+number in this file, `n` the number of its call, from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+FORMAT = 1
+
+# Outcomes of a length sync.
+CAME = "came"  # this call waited for its round, and it came: `waited` ends when the last rank arrives
+SERVED = "served"  # an earlier round served this call, or, with sync="overlapped", serves all: it waited for none
+TIMEOUT = "timeout"  # it waited for its round, and gave up
+UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none, and used its own length
+LOCAL = "local"  # this rank does not sync: sync="local", or the encoder's flag is false
+ENDED = "ended"  # a round has failed, because a rank has gone: there are no more
+
+NOT_SET = "NOT SET"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line of every part. started: seconds since 1970 by the host's clock; the same in every part."""
+
+    k: ClassVar[str] = "header"
+    format: int
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    started: float
+    part: int  # from 0
+    restart: int  # torchrun's restart count
+    bound: int  # bytes that all parts of this process start may have
+    versions: dict[str, str]  # nemo_patches, nemo, torch, lightning, python
+    settings: dict[str, str]
+    checks: list[str]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder, at its first call, and again at the head of every later part."""
+
+    k: ClassVar[str] = "encoder"
+    t: float
+    e: int
+    name: str  # its class, with " #2" and so on where there are more; the same on all ranks
+    flag: bool | None  # the effective sync_max_audio_length; None where its class has none
+    configured: str  # the value in the model's config: "true", "false", NOT_SET, or "?" where there is no config
+    pos_emb_max_len: int | None
+    normalisation: str  # of its layers: "batch_norm", "layer_norm", ...; empty where not known
+    ddp: bool
+    registered: dict[str, list[int]]  # shapes of its length-sized buffers, as registered
+    grown: dict[str, list[int]]  # of those that grew for this process only
+
+
+@dataclass(frozen=True)
+class Enter:
+    """A call begins."""
+
+    k: ClassVar[str] = "enter"
+    t: float
+    e: int
+    n: int
+    training: bool
+    grad: bool
+    shape: list[int]  # of the signal: batch, features, frames
+    dtype: str
+    device: str
+    lengths: list[int] | None  # shortest and longest; None where they are on a device: reading them would wait for it
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A call's length sync has returned. round: the latest that this rank has issued, from 1; they pair by order."""
+
+    k: ClassVar[str] = "sync"
+    t: float
+    e: int
+    n: int
+    outcome: str
+    round: int
+    waited: float  # seconds
+    local: int  # frames before subsampling, as the encoder counts
+    result: int
+
+
+@dataclass(frozen=True)
+class Grow:
+    """The positional encoding, or another length-sized buffer, has grown."""
+
+    k: ClassVar[str] = "grow"
+    t: float
+    e: int
+    n: int
+    old: int
+    new: int
+
+
+@dataclass(frozen=True)
+class PreEncoded:
+    """`pre_encode`, the subsampling, is done."""
+
+    k: ClassVar[str] = "pre"
+    t: float
+    e: int
+    n: int
+
+
+@dataclass(frozen=True)
+class FirstLayer:
+    """The first layer is done."""
+
+    k: ClassVar[str] = "layer"
+    t: float
+    e: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The call has returned. On a device its kernels may still run."""
+
+    k: ClassVar[str] = "leave"
+    t: float
+    e: int
+    n: int
+    shape: list[int]  # of the output
+    took: float  # seconds
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The call has ended by an exception."""
+
+    k: ClassVar[str] = "raised"
+    t: float
+    e: int
+    n: int
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A stall report of this rank: who is missing from a call, as the stall monitor found out."""
+
+    k: ClassVar[str] = "missing"
+    t: float
+    name: str  # the encoder's
+    n: int  # 0 where the length sync has ended
+    ranks: list[int]
+    kinds: list[str]  # of each rank: runtime/heartbeats.py
+    where: list[str]  # what each one's training thread does; empty where not known
+    unknown: str  # why it cannot be told; empty where it can
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. None where there is no GPU."""
+
+    k: ClassVar[str] = "memory"
+    t: float
+    rss: int
+    allocated: int | None
+    reserved: int | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an opt-in check found before or after a call."""
+
+    k: ClassVar[str] = "finding"
+    t: float
+    e: int
+    n: int
+    check: str  # inputs, cuda or barrier
+    text: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """So many records were not written, because the disk could not keep up."""
+
+    k: ClassVar[str] = "lost"
+    t: float
+    count: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The process ended in good order. A file without it: it was killed, or runs still."""
+
+    k: ClassVar[str] = "end"
+    t: float
+
+
+Record = (
+    Header
+    | Encoder
+    | Enter
+    | Sync
+    | Grow
+    | PreEncoded
+    | FirstLayer
+    | Leave
+    | Raised
+    | Missing
+    | Memory
+    | Finding
+    | Lost
+    | End
+)
+
+
+def encode(record: Record) -> bytes:
+    """One line."""
+    content = {"k": record.k, **vars(record)}
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
