@@ -19,11 +19,6 @@ import torch.distributed as dist
 
 from .heartbeats import (
     DETAILED,
-    ELSEWHERE,
-    LATE,
-    LEFT,
-    SILENT,
-    UNANNOUNCED,
     Beat,
     MissingRank,
     decode_missing,
@@ -33,6 +28,7 @@ from .heartbeats import (
     present,
     read,
 )
+from .naming import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED
 from .reporting import first_line, report
 
 END = "end"  # in place of an encoder's key: its group is gone, and so is some rank

@@ -16,7 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .heartbeats import UNPATCHED, Beat, announce, announced, decode_texts, encode_texts, named, present, ranks_in, read
+from .heartbeats import UNPATCHED, Beat, announce, announced, decode_texts, encode_texts, present, ranks_in, read
+from .naming import named
 from .reporting import first_line, report
 
 # Seconds from one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.

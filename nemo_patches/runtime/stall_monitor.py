@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from . import __version__, activity, stacks
 from .gloo_rounds import leak, stop_helpers
-from .heartbeats import LATE, LEFT, SILENT, Beat, MissingRank, innermost, named, own_connection, send, serves, told
+from .heartbeats import Beat, MissingRank, innermost, own_connection, send, serves, told
 from .inquiry import END, Inquiry, LateCheck, Probe
+from .naming import LATE, LEFT, SILENT, named
 from .reporting import first_line, report
 from .roll_call import RollCall
 from .settings import Settings
