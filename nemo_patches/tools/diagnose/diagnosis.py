@@ -171,7 +171,7 @@ def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
                 host=safe(trace.header.host),
                 pid=trace.header.pid,
                 calls=sum(track.last for track in trace.tracks.values()),
-                state=_state(ending),
+                state=state_of(ending),
                 behind=main.behind(rank) if main else None,
                 waited=times.waited.get(rank) if times else None,
                 caused=times.caused.get(rank) if times else None,
@@ -181,7 +181,8 @@ def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
     return told
 
 
-def _state(ending: Ending | None) -> str:
+def state_of(ending: Ending | None) -> str:
+    """Where a rank is at the end, in a few words."""
     if ending is None or not ending.call:
         return "no call yet"
     if ending.unsure:

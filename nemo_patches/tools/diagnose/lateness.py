@@ -19,6 +19,7 @@ _PIECES = 4  # in each of which a chronic straggler is the last in most rounds
 _SHARE = 0.5  # of all waiting, and a part more where there are few ranks
 _WAITING = 0.05  # of the time, below which waiting is nobody's trouble
 _LAG = 0.005  # seconds
+_MOST_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -86,65 +87,89 @@ def _worst(rounds: Rounds) -> list[tuple[int, int]]:
     return [(int(row), rounds.ranks[int(row)]) for row in np.argsort(-lags)[:4]]
 
 
+@dataclass(frozen=True)
+class _GivenUp:
+    """Rounds that a rank gave up: by number, who did and in which call, and who came to it with which call after."""
+
+    gave_up: dict[int, dict[int, int]]
+    came: dict[int, dict[int, int]]
+
+
+def _given_up(case: Case) -> _GivenUp:
+    gave_up: dict[int, dict[int, int]] = defaultdict(dict)
+    came: dict[int, dict[int, int]] = defaultdict(dict)
+    columns = {
+        rank: (
+            np.array(track.calls.outcome, dtype=np.int8),
+            np.array(track.calls.round, dtype=np.int64),
+            np.array(track.calls.n, dtype=np.int64),
+        )
+        for rank, track in case.tracks.items()
+    }
+    for rank, (outcome, rounds, calls) in columns.items():
+        for index in np.flatnonzero(outcome == TIMEOUT):
+            gave_up[int(rounds[index])][rank] = int(calls[index])
+    wanted = np.array(sorted(gave_up), dtype=np.int64)
+    for rank, (outcome, rounds, calls) in columns.items():
+        for index in np.flatnonzero((outcome == CAME) & np.isin(rounds, wanted)):
+            came[int(rounds[index])][rank] = int(calls[index])
+    return _GivenUp(gave_up, came)
+
+
+def late_calls(case: Case) -> dict[int, list[int]]:
+    """By rank its calls that came too late; and the one that it has not made, where others gave up waiting for it."""
+    given_up = _given_up(case)
+    late: dict[int, list[int]] = defaultdict(list)
+    for came in given_up.came.values():
+        for rank, call in came.items():
+            late[rank].append(call)
+    last = max(given_up.gave_up, default=0)
+    for rank, ending in case.sure.items():
+        if ending.round < last and not ending.inside:
+            late[rank].append(ending.call + 1)
+    return late
+
+
 def incidents(case: Case) -> list[Finding]:
     """Rounds that some ranks gave up and others came to late; and timeouts that no trace explains."""
-    gave_up: dict[int, list[int]] = defaultdict(list)
-    came: dict[int, list[int]] = defaultdict(list)
-    calls: dict[tuple[int, int], int] = {}
-    latest = {rank: ending.round for rank, ending in case.endings.items()}
-    for rank, track in case.tracks.items():
-        outcome = np.array(track.calls.outcome, dtype=np.int8)
-        rounds = np.array(track.calls.round, dtype=np.int64)
-        for index in np.flatnonzero(outcome == TIMEOUT):
-            gave_up[int(rounds[index])].append(rank)
-            calls[int(rounds[index]), rank] = track.calls.n[int(index)]
-    for rank, track in case.tracks.items():
-        outcome = np.array(track.calls.outcome, dtype=np.int8)
-        rounds = np.array(track.calls.round, dtype=np.int64)
-        wanted = np.isin(rounds, list(gave_up)) & (outcome == CAME)
-        for number in rounds[wanted]:
-            came[int(number)].append(rank)
-    late: Counter[int] = Counter(rank for ranks in came.values() for rank in set(ranks))
-    told = [_late(case, rank, times, came, gave_up, calls) for rank, times in sorted(late.items())][:8]
-    open_rounds = {number for number in gave_up if all(latest[rank] <= number for rank in gave_up[number])}
-    unexplained = [number for number in gave_up if number not in came and number not in open_rounds]
-    stuck = [number for number in open_rounds if number not in came]
-    if unexplained or (stuck and not told):
-        some = sorted(unexplained or stuck)
-        ranks = tuple(sorted({rank for number in some for rank in gave_up[number]}))
+    given_up = _given_up(case)
+    gave_up, came = given_up.gave_up, given_up.came
+    late: Counter[int] = Counter(rank for ranks in came.values() for rank in ranks)
+    told = [_late(case, rank, times, given_up) for rank, times in sorted(late.items())][:_MOST_TOLD]
+    open_ = [number for number in gave_up if number not in came]
+    if open_ and (not told or len(open_) > 1):
+        first = min(open_)
+        ranks = tuple(sorted({rank for number in open_ for rank in gave_up[number]}))
         told.append(
             Finding(
                 id=ids.TIMEOUTS,
                 severity=NOTE,
                 ranks=ranks,
-                text=f"{named(ranks)} gave up waiting in {len(some)} rounds and went on with their own lengths; "
-                "no trace tells for whom.",
+                text=f"{named(ranks)} gave up waiting in {len(open_)} {_rounds(len(open_))} and went on with their own "
+                "lengths; no trace has the rank that came to it after.",
                 next_step="Look at the stall reports on stderr of these ranks: they name the missing rank.",
                 encoder=case.name,
-                call=calls[some[0], gave_up[some[0]][0]],
+                call=next(iter(gave_up[first].values())),
             )
         )
     return told
 
 
-def _late(
-    case: Case,
-    rank: int,
-    times: int,
-    came: dict[int, list[int]],
-    gave_up: dict[int, list[int]],
-    calls: dict[tuple[int, int], int],
-) -> Finding:
-    first = min(number for number, ranks in came.items() if rank in ranks)
-    others = sorted(set(gave_up[first]))
-    call = calls[first, others[0]]
+def _rounds(count: int) -> str:
+    return "round" if count == 1 else "rounds"
+
+
+def _late(case: Case, rank: int, times: int, given_up: _GivenUp) -> Finding:
+    first = min(number for number, ranks in given_up.came.items() if rank in ranks)
+    waited = given_up.gave_up[first]
+    others, call = sorted(waited), given_up.came[first][rank]
     where = next(
         (
             safe(place)
             for other in others
             for report in case.job.traces[other].missing
             for one, place in zip(report.ranks, report.where, strict=False)
-            if one == rank and place and report.n == calls[first, other]
+            if one == rank and place and report.n == waited[other]
         ),
         "",
     )
@@ -153,11 +178,11 @@ def _late(
         id=ids.LATE,
         severity=WARNING,
         ranks=(rank,),
-        text=f"Rank {rank} came too late to {times} {'round' if times == 1 else 'rounds'}, first to call {call} of "
+        text=f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of "
         f"{case.name}; {named(others)} went on with their own lengths, and it recovered{doing}.",
         next_step="Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
         "rank writes. No number of the model was changed by it.",
         encoder=case.name,
         call=call,
-        evidence=(f"round {first}: gave up: {named(others)}; came later: {named(sorted(set(came[first])))}",),
+        evidence=(f"round {first}: gave up: {named(others)}; came later: {named(sorted(given_up.came[first]))}",),
     )

@@ -203,9 +203,9 @@ class Folder:
             try:
                 with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
                     done = list(pool.map(Start.read_on, largest_first))
-            except BrokenProcessPool as error:
-                raise UnreadableError(f"{self.path}: a process that read it ended: {error}") from error
-            for start, read in zip(largest_first, done, strict=True):
+            except BrokenProcessPool:  # no memory for more of them, perhaps: this process reads all
+                done = []
+            for start, read in zip(largest_first, done, strict=False):
                 start.parts, start.trace = read.parts, read.trace
         for start in starts:
             start.read_on()

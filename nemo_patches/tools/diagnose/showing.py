@@ -49,12 +49,12 @@ def _show_ranks(report: Report, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("rank", "host", "pid"):
         table.add_column(name)
-    for name in ("calls", "waited s", "of all waiting it causes", "median lag ms", "last record s ago"):
+    for name in ("calls", "waited, s", "causes", "lag, ms", "last, s ago"):
         table.add_column(name, justify="right")
     table.add_column("at the end")
     for one in shown:
         table.add_row(*_row(one), style="bold" if one.rank in concerned else None)
-    console.print(table, markup=False, highlight=False)
+    console.print(table)
     left_out = sorted({one.rank for one in report.ranks} - {one.rank for one in shown})
     if left_out:
         runs = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(left_out))

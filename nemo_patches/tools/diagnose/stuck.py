@@ -16,20 +16,21 @@ from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 
 _NEXT = {
-    ids.BEFORE_ENCODER: "Look at what this rank does with `py-spy dump --pid PID`, its data loader's workers too; if "
-    "it is out of batches, make their number equal on all ranks (drop_last, DistributedSampler).",
-    ids.KILLED: "Look for an out-of-memory kill (`dmesg`, the scheduler's log) and at the end of this rank's stderr; "
-    "the job cannot go on without it.",
+    ids.BEFORE_ENCODER: "Look at what this rank does (`py-spy dump --pid {pid}` on {host}), and its data loader's "
+    "workers; if it is out of batches, make their number equal on all ranks (drop_last, DistributedSampler).",
+    ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
+    "stderr; the job cannot go on without it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error outside the encoder; if there is none, it had fewer "
     "batches: make their number equal on all ranks (drop_last, DistributedSampler).",
-    ids.SILENT: "Look at its host: is the process stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
+    ids.SILENT: "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
     "shows a thread that holds Python's lock.",
-    ids.SOME_INSIDE: "Look at what these ranks do with `py-spy dump --native --pid PID`; on a GPU, run again with "
-    "NEMO_PATCHES_TRACE_CHECKS=cuda, which pins an asynchronous error to its place.",
-    ids.ALL_INSIDE: "Look at two of the ranks with `py-spy dump --native --pid PID`: a collective inside the encoder "
-    "(SyncBatchNorm, FSDP) or a kernel that does not end; on a GPU, run again with NEMO_PATCHES_TRACE_CHECKS=cuda.",
-    ids.OUTSIDE: "Look at every rank with `py-spy dump --pid PID`: the gradients' all-reduce, a metric, or the data; "
-    "where only one rank is not in a collective, that one is the reason. NEMO_PATCHES_TRACE_CHECKS=barrier names it.",
+    ids.SOME_INSIDE: "Look at what these ranks do (`py-spy dump --native --pid {pid}` on {host}); on a GPU, run again "
+    "with NEMO_PATCHES_TRACE_CHECKS=cuda, which pins an asynchronous error to its place.",
+    ids.ALL_INSIDE: "Look at two of the ranks (`py-spy dump --native --pid {pid}` on {host}): a collective inside the "
+    "encoder (SyncBatchNorm, FSDP), or a kernel that does not end; on a GPU, run again with "
+    "NEMO_PATCHES_TRACE_CHECKS=cuda.",
+    ids.OUTSIDE: "Look at every rank (`py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, a metric, or "
+    "the data; where only one is not in a collective, that one is the reason. NEMO_PATCHES_TRACE_CHECKS=barrier names it.",
 }
 _PHASES = {
     ids.LENGTH_SYNC: "in the length sync",
@@ -135,13 +136,9 @@ def _text(case: Case, kind: str, endings: list[Ending], at_top: list[Ending], re
             "that rank is stuck there."
         )
     place = next((place for rank, place in reports.where.items() if rank in ranks), "")
-    doing = (
-        f": it is in {place}" if place else ": it is stuck before the encoder, in its data or whatever else is there"
-    )
-    return (
-        f"{whom(ranks, 'has', 'have')} not entered the {other.kind} call of {case.name} that {others} {went} "
-        f"(call {other.call} there, {one.call + 1} here){doing}."
-    )
+    doing = f"it is in {place}" if place else "it is stuck before the encoder, in its data or whatever else is there"
+    number = f" (call {other.call} there, {one.call + 1} here)" if other.call != one.call + 1 else ""
+    return f"{whom(ranks, 'has', 'have')} not entered {case.call(other)}, which {others} {went}{number}: {doing}."
 
 
 def _went(at_top: list[Ending]) -> str:
@@ -154,7 +151,7 @@ def _went(at_top: list[Ending]) -> str:
 
 def _next_step(kind: str, ranks: tuple[int, ...], case: Case) -> str:
     header = case.job.traces[ranks[0]].header
-    return _NEXT[kind].replace("PID", f"{header.pid}` on {safe(header.host)}".rstrip("`"), 1).replace("``", "`")
+    return _NEXT[kind].format(pid=header.pid, host=safe(header.host))
 
 
 def _evidence(case: Case, endings: list[Ending], at_top: list[Ending], reports: StallReports) -> Iterable[str]:
@@ -206,7 +203,7 @@ def _level(case: Case, at_top: list[Ending], reports: StallReports) -> list[Find
                 severity=CRITICAL,
                 ranks=ranks,
                 text=f"{everyone} are inside {call}, {which}, and none has come out.",
-                next_step=_NEXT[ids.ALL_INSIDE],
+                next_step=_next_step(ids.ALL_INSIDE, ranks, case),
                 encoder=case.name,
                 call=first[0].call,
                 phase=phase,
@@ -220,7 +217,7 @@ def _level(case: Case, at_top: list[Ending], reports: StallReports) -> list[Find
             ranks=tuple(ending.rank for ending in at_top),
             text=f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the "
             "encoder.",
-            next_step=_NEXT[ids.OUTSIDE],
+            next_step=_next_step(ids.OUTSIDE, (at_top[0].rank,), case),
             encoder=case.name,
             call=at_top[0].call,
             evidence=tuple(case.last_record(ending.rank) for ending in at_top[:4]),
