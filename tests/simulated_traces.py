@@ -1,4 +1,4 @@
-"""Traces as real ranks would write them, from the real protocol in simulated time: each rank on a host with its own clock.
+"""Traces as real ranks would write them, by the real protocol in simulated time, each rank with a clock of its own.
 
 A schedule is what one rank does. A rank that reaches the end of its schedule without `Exit` waits there for ever, as in
 a collective that nobody else comes to. When nobody can go on, all are killed, and the files are as they were.
@@ -34,6 +34,7 @@ class Call:
     training: bool = True
     pause: float = 0.1
     stuck: str = ""
+    dies: bool = False  # there, by SIGKILL
     raises: str = ""
     found: str = ""
     features: int = 80
@@ -41,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where a rank waits for all others, as in DDP's backward; with `kind`, another collective."""
+    """Where a rank waits for all others, as in DDP's backward."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,8 @@ class _Rank:
                 ("layers", records.FirstLayer, 0.002),
             ):
                 if event.stuck == phase:
+                    if event.dies:
+                        self.world.gone[self.number] = now
                     yield _Pause(math.inf)
                 now = yield _Pause(now + seconds)
                 if event.raises and phase == "layers":

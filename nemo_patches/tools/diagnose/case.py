@@ -31,7 +31,7 @@ class Case:
 
     def call(self, ending: Ending) -> str:
         """Its last call, for a person."""
-        return f"{ending.kind} call {ending.call} of {self.name}" if ending.call else "its first encoder call"
+        return f"{ending.kind}call {ending.call} of {self.name}" if ending.call else "its first encoder call"
 
     def behind(self, rank: int) -> float | None:
         """Seconds by which a rank's last record is older than the newest one; None where clocks cannot be compared."""
@@ -85,7 +85,7 @@ def _case(
 ) -> Case:
     with_calls = {rank: track for rank, track in of_name.items() if track.calls.n}
     rounds = shared_rounds(with_calls)
-    found = endings(job.traces, of_name, rounds, job.moving)
+    found = endings(job.traces, of_name, job.moving)
     for other, ranks in all_tracks.items():
         for rank in ranks if other not in usual else ():
             if rank not in of_name and not found[rank].unsure:

@@ -19,7 +19,7 @@ OUTCOMES = (records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED, rec
 CAME, SERVED, TIMEOUT, UNWAITED, LOCAL, ENDED = range(len(OUTCOMES))
 UNSYNCED = -1  # no length sync has returned
 UNKNOWN = -1  # whether a call is a training call, where its beginning was not read
-OPEN, LEFT, RAISED = range(3)  # how a call ended
+OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare one only the length sync is recorded
 
 MOST_CALLS = 1 << 21  # of one encoder; older ones go
 MOST_ENCODERS = 64
@@ -219,7 +219,8 @@ class RankTrace:
         before = track.calls.round[-1]
         from_here = before == 0 and self.header.part > 0
         leapt, track.round_leapt_to = track.round_leapt_to, 0
-        if number - before in (0, 1) or from_here or (leapt and number - leapt in (0, 1)):
+        anew = number == 1 < before  # under a new process group
+        if number - before in (0, 1) or anew or from_here or (leapt and number - leapt in (0, 1)):
             return True
         track.round_leapt_to = number
         return False
@@ -236,8 +237,18 @@ class RankTrace:
     def _out_of_order(self, track: Track, record: Any) -> None:
         """A record of a call that is not open: lines before it are lost, or it is not of this start."""
         calls, n, last = track.calls, record.n, track.last
+        if type(record) is _Sync and n == last + 1 and (not calls.n or calls.ended[-1] != OPEN):
+            calls.begin(n, UNKNOWN, record.t)  # of a compiled encoder nothing else is recorded
+            calls.ended[-1] = BARE
+            self._within(track, record, 0.0)
+            return
         if calls.n or not self.header.part:  # a later part may begin within a call
             self._odd(track)
+        if (
+            n == last and calls.n and calls.ended[-1] == BARE and type(record) is not _Enter
+        ):  # it was no bare one: its beginning is lost
+            calls.ended[-1] = OPEN
+            self._within(track, record, record.t - calls.entered[-1])
         if n <= last:
             return
         if calls.n and n > last + 1 and track.leapt_to != n:
@@ -290,9 +301,9 @@ class RankTrace:
 
     def _encoder(self, record: Any) -> None:
         track = self.tracks.get(record.e)
-        if track is not None and track.info.name == record.name:
+        if track is not None:  # as it is now; it may have another name under a process group
             track.info = _kept(record)
-        elif track is None and len(self.tracks) < MOST_ENCODERS:
+        elif len(self.tracks) < MOST_ENCODERS:
             self.tracks[record.e] = Track(_kept(record), record.pos_emb_max_len or 0)
         else:
             self.odd_records += 1

@@ -50,11 +50,11 @@ def _watch(path: Path, json: bool) -> int:
     code = 2
     try:
         for _, report in watching.follow(path):
+            code = report.exit_code
             if not json:
                 print(f"--- {time.strftime('%H:%M:%S')}")
             _print(report, json)
             sys.stdout.flush()
-            code = report.exit_code
     except KeyboardInterrupt:
         pass
     return code

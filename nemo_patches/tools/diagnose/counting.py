@@ -70,7 +70,7 @@ def _mixed_rounds(case: Case) -> list[Uneven]:
     Level: the round before came on all in time, and at the same position. So a rank that was late is not taken for one
     that makes more calls.
     """
-    rounds, starts = case.rounds, anchors(case.tracks, case.rounds)
+    rounds, starts = case.rounds, anchors(case.tracks)
     if len(rounds.ranks) < 2 or rounds.number.size < 2 or any(starts.get(rank) is None for rank in rounds.ranks):
         return []
     kinds, trained, evaluated = [], [], []

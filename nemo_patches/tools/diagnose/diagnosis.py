@@ -11,7 +11,7 @@ from nemo_patches.tools.diagnose.counting import Uneven, uneven_calls
 from nemo_patches.tools.diagnose.differing import different_ranks, different_sync
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.events import check_findings, exceptions, runaway_memory
-from nemo_patches.tools.diagnose.findings import NOTE, Finding, RankSummary, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
 from nemo_patches.tools.diagnose.presence import absent_ranks
 from nemo_patches.tools.diagnose.reading import Job
@@ -43,9 +43,10 @@ def diagnose(job: Job) -> Report:
     for case in encoders:
         found += exceptions(case)
         uneven = uneven_calls(case)
-        found += [finding for finding, _ in uneven]
         explained = _explained(case, [one for _, one in uneven])
-        ends += stuck(case, explained)
+        kinds = set(explained.values())
+        found += [replace(one, severity=CRITICAL) if why.training in kinds else one for one, why in uneven]
+        ends += stuck(case, set(explained))
         found += [*sync_ended(case), *incidents(case)]
     found += _foremost(ends)
     found += straggler(encoders[0]) if encoders else []
@@ -73,8 +74,8 @@ def _foremost(ends: list[Finding]) -> list[Finding]:
     return unequal or inside or ends[:1]
 
 
-def _explained(case: Case, uneven: list[Uneven]) -> dict[int, str]:
-    """The ranks that are behind only because they make fewer calls."""
+def _explained(case: Case, uneven: list[Uneven]) -> dict[int, bool]:
+    """The ranks that are behind only because they make fewer calls, and whether these are training calls."""
     top = max((one.position for one in case.sure.values()), default=(0, 0))
     explained = {}
     for rank, ending in case.sure.items():
@@ -82,7 +83,7 @@ def _explained(case: Case, uneven: list[Uneven]) -> dict[int, str]:
             continue
         training = ending.position[0] != top[0]
         if any(one.training == training and rank in one.fewer for one in uneven):
-            explained[rank] = ids.UNEVEN_CALLS
+            explained[rank] = training
     return explained
 
 
@@ -125,8 +126,8 @@ def _not_enough_of(ranks: tuple[int, ...], reason: str, evidence: tuple[str, ...
 
 def _ordered(found: list[Finding]) -> tuple[Finding, ...]:
     """The root cause first; what it explains says so."""
-    ordered = sorted(found, key=lambda one: (ids.ORDER.index(one.id), one.ranks[:1]))
-    root = next((one for one in ordered if one.id in _HANGS or one.id == ids.UNEVEN_CALLS), None)
+    ordered = sorted(found, key=lambda one: (one.severity != CRITICAL, ids.ORDER.index(one.id), one.ranks[:1]))
+    root = next((one for one in ordered if one.severity == CRITICAL and one.id != ids.BAD_INPUT), None)
     if root is None:
         return tuple(ordered)
     causes = [one for one in ordered if one.id not in _SYMPTOMS and one is not root]

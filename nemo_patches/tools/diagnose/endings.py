@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_patches.tools.diagnose.aligning import Rounds, Whole
+from nemo_patches.tools.diagnose.aligning import Whole, shared_rounds
 from nemo_patches.tools.diagnose.columns import (
+    BARE,
     CAME,
     ENDED,
     LEFT,
@@ -40,7 +41,7 @@ class Ending:
 
     rank: int
     call: int
-    training: bool
+    training: bool | None  # None where it is not recorded
     position: Position
     phase: str
     raised: bool
@@ -57,7 +58,7 @@ class Ending:
 
     @property
     def kind(self) -> str:
-        return "training" if self.training else "evaluation"
+        return "" if self.training is None else "training " if self.training else "evaluation "
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ def passes(tracks: dict[int, Track]) -> Passes:
     return found
 
 
-def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], rounds: Rounds, moving: bool) -> dict[int, Ending]:
+def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool) -> dict[int, Ending]:
     """The ending of every rank that has a trace, also of one that has not called this encoder."""
     through = passes(tracks)
-    starts = anchors(tracks, rounds)
+    starts = anchors(tracks)
     found = {
         rank: _ending(trace, tracks.get(rank), through, starts.get(rank), moving) for rank, trace in traces.items()
     }
@@ -120,8 +121,10 @@ def _ending(trace: RankTrace, track: Track | None, through: Passes, anchor: int 
         ended = trace.ended is not None
         return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, trace.last, unsure)
     calls = track.calls
-    if track.damaged_at >= calls.n[-1] - 1:
+    if damaged_at_the_end(track):
         unsure = unsure or trace.damage
+    elif calls.ended[-1] == BARE and any(one != UNKNOWN for one in calls.training[-64:]):
+        unsure = unsure or "the beginning of its last call is not there"
     position, kind = _position(track, anchor)
     if position is None:
         position, unsure = (0, calls.n[-1]), unsure or "which of its calls are training calls is not known"
@@ -152,25 +155,41 @@ def _phase(track: Track, through: Passes) -> str:
     return PRE_ENCODE if through.pre or not through.known else LAYERS
 
 
-def anchors(tracks: dict[int, Track], rounds: Rounds) -> dict[int, int | None]:
-    """For each rank the call from which calls are counted: the first; where beginnings are gone, a common one."""
-    if all(not track.calls.n or track.calls.n[0] == 1 for track in tracks.values()):
+def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
+    """For each rank the call from which calls are counted: the first; where some are lost, one that all have in common.
+
+    None where there is none, and for a rank whose trace is damaged at its end.
+    """
+    if all(not track.calls.n or (track.calls.n[0] == 1 and track.damaged_at < 0) for track in tracks.values()):
         return dict.fromkeys(tracks, 0)
-    kinds = [
-        np.array(tracks[rank].calls.training, dtype=np.int8)[rounds.index[row]] for row, rank in enumerate(rounds.ranks)
-    ]
-    if set(rounds.ranks) != set(tracks) or not kinds:
-        return dict.fromkeys(tracks)
-    alike = np.flatnonzero((np.stack(kinds) == kinds[0]).all(axis=0) & (kinds[0] != UNKNOWN))
-    if not len(alike):
-        return dict.fromkeys(tracks)
-    return {rank: int(rounds.index[row, alike[0]]) for row, rank in enumerate(rounds.ranks)}
+    reliable = {rank: track for rank, track in tracks.items() if track.calls.n and not damaged_at_the_end(track)}
+    found: dict[int, int | None] = dict.fromkeys(tracks)
+    rounds = shared_rounds(reliable)
+    if not rounds.number.size:
+        return found
+    fit = np.ones(rounds.number.size, dtype=bool)
+    kinds = []
+    for row, rank in enumerate(rounds.ranks):
+        calls = tracks[rank].calls
+        fit &= np.array(calls.n)[rounds.index[row]] > tracks[rank].damaged_at + 1
+        kinds.append(np.array(calls.training, dtype=np.int8)[rounds.index[row]])
+    fit &= (np.stack(kinds) == kinds[0]).all(axis=0) & (kinds[0] != UNKNOWN)
+    # In evaluation, ranks that were late may be calls apart; in training they are not.
+    for candidates in (np.flatnonzero(fit & (kinds[0] == 1)), np.flatnonzero(fit)):
+        if len(candidates):
+            return found | {rank: int(rounds.index[row, candidates[0]]) for row, rank in enumerate(rounds.ranks)}
+    return found
 
 
-def _position(track: Track, anchor: int | None) -> tuple[Position | None, bool]:
+def damaged_at_the_end(track: Track) -> bool:
+    """Whether what a rank did last may not be what its trace shows."""
+    return track.damaged_at >= track.last - 1
+
+
+def _position(track: Track, anchor: int | None) -> tuple[Position | None, bool | None]:
     """The last call's, and whether it is a training call; no position where it is not known."""
     kinds, _ = weighted_kinds(track)
-    last = bool(kinds[-1] == 1)
+    last = None if kinds[-1] == UNKNOWN else bool(kinds[-1] == 1)
     if anchor is None:
         return ((0, track.last), last) if len(set(kinds.tolist())) == 1 else (None, last)
     training, evaluation = positions(track, anchor)

@@ -44,7 +44,8 @@ def absent_ranks(job: Job, cases: list[Case]) -> list[Finding]:
             id=ids.MISSING_RANK,
             severity=CRITICAL,
             ranks=absent,
-            text=f"There is no sign of {some} of {job.world_size}: not started, not patched, or without a trace.",
+            text=f"There is no sign of {some} of {job.world_size}: not started, not patched, not traced, or not yet at "
+            "a first encoder call.",
             next_step="Look at its stderr for nemo_patches' line `patched ...`, and run `nemo-patches status` in its "
             "environment; every rank must have the patch, and NEMO_PATCHES_TRACE.",
             evidence=(f"{len(job.traces)} of {job.world_size} ranks have a trace", why),

@@ -30,7 +30,7 @@ _NEXT = {
     "encoder (SyncBatchNorm, FSDP), or a kernel that does not end; on a GPU, run again with "
     "NEMO_PATCHES_TRACE_CHECKS=cuda.",
     ids.OUTSIDE: "Look at every rank (`py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, a metric, or "
-    "the data; where only one is not in a collective, that one is the reason. NEMO_PATCHES_TRACE_CHECKS=barrier names it.",
+    "the data; where only one is not in a collective, that one is the reason. The check `barrier` names it.",
 }
 _PHASES = {
     ids.LENGTH_SYNC: "in the length sync",
@@ -41,8 +41,8 @@ _PHASES = {
 _ORDER = list(_PHASES)
 
 
-def stuck(case: Case, explained: dict[int, str]) -> list[Finding]:
-    """Who is stuck or has gone. explained: ranks of which another finding says why they are behind, and its kind."""
+def stuck(case: Case, explained: set[int]) -> list[Finding]:
+    """Who is stuck or has gone. explained: ranks of which another finding says why they are behind."""
     sure = case.sure
     if not sure or not any(ending.call for ending in case.endings.values()):
         return []
@@ -56,11 +56,17 @@ def stuck(case: Case, explained: dict[int, str]) -> list[Finding]:
     if named_by_others and reports.complete:  # who else seems to be behind has only a trace that ends too early
         behind = named_by_others
     behind = [one for one in behind if one.rank not in explained]
-    if behind:
+    if behind and not _over(case):
         return _behind(case, behind, at_top, reports)
     if explained or case.job.moving:
         return []
     return _level(case, at_top, reports)
+
+
+def _over(case: Case) -> bool:
+    """Whether every rank has ended in good order, and none waited for another in vain at the end."""
+    whole = len(case.endings) == case.job.world_size
+    return whole and all(one.ended and not (one.in_vain or one.sync_ended) for one in case.endings.values())
 
 
 def _waited_for(one: Ending, others: Iterable[Ending]) -> bool:
@@ -133,7 +139,7 @@ def _text(case: Case, kind: str, endings: list[Ending], at_top: list[Ending], re
     if kind == ids.SOME_INSIDE:
         return (
             f"{whom(ranks, 'is', 'are')} inside {case.call(one)}, {_PHASES[one.phase]}, and {others} came out of it: "
-            "that rank is stuck there."
+            "stuck there, or killed."
         )
     place = next((place for rank, place in reports.where.items() if rank in ranks), "")
     doing = f"it is in {place}" if place else "it is stuck before the encoder, in its data or whatever else is there"
