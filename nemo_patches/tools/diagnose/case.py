@@ -112,7 +112,7 @@ def stall_reports(case: Case) -> StallReports:
     complete = False
     for rank, trace in case.job.traces.items():
         track = case.tracks.get(rank)
-        if not trace.missing or track is None:
+        if not trace.missing or trace.mixed or track is None:
             continue
         last = trace.missing[-1]
         if last.n and not (safe(last.name) == case.name and _is_of_now(case, rank, track, last)):

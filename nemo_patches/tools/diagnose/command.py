@@ -78,6 +78,7 @@ def _draw(job: Job, plot: Path | None, perfetto: Path | None) -> None:
 
             write(job, perfetto)
     except ModuleNotFoundError as error:
-        raise DiagnoseError(f"--plot needs {error.name}: pip install 'nemo-patches[plot]'") from error
+        needed = str(error.name).partition(".")[0]
+        raise DiagnoseError(f"--plot needs {needed}: pip install 'nemo-patches[plot]'") from error
     except OSError as error:
         raise DiagnoseError(f"{safe(str(plot or perfetto))}: {error.strerror}") from error

@@ -125,6 +125,8 @@ def _ending(trace: RankTrace, track: Track | None, through: Passes, anchor: int 
         unsure = unsure or trace.damage
     elif calls.ended[-1] == BARE and any(one != UNKNOWN for one in calls.training[-64:]):
         unsure = unsure or "the beginning of its last call is not there"
+    elif calls.ended[-1] == OPEN and trace.ended is not None:
+        unsure = unsure or "it has ended within a call, and its trace does not say how"
     position, kind = _position(track, anchor)
     if position is None:
         position, unsure = (0, calls.n[-1]), unsure or "which of its calls are training calls is not known"

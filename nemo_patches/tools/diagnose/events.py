@@ -29,7 +29,12 @@ def exceptions(case: Case) -> list[Finding]:
     for rank, trace in case.job.traces.items():
         track = case.tracks.get(rank)
         for raised in trace.raised:
-            if track is not None and raised.e == track.info.e and not raised.type.endswith(_OF_OURS):
+            if (
+                track is not None
+                and not trace.mixed
+                and raised.e == track.info.e
+                and not raised.type.endswith(_OF_OURS)
+            ):
                 at = case.clocks.common(rank, raised.t)
                 found.append((float(at) if at is not None else raised.t, raised, rank))
     told = []
@@ -75,7 +80,7 @@ def check_findings(job: Job, cases: list[Case]) -> list[Finding]:
     clock = cases[0].clocks if cases else None
     of_check: dict[str, list[tuple[float, records.Finding, int]]] = defaultdict(list)
     for rank, trace in job.traces.items():
-        for one in trace.findings:
+        for one in trace.findings if not trace.mixed else ():
             at = clock.common(rank, one.t) if clock else None
             of_check[one.check].append((float(at) if at is not None else one.t, one, rank))
     told = []

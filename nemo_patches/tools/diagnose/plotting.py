@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
+from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -51,11 +51,11 @@ def draw(job: Job, file: Path) -> None:
     axes = figure.add_subplot()
     axes.set_facecolor(_NOTHING)
     extent = (edges[0], edges[-1], len(ranks) - 0.5, -0.5)
-    known = np.where(there, 0.0, np.nan)
-    axes.imshow(known, aspect="auto", extent=extent, interpolation="nearest", cmap=_one_colour(_NO_LAG))
+    calls = np.ma.masked_array(np.zeros(there.shape), ~there)
+    axes.imshow(calls, aspect="auto", extent=extent, interpolation="nearest", cmap=ListedColormap([_NO_LAG]))
     largest = max(float(np.nanmax(lags, initial=0.0)), _MUCH)
     image = axes.imshow(
-        np.clip(lags, _LEAST, None),
+        np.ma.masked_invalid(np.clip(lags, _LEAST, None)),
         aspect="auto",
         extent=extent,
         interpolation="nearest",
@@ -163,14 +163,6 @@ def _label(axes, case: Case, ranks: list[int]) -> None:  # type: ignore[no-untyp
     axes.set_yticks(np.arange(len(ranks) - 1) + 0.5, minor=True)
     axes.grid(which="minor", axis="y", color="white", linewidth=2.0 if len(ranks) < 12 else 1.0)
     axes.tick_params(which="minor", length=0)
-
-
-def _one_colour(colour: str):  # type: ignore[no-untyped-def]
-    from matplotlib.colors import ListedColormap
-
-    one = ListedColormap([colour])
-    one.set_bad((0.0, 0.0, 0.0, 0.0))
-    return one
 
 
 def _seconds(value: float) -> str:

@@ -41,8 +41,9 @@ _TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,40})"
     r"(?:, TensorShape=\[([\d, ]{0,200})\])?(?:, NumelIn=(\d{1,18}))?"
 )
+_GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40})")
 _STATUS = re.compile(
-    r"(?:\[PG (?:ID )?(\w{1,40})[^\]]{0,120}\])?.{0,200}(?:at work|NCCL work|work sequence id): (\d{1,18}).{0,40}"
+    r"(?:at work|NCCL work|work sequence id): (\d{1,18}).{0,40}"
     r"last enqueued (?:NCCL )?work: (-?\d{1,18}), last completed (?:NCCL )?work: (-?\d{1,18})"
 )
 _MISMATCH = re.compile(
@@ -185,8 +186,9 @@ def _take(log: Log, line: str) -> None:
     if timeout and rank not in log.timeouts:
         log.timeouts[rank] = TimedOut(rank, int(timeout[1]), safe(timeout[2]), _numel(timeout[3], timeout[4]))
     if (status := _STATUS.search(line)) and len(log.groups) < 4 * _MOST:
-        log.groups.setdefault((rank, int(status[2])), status[1] or "")
-        log.enqueued.setdefault(rank, int(status[3]))
+        group = _GROUP.search(line)
+        log.groups.setdefault((rank, int(status[1])), group[1] if group else "")
+        log.enqueued.setdefault(rank, int(status[2]))
 
 
 def _numel(shape: str | None, numel: str | None) -> int:
