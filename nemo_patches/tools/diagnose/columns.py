@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nemo_patches.tools.diagnose.decoding import structs
 from nemo_patches.tracing import records
@@ -71,16 +71,15 @@ class Calls:
         self.ended.append(OPEN)
 
 
-@dataclass(frozen=True)
-class Input:
-    """What of a call's input should be the same on all ranks."""
+class Input(NamedTuple):
+    """What of a call's input should be the same on all ranks, but for the device's number."""
 
     features: int
     dtype: str
-    device: str  # its kind, without its number
+    device: str
 
     def __str__(self) -> str:
-        return f"{self.features} features, {self.dtype}, {self.device}"
+        return f"{self.features} features, {self.dtype}, {self.device.partition(':')[0]}"
 
 
 @dataclass
@@ -91,7 +90,6 @@ class Track:
     room: int  # frames that its positional encoding has room for; 0 where not known
     calls: Calls = field(default_factory=Calls)
     inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
-    shape: tuple[int, ...] = ()  # of the last call's input
     result: int = 0  # of the last length sync
     leapt_to: int = 0  # a call's number that does not follow, not believed yet
     round_leapt_to: int = 0  # likewise
@@ -143,48 +141,66 @@ class RankTrace:
 
     def take(self, found: Sequence[records.Record | None]) -> None:
         """Read on: records, None for a line that is none."""
-        calls_of = {e: track.calls for e, track in self.tracks.items()}
+        tracks = self.tracks
         last = self.last
+        # The call that is open, and its columns, in names of this function: most records are of it, and there are many.
+        open_e = open_n = -1
+        entered, calls = 0.0, Calls()
         record: Any
         for record in found:
             kind = type(record)
-            if kind in _OF_A_CALL and record.e in calls_of:
+            if kind in _OF_A_CALL:
                 e, n, t = record.e, record.n, record.t
-                calls = calls_of[e]
-                if t < last - _BACKWARDS:
-                    self._odd(self.tracks[e])
-                last = t
-                if kind is _Enter:
-                    if calls.n and (calls.n[-1] + 1 != n or calls.ended[-1] == OPEN):
-                        self._out_of_order(self.tracks[e], record)
+                if n == open_n and e == open_e and t >= last - _BACKWARDS:
+                    last = t
+                    if kind is _PreEncoded:
+                        calls.pre[-1] = t - entered
+                        continue
+                    if kind is _FirstLayer:
+                        calls.layer[-1] = t - entered
+                        continue
+                    if kind is not _Enter:
+                        self._within(tracks[e], record, t - entered)
+                        if calls.ended[-1]:
+                            open_n = -1
+                        continue
+                elif e in tracks:
+                    if t < last - _BACKWARDS:
+                        self._odd(tracks[e])
+                    last = t
+                if e in tracks:
+                    self._begin_or_not(tracks[e], record)
+                    calls = tracks[e].calls
+                    if calls.n and calls.ended[-1] == OPEN:
+                        open_e, open_n, entered = e, calls.n[-1], calls.entered[-1]
                     else:
-                        self._enter(self.tracks[e], record)
-                elif not calls.n or calls.n[-1] != n or calls.ended[-1] != OPEN:
-                    self._out_of_order(self.tracks[e], record)
-                elif kind is _PreEncoded:
-                    calls.pre[-1] = t - calls.entered[-1]
-                elif kind is _FirstLayer:
-                    calls.layer[-1] = t - calls.entered[-1]
-                else:
-                    self._within(self.tracks[e], record, t - calls.entered[-1])
-                continue
+                        open_n = -1
+                    continue
             self.last = last
             if record is None:
                 self.bad_lines += 1
                 self._damage_all()
             else:
                 self._other(kind, record)
-                if kind is _Encoder:
-                    calls_of = {e: track.calls for e, track in self.tracks.items()}
             last = self.last
         self.last = last
         self.count += len(found)
         self.last_kind = next((_DATACLASSES[type(one)].k for one in reversed(found) if one is not None), self.last_kind)
 
+    def _begin_or_not(self, track: Track, record: Any) -> None:
+        """A record that is not of the call that was open last: the next call's beginning, or something odd."""
+        calls, n = track.calls, record.n
+        if type(record) is _Enter and (not calls.n or (calls.n[-1] + 1 == n and calls.ended[-1] != OPEN)):
+            self._enter(track, record)
+        elif type(record) is not _Enter and calls.n and calls.n[-1] == n and calls.ended[-1] == OPEN:
+            self._within(track, record, record.t - calls.entered[-1])
+        else:
+            self._out_of_order(track, record)
+
     def _enter(self, track: Track, record: Any) -> None:
         track.calls.begin(record.n, record.training, record.t)
-        shape = track.shape = tuple(record.shape[:8])
-        given = Input(shape[1] if len(shape) > 1 else -1, record.dtype[:40], record.device.partition(":")[0][:40])
+        shape = record.shape
+        given = Input(shape[1] if len(shape) > 1 else -1, record.dtype[:40], record.device[:40])
         if given in track.inputs or len(track.inputs) < _MOST_INPUTS:
             track.inputs[given] = track.inputs.get(given, 0) + 1
 

@@ -21,6 +21,8 @@ from nemo_patches.tools.diagnose.reading import Job, UnreadableError
 _COLUMNS = 1200  # more calls than that are binned
 _LABELLED = 40  # more ranks than that are not labelled one by one
 _LEAST, _MUCH = 0.01, 1.0  # seconds of lag: the ends of the scale, where no rank came later
+_RARE = 2  # from this mark on they are never made smaller, and so many have their rank beside them
+_NAMED = 12
 _NO_LAG, _NOTHING = "#e4e4e4", "white"
 _MARKS = (
     ("own length, no wait", ".", "#4aa3df", 14.0),
@@ -62,7 +64,9 @@ def draw(job: Job, file: Path) -> None:
         cmap="YlOrRd",
         norm=LogNorm(_LEAST, largest),
     )
-    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.04 if height > 4 else 0.03)
+    bar = figure.colorbar(
+        image, ax=axes, pad=0.01, fraction=0.03 if height < 8 else 0.02, aspect=40 if height > 8 else 20
+    )
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _seconds(value)))
     bar.set_label("came later than the first")
     handles = _mark(axes, case, ranks, edges)
@@ -107,7 +111,7 @@ def _columns(numbers: Numbers, edges: Lags) -> Numbers:
 
 def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # type: ignore[no-untyped-def]
     """Marks, one for each rank and column at most; and the legend's entries."""
-    smaller = 1.0 if len(ranks) <= _LABELLED else 0.35
+    crowded = len(ranks) > _LABELLED
     handles = [Line2D([], [], marker="s", linestyle="", color=_NO_LAG, markersize=8, label="a call, lag not known")]
     middles = (edges[:-1] + edges[1:]) / 2
     late = late_calls(case)
@@ -121,7 +125,7 @@ def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # t
         axes.scatter(
             across,
             down,
-            s=size * smaller,
+            s=size * (0.35 if crowded and number < _RARE else 1.0),
             marker=marker,
             color=colour,
             linewidths=0.4,
@@ -129,6 +133,20 @@ def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # t
             zorder=3,
             clip_on=False,
         )
+        if crowded and number >= _RARE:
+            for at, row in list(zip(across, down, strict=True))[:_NAMED]:
+                near_the_end = at > edges[0] + 0.9 * (edges[-1] - edges[0])
+                axes.annotate(
+                    f"rank {ranks[row]}",
+                    (at, row),
+                    (-9 if near_the_end else 9, 0),
+                    textcoords="offset points",
+                    ha="right" if near_the_end else "left",
+                    va="center",
+                    color=colour,
+                    fontsize=9,
+                    fontweight="bold",
+                )
         handles.append(Line2D([], [], marker=marker, linestyle="", color=colour, markersize=7, label=title))
     return handles
 
