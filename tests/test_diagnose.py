@@ -526,6 +526,21 @@ def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(t
         assert len(report.earlier) == 4
 
 
+def test_a_file_that_lacks_a_round_that_came_blames_nobody(tmp_path: Path) -> None:
+    """By itself it is the file of a rank that stopped after call 35; but all ranks came to 35 rounds more."""
+    write(tmp_path, four(steps(70), [], steps(1)), reports=False)
+    file = sorted(tmp_path.iterdir())[0]
+    lines = file.read_bytes().splitlines(True)
+    file.write_bytes(b"".join(lines[: len(lines) // 2]))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (2,))
+    assert report.ranks[0].state == "not known"
+    sorted(tmp_path.iterdir())[2].unlink()  # the rank that is to blame
+    report = diagnose(Folder(tmp_path).read())
+    assert [one.id for one in report.findings[:2]] == [ids.UNTRACED, ids.NOT_ENOUGH]
+    assert "it came to round 70, which its trace does not have" in report.findings[1].evidence[0]
+
+
 def test_parts_are_read_in_order_and_a_gap_is_no_verdict(tmp_path: Path) -> None:
     write(tmp_path, four(steps(900), [], steps(1)), bound=60_000)
     parts = sorted(tmp_path.glob("rank-00001.*"))
