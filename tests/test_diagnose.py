@@ -606,6 +606,17 @@ def test_one_record_that_is_wrong_does_not_spoil_those_after_it(
     assert said in report.problems[0]
 
 
+def test_a_file_with_another_files_lines_in_it_blames_nobody(tmp_path: Path) -> None:
+    write(tmp_path, four(steps(30), [Call(raises="ValueError"), *OUT], steps(1)))
+    files = sorted(tmp_path.iterdir())
+    mine, theirs = files[0].read_bytes().splitlines(True), files[2].read_bytes().splitlines(True)
+    files[0].write_bytes(b"".join([*mine[:-1], *theirs]))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.EXCEPTION, (2,))
+    assert report.ranks[0].state == "not known"
+    assert "lines of another process are in it" in report.problems[0]
+
+
 def test_a_line_that_is_lost_is_noticed(tmp_path: Path) -> None:
     for number, kind in enumerate(("enter", "sync", "pre", "layer", "leave")):
         folder = write(tmp_path / kind, [steps(30) + OUT] * 2)
