@@ -271,7 +271,7 @@ class World:
         if self.helper.roll_call is None:
             monitor = self.monitor
             limit = current().timeout
-            roll = RollCall(monitor.rank, self.size, limit, monitor.beat, monitor.has_stall)
+            roll = RollCall(monitor.rank, self.size, limit, monitor.first_beat, monitor.has_stall)
             self.helper.call_roll(roll)
             monitor.start(roll)
 
