@@ -34,7 +34,7 @@ from .settings import Settings
 
 # Seconds. Many ranks beat less often, for the sake of the one store server; a file that only grows, much less often.
 _PERIOD, _PERIOD_PER_RANK, _PERIOD_OF_A_FILE = 1.0, 1 / 400, 30.0
-_TICK, _SHORTEST_TICK = 0.25, 0.02
+_TICK, _TICK_IN_A_STALL, _SHORTEST_TICK = 0.25, 0.05, 0.02
 _PATIENCE = 2.6  # for an inquiry that is not done when its report is due
 _RAISE_PATIENCE = 0.35  # the training thread waits for this one
 _FIRST_REPEAT = 60.0
@@ -291,7 +291,7 @@ class StallMonitor:
     def _pause(self) -> float:
         settings = self._settings()
         shortest = min(settings.timeout, settings.call_timeout or settings.timeout).total_seconds()
-        return max(min(_TICK, shortest / 8), _SHORTEST_TICK)
+        return max(min(_TICK_IN_A_STALL if self._stalls else _TICK, shortest / 8), _SHORTEST_TICK)
 
     def _tick(self, last: bool = False) -> None:
         now, settings = time.monotonic(), self._settings()
