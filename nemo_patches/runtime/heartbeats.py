@@ -50,6 +50,9 @@ class Beat:
     clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
     idle: float  # seconds since the last encoder call began; -1 before the first
     rounds: dict[str, int]  # by encoder, those called last: the rounds that this rank has come to
+    fallbacks: int = 0  # of all encoders that live
+    waited: float = 0.0  # seconds, in all their length syncs
+    issued: int = 0  # rounds of theirs
     address: str = ""  # where it listens for who asks it directly; empty: nowhere
     port: int = 0
     where: str = ""  # what its training thread does, where the last call is long ago

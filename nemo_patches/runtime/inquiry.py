@@ -27,6 +27,7 @@ from .heartbeats import (
     UNANNOUNCED,
     Beat,
     MissingRank,
+    announced,
     decode_missing,
     decode_texts,
     encode_missing,
@@ -335,6 +336,25 @@ class LateCheck:
         been = f"; it had been in {where}" if where else ""
         report(logging.WARNING, f"other ranks waited for this one, and gave up ({told.get('incident', '')}){been}")
         return True
+
+
+class Census:
+    """All ranks' heartbeats, asked for once. `beats` is empty until they are there, and where the store fails."""
+
+    def __init__(self, asker: Asker) -> None:
+        self.beats: dict[int, Beat] = {}
+        self._asker = asker
+        self._cancelled = False
+        self.thread = _started(self._run)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception), self._asker.lock:  # a store that has gone is a stall report's to tell
+            store = self._asker.connection()
+            if not self._cancelled and announced(store) == self._asker.size:
+                self.beats = read(store, range(self._asker.size))
 
 
 def has_come(beat: Beat, key: str, number: int) -> bool:

@@ -23,7 +23,7 @@ import torch
 from . import activity, stacks
 from . import settings as _settings
 from .gloo_rounds import Helper, RoundFailed, Rounds
-from .heartbeats import MissingRank
+from .heartbeats import Beat, MissingRank
 from .protocol import LengthProtocol
 from .reporting import raised_by_signal_handler, report
 from .roll_call import RollCall
@@ -122,6 +122,14 @@ def stalls() -> tuple[Stall, ...]:
     return () if _world is None else _world.monitor.stalls()
 
 
+def beats() -> dict[int, Beat]:
+    """All ranks' heartbeats, by rank, as they were soon after the last time that this was called; empty before.
+
+    Asks for new ones, in a thread: it waits for nothing.
+    """
+    return {} if _world is None else _world.monitor.beats()
+
+
 class EncoderSync:
     """One encoder's length sync on this rank: the protocol and its rounds. The stall monitor looks at it."""
 
@@ -135,8 +143,8 @@ class EncoderSync:
         self._place = stacks.caller_of(_METHODS)
         self._rounds = Rounds(world.helper, key)
         self._protocol = LengthProtocol()
-        self._fallbacks = 0
-        self._waited = timedelta(0)
+        self.fallbacks = 0
+        self.waited = timedelta(0)
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         settings, protocol, training = current(), self._protocol, encoder.training
@@ -164,7 +172,7 @@ class EncoderSync:
             return length
         if settings.sync == "overlapped":
             return protocol.latest()
-        self._fallbacks += not protocol.served
+        self.fallbacks += not protocol.served
         return protocol.agreed()
 
     def has_come(self, one: OpenRound) -> bool:
@@ -178,6 +186,10 @@ class EncoderSync:
         return bool(self.ended) or self._rounds.has_failed()
 
     @property
+    def rounds(self) -> int:
+        return self._protocol.rounds
+
+    @property
     def closed(self) -> bool:
         """Whether the encoder is gone, or its process group."""
         return self._rounds.closed
@@ -188,9 +200,9 @@ class EncoderSync:
             encoder=self.title,
             calls=protocol.calls,
             rounds=protocol.rounds,
-            fallbacks=self._fallbacks,
+            fallbacks=self.fallbacks,
             timeouts=protocol.timeouts,
-            waited=self._waited,
+            waited=self.waited,
             ended=self.ended,
         )
 
@@ -204,7 +216,7 @@ class EncoderSync:
         try:
             completed = self._rounds.wait(limit)
         finally:  # also where a signal handler raised
-            self._waited += timedelta(seconds=time.monotonic() - one.issued_at)
+            self.waited += timedelta(seconds=time.monotonic() - one.issued_at)
         if completed is not None:
             one.came_at = time.monotonic()
             self._protocol.came_in_time(completed, training)

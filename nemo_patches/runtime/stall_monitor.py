@@ -26,7 +26,7 @@ import torch.distributed as dist
 from . import __version__, activity, stacks
 from .gloo_rounds import leak, stop_helpers
 from .heartbeats import LATE, LEFT, Beat, MissingRank, innermost, named, own_connection, send, told
-from .inquiry import END, Answer, Inquiry, LateCheck
+from .inquiry import END, Answer, Census, Inquiry, LateCheck
 from .peers import Listener, Peer
 from .reporting import first_line, report
 from .roll_call import RollCall
@@ -75,6 +75,11 @@ class Watched(Protocol):
     open_round: OpenRound | None
     gave_up: OpenRound | None  # set where a wait ran out of time while calm; the monitor takes it
     calm: bool  # no stall since the last wait that came in time
+    fallbacks: int
+    waited: timedelta
+
+    @property
+    def rounds(self) -> int: ...
 
     def has_come(self, one: OpenRound) -> bool: ...
 
@@ -140,6 +145,9 @@ class StallMonitor:
         self._end_missing: tuple[MissingRank, ...] = ()
         self._seen_calls, self._seen_since = 0, 0.0
         self._late: LateCheck | None = None
+        self._census: Census | None = None
+        self._census_wanted = False
+        self._beats: dict[int, Beat] = {}
         self._late_said: set[str] = set()
         self.lock = threading.Lock()  # of the connection: held for a request by whoever waits for its answer
         self._store: dist.Store | None = None
@@ -183,13 +191,19 @@ class StallMonitor:
         """
         end = time.monotonic() + limit.total_seconds()
         asked = [thread for one in self._inquiries for thread in one.alive()]
-        for thread in (self._thread, *asked, self._late.thread if self._late is not None else None):
+        asked += [one.thread for one in (self._late, self._census) if one is not None]
+        for thread in (self._thread, *asked):
             if thread is not None:
                 thread.join(max(end - time.monotonic(), 0.0))
                 if thread.is_alive():
                     leak(self._default_store())
 
     # Any thread's.
+
+    def beats(self) -> dict[int, Beat]:
+        """What length_sync.beats returns."""
+        self._census_wanted = True
+        return self._beats
 
     def stalls(self) -> tuple[Stall, ...]:
         """The rounds that were reported and have not come; and, where a round has failed, who has gone."""
@@ -249,7 +263,8 @@ class StallMonitor:
             if phase == activity.FORWARD and not stacks.runs(last.thread, last.place):
                 phase = "between encoder calls"
         far = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
-        opened = [(one.issued_at, sync.key, one.number) for sync in self._watched() if (one := sync.open_round)]
+        syncs = self._watched()
+        opened = [(one.issued_at, sync.key, one.number) for sync in syncs if (one := sync.open_round)]
         self._number += 1
         return Beat(
             rank=self.rank,
@@ -264,6 +279,9 @@ class StallMonitor:
             clock=last.clock,
             idle=idle,
             rounds={key: number for _, key, number in sorted(opened)},
+            fallbacks=sum(sync.fallbacks for sync in syncs),
+            waited=sum((sync.waited for sync in syncs), timedelta(0)).total_seconds(),
+            issued=sum(sync.rounds for sync in syncs),
             address=self._listener.address if self._listener is not None else "",
             port=self._listener.port if self._listener is not None else 0,
             where=stacks.where(last.thread) if far else "",
@@ -282,7 +300,7 @@ class StallMonitor:
         except Exception as error:
             report(logging.ERROR, f"the stall monitor has ended by an error of its own, please report it: {error!r}")
         finally:
-            for asked in (self._late, *self._inquiries):
+            for asked in (self._late, self._census, *self._inquiries):
                 if asked is not None:
                     asked.cancel()
             self.stop_listening()
@@ -306,6 +324,7 @@ class StallMonitor:
                 self._look_at_end(sync, now, last)
             self._look(sync, now, timeout, last)
         self._say_end(now, last)
+        self._take_census(last)
         if self._listener is not None:
             self._listener.answer(self.beat)
         self._watch_call(now, settings.call_timeout)
@@ -454,6 +473,14 @@ class StallMonitor:
         if not self._stopped:
             self._late = LateCheck(self, self._latest.where if self._latest else "", self._late_said)
         return True
+
+    def _take_census(self, last: bool) -> None:
+        census = self._census
+        if census is not None and census.beats:
+            self._beats = census.beats
+        if self._census_wanted and not last and (census is None or not census.thread.is_alive()):
+            self._census_wanted = False
+            self._census = Census(self)
 
     def _watch_call(self, now: float, limit: timedelta) -> None:
         last, phase = activity.current.last, activity.current.phase
