@@ -76,6 +76,8 @@ class Watched(Protocol):
     gave_up: OpenRound | None  # set where a wait ran out of time while calm; the monitor takes it
     calm: bool  # no stall since the last wait that came in time
 
+    def late(self, one: OpenRound, waited: float) -> str: ...
+
     def has_come(self, one: OpenRound) -> bool: ...
 
     def has_failed(self) -> bool: ...
@@ -381,12 +383,12 @@ class StallMonitor:
         waited = (one.gave_up_at or one.came_at or now) - one.issued_at
         still = f"still (after {timedelta(seconds=round(now - one.issued_at))}) " if stall.repeats else ""
         text = (
-            f"{sync.title}: {_kind(one)} call {one.call}: {still}not every rank's length came within {waited:.2f} s; "
-            f"using this rank's own, {one.length}. Missing: {self._told(stall)}"
+            f"{sync.title}: {_kind(one)} call {one.call}: {still}{sync.late(one, waited)}. Missing: {self._told(stall)}"
         )
         one.missing, one.text = stall.missing, text
         if one.told is not None:
             one.told.set()
+        activity.tell(lambda observer: observer.stalled(sync.title, one.call, stall.missing, stall.unknown))
         report(logging.WARNING, text)
 
     def _see_whether_the_store_answers(self, last: bool) -> None:
@@ -454,6 +456,8 @@ class StallMonitor:
             return
         self._end_missing, unknown = self._result(end)
         self._end_told.set()
+        if self._end_missing or (unknown and not last):
+            activity.tell(lambda observer: observer.stalled(self._end_title, 0, self._end_missing, unknown))
         if self._end_missing:
             report(logging.WARNING, f"{self._end_title}: gone: {told(self._end_missing, self.size)}")
         elif unknown and not last:
