@@ -147,7 +147,8 @@ class Recorder:
 
     def count_call(self, device: torch.device | None) -> None:
         if self._calls % MEMORY_EVERY == 0 and (writer := self.writer) is not None:
-            writer.put_later(lambda: _memory(writer.now(), device))
+            t = writer.now()  # of the call: the file's records are in the order of their times
+            writer.put_later(lambda: _memory(t, device))
         self._calls += 1
 
     # The observer's side: the length sync's news, and the stall monitor's, from its thread.

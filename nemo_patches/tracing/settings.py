@@ -60,15 +60,17 @@ def resolve(
     name, folder = _given("trace", trace, TRACE_VARIABLE, environment)
     if not isinstance(folder, str | os.PathLike | None):
         raise SettingsError(f"{name}={folder!r} is not allowed; allowed: a folder's path, or '' (no trace)")
+    given_checks = _given("trace_checks", checks, CHECKS_VARIABLE, environment)
     found = TraceSettings(
         # Absolute: hydra changes the working directory before the first call.
         folder=Path(folder).expanduser().absolute() if folder else None,
         size=_size(*_given("trace_size", size, SIZE_VARIABLE, environment), defaults.size),
-        checks=_checks(*_given("trace_checks", checks, CHECKS_VARIABLE, environment)),
+        # Who switches the trace off by keyword has no use for the variable's checks.
+        checks=() if trace == "" and checks is None else _checks(*given_checks),
         on_finding=_on_finding(*_given("on_finding", on_finding, ON_FINDING_VARIABLE, environment)),
     )
     if found.checks and found.folder is None:
-        name, value = _given("trace_checks", checks, CHECKS_VARIABLE, environment)
+        name, value = given_checks
         raise SettingsError(f"{name}={value!r} is not allowed without a trace: set trace=DIR or {TRACE_VARIABLE}=DIR")
     return found
 
