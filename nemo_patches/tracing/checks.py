@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_patches.runtime import length_sync
-from nemo_patches.runtime.heartbeats import told
+from nemo_patches.runtime.heartbeats import MissingRank, told
 from nemo_patches.runtime.length_sync import EncoderSync, LengthSyncTimeout
 from nemo_patches.runtime.reporting import first_line, raised_by_signal_handler, report
 from nemo_patches.runtime.stall_monitor import OpenRound
 from nemo_patches.tracing.settings import BARRIER, CUDA, INPUTS
+
+_PATIENCE = 2.0  # seconds, for a stall report
 
 
 class FindingError(RuntimeError):
@@ -85,7 +87,8 @@ class EncoderChecks:
         try:
             barrier.sync(inputs.frames or 0, self._encoder.training, bounded)
         except LengthSyncTimeout as error:
-            who = told(error.missing, sync.world.size) if error.missing else "who is missing is not known yet"
+            missing = error.missing or barrier.reported()
+            who = told(missing, sync.world.size) if missing else "who is missing, a stall report says"
             why = (
                 f"the barrier has ended: {barrier.ended}"
                 if barrier.ended
@@ -99,6 +102,14 @@ class _Barrier(EncoderSync):
 
     def late(self, one: OpenRound, waited: float) -> str:
         return f"not every rank came within {waited:.2f} s"
+
+    def reported(self) -> tuple[MissingRank, ...]:
+        """The missing ranks, where the stall monitor needs more time; it reports a stall that lasts only once."""
+        one = self.open_round
+        if one is None or one.told is None or self.ended:
+            return ()
+        one.told.wait(_PATIENCE if self.calm else _PATIENCE / 10)
+        return one.missing
 
 
 def _inputs(encoder: torch.nn.Module, inputs: Inputs) -> Iterator[Found]:

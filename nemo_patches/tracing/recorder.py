@@ -89,7 +89,10 @@ def recorded(original: Any) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _compiles_frames() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            _said_while_compiling()
+            return self._nemo_patches_forward(*args, **kwargs)
+        if _compiles_frames() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             _say_not_recorded()
             return self._nemo_patches_forward(*args, **kwargs)
         recorder = _recorder
@@ -387,8 +390,14 @@ class _Guard:
 _recorder: Recorder | None = None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run while torch compiles, and not compiled
-def _say_not_recorded() -> bool:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run when torch compiles, not compiled
+def _said_while_compiling() -> bool:
+    _say_not_recorded()
+    return True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would compile its frames
+def _say_not_recorded() -> None:
     global _said
     if _recorder is not None and not _said:
         _said = True
@@ -396,7 +405,6 @@ def _say_not_recorded() -> bool:
             logging.INFO,
             "trace: an encoder call that torch compiles, exports or traces is not recorded, but for its length sync",
         )
-    return True
 
 
 _said = False
