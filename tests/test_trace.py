@@ -79,7 +79,7 @@ def test_every_target_class_is_recorded_and_gives_the_same_bits(name: str, tmp_p
     pre = [] if name == "conv_asr" else ["pre"]
     assert traces.kinds(found) == [
         *("header", "encoder", "enter", "memory", "grow", "encoder"),
-        *(*pre, "layer", "leave", "end"),
+        *(*pre, "layer", "leave", "stopped"),
     ]
     (before, after), (enter,) = traces.of_kind(found, "encoder"), traces.of_kind(found, "enter")
     assert before["name"].lower().startswith(name.replace("_", "")[:7])
@@ -117,7 +117,7 @@ def test_the_masked_token_model_with_and_without_its_pre_encoder(masked: str, tm
         return model, lambda: model.forward(**signals, **noisy, apply_mask=True)[0]
 
     found = traced_and_not(make, tmp_path / "trace")
-    assert traces.kinds(found) == ["header", "encoder", "enter", "memory", "pre", "layer", "leave", "end"]
+    assert traces.kinds(found) == ["header", "encoder", "enter", "memory", "pre", "layer", "leave", "stopped"]
     assert found[1]["configured"] == "true"
 
 
@@ -163,11 +163,44 @@ def test_forward_is_replaced_only_while_a_trace_is_on(tmp_path: Path, caplog: An
     assert len(changes) == 4 and f"; trace={tmp_path / 'one'}, trace_size=256 MiB (before: " in changes[0]
     assert [len(traces.of_kind(only_trace(tmp_path / name), "leave")) for name in ("one", "two")] == [2, 1]
     for name in ("one", "two"):
-        assert only_trace(tmp_path / name)[-1]["k"] == "end"
+        assert only_trace(tmp_path / name)[-1]["k"] == "stopped"
     nemo_patches.revert()
     with listening(caplog):
         nemo_patches.apply(trace=tmp_path)
     assert f"call_timeout=60 s; trace={tmp_path}, trace_size=256 MiB)" in caplog.messages[0]
+
+
+def test_ours_inside_somebody_elses_wrapper_does_nothing_after_revert_and_is_recorded_after_apply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo.collections.asr.modules import ConformerEncoder
+
+    monkeypatch.setattr(ConformerEncoder, "forward", ConformerEncoder.__dict__["forward"])  # restored in the end
+    nemo_patches.apply(trace=tmp_path / "one")
+    ours = ConformerEncoder.forward
+    ConformerEncoder.forward = lambda self, **inputs: ours(self, **inputs)
+    encoder = encoders.conformer()
+    encoders.run(encoder, 50)
+    nemo_patches.revert()
+    encoders.run(encoder, 50)
+    nemo_patches.apply(trace=tmp_path / "two")
+    encoders.run(encoder, 50)
+    nemo_patches.revert()
+    encoders.run(encoder, 50)
+    assert [len(traces.of_kind(only_trace(tmp_path / name), "leave")) for name in ("one", "two")] == [1, 1]
+
+
+def test_data_parallels_replicas_end_the_trace_and_it_is_said_once(tmp_path: Path, caplog: Any) -> None:
+    nemo_patches.apply(trace=tmp_path)
+    encoder = encoders.conformer()
+    encoders.run(encoder, 50)
+    with listening(caplog):
+        for _ in range(2):  # for each call a new module, on each device
+            encoders.run(encoder._replicate_for_data_parallel(), 50)
+    (message,) = caplog.messages
+    assert "nn.DataParallel's replicas are not recorded" in message
+    assert "nn.DataParallel" in nemo_patches.status().trace_file
+    assert traces.kinds(only_trace(tmp_path))[-2:] == ["leave", "stopped"]
 
 
 class CallsItsParent:
@@ -294,6 +327,7 @@ def encoder_named(trace: Trace, name: str) -> int:
     return int(traces.of_kind(trace, "encoder", name=name)[0]["e"])
 
 
+@pytest.mark.one_nemo
 def test_the_header_tells_whose_file_it_is(trained: list[Trace]) -> None:
     for rank, trace in enumerate(trained):
         header = trace[0]
@@ -301,6 +335,7 @@ def test_the_header_tells_whose_file_it_is(trained: list[Trace]) -> None:
         assert header["settings"]["timeout"] == "1" and header["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.one_nemo
 def test_a_healthy_call_is_recorded_in_order(trained: list[Trace]) -> None:
     for trace in trained:
         call = [one for one in trace if one.get("e") == 1 and one.get("n") == 3]
@@ -312,6 +347,7 @@ def test_a_healthy_call_is_recorded_in_order(trained: list[Trace]) -> None:
         assert [one["t"] for one in trace[1:]] == sorted(one["t"] for one in trace[1:])
 
 
+@pytest.mark.one_nemo
 def test_growth_and_what_has_grown_for_this_process_only(trained: list[Trace]) -> None:
     for trace in trained:
         (grow,) = traces.of_kind(trace, "grow", e=1)
@@ -322,6 +358,7 @@ def test_growth_and_what_has_grown_for_this_process_only(trained: list[Trace]) -
         assert described[0]["registered"] == described[-1]["registered"]
 
 
+@pytest.mark.one_nemo
 def test_a_timeout_and_who_was_missing(trained: list[Trace]) -> None:
     first, second = trained
     (sync,) = traces.of_kind(first, "sync", e=1, n=4)
@@ -332,6 +369,7 @@ def test_a_timeout_and_who_was_missing(trained: list[Trace]) -> None:
     assert traces.of_kind(second, "sync", e=1, n=4)[0]["outcome"] == "came"
 
 
+@pytest.mark.one_nemo
 def test_uneven_calls(trained: list[Trace]) -> None:
     first, second = trained
     alone = [traces.of_kind(first, "sync", e=1, n=n)[0]["outcome"] for n in (5, 6)]
@@ -341,6 +379,7 @@ def test_uneven_calls(trained: list[Trace]) -> None:
     assert len(traces.of_kind(second, "enter", e=1)) == 4
 
 
+@pytest.mark.one_nemo
 def test_a_rank_that_does_not_sync(trained: list[Trace]) -> None:
     for trace in trained:
         outcomes = [traces.of_kind(trace, "sync", e=e)[0]["outcome"] for e in (2, 3, 4)]
@@ -349,6 +388,7 @@ def test_a_rank_that_does_not_sync(trained: list[Trace]) -> None:
         assert traces.of_kind(trace, "encoder", e=2)[0]["flag"] is (False if has_flag else None)
 
 
+@pytest.mark.one_nemo
 def test_of_a_class_whose_forward_does_not_call_its_parents_only_the_sync_is_recorded(trained: list[Trace]) -> None:
     for trace in trained:
         e = encoder_named(trace, "Own")
@@ -356,6 +396,7 @@ def test_of_a_class_whose_forward_does_not_call_its_parents_only_the_sync_is_rec
         assert traces.of_kind(trace, "sync", e=e)[0]["n"] == 1
 
 
+@pytest.mark.one_nemo
 def test_a_rank_that_has_gone(trained: list[Trace]) -> None:
     first, second = trained
     e = encoder_named(first, "ConformerEncoder #5")
@@ -403,6 +444,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Result], lis
     return results, found[0], found[1]
 
 
+@pytest.mark.one_nemo
 def test_what_is_found_is_recorded_each_time_and_said_the_first_and_the_tenth(
     checked: tuple[list[Result], list[Trace], list[Trace]],
 ) -> None:
@@ -423,6 +465,7 @@ def test_what_is_found_is_recorded_each_time_and_said_the_first_and_the_tenth(
     assert len(results[1].lines("check cuda: does nothing")) == 1
 
 
+@pytest.mark.one_nemo
 def test_the_barrier_names_who_does_not_come(checked: tuple[list[Result], list[Trace], list[Trace]]) -> None:
     results, (first, second), _ = checked
     (finding,) = traces.of_kind(first, "finding", check="barrier")
@@ -434,6 +477,7 @@ def test_the_barrier_names_who_does_not_come(checked: tuple[list[Result], list[T
     assert traces.of_kind(second, "finding", check="barrier") == []
 
 
+@pytest.mark.one_nemo
 def test_a_finding_ends_the_call_only_where_that_was_chosen(
     checked: tuple[list[Result], list[Trace], list[Trace]],
 ) -> None:

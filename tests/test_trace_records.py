@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import traces
 from ranks import wait_until
 
 from nemo_patches.runtime import activity
 from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.tracing import recorder
 from nemo_patches.tracing import writer as writer_module
 from nemo_patches.tracing.records import FORMAT, Encoder, Enter, Header, Memory, PreEncoded
 from nemo_patches.tracing.settings import TraceSettings, resolve
@@ -215,6 +217,29 @@ def test_an_observers_error_is_said_once_and_it_is_told_no_more(said: list[str])
     assert "tracing has ended by an error of its own" in line and "a bug" in line
 
 
+def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(tmp_path: Path, said: list[str]) -> None:
+    class Odd(torch.nn.Module):
+        max_audio_length = "long"
+
+        def forward(self, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+            return audio_signal + length
+
+    original: Any = Odd.forward
+    name, forward = recorder.recorded(original)
+    Odd.forward = forward  # type: ignore[method-assign]
+    setattr(Odd, name, original)
+    recorder.start(TraceSettings(tmp_path))
+    try:
+        for _ in range(3):
+            assert Odd()(torch.ones(2), length=torch.ones(2)).tolist() == [2, 2]
+        assert "an error of its own" in recorder.where()
+    finally:
+        recorder.stop()
+    (line,) = said
+    assert "tracing has ended: an error of its own, please report it: ValueError" in line
+    assert traces.kinds(traces.records(*traces.files(tmp_path))) == ["header", "stopped"]
+
+
 # What follows is of whole processes: an encoder of three lines, recorded as a target is.
 
 ENCODER = """
@@ -230,8 +255,9 @@ class Encoder(torch.nn.Module):
         self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
     def forward(self, audio_signal, length):
         return self.layers[0](audio_signal), length
-Encoder._nemo_patches_forward = Encoder.forward
-Encoder.forward = recorder.recorded(Encoder.forward)
+original = Encoder.forward
+name, Encoder.forward = recorder.recorded(original)
+setattr(Encoder, name, original)
 encoder = Encoder()
 def call():
     return encoder(audio_signal=torch.ones(2, 3, 4), length=torch.tensor([4, 3]))
@@ -285,7 +311,8 @@ def test_every_ordinary_exit_ends_the_file(tmp_path: Path) -> None:
         for file in traces.files(tmp_path / name):
             found = traces.records(file)
             call = ["encoder", "enter", "memory", "layer", "leave"]
-            assert traces.kinds(found) == ["header", *call, "end"]
+            last = "stopped" if name == "multiprocessing" and found[0]["pid"] == process.pid else "end"
+            assert traces.kinds(found) == ["header", *call, last]
             assert (found[0]["rank"], found[0]["world_size"]) == (5, 6)
     assert len(traces.files(tmp_path / "multiprocessing")) == 2
 
@@ -356,7 +383,7 @@ def test_neither_forked_children_nor_loader_workers_write_into_a_ranks_file(tmp_
     out, error = end(process)
     assert process.returncode == 0, error
     pid, child = map(int, out.split())
-    assert error.count("a data loader's worker is not recorded") == 1
+    assert error.count("tracing has ended: a data loader's worker is not recorded") == 1
     found = [traces.records(file) for file in traces.files(tmp_path)]
     by_pid = {(one[0]["pid"], one[0]["rank"]): one for one in found}
     assert set(by_pid) == {(pid, 1), (child, 1), (pid, 0)}
@@ -364,4 +391,5 @@ def test_neither_forked_children_nor_loader_workers_write_into_a_ranks_file(tmp_
     assert [one["n"] for one in traces.of_kind(by_pid[child, 1], "leave")] == [1]
     # Under its process group it was another rank, and its next process group changed nothing.
     assert [one["n"] for one in traces.of_kind(by_pid[pid, 0], "leave")] == [1, 2]
-    assert traces.kinds(by_pid[pid, 1])[-1] == traces.kinds(by_pid[pid, 0])[-1] == "end"
+    assert by_pid[pid, 1][-1]["reason"] == "this process is rank 0 of 1 from now on"
+    assert by_pid[pid, 0][-1]["k"] == "end"

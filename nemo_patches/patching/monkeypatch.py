@@ -184,6 +184,7 @@ def revert() -> None:
     global _applied, _by_import, _complete
     _applied = _by_import = _complete = False
     recorder.stop()
+    _restore_forwards()
     while _patches:
         _restore(_patches.pop())
     _patched.clear()
@@ -307,26 +308,37 @@ def _trace(trace: TraceSettings) -> None:
     if trace.folder:
         for owner in [patch.owner for patch in _patches if patch.name == "_apply" and patch.owner not in recorded]:
             original = inspect.getattr_static(owner, _FORWARD)
-            _replace(owner, recorder.ORIGINAL, original)
-            _replace(owner, _FORWARD, recorder.recorded(original))
-    elif recorded:
-        for patch in [patch for patch in reversed(_patches) if patch.name in (_FORWARD, recorder.ORIGINAL)]:
-            _patches.remove(patch)
-            _restore(patch)
+            name, replacement = recorder.recorded(original)
+            _replace(owner, name, original)
+            _replace(owner, _FORWARD, replacement)
+    else:
+        _restore_forwards()
+
+
+def _restore_forwards() -> None:
+    for patch in [patch for patch in _patches if patch.name == _FORWARD]:
+        at = _patches.index(patch)
+        original = _patches[at - 1]  # under the other name, which ours needs if it stays
+        del _patches[at - 1 : at + 1]
+        if _restore(patch):
+            _restore(original)
 
 
 def _in_force() -> bool:
     return _applied
 
 
-def _restore(patch: _Patch) -> None:
+def _restore(patch: _Patch) -> bool:
+    """Whether it could be done."""
     if patch.owner.__dict__.get(patch.name) is not patch.replacement:
         # Ours is inside somebody's wrapper: it stays, and does nothing any more.
         report(logging.WARNING, f"{patch.owner.__name__}.{patch.name} was patched again by others and stays as it is")
-    elif patch.original is _ABSENT:
+        return False
+    if patch.original is _ABSENT:
         delattr(patch.owner, patch.name)
     else:
         setattr(patch.owner, patch.name, patch.original)
+    return True
 
 
 def _replace(owner: type, name: str, replacement: object) -> None:

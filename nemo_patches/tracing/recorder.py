@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import multiprocessing.util
 import os
@@ -38,7 +39,6 @@ from nemo_patches.tracing.records import Enter, FirstLayer, Grow, Header, Leave,
 from nemo_patches.tracing.settings import RAISE, TraceSettings
 from nemo_patches.tracing.writer import TraceWriter
 
-ORIGINAL = "_nemo_patches_forward"
 MEMORY_EVERY = 50  # calls
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 8_000  # characters
 _CLOSE_LIMIT = timedelta(seconds=2)
@@ -53,13 +53,13 @@ def start(settings: TraceSettings) -> None:
 
 
 def stop() -> None:
-    """End the trace, if there is one, and its file in good order."""
+    """End the trace, if there is one."""
     global _recorder
     ending, _recorder = _recorder, None
     if ending is not None:
         if activity.observer is ending:
             activity.observer = None
-        ending.close()
+        ending.close("revert(), or apply() with another trace")
 
 
 def length_sync_changed(settings: Settings) -> None:
@@ -77,13 +77,14 @@ def where() -> str:
     return _recorder.where() if _recorder is not None else ""
 
 
-def recorded(original: Any) -> Callable[..., Any]:
+def recorded(original: Any) -> tuple[str, Callable[..., Any]]:
     """`forward` of a target class, recorded; it gives what `original` gives and raises what it raises.
 
-    original: as it is in the class: a function, or NeMo's decorated one. The class must have it under the name
-    ORIGINAL too: only so does torch.compile take it as it takes stock's. Without a trace, and where torch compiles,
+    original: as it is in the class: a function, or NeMo's decorated one. The class must have it under the name that is
+    returned, too: only so does torch.compile take it as it takes stock's. Without a trace, and where torch compiles,
     exports or traces, nothing else runs.
     """
+    own_name = f"_nemo_patches_forward_{next(_numbers)}"  # ours may be inside somebody's wrapper, and that inside ours
     names = list(inspect.signature(original).parameters)
     signal_at, lengths_at = _place_of(_SIGNALS, names), _place_of(_LENGTHS, names)
 
@@ -91,23 +92,23 @@ def recorded(original: Any) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             _said_while_compiling()
-            return self._nemo_patches_forward(*args, **kwargs)
+            return getattr(self, own_name)(*args, **kwargs)
         if _compiles_frames() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             _say_not_recorded()
-            return self._nemo_patches_forward(*args, **kwargs)
+            return getattr(self, own_name)(*args, **kwargs)
         recorder = _recorder
         call = recorder.begin(self) if recorder is not None else None
         if call is None:
-            return self._nemo_patches_forward(*args, **kwargs)
+            return getattr(self, own_name)(*args, **kwargs)
         with call:
             call.enter(_argument(signal_at, args, kwargs), _argument(lengths_at, args, kwargs), kwargs)
-            output = self._nemo_patches_forward(*args, **kwargs)
+            output = getattr(self, own_name)(*args, **kwargs)
             call.leave(output)
         return output
 
     # Dynamo begins with what `forward` calls, as it would in stock; and it still looks through it from further out.
     _skip_frame(forward.__code__)  # type: ignore[attr-defined]  # wraps() gives it another type
-    return forward
+    return own_name, forward
 
 
 class Recorder:
@@ -138,15 +139,16 @@ class Recorder:
             return self._over or "not begun: no encoder call yet"
         return f"ended: {self.writer.folder}" if self.writer.ended else str(self.writer.file or self.writer.folder)
 
-    def close(self, in_good_order: bool = True) -> None:
+    def close(self, stopped: str = "") -> None:
         if self.writer is not None:
-            self.writer.close(_CLOSE_LIMIT, in_good_order)
+            self.writer.close(_CLOSE_LIMIT, stopped)
 
-    def give_up(self, error: Exception) -> None:
-        """An error of ours must not reach training."""
+    def end(self, level: int, why: str) -> None:
+        """Record nothing any more, and say why."""
         if not self._over:
-            self._over = f"an error of its own: {error!r}"
-            report(logging.ERROR, f"tracing has ended by an error of its own, please report it: {error!r}")
+            self._over = why
+            report(level, f"tracing has ended: {why}")
+            self.close(why)
 
     def count_call(self, device: torch.device | None) -> None:
         if self._calls % MEMORY_EVERY == 0 and (writer := self.writer) is not None:
@@ -157,6 +159,23 @@ class Recorder:
     # The observer's side: the length sync's news, and the stall monitor's, from its thread.
 
     def length_synced(self, encoder: torch.nn.Module, title: str, synced: Synced) -> None:
+        with self.guard:
+            self._length_synced(encoder, title, synced)
+
+    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+        with self.guard:
+            self._grown(encoder, old, new)
+
+    def stalled(self, title: str, call: int, missing: tuple[MissingRank, ...], unknown: str) -> None:
+        with self.guard:
+            if (writer := self.writer) is not None:
+                ranks, kinds, where = ([getattr(one, name) for one in missing] for name in ("rank", "kind", "where"))
+                writer.put(records.Missing(writer.now(), title, call, ranks, kinds, where, unknown))
+
+    def process_ends(self) -> None:
+        self.close()
+
+    def _length_synced(self, encoder: torch.nn.Module, title: str, synced: Synced) -> None:
         state = self._state_of(encoder)
         if state is None or (writer := self.writer) is None:
             return
@@ -165,23 +184,15 @@ class Recorder:
         if state.name != title:
             state.name = title
             self._describe(encoder, state)
-        writer.put(records.Sync(writer.now(), state.e, state.number, *synced))
+        writer.put(records.Sync(writer.now(), state.e, state.number, *synced._replace(waited=round(synced.waited, 6))))
 
-    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+    def _grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
         state = self._state_of(encoder)
         if state is None or (writer := self.writer) is None:
             return
         state.positions = new
         writer.put(Grow(writer.now(), state.e, state.number, old, new))
         self._describe(encoder, state)
-
-    def stalled(self, title: str, call: int, missing: tuple[MissingRank, ...], unknown: str) -> None:
-        if (writer := self.writer) is not None:
-            ranks, kinds, where = ([getattr(one, name) for one in missing] for name in ("rank", "kind", "where"))
-            writer.put(records.Missing(writer.now(), title, call, ranks, kinds, where, unknown))
-
-    def process_ends(self) -> None:
-        self.close()
 
     def _state_of(self, encoder: torch.nn.Module) -> _EncoderState | None:
         if self._over or (self.writer is not None and self.writer.ended):
@@ -193,8 +204,7 @@ class Recorder:
         state = self._encoders.get(encoder)
         if state is None:
             if vars(encoder).get("_is_replica"):
-                self._over = "nn.DataParallel's replicas are not recorded"
-                report(logging.WARNING, f"tracing has ended: {self._over}")
+                self.end(logging.WARNING, "nn.DataParallel's replicas are not recorded")
                 return None
             state = self._first_call(encoder)
         elif state.is_now_inside_ddp(encoder):
@@ -221,15 +231,14 @@ class Recorder:
     def _open(self, group: Any) -> bool:
         """Begin a file, or another one where the process group has made this another rank."""
         if torch.utils.data.get_worker_info() is not None:
-            self._over = "a data loader's worker is not recorded"
-            report(logging.INFO, f"trace: {self._over}")
+            self.end(logging.INFO, "a data loader's worker is not recorded")
             return False
         header = _header(self.settings, length_sync.current(), round(time.time(), 6))
         self._group = weakref.ref(group) if group is not None else None
         if self.writer is not None:
             if (self.writer.header.rank, self.writer.header.world_size) == (header.rank, header.world_size):
                 return True
-            self.close()
+            self.close(f"this process is rank {header.rank} of {header.world_size} from now on")
             self._encoders.clear()
             self._seen.clear()
         assert self.settings.folder is not None
@@ -283,15 +292,15 @@ class _Call:
             lengths = lengths if isinstance(lengths, torch.Tensor) else None
             put(
                 Enter(
-                    now(),
-                    state.e,
-                    state.number,
-                    self._encoder.training,
-                    torch.is_grad_enabled(),
-                    [] if signal is None else list(signal.shape),
-                    "" if signal is None else str(signal.dtype).removeprefix("torch."),
-                    "" if signal is None else str(signal.device),
-                    _shortest_and_longest(lengths),
+                    t=now(),
+                    e=state.e,
+                    n=state.number,
+                    training=self._encoder.training,
+                    grad=torch.is_grad_enabled(),
+                    shape=[] if signal is None else list(signal.shape),
+                    dtype="" if signal is None else str(signal.dtype).removeprefix("torch."),
+                    device="" if signal is None else str(signal.device),
+                    lengths=_shortest_and_longest(lengths),
                 )
             )
             self._recorder.count_call(None if signal is None else signal.device)
@@ -329,18 +338,18 @@ class _Call:
                 text = "".join(traceback.format_exception(kind, error, trace))
                 self._writer.put(
                     Raised(
-                        self._writer.now(),
-                        self._state.e,
-                        self._state.number,
-                        type(error).__name__,
-                        str(error)[:_LONGEST_MESSAGE],
-                        text[-_LONGEST_TRACEBACK:],
+                        t=self._writer.now(),
+                        e=self._state.e,
+                        n=self._state.number,
+                        type=type(error).__name__,
+                        message=str(error)[:_LONGEST_MESSAGE],
+                        traceback=text[-_LONGEST_TRACEBACK:],
                     )
                 )
 
     def _hook(self, module: torch.nn.Module | None, kind: type[PreEncoded] | type[FirstLayer]) -> None:
         # A module that is compiled by itself would be compiled anew for a hook.
-        if module is None or module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        if module is None or module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return
 
         def reached(*_: object) -> None:
@@ -383,11 +392,12 @@ class _Guard:
     ) -> bool:
         if not isinstance(error, Exception) or isinstance(error, FindingError) or raised_by_signal_handler(error):
             return False
-        self._recorder.give_up(error)
+        self._recorder.end(logging.ERROR, f"an error of its own, please report it: {error!r}")
         return True
 
 
 _recorder: Recorder | None = None
+_numbers = itertools.count()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run when torch compiles, not compiled

@@ -195,8 +195,17 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """Nothing more is recorded, but the process goes on: revert(), another trace, or an error of the recorder's."""
+
+    k: ClassVar[str] = "stopped"
+    t: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class End:
-    """The process ended in good order. A file without it: it was killed, or runs still."""
+    """The process ended in good order. A file without it: it was killed, or runs still, or the disk was full."""
 
     k: ClassVar[str] = "end"
     t: float
@@ -216,6 +225,7 @@ Record = (
     | Memory
     | Finding
     | Lost
+    | Stopped
     | End
 )
 

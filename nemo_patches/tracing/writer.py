@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from nemo_patches.runtime.reporting import report
-from nemo_patches.tracing.records import Encoder, End, Header, Lost, Record, encode
+from nemo_patches.tracing.records import Encoder, End, Header, Lost, Record, Stopped, encode
 
 MOST_WAITING = 20_000  # records that wait for the disk; what comes then is lost, and counted
 MOST_ENCODERS = 64  # at the head of a part; a script may make copies without end
@@ -29,9 +29,9 @@ class _Later:
 
 @dataclass(frozen=True)
 class _Last:
-    """Nothing comes after this record, whose thread may end."""
+    """After this record the thread ends."""
 
-    record: Record | None
+    record: Record
 
 
 class TraceWriter:
@@ -78,13 +78,13 @@ class TraceWriter:
             self._queue.put(Lost(self.now(), lost))
         self._queue.put(record)
 
-    def close(self, limit: timedelta, in_good_order: bool = True) -> None:
-        """Write what waits, and End if all is in good order; give up after `limit`, and say so."""
+    def close(self, limit: timedelta, stopped: str = "") -> None:
+        """Write what waits, and the last record: End, or Stopped for a reason. Give up after `limit`, and say so."""
         if self.ended:
             return
         if self._lost:
             self._queue.put(Lost(self.now(), self._lost))
-        self._queue.put(_Last(End(self.now()) if in_good_order else None))
+        self._queue.put(_Last(Stopped(self.now(), stopped) if stopped else End(self.now())))
         self._thread.join(limit.total_seconds())
         if self._thread.is_alive():
             self.ended = True
@@ -122,8 +122,7 @@ class TraceWriter:
         lines: list[bytes] = []
         for item in batch:
             last = isinstance(item, _Last)
-            if (record := _record_of(item)) is not None:
-                self._add(record, lines)
+            self._add(_record_of(item), lines)
             if last:
                 break
         self._write(lines)
@@ -173,7 +172,7 @@ class TraceWriter:
             os.close(descriptor)
 
 
-def _record_of(item: Record | _Later | _Last) -> Record | None:
+def _record_of(item: Record | _Later | _Last) -> Record:
     if isinstance(item, _Last):
         return item.record
     return item.make() if isinstance(item, _Later) else item
