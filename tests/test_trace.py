@@ -221,6 +221,24 @@ def test_a_subclass_that_calls_its_parents_forward_makes_one_call(tmp_path: Path
     assert found[1]["name"] == "Own"
 
 
+@pytest.mark.one_nemo
+def test_a_layer_that_is_compiled_by_itself_gets_no_hook_and_that_is_said(tmp_path: Path, caplog: Any) -> None:
+    nemo_patches.apply(trace=tmp_path)
+    encoder: Any = encoders.conformer().eval()
+    torch._dynamo.reset()
+    encoder.layers[0].compile(backend="eager")
+    with listening(caplog), torch.no_grad():
+        for _ in range(3):
+            encoders.run(encoder, 50)
+    nemo_patches.revert()
+    assert [
+        message for message in caplog.messages if "the first layer is done is not recorded: it is compiled" in message
+    ]
+    found = only_trace(tmp_path)
+    assert len(traces.of_kind(found, "pre")) == len(traces.of_kind(found, "leave")) == 3
+    assert traces.of_kind(found, "layer") == []
+
+
 class Inside(torch.nn.Module):
     def __init__(self, encoder: torch.nn.Module) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class EncoderChecks:
     def _meet(self, inputs: Inputs) -> Iterator[Found]:
         sync = length_sync.sync_of(self._encoder)
         if sync is None:
-            _say_once("check barrier: does nothing, there is no other rank to wait for")
+            say_once("check barrier: does nothing, there is no other rank to wait for")
             return
         if self._barrier is None or self._barrier.world is not sync.world:
             self._barrier = _Barrier(f"{sync.title}, barrier", f"{sync.key}-barrier", sync.world)
@@ -116,7 +116,7 @@ def _inputs(encoder: torch.nn.Module, inputs: Inputs) -> Iterator[Found]:
     """One wait for the device, two more where something is found."""
     signal, lengths, frames = inputs.signal, inputs.lengths, inputs.frames
     if signal is None:
-        _say_once(f"check inputs: does nothing for {type(encoder).__name__}: its signal is no tensor")
+        say_once(f"check inputs: does nothing for {type(encoder).__name__}: its signal is no tensor")
         return
     yield from _placed(encoder, signal, lengths)
     batch = signal.shape[0] if signal.ndim else 0
@@ -170,7 +170,7 @@ def _placed(encoder: torch.nn.Module, signal: torch.Tensor, lengths: torch.Tenso
 
 def _synchronized(inputs: Inputs, where: str) -> Iterator[Found]:
     if inputs.signal is None or not inputs.signal.is_cuda:
-        _say_once("check cuda: does nothing for an input that is not on a CUDA device")
+        say_once("check cuda: does nothing for an input that is not on a CUDA device")
         return
     try:
         torch.cuda.synchronize(inputs.signal.device)
@@ -183,7 +183,8 @@ def _synchronized(inputs: Inputs, where: str) -> Iterator[Found]:
 _said: set[str] = set()
 
 
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """What does nothing here, and why."""
     if text not in _said:
         _said.add(text)
         report(logging.INFO, text)

@@ -33,7 +33,7 @@ from nemo_patches.runtime.heartbeats import MissingRank
 from nemo_patches.runtime.reporting import raised_by_signal_handler, report
 from nemo_patches.runtime.settings import Settings
 from nemo_patches.tracing import records
-from nemo_patches.tracing.checks import EncoderChecks, FindingError, Found, Inputs
+from nemo_patches.tracing.checks import EncoderChecks, FindingError, Found, Inputs, say_once
 from nemo_patches.tracing.encoder_facts import active_ddp, facts, first_layer
 from nemo_patches.tracing.records import Enter, FirstLayer, Grow, Header, Leave, Memory, PreEncoded, Raised
 from nemo_patches.tracing.settings import RAISE, TraceSettings
@@ -348,8 +348,11 @@ class _Call:
                 )
 
     def _hook(self, module: torch.nn.Module | None, kind: type[PreEncoded] | type[FirstLayer]) -> None:
-        # A module that is compiled by itself would be compiled anew for a hook.
-        if module is None or module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        if module is None:
+            return
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            what = "pre_encode" if kind is PreEncoded else "the first layer"
+            say_once(f"trace: when {what} is done is not recorded: it is compiled, and would be compiled anew for that")
             return
 
         def reached(*_: object) -> None:
