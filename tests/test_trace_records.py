@@ -204,34 +204,49 @@ def test_an_observers_error_is_said_once_and_it_is_told_no_more(said: list[str])
     class Broken:
         calls = 0
 
-        def process_ends(self) -> None:
+        def grown(self, *_: object) -> None:
             self.calls += 1
             raise KeyError("a bug")
 
     broken: Any = Broken()
     activity.observer = broken
     for _ in range(3):
-        activity.tell(lambda observer: observer.process_ends())
+        activity.tell(lambda observer: observer.grown(torch.nn.Identity(), 1, 2))
     assert (broken.calls, activity.observer) == (1, None)
     (line,) = said
     assert "tracing has ended by an error of its own" in line and "a bug" in line
 
 
+def recorded_class(forward: Any) -> Any:
+    name, replacement = recorder.recorded(forward)
+    return type("Encoder", (torch.nn.Module,), {name: forward, "forward": replacement, "max_audio_length": 5})
+
+
+def test_growth_in_a_class_without_layers_and_without_a_process_group(tmp_path: Path) -> None:
+    def forward(self: Any, features: torch.Tensor, features_length: torch.Tensor) -> torch.Tensor:
+        self.max_audio_length = features.shape[-1]
+        return features
+
+    encoder = recorded_class(forward)()
+    recorder.start(TraceSettings(tmp_path))
+    encoder(torch.ones(2, 9), torch.tensor([9, 3]))  # by position
+    recorder.stop()
+    found = traces.records(*traces.files(tmp_path))
+    assert traces.kinds(found)[2:] == ["enter", "memory", "grow", "encoder", "leave", "stopped"]
+    assert (found[2]["shape"], found[2]["lengths"]) == ([2, 9], [3, 9])
+    assert (found[4]["old"], found[4]["new"]) == (5, 9)
+
+
 def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(tmp_path: Path, said: list[str]) -> None:
-    class Odd(torch.nn.Module):
-        max_audio_length = "long"
+    def forward(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return audio_signal + length
 
-        def forward(self, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-            return audio_signal + length
-
-    original: Any = Odd.forward
-    name, forward = recorder.recorded(original)
-    Odd.forward = forward  # type: ignore[method-assign]
-    setattr(Odd, name, original)
+    encoder = recorded_class(forward)()
+    encoder.max_audio_length = "long"
     recorder.start(TraceSettings(tmp_path))
     try:
         for _ in range(3):
-            assert Odd()(torch.ones(2), length=torch.ones(2)).tolist() == [2, 2]
+            assert encoder(torch.ones(2), length=torch.ones(2)).tolist() == [2, 2]
         assert "an error of its own" in recorder.where()
     finally:
         recorder.stop()

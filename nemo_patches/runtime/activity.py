@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
@@ -69,9 +68,6 @@ class Observer(Protocol):
     def stalled(self, title: str, call: int, missing: tuple[MissingRank, ...], unknown: str) -> None:
         """A stall report was logged. call: 0 where the length sync has ended."""
 
-    def process_ends(self) -> None:
-        """The interpreter exits, and the stall monitor has said its last."""
-
 
 observer: Observer | None = None
 
@@ -89,7 +85,3 @@ def tell(happening: Callable[[Observer], None]) -> None:
             raise
         observer = None
         report(logging.ERROR, f"tracing has ended by an error of its own, please report it: {error!r}")
-
-
-# Registered before the stall monitor's, so it runs after it.
-atexit.register(tell, lambda told: told.process_ends())

@@ -172,9 +172,6 @@ class Recorder:
                 ranks, kinds, where = ([getattr(one, name) for one in missing] for name in ("rank", "kind", "where"))
                 writer.put(records.Missing(writer.now(), title, call, ranks, kinds, where, unknown))
 
-    def process_ends(self) -> None:
-        self.close()
-
     def _length_synced(self, encoder: torch.nn.Module, title: str, synced: Synced) -> None:
         state = self._state_of(encoder)
         if state is None or (writer := self.writer) is None:
@@ -243,7 +240,8 @@ class Recorder:
             self._seen.clear()
         assert self.settings.folder is not None
         self.writer = TraceWriter(self.settings.folder, header)
-        # A process that multiprocessing has forked leaves without the interpreter's exit.
+        # Not atexit: a process that multiprocessing has forked leaves without it. At an interpreter's exit this comes
+        # after the stall monitor's last words, since torch imports multiprocessing before there is a stall monitor.
         multiprocessing.util.Finalize(None, _close, exitpriority=0)
         return True
 
