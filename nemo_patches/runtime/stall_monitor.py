@@ -81,6 +81,8 @@ class Watched(Protocol):
     @property
     def rounds(self) -> int: ...
 
+    def late(self, one: OpenRound, waited: float) -> str: ...
+
     def has_come(self, one: OpenRound) -> bool: ...
 
     def has_failed(self) -> bool: ...
@@ -418,13 +420,12 @@ class StallMonitor:
         stall.said_at = now  # only now: `stalls` may be looking
         waited = (one.gave_up_at or one.came_at or now) - one.issued_at
         still = f"still (after {timedelta(seconds=round(now - one.issued_at))}) " if stall.repeats else ""
-        text = (
-            f"{sync.title}: {_kind(one)} call {one.call}: {still}not every rank's length came within {waited:.2f} s; "
-            f"using this rank's own, {one.length}. Missing: {self._told(answer)}"
-        )
+        call = f"{sync.title}: {_kind(one)} call {one.call}"
+        text = f"{call}: {still}{sync.late(one, waited)}. Missing: {self._told(answer)}"
         one.missing, one.text = answer.missing, text
         if one.told is not None:
             one.told.set()
+        activity.tell(lambda observer: observer.stalled(sync.title, one.call, answer.missing, answer.unknown))
         report(logging.WARNING, text)
 
     def _told(self, answer: Answer) -> str:
@@ -454,6 +455,8 @@ class StallMonitor:
         answer = end.answer()
         self._end_missing = answer.missing
         self._end_told.set()
+        if answer.missing or (answer.unknown and not last):
+            activity.tell(lambda observer: observer.stalled(self._end_title, 0, answer.missing, answer.unknown))
         if answer.missing:
             report(logging.WARNING, f"{self._end_title}: gone: {self._told(answer)}")
         elif answer.unknown and not last:
