@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from nemo_patches.runtime import stacks
 from nemo_patches.runtime.heartbeats import (
     DETAILED,
-    ELSEWHERE,
-    LEFT,
     LONGEST,
-    SILENT,
-    UNANNOUNCED,
     Beat,
     MissingRank,
     decode,
@@ -27,10 +23,9 @@ from nemo_patches.runtime.heartbeats import (
     encode,
     encode_missing,
     encode_texts,
-    named,
-    ranges,
     told,
 )
+from nemo_patches.runtime.naming import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
 
 pytestmark = pytest.mark.one_nemo
 BEAT = Beat(

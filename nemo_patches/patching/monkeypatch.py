@@ -21,8 +21,9 @@ from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.runtime import length_sync
 from nemo_patches.runtime.encoder_methods import bounded, following_apply, private_setter
-from nemo_patches.runtime.heartbeats import named, told
+from nemo_patches.runtime.heartbeats import told
 from nemo_patches.runtime.length_sync import EncoderCounters
+from nemo_patches.runtime.naming import named
 from nemo_patches.runtime.private_growth import give_back_all
 from nemo_patches.runtime.reporting import report
 from nemo_patches.runtime.settings import Settings, SettingsError, resolve

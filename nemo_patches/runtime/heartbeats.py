@@ -11,26 +11,21 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
 
+from .naming import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named, ranges, safe
+
 LONGEST = 4096  # bytes of a heartbeat; a longer one is not taken
 LONGEST_REPORT = 1 << 18
 DETAILED = 4  # missing ranks of which a report tells where they are; of the others it tells which they are
-_LONGEST_TEXT = 600  # characters of any text that a peer sent
 _ENCODERS = 16
 _WORKERS = 32
 _KEYS_PER_REQUEST = 256
 # One bit for each rank in a number that ranks add to: every kind of store can add.
 _RANKS_PER_KEY = 62
 
-ELSEWHERE = "elsewhere"  # its heart beats: it is alive, and not in the call that the others are in
-SILENT = "no heartbeat"
-LEFT = "left"  # it has ended, or destroyed its process group
-UNANNOUNCED = "unannounced"  # no sign of nemo_patches
-LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
 _KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE)
 
 
@@ -155,11 +150,6 @@ def decode_texts(data: bytes) -> dict[str, str]:
     return {safe(name): safe(text) for name, text in content.items() if isinstance(text, str)}
 
 
-def safe(text: str) -> str:
-    """A peer's text as it may be printed: one line, no control characters, of bounded length."""
-    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_TEXT])
-
-
 def innermost(store: dist.Store) -> dist.Store:
     """The store itself, without the prefixes around it."""
     while isinstance(store, dist.PrefixStore):
@@ -215,21 +205,6 @@ def read(store: dist.Store, ranks: Iterable[int]) -> dict[int, Beat]:
             if beat is not None and beat.rank == rank:
                 found[rank] = beat
     return found
-
-
-def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Ranks in rising order as (first, last) of each run."""
-    found = []
-    for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in pairs]
-        found.append((run[0], run[-1]))
-    return found
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Ranks in rising order, at least one, as a person reads them: "rank 1", "ranks 2, 5-7"."""
-    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(ranks))
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def told(missing: tuple[MissingRank, ...], size: int) -> str:

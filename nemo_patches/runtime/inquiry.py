@@ -20,11 +20,6 @@ import torch.distributed as dist
 
 from .heartbeats import (
     DETAILED,
-    ELSEWHERE,
-    LATE,
-    LEFT,
-    SILENT,
-    UNANNOUNCED,
     Beat,
     MissingRank,
     announced,
@@ -32,10 +27,10 @@ from .heartbeats import (
     decode_texts,
     encode_missing,
     encode_texts,
-    named,
     present,
     read,
 )
+from .naming import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from .peers import Peer, ask
 from .reporting import first_line, report
 

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .heartbeats import LONGEST, LONGEST_REPORT, Beat, decode, encode, safe
+from .heartbeats import LONGEST, LONGEST_REPORT, Beat, decode, encode
+from .naming import safe
 
 _AT_ONCE = 256  # connections of one rank: it may have few files left
 _SLICE = 0.05  # seconds between two looks whether the answers are still wanted

@@ -16,7 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .heartbeats import UNPATCHED, Beat, announce, announced, named, present, read
+from .heartbeats import UNPATCHED, Beat, announce, announced, present, read
+from .naming import named
 from .peers import Peer, decode_peers, encode_peers
 from .reporting import first_line, report
 

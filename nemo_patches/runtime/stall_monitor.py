@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from . import __version__, activity, stacks
 from .gloo_rounds import leak, stop_helpers
-from .heartbeats import LATE, LEFT, Beat, MissingRank, innermost, named, own_connection, send, told
+from .heartbeats import Beat, MissingRank, innermost, own_connection, send, told
 from .inquiry import END, Answer, Census, Inquiry, LateCheck
+from .naming import LATE, LEFT, named
 from .peers import Listener, Peer
 from .reporting import first_line, report
 from .roll_call import RollCall
