@@ -142,6 +142,21 @@ def straggles(place: Place) -> None:
         place.run()
 
 
+def skips(place: Place) -> None:
+    """Rank 1 has one training batch less; nothing but the length sync holds the others back here."""
+    for step in range(4):
+        if not (place.is_odd and step == 0):
+            place.run()
+
+
+def hoards(place: Place) -> None:
+    kept = []
+    for call in range(450):
+        if place.is_odd and call % 50 == 0:
+            kept.append(b"x" * (140 << 20))
+        place.run(frames=16)
+
+
 def healthy(place: Place) -> None:
     for _ in range(10):
         place.run()
@@ -165,6 +180,8 @@ RUNS: dict[str, Callable[[Place], None]] = {
     "uneven": uneven_evaluation,
     "nan": not_a_number,
     "straggler": straggles,
+    "skip": skips,
+    "memory": hoards,
     "healthy": healthy,
 }
 
@@ -290,6 +307,18 @@ def test_a_chronic_straggler(folder: Path) -> None:
     assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, (1,))]
     assert LAG / 2 < (report.ranks[1].lag or 0.0) < LAG * 2
     assert (report.ranks[1].caused or 0.0) > 0.8
+
+
+def test_a_skipped_training_call(folder: Path) -> None:
+    report = diagnosed(folder / "skip")
+    first = report.findings[0]
+    assert (first.id, first.ranks) == (ids.ENDED, (1,))
+    assert "an error outside the encoder, or fewer batches" in first.text
+
+
+def test_memory_that_runs_away(folder: Path) -> None:
+    report = diagnosed(folder / "memory")
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.MEMORY, (1,))]
 
 
 def test_nothing_is_found_in_a_healthy_run(folder: Path) -> None:
