@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +22,6 @@ LONGEST_REPORT = 1 << 18
 DETAILED = 4  # missing ranks of which a report tells where they are; of the others it tells which they are
 _ENCODERS = 16
 _WORKERS = 32
-_LISTENS = "0A"  # the state of a socket in Linux's /proc/net/tcp
 _KEYS_PER_REQUEST = 256
 # One bit for each rank in a number that ranks add to: every kind of store can add.
 _RANKS_PER_KEY = 62
@@ -48,7 +45,11 @@ class Beat:
     clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
     idle: float  # seconds since the last encoder call began; -1 before the first
     rounds: dict[str, int]  # by encoder, those called last: the rounds that this rank has come to
-    serves: bool = False  # whether the store's server is in this process
+    fallbacks: int = 0  # of all encoders that live
+    waited: float = 0.0  # seconds, in all their length syncs
+    issued: int = 0  # rounds of theirs
+    address: str = ""  # where it listens for who asks it directly; empty: nowhere
+    port: int = 0
     where: str = ""  # what its training thread does, where the last call is long ago
     workers: tuple[int, ...] = ()  # process ids of data loader workers, then
 
@@ -167,25 +168,6 @@ def own_connection(store: dist.Store) -> dist.Store:
     return store
 
 
-def serves(store: dist.Store) -> bool:
-    """Whether this process has the server of a TCPStore; false where that cannot be seen, as on another system."""
-    inner = innermost(store)
-    if not isinstance(inner, dist.TCPStore):
-        return False
-    listening = set()
-    with contextlib.suppress(OSError):
-        for table in ("tcp", "tcp6"):
-            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == inner.port:
-                    listening.add(f"socket:[{fields[9]}]")
-    for descriptor in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # one that is closed meanwhile
-            if os.readlink(descriptor) in listening:
-                return True
-    return False
-
-
 def announce(store: dist.Store, beat: Beat) -> None:
     """The first heartbeat, and then the sign that there is one."""
     store.set(_beat_key(beat.rank), encode(beat).decode())
@@ -223,18 +205,6 @@ def read(store: dist.Store, ranks: Iterable[int]) -> dict[int, Beat]:
             if beat is not None and beat.rank == rank:
                 found[rank] = beat
     return found
-
-
-def ranks_in(text: str, size: int) -> tuple[int, ...]:
-    """The ranks, of `size` in all, that `named` made a text of; none for another text."""
-    found: list[int] = []
-    try:
-        for part in text.removeprefix("ranks ").removeprefix("rank ").split(", "):
-            first, _, last = part.partition("-")
-            found += range(max(int(first), 0), min(int(last or first), size - 1) + 1)
-    except ValueError:
-        return ()
-    return tuple(found)
 
 
 def told(missing: tuple[MissingRank, ...], size: int) -> str:
@@ -281,12 +251,6 @@ def _checked(kind: type[Any], content: Any) -> Any:
     return kind(**checked)
 
 
-def _boolean(value: Any) -> bool:
-    if type(value) is not bool:
-        raise TypeError
-    return value
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
@@ -314,7 +278,6 @@ def _rounds(value: Any) -> dict[str, int]:
 
 
 _CHECKS: dict[str, Any] = {
-    "bool": _boolean,
     "int": _whole,
     "str": _text,
     "float": _seconds,

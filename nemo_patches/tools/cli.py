@@ -49,21 +49,25 @@ def run(
     timeout: Annotated[str | None, typer.Option(help="Seconds, for the wait of one encoder call.")] = None,
     on_timeout: Annotated[str | None, typer.Option(help="fallback or raise.")] = None,
     call_timeout: Annotated[str | None, typer.Option(help="Seconds of one encoder call; 0: off.")] = None,
+    trace: Annotated[str | None, typer.Option(help="A folder; every rank records its encoder calls there.")] = None,
 ) -> None:
     """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
     from nemo_patches.patching import admission
     from nemo_patches.patching.start_up import DISABLE_VARIABLE
     from nemo_patches.runtime import settings
     from nemo_patches.tools import launch
+    from nemo_patches.tracing import settings as trace_settings
 
     given = {
         settings.SYNC_VARIABLE: sync,
         settings.TIMEOUT_VARIABLE: timeout,
         settings.ON_TIMEOUT_VARIABLE: on_timeout,
         settings.CALL_TIMEOUT_VARIABLE: call_timeout,
+        trace_settings.TRACE_VARIABLE: trace,
     }
     try:
         settings.resolve(sync, timeout, on_timeout, call_timeout)
+        trace_settings.resolve(trace)
         if admission.disabled():
             typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
         variables = {variable: value for variable, value in given.items() if value is not None}

@@ -58,6 +58,7 @@ _WORDS = {
     "leave": "came out",
     "raised": "ended by an exception",
     "end": "the process ended in good order",
+    "stopped": "its trace was stopped",
     "missing": "a stall report",
     "memory": "a memory sample",
     "finding": "a check's finding",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from nemo_patches.runtime.naming import safe
 from nemo_patches.tools.diagnose.decoding import structs
 from nemo_patches.tracing import records
 
@@ -35,7 +36,7 @@ _Header, _Encoder, _Enter = structs[records.Header], structs[records.Encoder], s
 _Sync, _Grow, _PreEncoded = structs[records.Sync], structs[records.Grow], structs[records.PreEncoded]
 _FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leave], structs[records.Raised]
 _Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory], structs[records.Finding]
-_Lost, _End = structs[records.Lost], structs[records.End]
+_Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 _Told = TypeVar("_Told")
@@ -110,6 +111,7 @@ class RankTrace:
     last: float = 0.0  # when the latest record was made, in seconds since `started`
     last_kind: str = ""
     ended: float | None = None
+    stopped: str = ""  # why nothing more is recorded, although the process went on
     count: int = 0
     bad_lines: int = 0
     odd_records: int = 0  # that do not follow from those before
@@ -127,6 +129,11 @@ class RankTrace:
     @property
     def rank(self) -> int:
         return self.header.rank
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be recorded."""
+        return self.ended is not None or bool(self.stopped)
 
     @property
     def damage(self) -> str:
@@ -311,6 +318,8 @@ class RankTrace:
             self._damage_all()
         elif kind is _End:
             self.ended = record.t
+        elif kind is _Stopped:
+            self.stopped = safe(record.reason) or "no reason given"
         else:  # of an encoder that has not been introduced
             self.odd_records += 1
             self._damage_all()

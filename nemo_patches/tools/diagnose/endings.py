@@ -90,8 +90,11 @@ def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool
     """The ending of every rank that has a trace, also of one that has not called this encoder."""
     through = passes(tracks)
     starts = anchors(tracks)
+    # Stopped everywhere, it is over; where on some ranks only, these made calls that are not there.
+    over = all(trace.is_over for trace in traces.values())
     found = {
-        rank: _ending(trace, tracks.get(rank), through, starts.get(rank), moving) for rank, trace in traces.items()
+        rank: _ending(trace, tracks.get(rank), through, starts.get(rank), moving, over)
+        for rank, trace in traces.items()
     }
     # A round that came on one rank had been issued by all: a trace that does not have it is not whole.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
@@ -111,21 +114,25 @@ def _latest_that_came(track: Track) -> int:
     return int(track.calls.round[came[-1]]) if len(came) else 0
 
 
-def _ending(trace: RankTrace, track: Track | None, through: Passes, anchor: int | None, moving: bool) -> Ending:
+def _ending(
+    trace: RankTrace, track: Track | None, through: Passes, anchor: int | None, moving: bool, over: bool
+) -> Ending:
     unsure = trace.gap or ("lines of another process are in it" if trace.mixed else "")
+    if trace.stopped and not over:
+        unsure = unsure or f"its trace was stopped: {trace.stopped}"
+    ended = trace.ended is not None or over
     if trace.cut and not moving:
         unsure = "its last line is not whole"
     if track is None or not track.calls.n:
         if trace.damage and not trace.cut:
             unsure = trace.damage
-        ended = trace.ended is not None
         return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, trace.last, unsure)
     calls = track.calls
     if damaged_at_the_end(track):
         unsure = unsure or trace.damage
     elif calls.ended[-1] == BARE and any(one != UNKNOWN for one in calls.training[-64:]):
         unsure = unsure or "the beginning of its last call is not there"
-    elif calls.ended[-1] == OPEN and trace.ended is not None:
+    elif calls.ended[-1] == OPEN and ended:
         unsure = unsure or "it has ended within a call, and its trace does not say how"
     position, kind = _position(track, anchor)
     if position is None:
@@ -140,7 +147,7 @@ def _ending(trace: RankTrace, track: Track | None, through: Passes, anchor: int 
         round=calls.round[-1],
         in_vain=calls.outcome[-1] in (TIMEOUT, UNWAITED),
         sync_ended=calls.outcome[-1] == ENDED,
-        ended=trace.ended is not None,
+        ended=ended,
         last=trace.last,
         unsure=unsure,
     )

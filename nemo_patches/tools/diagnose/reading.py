@@ -97,7 +97,7 @@ class Start:
         last = self.parts[-1]
         if absent:
             self.trace.gap = f"part {absent[0]} is missing"
-        elif self.trace.ended is None and last.size >= last.header.bound / 2 > 0:
+        elif not self.trace.is_over and last.size >= last.header.bound / 2 > 0:
             self.trace.gap = f"part {last.header.part} is full, and the next one is missing"
 
     @property

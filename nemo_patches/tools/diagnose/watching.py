@@ -59,7 +59,7 @@ def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[
 
 
 def _may_grow(job: Job) -> bool:
-    if all(trace.ended is not None for trace in job.traces.values()):
+    if all(trace.is_over for trace in job.traces.values()):
         return False
     now = time.time()
     try:
