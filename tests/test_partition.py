@@ -22,6 +22,8 @@ from ranks import free_port, join_group, run_ranks, wait_until
 
 import nemo_patches
 
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+
 TIMEOUT = 2.0
 HOSTS = ("nemo-patches-a", "nemo-patches-b")  # of ranks 0 and 1, and of rank 2
 _NEW_NETWORK, _NEW_NAMES = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
@@ -103,7 +105,6 @@ def meet(folder: str, event: str, rank: int, size: int) -> None:
     wait_until(lambda: all(Path(folder, f"{event}-{one}").exists() for one in range(size)))
 
 
-@pytest.mark.one_nemo
 def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tmp_path: Path) -> None:
     results = run_ranks(parted, 3, free_port(), str(tmp_path), group=False, limit=90)
     for result in results:

@@ -20,7 +20,7 @@ from ranks import run_ranks, wait_until
 
 import nemo_patches
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
 
 
