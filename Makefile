@@ -33,9 +33,9 @@ help:
 demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
 
-# What may run beside other work runs beside the installation of what else is needed.
-test: lint
-	$(MAKE) -j2 test-together-$(firstword $(NEMO_VERSIONS)) check-patches $(ENVIRONMENTS)
+# What may run beside other work runs beside the checks, and the installation of what else is needed.
+test: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
+	$(MAKE) -j2 test-together-$(firstword $(NEMO_VERSIONS)) lint check-patches $(ENVIRONMENTS)
 	$(MAKE) test-alone-$(firstword $(NEMO_VERSIONS)) $(patsubst %,test-%,$(wordlist 2,9,$(NEMO_VERSIONS)))
 
 test-%: .venv/nemo-%/ready
