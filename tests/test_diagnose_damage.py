@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_traces import Call, Event, Exit, Gradients, Killed, evaluation, steps, write
 
@@ -109,7 +109,8 @@ def test_undamaged_they_are_the_truth() -> None:
 
 
 names, ranks, seeds = st.sampled_from(sorted(TRUTHS)), st.sampled_from(ALL), st.integers(0, 1 << 30)
-damage = settings(max_examples=250, deadline=None)
+# The same examples each time: what a change breaks is that change's. More are drawn by hand, with another number here.
+damage = settings(max_examples=250, deadline=None, derandomize=True)
 
 
 def changed(content: Files, rank: int, change: Callable[[bytes], bytes]) -> Files:
@@ -188,6 +189,7 @@ def test_bytes_that_are_changed(name: str, rank: int, seed: int, count: int) -> 
 
 
 @damage
+@example(name="exception", rank=0, other=2, seed=27237, all_lines=False)
 @given(name=names, rank=ranks, other=ranks, seed=seeds, all_lines=st.booleans())
 def test_another_files_lines_in_between(name: str, rank: int, other: int, seed: int, all_lines: bool) -> None:
     draw = random.Random(seed)
