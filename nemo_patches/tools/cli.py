@@ -124,6 +124,37 @@ def diff(
         raise typer.Exit(1 if isinstance(error, vendoring.Declined) else 2) from None
 
 
+@app.command()
+def doctor(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help="Configs, and Hydra's overrides for all of them."),
+    ] = None,
+    patched: Annotated[
+        bool, typer.Option("--patched", help="Judge the job with nemo_patches on every rank, not stock NeMo.")
+    ] = False,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Only these rules: NP101, or NP1 for all that begin so.")
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Not these rules.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the safe changes as a diff; write nothing.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="With --fix: write them.")] = False,
+    list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
+    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.")] = None,
+) -> None:
+    """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
+
+    Exit code 0: nothing, or notes only. 1: findings. 2: a config, an override or an option that cannot be read.
+    """
+    from nemo_patches.tools.doctor import command
+
+    request = command.Request(
+        tuple(arguments or ()), patched, tuple(select or ()), tuple(ignore or ()), json, fix, write, list_rules, explain
+    )
+    raise typer.Exit(command.carry_out(request))
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -1,0 +1,91 @@
+"""What `nemo-patches doctor` does with its arguments."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from json import dumps
+
+from rich.console import Console
+
+from nemo_patches.tools.doctor import examination, fixes, report
+from nemo_patches.tools.doctor.examination import DoctorError, Report
+from nemo_patches.tools.doctor.yaml_text import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command's arguments and options, as they were given."""
+
+    arguments: tuple[str, ...] = ()
+    patched: bool = False
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    json: bool = False
+    fix: bool = False
+    write: bool = False
+    list_rules: bool = False
+    explain: str | None = None
+
+
+def carry_out(request: Request) -> int:
+    """Print what was asked for, errors on stderr, and return the exit code."""
+    try:
+        return _carry_out(request)
+    except (DoctorError, ConfigError) as error:
+        _complain(str(error))
+        return 2
+
+
+def _carry_out(request: Request) -> int:
+    rules = examination.chosen(request.select, request.ignore)
+    if request.list_rules:
+        print(report.listing(rules))
+        return 0
+    if request.explain is not None:
+        (rule,) = (rule for rule in examination.chosen([request.explain]) if rule.identifier == request.explain.upper())
+        print(report.explanation(rule))
+        return 0
+    paths, overrides = examination.split(request.arguments)
+    if not paths:
+        raise DoctorError(
+            "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
+        )
+    if request.write and not request.fix:
+        raise DoctorError("--write without --fix; --fix prints the changes that it would write")
+    if request.json and request.fix:
+        raise DoctorError("found --json and --fix; allowed is one of them")
+    patched = examination.as_patched() if request.patched else None
+    reports = [examination.examine(path, overrides, rules, patched) for path in paths]
+    for unreadable in (each for each in reports if each.error):
+        _complain(unreadable.error)
+    if request.json:
+        print(dumps([report.as_json(each) for each in reports], indent=2))
+    elif request.fix:
+        for each in reports:
+            _fix(each, request.write)
+    else:
+        console = Console()
+        for each in reports:
+            report.show(each, console)
+    return max(each.exit_code for each in reports)
+
+
+def _fix(each: Report, write: bool) -> None:
+    if each.config is None:
+        return
+    changes = [found.finding.change for found in each.found if found.finding.change is not None]
+    before = each.config.source.text
+    after, refused = fixes.fixed(each.config, changes)
+    sys.stdout.write(fixes.diff(each.path, before, after))
+    for reason in refused:
+        _complain(f"{each.path}: not changed: {reason}")
+    if after == before:
+        _complain(f"{each.path}: no safe change to make")
+    elif write:
+        fixes.write(each.path, before, after)
+        _complain(f"{each.path}: written")
+
+
+def _complain(text: str) -> None:
+    print(f"nemo-patches doctor: {text}", file=sys.stderr)

@@ -1,0 +1,173 @@
+"""The training, validation and test sets in a config: how they are read, and how long their longest input may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.yaml_text import Keys
+
+ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
+_INPUTS = ("input_cfg", "manifest_filepath", "cuts_path", "shar_path", "tarred_audio_filepaths")
+
+# NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the slowest speed.
+_STRETCHING = ("speed", "time_stretch")
+_SLOWEST = 0.9
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest input of a set, in seconds: inf where nothing limits it, None where it cannot be told."""
+
+    seconds: float | None
+    read: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One set. keys: where its own keys are; outer: where those are looked up that it does not have (or None)."""
+
+    config: Config
+    keys: Keys
+    role: str
+    outer: Keys | None = None
+
+    @property
+    def where(self) -> str:
+        """Its path in the config."""
+        return ".".join(self.keys)
+
+    def get(self, key: str, default: Any = None) -> Value:
+        """A key of it."""
+        found = self.config.get((*self.keys, key), default)
+        if not found.given and self.outer is not None:
+            return self.config.get((*self.outer, key), default)
+        return found
+
+    @property
+    def training(self) -> bool:
+        """Whether it is trained on."""
+        return self.role == "training"
+
+    @property
+    def used(self) -> bool:
+        """Whether it is read at all: NeMo leaves out a set whose manifest is null."""
+        given = [self.get(key) for key in _INPUTS]
+        return not any(value.given for value in given) or any(value.value is not None for value in given)
+
+    @property
+    def lhotse(self) -> bool:
+        """Whether Lhotse reads it: asked for with use_lhotse, and always in speechlm2, whose sets are in `data`."""
+        if self.get("use_lhotse").given:
+            return self.get("use_lhotse").value is True
+        return any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")) or (
+            self.keys[0] == "data" and isinstance(self.config.tree.get("model"), dict)
+        )
+
+    @property
+    def tarred(self) -> bool | None:
+        """Whether it is read from tar files, or Shar, as a stream; None where the config does not tell."""
+        if self.lhotse:
+            if self.get("force_map_dataset").value is True:
+                return False
+            if self.get("force_iterable_dataset").value is True:
+                return True
+            return _any_known(_streams(self.get(key).value, key) for key in _INPUTS)
+        switch = self.get("is_tarred", False).value
+        return None if switch is UNKNOWN else bool(switch)
+
+    def longest(self) -> Longest:
+        """The longest input that the encoder can get from it."""
+        return self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
+
+    def _longest_of_lhotse(self) -> Longest:
+        """Speed is perturbed before, noise is mixed in without a change, and only concatenation is after the limit."""
+        limits = [
+            self.get("max_duration", math.inf),
+            self.get("truncate_duration"),
+            self.get("cut_into_windows_duration"),
+        ]
+        seconds = _smallest(limits)
+        read = [limits[0], *(limit for limit in limits[1:] if limit.given)]
+        if self.get("concatenate_samples").value is True:
+            factor = self.get("concatenate_duration_factor", 1.0)
+            read.append(factor)
+            seconds = None if seconds is None or factor.number is None else seconds * max(1.0, factor.number)
+        return Longest(seconds, tuple(read))
+
+    def _longest_of_nemo(self) -> Longest:
+        """The limit is on the manifest's durations; what makes audio longer comes after it."""
+        limit = self.get("max_duration")
+        crop = self.get("audio_duration")
+        seconds = _smallest([limit, crop])
+        read = [limit, *([crop] if crop.given else [])]
+        augmentor = self.config.get((*self.keys, "augmentor")).value
+        if augmentor is UNKNOWN or self.get("is_code_switched").value is True:
+            return Longest(None, tuple(read))
+        if isinstance(augmentor, dict):
+            for name in _STRETCHING:
+                if isinstance(augmentor.get(name), dict) and seconds is not None:
+                    keys = (*self.keys, "augmentor", name)
+                    rate = self.config.get((*keys, "min_speed_rate"), _SLOWEST)
+                    fastest = self.config.get((*keys, "max_speed_rate"), 1.1)
+                    slowest = min(rate.number or math.nan, fastest.number or math.nan)
+                    read.append(rate)
+                    seconds = seconds / min(1.0, slowest) if slowest > 0 else None
+            if isinstance(augmentor.get("silence"), dict):
+                for end in ("max_start_silence_secs", "max_end_silence_secs"):
+                    added = self.config.get((*self.keys, "augmentor", "silence", end), 0)
+                    read.append(added)
+                    seconds = None if seconds is None or added.number is None else seconds + added.number
+        return Longest(seconds, tuple(read))
+
+
+def found_in(config: Config) -> Iterator[Dataset]:
+    """Every set in the config, those inside a set (speechlm2's `datasets`, Lhotse's multi_config) one by one."""
+    for keys, section in config.mappings():
+        role = ROLES.get(keys[-1]) if keys else None
+        if role is None:
+            continue
+        named = section.get("datasets")
+        if isinstance(named, dict):
+            for name, inner in named.items():
+                if isinstance(inner, dict):
+                    yield Dataset(config, (*keys, "datasets", name), role, keys)
+        elif section.get("multi_config") is True:
+            for name, inner in section.items():
+                if isinstance(inner, dict) and name != "sampler_weights":
+                    yield Dataset(config, (*keys, name), role, keys)
+        else:
+            yield Dataset(config, keys, role)
+
+
+def _smallest(limits: list[Value]) -> float | None:
+    """The smallest of some limits, of which null is none; None where one is not known and no other is there."""
+    numbers = [limit.number for limit in limits if limit.number is not None]
+    if numbers and (math.isfinite(min(numbers)) or all(limit.known for limit in limits)):
+        return min(numbers)
+    return math.inf if all(limit.value is None or limit.number is not None for limit in limits) else None
+
+
+def _streams(found: Any, key: str) -> bool | None:
+    """Whether an input is read as a stream."""
+    if key == "input_cfg":
+        if not isinstance(found, list):
+            return None if found is not None else False  # a path to more YAML
+        return _any_known(
+            _streams(entry.get("input_cfg"), "input_cfg")
+            or any(word in str(entry.get("type")) for word in ("tarred", "shar"))
+            or entry.get("tarred_audio_filepaths") is not None
+            for entry in found
+            if isinstance(entry, dict)
+        )
+    if key in ("shar_path", "tarred_audio_filepaths"):
+        return found is not None
+    return False
+
+
+def _any_known(answers: Iterator[bool | None]) -> bool | None:
+    given = list(answers)
+    return True if True in given else None if None in given else False

@@ -1,0 +1,108 @@
+"""One run of the doctor: rules chosen, configs read, each rule checked on each, and what was found."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_patches.runtime import settings
+from nemo_patches.tools.doctor import config as reading
+from nemo_patches.tools.doctor.config import Config
+from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.rules import all_rules
+from nemo_patches.tools.doctor.yaml_text import ConfigError
+
+CRASHED = "NP001"
+
+
+class DoctorError(Exception):
+    """The command cannot be carried out as it was given. The text says why."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding, and the rule that it is of."""
+
+    rule: Rule
+    finding: Finding
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in one config, worst first; or why it cannot be read (`config` and `job` are None then)."""
+
+    path: Path
+    config: Config | None
+    job: Job | None
+    found: tuple[Found, ...]
+    error: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing but notes; 1: findings; 2: it cannot be read."""
+        if self.error:
+            return 2
+        return 1 if any(found.finding.severity > Severity.NOTE for found in self.found) else 0
+
+
+def split(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The configs and the overrides among the command's arguments: what has a = or a leading ~ is an override."""
+    overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not Path(text).exists())]
+    return [Path(text) for text in arguments if text not in overrides], overrides
+
+
+def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
+    """The rules whose identifiers begin with one of `select` (none: all) and with none of `ignore`.
+
+    Raises DoctorError for one that no rule's identifier begins with.
+    """
+    rules = all_rules()
+    wanted, unwanted = _identifiers(select), _identifiers(ignore)
+    for identifier in (*wanted, *unwanted):
+        if not any(rule.identifier.startswith(identifier) for rule in rules):
+            known = ", ".join(rule.identifier for rule in rules)
+            raise DoctorError(f"no rule {identifier!r}; allowed: {known}, or how some of them begin")
+    return tuple(
+        rule
+        for rule in rules
+        if (not wanted or rule.identifier.startswith(tuple(wanted))) and not rule.identifier.startswith(tuple(unwanted))
+    )
+
+
+def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings:
+    """The settings that a job with nemo_patches would have in this environment. Raises DoctorError."""
+    try:
+        return settings.resolve(environment=environment)
+    except settings.SettingsError as error:
+        raise DoctorError(str(error)) from None
+
+
+def examine(
+    path: Path, overrides: Sequence[str], rules: Sequence[Rule], patched: settings.Settings | None = None
+) -> Report:
+    """Read one config and check every rule on it. Never raises for what is in the config."""
+    try:
+        config = reading.load(path, overrides)
+    except ConfigError as error:
+        return Report(path, None, None, (), str(error))
+    job = Job(config, patched)
+    found = [one for rule in rules for one in _checked(rule, job)]
+    found.sort(key=lambda one: (-one.finding.severity, one.rule.identifier, one.finding.line or 0))
+    return Report(path, config, job, tuple(found))
+
+
+def _checked(rule: Rule, job: Job) -> list[Found]:
+    try:
+        return [Found(rule, finding) for finding in rule.check(job)]
+    except Exception as error:  # one rule's fault must not hide what the others find
+        crashed = next(rule for rule in all_rules() if rule.identifier == CRASHED)
+        what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
+        return [Found(crashed, Finding(Severity.WARNING, what, (), "a report of this, with the config"))]
+
+
+def _identifiers(given: Sequence[str]) -> list[str]:
+    return [part.upper() for text in given for part in re.split(r"[,\s]+", text) if part]

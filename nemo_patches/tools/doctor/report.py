@@ -1,0 +1,108 @@
+"""What the doctor prints: for a person, for programs, and about its rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from nemo_patches.tools.doctor.config import UNKNOWN, Value
+from nemo_patches.tools.doctor.examination import Found, Report
+from nemo_patches.tools.doctor.finding import Rule, Severity
+from nemo_patches.tools.doctor.job import Job
+
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print one config's report; of a note one line, of any other finding all."""
+    if report.job is None:
+        return
+    _print(console, f"{report.path}: {describe(report.job)}")
+    for found in report.found:
+        finding = found.finding
+        where = f"{report.path}:{finding.line}" if finding.line else str(report.path)
+        _print(console, f"{where}: {found.rule.identifier} {finding.severity}: {finding.what}", found)
+        if finding.severity is Severity.NOTE:
+            continue
+        if finding.read:
+            _print(console, f"    read: {'; '.join(map(str, finding.read))}")
+        if finding.instead:
+            _print(console, f"    instead: {finding.instead}")
+        _print(console, f"    why: {found.rule.why} {found.rule.link}")
+    _print(console, f"{report.path}: {_counts(report)}")
+
+
+def describe(job: Job) -> str:
+    """One line on what the rules went by."""
+    parts = [f"{len(job.encoders)} encoders with a length sync", f"{len(job.datasets)} data sets"]
+    if not isinstance(job.config.tree.get("trainer"), dict):
+        return "; ".join(("no trainer section, so no rule on ranks applies", *parts))
+    ranks = "as many ranks as there are devices" if job.ranks is None else f"{job.ranks} rank{'s' * (job.ranks > 1)}"
+    how = "with nemo_patches" if job.patched else "as stock NeMo"
+    return "; ".join((f"judged {how}", f"strategy {job.strategy.value}", ranks, *parts))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """One config's report, for programs; the docs say what each key is."""
+    return {
+        "config": str(report.path),
+        "error": report.error or None,
+        "findings": [
+            {
+                "rule": found.rule.identifier,
+                "severity": str(found.finding.severity),
+                "line": found.finding.line,
+                "what": found.finding.what,
+                "read": [_value(value) for value in found.finding.read],
+                "instead": found.finding.instead,
+                "safe_change": found.finding.change is not None,
+                "why": found.rule.why,
+                "link": found.rule.link,
+            }
+            for found in report.found
+        ],
+    }
+
+
+def listing(rules: Sequence[Rule]) -> str:
+    """One line for each rule."""
+    return "\n".join(f"{rule.identifier} ({rule.worst}): {rule.finds}" for rule in rules)
+
+
+def explanation(rule: Rule) -> str:
+    """All that is known of one rule."""
+    return f"{rule.identifier}, at worst: {rule.worst}\n{rule.finds}\n{rule.why}\n{rule.link}"
+
+
+def markdown(rules: Sequence[Rule]) -> str:
+    """The table of the rules in docs/doctor.md."""
+    rows = [f"| {rule.identifier} | {rule.worst} | {rule.finds} | {rule.why} ({rule.link}) |" for rule in rules]
+    return "\n".join(("| rule | at worst | finds | why |", "|---|---|---|---|", *rows))
+
+
+def _print(console: Console, text: str, found: Found | None = None) -> None:
+    line = Text(text)
+    if found is not None:
+        start = text.index(found.rule.identifier)
+        end = start + len(f"{found.rule.identifier} {found.finding.severity}")
+        line.stylize(_STYLES[found.finding.severity], start, end)
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _counts(report: Report) -> str:
+    counts = Counter(found.finding.severity for found in report.found)
+    said = [
+        f"{counts[severity]} {severity}{'s' * (counts[severity] > 1)}"
+        for severity in reversed(Severity)
+        if counts[severity]
+    ]
+    return ", ".join(said) or "nothing"
+
+
+def _value(value: Value) -> dict[str, Any]:
+    plain = None if value.value is UNKNOWN else value.value
+    return {"key": value.key, "value": plain, "known": value.known, "origin": value.origin}
