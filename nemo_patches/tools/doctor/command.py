@@ -60,7 +60,7 @@ def _carry_out(request: Request) -> int:
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
     if request.json:
-        print(dumps([report.as_json(each) for each in reports], indent=2))
+        print(dumps([report.as_json(each) for each in reports], indent=2, default=str))
     elif request.fix:
         for each in reports:
             _fix(each, request.write)
@@ -88,4 +88,4 @@ def _fix(each: Report, write: bool) -> None:
 
 
 def _complain(text: str) -> None:
-    print(f"nemo-patches doctor: {text}", file=sys.stderr)
+    print(report.printable(f"nemo-patches doctor: {text}"), file=sys.stderr)

@@ -21,6 +21,7 @@ MISSING = "???"  # OmegaConf's word for a value that is still to be given
 # How far interpolations may lead to interpolations, and how long a text they may make: no more than real configs need.
 _ROUNDS = 20
 _LONGEST_TEXT = 10_000
+_LONGEST_SHOWN = 100
 
 
 class Unknown:
@@ -59,9 +60,10 @@ class Value:
         return None
 
     def __str__(self) -> str:
-        text = "null" if self.value is None else str(self.value).lower() if isinstance(self.value, bool) else self.value
+        text = "null" if self.value is None else str(self.value)
+        text = text.lower() if isinstance(self.value, bool) else text
         where = "NOT SET, the default" if self.origin == "default" else self.origin
-        return f"{self.key}: {text} ({where})"
+        return f"{self.key}: {text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '...'} ({where})"
 
 
 @dataclass(frozen=True)
@@ -120,21 +122,26 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     """The same for a text that was read already."""
-    tree = _plain(source)
+    config = _created(source)
+    tree = _plain(config)
     overridden = frozenset(_override(source.path, tree, text) for text in overrides)
     try:
-        broken = _resolve(source.path, tree)
+        broken = _resolve(source.path, tree, OmegaConf.create(tree) if overrides else config)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source.path}: {_first_line(error)}") from None
     return Config(source, tree, overridden, broken)
 
 
-def _plain(source: YamlText) -> dict[str, Any]:
+def _created(source: YamlText) -> DictConfig:
     try:
-        found = OmegaConf.to_container(OmegaConf.create(source.text), resolve=False)
+        return OmegaConf.create(source.text)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         # Nothing in the text may be an interpolation that OmegaConf cannot parse, even where nothing would use it.
         raise ConfigError(f"{source.path}: {_first_line(error)}") from None
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    found = OmegaConf.to_container(config, resolve=False)
     assert isinstance(found, dict)
     return {str(key): _with_names(value) for key, value in found.items()}
 
@@ -195,21 +202,20 @@ def _value(text: str, given: str) -> Any:
     if given[:1] in "{[":
         given = re.sub(r"(?<=[\w'\"]):(?=[^\s/])", ": ", given)
     source = yaml_text.parse(Path(f"override {text!r}"), f"value: {given}\n" if given else "value: ''\n")
-    return _plain(source)["value"]
+    return _plain(_created(source))["value"]
 
 
 # --- interpolations
 
 
-def _resolve(path: Path, tree: dict[str, Any]) -> dict[Keys, str]:
+def _resolve(path: Path, tree: dict[str, Any], config: DictConfig) -> dict[Keys, str]:
     """Replace every interpolation and every ??? in place; return those that lead nowhere, with why.
 
     OmegaConf resolves each at its place in the tree while all others that are not resolved yet are ??? there. So no
     text is expanded more than once, and neither a chain of them nor a circle runs away.
     """
     waiting: dict[Keys, str] = {}
-    _take_out(tree, (), waiting)
-    config = OmegaConf.create(tree)
+    _take_out(tree, config, (), waiting)
     broken: dict[Keys, str] = {}
     room = LARGEST_TREE
     for part_of_it_may_be_unknown in (False, True):
@@ -239,14 +245,14 @@ def _resolve(path: Path, tree: dict[str, Any]) -> dict[Keys, str]:
     return broken
 
 
-def _take_out(found: Any, keys: Keys, waiting: dict[Keys, str]) -> None:
-    """Put ??? in the place of every interpolation; those that may be followed into `waiting`."""
+def _take_out(found: Any, config: DictConfig, keys: Keys, waiting: dict[Keys, str]) -> None:
+    """Put ??? in the place of every interpolation, in both; those that may be followed into `waiting`."""
     for key, child in list(found.items() if isinstance(found, dict) else enumerate(found)):
         here = (*keys, str(key))
         if isinstance(child, (dict, list)):
-            _take_out(child, here, waiting)
+            _take_out(child, config, here, waiting)
         elif isinstance(child, str) and "${" in child:
-            found[key] = MISSING
+            found[key] = _node(config, keys)[_last(here, config)] = MISSING
             if not _calls_a_resolver(child):
                 waiting[here] = child
 

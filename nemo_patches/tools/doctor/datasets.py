@@ -54,9 +54,8 @@ class Dataset:
 
     @property
     def used(self) -> bool:
-        """Whether it is read at all: NeMo leaves out a set whose manifest is null."""
-        given = [self.get(key) for key in _INPUTS]
-        return not any(value.given for value in given) or any(value.value is not None for value in given)
+        """Whether it is speech that is read at all: NeMo leaves out a set whose manifest is null."""
+        return any(self.get(key).value is not None for key in _INPUTS)
 
     @property
     def lhotse(self) -> bool:

@@ -54,9 +54,18 @@ class Job:
         return devices * nodes if devices and nodes else None
 
     @property
+    def has_trainer(self) -> bool:
+        """Whether the config says how Lightning's Trainer is made.
+
+        Not with a _target_, nor with a strategy beside the section, as NeMo's Megatron recipes have them.
+        """
+        section = self.config.tree.get("trainer")
+        return isinstance(section, dict) and "_target_" not in section and "strategy" not in self.config.tree
+
+    @property
     def several(self) -> bool:
         """Whether several ranks are meant, or possible: the config has a trainer, and not one device in all."""
-        return isinstance(self.config.tree.get("trainer"), dict) and self.ranks != 1
+        return self.has_trainer and self.ranks != 1
 
     @property
     def ranks_text(self) -> str:

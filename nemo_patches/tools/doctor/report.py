@@ -38,9 +38,10 @@ def show(report: Report, console: Console) -> None:
 
 def describe(job: Job) -> str:
     """One line on what the rules went by."""
-    parts = [f"{len(job.encoders)} encoders with a length sync", f"{len(job.datasets)} data sets"]
-    if not isinstance(job.config.tree.get("trainer"), dict):
-        return "; ".join(("no trainer section, so no rule on ranks applies", *parts))
+    encoders, sets = len(job.encoders), len(job.datasets)
+    parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
+    if not job.has_trainer:
+        return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
     ranks = "as many ranks as there are devices" if job.ranks is None else f"{job.ranks} rank{'s' * (job.ranks > 1)}"
     how = "with nemo_patches" if job.patched else "as stock NeMo"
     return "; ".join((f"judged {how}", f"strategy {job.strategy.value}", ranks, *parts))
@@ -84,7 +85,13 @@ def markdown(rules: Sequence[Rule]) -> str:
     return "\n".join(("| rule | at worst | finds | why |", "|---|---|---|---|", *rows))
 
 
+def printable(text: str) -> str:
+    """Without what would steer a terminal: a config may have any character in a value."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
 def _print(console: Console, text: str, found: Found | None = None) -> None:
+    text = printable(text)
     line = Text(text)
     if found is not None:
         start = text.index(found.rule.identifier)

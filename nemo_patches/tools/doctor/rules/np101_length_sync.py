@@ -25,7 +25,7 @@ def check(job: Job) -> Iterator[Finding]:
         return
     for encoder in job.encoders:
         yield from _of_class(encoder)
-        yield _effective(job, encoder)
+        yield _effective(job, encoder) if encoder.cls else _of_no_class(encoder)
     for keys in _CHECKPOINTS:
         value = job.config.get(keys)
         if value.given and value.value is not None:
@@ -66,8 +66,18 @@ def _of_class(encoder: Encoder) -> Iterator[Finding]:
         )
 
 
+def _of_no_class(encoder: Encoder) -> Finding:
+    return Finding(
+        Severity.NOTE,
+        f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a checkpoint; of NeMo's own scripts, "
+        "only those of speechlm2 in NeMo 3.0 read it there, for perception.encoder",
+        (encoder.flag,),
+        f"encoder.{FLAG} set in the training script, after the checkpoint was loaded",
+    )
+
+
 def _effective(job: Job, encoder: Encoder) -> Finding:
-    flag, read = encoder.flag, (encoder.flag, job.strategy, job.devices, job.nodes)
+    flag, read = encoder.flag, (encoder.get("_target_"), encoder.flag, job.strategy, job.devices, job.nodes)
     if not flag.known:
         return Finding(Severity.NOTE, f"{encoder.where} ({encoder.name}): {FLAG} is {flag.value!r}", read)
     if not encoder.syncs:

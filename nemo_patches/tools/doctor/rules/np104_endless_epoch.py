@@ -18,7 +18,7 @@ WORST = Severity.WARNING
 def check(job: Job) -> Iterator[Finding]:
     """On any number of ranks."""
     limit = job.trainer("limit_train_batches", 1.0)
-    if not isinstance(job.config.tree.get("trainer"), dict) or not limit.known or isinstance(limit.value, int):
+    if not job.has_trainer or not limit.known or isinstance(limit.value, int):
         return
     for dataset in job.datasets:
         if dataset.training and dataset.lhotse and dataset.tarred and dataset.get("force_finite").value is not True:

@@ -29,9 +29,9 @@ def check(job: Job) -> Iterator[Finding]:
             names = " and ".join(found.key for found in given)
             yield Finding(
                 Severity.WARNING,
-                f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with fewer "
-                "batches than the others",
+                f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with "
+                "fewer batches than the others",
                 (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit),
-                "the same limits when the tar files are made; or trainer.limit_train_batches: no more than the batches of "
-                "the rank with the fewest",
+                "the same limits when the tar files are made; or trainer.limit_train_batches: no more than the batches "
+                "of the rank with the fewest",
             )

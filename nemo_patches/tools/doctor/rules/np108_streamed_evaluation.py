@@ -18,7 +18,7 @@ WORST = Severity.ERROR
 
 def check(job: Job) -> Iterator[Finding]:
     """Not where the trainer's limit for that role is a whole number."""
-    if not isinstance(job.config.tree.get("trainer"), dict):
+    if not job.has_trainer:
         return
     for dataset in job.datasets:
         key = "limit_val_batches" if dataset.role == "validation" else "limit_test_batches"

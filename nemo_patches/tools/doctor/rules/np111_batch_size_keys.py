@@ -30,8 +30,9 @@ def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
     size = dataset.get("batch_size")
     if ignored:
         names = " and ".join(value.key for value in ignored)
+        switched_off = dataset.get("use_lhotse").value is False  # so they are kept for when it is on
         yield Finding(
-            Severity.WARNING,
+            Severity.NOTE if switched_off else Severity.WARNING,
             f"{names}: only Lhotse reads that, and use_lhotse is not true: batch_size alone counts",
             (*ignored, dataset.get("use_lhotse", False), size),
             "use_lhotse: true, or batch_size alone",

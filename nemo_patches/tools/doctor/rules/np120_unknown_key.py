@@ -19,7 +19,9 @@ from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
 
-_AS_CLOSE = 0.88  # of difflib: one or two letters in a key of usual length
+# Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder is there, too.
+_AS_CLOSE = 0.88
+_AS_CLOSE_CLASS = 0.95
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -27,7 +29,7 @@ def check(job: Job) -> Iterator[Finding]:
     for keys, section in job.config.mappings():
         if keys and keys[-1] in ROLES:
             yield from _close(job, keys, section, known_keys.DATASET, "NeMo ignores it")
-        elif keys == ("trainer",) and "_target_" not in section:
+        elif keys == ("trainer",) and job.has_trainer:
             yield from _close(job, keys, section, known_keys.TRAINER, "the job stops at its start")
         elif keys == ("exp_manager",):
             yield from _close(job, keys, section, known_keys.EXP_MANAGER, "the job stops at its start")
@@ -43,7 +45,7 @@ def _close(
 ) -> Iterator[Finding]:
     for key in section:
         close = [] if key in known else get_close_matches(key, known - set(section), 1, _AS_CLOSE)
-        if close:
+        if close and not key.startswith(f"{close[0]}_") and not key.endswith(f"_{close[0]}"):
             value = job.config.get((*keys, key))
             what = f"{value.key} is not known, and looks like {close[0]}: {consequence}"
             yield Finding(Severity.WARNING, what, (value,), f"{close[0]}: {value.value}")
@@ -56,7 +58,7 @@ def _close_class(target: Value) -> Iterator[Finding]:
             yield Finding(Severity.WARNING, what, (target,), "the full name of a class, as package.module.Class")
         return
     module, _, name = target.value.rpartition(".")
-    close = get_close_matches(name, CLASS_NAMES, 1, _AS_CLOSE)
+    close = get_close_matches(name, CLASS_NAMES, 1, _AS_CLOSE_CLASS)
     if close and name not in CLASS_NAMES and module.startswith("nemo.collections.asr.modules"):
         what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close[0]}"
         yield Finding(Severity.WARNING, what, (target,), f"_target_: {module}.{close[0]}")
