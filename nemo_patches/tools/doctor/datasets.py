@@ -11,6 +11,7 @@ from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
 from nemo_patches.tools.doctor.yaml_text import Keys
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
+_OF_LHOTSE = ("batch_duration", "quadratic_duration", "num_buckets", "bucket_duration_bins", "bucket_buffer_size")
 _INPUTS = ("input_cfg", "manifest_filepath", "cuts_path", "shar_path", "tarred_audio_filepaths")
 
 # NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the slowest speed.
@@ -58,18 +59,34 @@ class Dataset:
         return any(self.get(key).value is not None for key in _INPUTS)
 
     @property
+    def reader(self) -> str:
+        """Whose data loader reads it: "lhotse", "nemo", or "" where only the model's class would tell.
+
+        Lhotse is asked for with use_lhotse, or by what only it reads; speechlm2, with its sets in `data`, has no other.
+        """
+        switch = self.get("use_lhotse")
+        if switch.given:
+            return "" if not switch.known else "lhotse" if switch.value else "nemo"
+        if any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")):
+            return "lhotse"
+        if self.keys[0] == "data":
+            return "lhotse"
+        return "" if any(self.get(key).given for key in _OF_LHOTSE) else "nemo"
+
+    @property
     def lhotse(self) -> bool:
-        """Whether Lhotse reads it: asked for with use_lhotse, and always in speechlm2, whose sets are in `data`."""
-        if self.get("use_lhotse").given:
-            return self.get("use_lhotse").value is True
-        return any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")) or (
-            self.keys[0] == "data" and isinstance(self.config.tree.get("model"), dict)
-        )
+        """Whether Lhotse reads it, for certain."""
+        return self.reader == "lhotse"
+
+    @property
+    def nemo(self) -> bool:
+        """Whether NeMo's own data loader reads it, for certain."""
+        return self.reader == "nemo"
 
     @property
     def tarred(self) -> bool | None:
         """Whether it is read from tar files, or Shar, as a stream; None where the config does not tell."""
-        if self.lhotse:
+        if not self.nemo:
             if self.get("force_map_dataset").value is True:
                 return False
             if self.get("force_iterable_dataset").value is True:
@@ -80,7 +97,13 @@ class Dataset:
 
     def longest(self) -> Longest:
         """The longest input that the encoder can get from it."""
-        return self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
+        found = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
+        padding = self.config.get((*self.keys, "random_padding"))  # of NeMo's end-of-utterance sets
+        if not isinstance(padding.value, dict) or found.seconds is None:
+            return found
+        padded = self.config.get((*self.keys, "random_padding", "max_total_duration"))
+        seconds = None if padded.number is None else max(found.seconds, padded.number)
+        return Longest(seconds, (*found.read, padded))
 
     def _longest_of_lhotse(self) -> Longest:
         """Speed is perturbed before, noise is mixed in without a change, and only concatenation is after the limit."""

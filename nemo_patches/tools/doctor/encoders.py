@@ -43,6 +43,18 @@ _CLASSES = {
 }
 CLASS_NAMES = tuple(_CLASSES)
 
+# Encoders without one; any other class in an encoder's place is one that the doctor does not know.
+_WITHOUT = [
+    "AudioToSpectrogram",
+    "ConvFeatureEncoder",
+    "ECAPAEncoder",
+    "ParallelConvASREncoder",
+    "RNNEncoder",
+    "TransformerEncoder",
+    "Wav2VecTransformerEncoder",
+]
+_PLACES = ("encoder", "pre_encoder", "teacher")
+
 # Other classes of the same name, without a length sync.
 _NAMESAKES = ("nemo.collections.asr.modules.transformer.", "nemo.collections.nlp.", "torch.", "transformers.")
 
@@ -161,6 +173,15 @@ def found_in(config: Config) -> Iterator[Encoder]:
         cls = class_of(section.get("_target_"))
         if cls or (FLAG in section and "_target_" not in section):
             yield Encoder(config, keys, cls)
+
+
+def unknown_in(config: Config) -> Iterator[Value]:
+    """The _target_ of every section in an encoder's place whose class is not known, with a length sync or without."""
+    for keys, section in config.mappings():
+        target = section.get("_target_")
+        known = class_of(target) is not None or _last_part(target) in _WITHOUT
+        if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
+            yield config.get((*keys, "_target_"))
 
 
 def class_of(target: object) -> EncoderClass | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_patches.tools.doctor.encoders import FLAG, Encoder
+from nemo_patches.tools.doctor.encoders import FLAG, Encoder, unknown_in
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
@@ -26,6 +26,13 @@ def check(job: Job) -> Iterator[Finding]:
     for encoder in job.encoders:
         yield from _of_class(encoder)
         yield _effective(job, encoder) if encoder.cls else _of_no_class(encoder)
+    for target in unknown_in(job.config):
+        yield Finding(
+            Severity.NOTE,
+            f"{target.key}: a class that the doctor does not know; it cannot tell whether it has a length sync",
+            (target,),
+            "`nemo-patches status` tells what would be patched; a subclass has its base's length sync",
+        )
     for keys in _CHECKPOINTS:
         value = job.config.get(keys)
         if value.given and value.value is not None:
@@ -69,8 +76,8 @@ def _of_class(encoder: Encoder) -> Iterator[Finding]:
 def _of_no_class(encoder: Encoder) -> Finding:
     return Finding(
         Severity.NOTE,
-        f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a checkpoint; of NeMo's own scripts, "
-        "only those of speechlm2 in NeMo 3.0 read it there, for perception.encoder",
+        f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a checkpoint; of NeMo's own "
+        "scripts, only those of speechlm2 in NeMo 3.0 read it there, for perception.encoder",
         (encoder.flag,),
         f"encoder.{FLAG} set in the training script, after the checkpoint was loaded",
     )

@@ -26,7 +26,7 @@ def check(job: Job) -> Iterator[Finding]:
     if not job.several or not job.ranks:
         return
     for dataset in job.datasets:
-        if dataset.lhotse or not dataset.tarred or dataset.get("tarred_shard_strategy", "scatter").value != "scatter":
+        if not dataset.nemo or not dataset.tarred or dataset.get("tarred_shard_strategy", "scatter").value != "scatter":
             continue
         files = dataset.get("tarred_audio_filepaths")
         for count in _counts(files.value):

@@ -21,7 +21,7 @@ def check(job: Job) -> Iterator[Finding]:
     if not job.several or not limit.known or isinstance(limit.value, int):
         return
     for dataset in job.datasets:
-        if not dataset.training or dataset.lhotse or not dataset.tarred:
+        if not dataset.training or not dataset.nemo or not dataset.tarred:
             continue
         limits = [dataset.get(key) for key in ("max_duration", "min_duration")]
         given = [found for found in limits if found.number]

@@ -31,6 +31,6 @@ def check(job: Job) -> Iterator[Finding]:
         if dataset.lhotse and finite.value is not True:
             what = f"{dataset.where} is an endless stream, and {key} is no whole number: {dataset.role} never ends"
             yield Finding(Severity.ERROR if dataset.role == "validation" else Severity.WARNING, what, read, instead)
-        elif job.several:
+        elif job.several and dataset.nemo:
             what = f"{dataset.where} is a stream that ends on each of {job.ranks_text} after its own number of batches"
             yield Finding(Severity.WARNING, what, read, instead)

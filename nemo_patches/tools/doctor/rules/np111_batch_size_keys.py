@@ -22,7 +22,10 @@ _SIZES_OF_LHOTSE = ("batch_size", "batch_duration", "bucket_batch_size", "batch_
 def check(job: Job) -> Iterator[Finding]:
     """For each set by itself."""
     for dataset in job.datasets:
-        yield from _of_lhotse(dataset) if dataset.lhotse else _of_nemo(dataset)
+        if dataset.lhotse:
+            yield from _of_lhotse(dataset)
+        else:
+            yield from _of_nemo(dataset)
 
 
 def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
@@ -30,10 +33,10 @@ def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
     size = dataset.get("batch_size")
     if ignored:
         names = " and ".join(value.key for value in ignored)
-        switched_off = dataset.get("use_lhotse").value is False  # so they are kept for when it is on
         yield Finding(
-            Severity.NOTE if switched_off else Severity.WARNING,
-            f"{names}: only Lhotse reads that, and use_lhotse is not true: batch_size alone counts",
+            Severity.NOTE,  # kept for when it is on, or of a model that has no other data loader
+            f"{names}: only Lhotse reads that, and use_lhotse is not true: unless this model has no other data loader, "
+            "batch_size alone counts",
             (*ignored, dataset.get("use_lhotse", False), size),
             "use_lhotse: true, or batch_size alone",
         )

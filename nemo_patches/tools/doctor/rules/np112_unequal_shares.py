@@ -21,7 +21,7 @@ def check(job: Job) -> Iterator[Finding]:
         return
     switch = job.trainer("use_distributed_sampler", True)
     for dataset in job.datasets:
-        if switch.value is False and not dataset.lhotse and dataset.tarred is False:
+        if switch.value is False and dataset.nemo and dataset.tarred is False:
             yield Finding(
                 Severity.WARNING if dataset.training else Severity.NOTE,
                 f"{dataset.where}: each of {job.ranks_text} reads all of it, as use_distributed_sampler is false",

@@ -31,7 +31,7 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Iterator[Finding]:
-    if not dataset.lhotse and not dataset.tarred:
+    if not dataset.lhotse and not (dataset.nemo and dataset.tarred):
         return
     size = dataset.get("batch_size")
     sizes = [dataset.get(key) for key in ("batch_duration", "bucket_batch_size")]
