@@ -285,7 +285,7 @@ def _evaluated(config: DictConfig, keys: Keys, text: str) -> Any:
     return found
 
 
-def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> set[Keys]:
+def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> list[Keys]:
     """Those of the ones that are left that would be left, too, if every ??? were given."""
     left = dict(waiting)
     given = OmegaConf.create(_filled(OmegaConf.to_container(config, resolve=False), (), left))
@@ -299,7 +299,7 @@ def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> set[Keys]:
                 pass  # it names a part of what is not given
             _node(given, keys[:-1])[_last(keys, given)] = 0
             del left[keys]
-    return set(left)
+    return list(left)
 
 
 def _filled(found: Any, keys: Keys, kept: Mapping[Keys, str]) -> Any:

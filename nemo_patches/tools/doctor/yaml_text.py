@@ -9,8 +9,9 @@ from pathlib import Path
 
 import yaml
 
-# libyaml where PyYAML was built with it, ten times as fast.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# libyaml, where PyYAML was built with it, is ten times as fast; but what it refuses, as {a: ???}, the other may read, and
+# it is the other that OmegaConf takes.
+_LOADERS = tuple(dict.fromkeys((getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader)))
 
 LARGEST_FILE = 1 << 20  # bytes; NeMo's own configs have at most 40 KiB, one with a large vocabulary some 100 KiB
 LARGEST_TREE = (
@@ -56,11 +57,7 @@ def read(path: Path) -> YamlText:
 
 def parse(path: Path, text: str) -> YamlText:
     """The same of a text, in the name of a file."""
-    try:
-        _check_events(path, text)
-        root = yaml.compose(text, Loader=_LOADER)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
+    root = _root(path, text)
     if root is None:
         raise ConfigError(f"{path}: empty; expected a mapping, as a NeMo config is")
     if not isinstance(root, yaml.MappingNode):
@@ -93,10 +90,20 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: not text: byte {error.start} is not UTF-8") from None
 
 
-def _check_events(path: Path, text: str) -> None:
+def _root(path: Path, text: str) -> yaml.Node | None:
+    for loader in _LOADERS:
+        try:
+            _check_events(path, text, loader)
+            return yaml.compose(text, Loader=loader)
+        except yaml.YAMLError as error:
+            last = error
+    raise ConfigError(f"{path}{_place(last)}: not YAML: {_reason(last)}")
+
+
+def _check_events(path: Path, text: str, loader: type) -> None:
     """Bound the depth and the size before anything recursive sees the text."""
     depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+    for count, event in enumerate(yaml.parse(text, Loader=loader)):
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             depth += 1
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):

@@ -1,0 +1,34 @@
+"""NP104: Lhotse training on an endless stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import LHOTSE, WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+
+STREAM = "+model.train_ds.tarred_audio_filepaths=audio.tar"
+
+
+def test_a_stream_without_a_whole_number_of_batches(tmp_path: Path) -> None:
+    for overrides in ((), ("+trainer.limit_train_batches=1.0",)):
+        (finding,) = found(tmp_path, "NP104", LHOTSE, STREAM, *overrides)
+        assert finding.severity is WARNING
+
+
+def test_a_stream_named_in_input_cfg(tmp_path: Path) -> None:
+    given = "+model.train_ds.input_cfg=[{type: group, input_cfg: [{type: nemo_tarred, manifest_filepath: x}]}]"
+    assert len(found(tmp_path, "NP104", LHOTSE, given)) == 1
+    assert found(tmp_path, "NP104", LHOTSE, given.replace("nemo_tarred", "nemo")) == []
+
+
+@pytest.mark.parametrize("value", ["100", "???"])
+def test_none_with_a_number_or_one_that_is_to_be_given(tmp_path: Path, value: str) -> None:
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, f"+trainer.limit_train_batches={value}") == []
+
+
+def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP104", LHOTSE) == []
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, "+model.train_ds.force_map_dataset=true") == []

@@ -1,0 +1,35 @@
+"""NP108: evaluation on a stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import ERROR, LHOTSE, NEST, WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+
+
+def test_lhotse_never_ends_a_stream(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x")
+    assert finding.severity is ERROR
+    assert "validation never ends" in finding.what
+    (finding,) = found(tmp_path, "NP108", LHOTSE, "+model.test_ds={use_lhotse: true, shar_path: x}")
+    assert finding.severity is WARNING
+
+
+def test_nemos_tar_files_end_on_each_rank_by_itself(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true")
+    assert finding.severity is WARNING
+    assert "ends on each of 4 ranks after its own number of batches" in finding.what
+
+
+@pytest.mark.parametrize("override", ["+trainer.limit_val_batches=10", "+trainer.limit_val_batches=???"])
+def test_none_with_a_number_of_batches(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x", override) == []
+    assert found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true", override) == []
+
+
+def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP108", LHOTSE) == []
+    assert found(tmp_path, "NP108", NEST) == []

@@ -1,0 +1,41 @@
+"""NP119: the process group's timeout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import LHOTSE, NEST, NOTE, WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+
+
+def timeout(value: str) -> str:
+    return f"+trainer.strategy.timeout={value}"
+
+
+def test_what_is_no_duration(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP119", LHOTSE, timeout("3600"))
+    assert finding.severity is WARNING
+    assert "takes a timedelta: the job stops at its start" in finding.what
+
+
+def test_shorter_than_the_wait_of_nemo_patches(tmp_path: Path) -> None:
+    short = timeout("{_target_: datetime.timedelta, seconds: 5}")
+    (finding,) = found(tmp_path, "NP119", LHOTSE, short, patched=True)
+    assert finding.severity is WARNING
+    assert "gives up after 5 s, before a wait of nemo_patches (10 s) ends" in finding.what
+    assert found(tmp_path, "NP119", LHOTSE, short) == []
+    assert found(tmp_path, "NP119", LHOTSE, short.replace("5}", "11}"), patched=True) == []
+
+
+def test_so_long_that_a_hang_costs_hours(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 12}"))
+    assert finding.severity is NOTE
+    assert "a hang lasts 12 h" in finding.what
+
+
+def test_none_where_it_is_not_set(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP119", LHOTSE) == []
+    assert found(tmp_path, "NP119", NEST, patched=True) == []
+    assert found(tmp_path, "NP119", LHOTSE, timeout("${oc.env:TIMEOUT}")) == []
