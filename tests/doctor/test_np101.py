@@ -79,7 +79,7 @@ def test_a_class_that_does_not_take_it(tmp_path: Path) -> None:
 
 
 def test_encoders_from_checkpoints_and_of_other_classes_are_named(tmp_path: Path) -> None:
-    text = "init_from_pretrained_model: nvidia/some\nmodel: {pretrained_asr: ???}\ntrainer: {devices: 2}\n"
+    text = "init_from_pretrained_model: nvidia/some\nmodel: {pretrained_asr: some}\ntrainer: {devices: 2}\n"
     said = " ".join(finding.what for finding in found(tmp_path, "NP101", text))
     assert "init_from_pretrained_model brings" in said
     assert "model.pretrained_asr brings" in said

@@ -18,8 +18,10 @@ from nemo_patches.tools.doctor.yaml_text import LARGEST_TREE, ConfigError, Keys,
 
 MISSING = "???"  # OmegaConf's word for a value that is still to be given
 
-# How far interpolations may lead to interpolations, and how long a text they may make: no more than real configs need.
-_ROUNDS = 20
+# How many interpolations there may be (NeMo's own configs have at most 200), how often one may lead to one further down,
+# and how long a text they may make.
+_MOST_INTERPOLATIONS = 2_000
+_ROUNDS = 10
 _LONGEST_TEXT = 10_000
 _LONGEST_SHOWN = 100
 
@@ -136,8 +138,18 @@ def _created(source: YamlText) -> DictConfig:
     try:
         return OmegaConf.create(source.text)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        # Nothing in the text may be an interpolation that OmegaConf cannot parse, even where nothing would use it.
-        raise ConfigError(f"{source.path}: {_first_line(error)}") from None
+        raise ConfigError(f"{source.path}{_place_of_grammar(source)}: {_first_line(error)}") from None
+
+
+def _place_of_grammar(source: YamlText) -> str:
+    """Where the interpolation is that OmegaConf cannot parse, which it does not tell."""
+    for keys, node in source.nodes.items():
+        if isinstance(node, yaml.ScalarNode) and "${" in node.value:
+            try:
+                OmegaConf.create([node.value])
+            except OmegaConfBaseException:
+                return f":{source.line(keys)}: {'.'.join(keys)} is no interpolation"
+    return ""
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -216,6 +228,8 @@ def _resolve(path: Path, tree: dict[str, Any], config: DictConfig) -> dict[Keys,
     """
     waiting: dict[Keys, str] = {}
     _take_out(tree, config, (), waiting)
+    if len(waiting) > _MOST_INTERPOLATIONS:
+        raise ConfigError(f"{path}: {len(waiting)} interpolations; a config may have {_MOST_INTERPOLATIONS}")
     broken: dict[Keys, str] = {}
     room = LARGEST_TREE
     for part_of_it_may_be_unknown in (False, True):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import yaml
 
-# libyaml, where PyYAML was built with it, is ten times as fast; but what it refuses, as {a: ???}, the other may read, and
-# it is the other that OmegaConf takes.
-_LOADERS = tuple(dict.fromkeys((getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader)))
+# libyaml where PyYAML was built with it, ten times as fast.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 LARGEST_FILE = 1 << 20  # bytes; NeMo's own configs have at most 40 KiB, one with a large vocabulary some 100 KiB
 LARGEST_TREE = (
@@ -57,7 +56,11 @@ def read(path: Path) -> YamlText:
 
 def parse(path: Path, text: str) -> YamlText:
     """The same of a text, in the name of a file."""
-    root = _root(path, text)
+    try:
+        _check_events(path, text)
+        root = yaml.compose(text, Loader=_LOADER)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
     if root is None:
         raise ConfigError(f"{path}: empty; expected a mapping, as a NeMo config is")
     if not isinstance(root, yaml.MappingNode):
@@ -90,20 +93,10 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: not text: byte {error.start} is not UTF-8") from None
 
 
-def _root(path: Path, text: str) -> yaml.Node | None:
-    for loader in _LOADERS:
-        try:
-            _check_events(path, text, loader)
-            return yaml.compose(text, Loader=loader)
-        except yaml.YAMLError as error:
-            last = error
-    raise ConfigError(f"{path}{_place(last)}: not YAML: {_reason(last)}")
-
-
-def _check_events(path: Path, text: str, loader: type) -> None:
+def _check_events(path: Path, text: str) -> None:
     """Bound the depth and the size before anything recursive sees the text."""
     depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=loader)):
+    for count, event in enumerate(yaml.parse(text, Loader=_LOADER)):
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             depth += 1
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
@@ -131,12 +124,19 @@ def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None,
             )
         yield keys, key_node, node
         if isinstance(node, yaml.MappingNode):
-            waiting += _children(path, keys, node)
+            for child in _children(path, keys, node):
+                waiting.append(child)
+                if len(waiting) > LARGEST_TREE:  # merged again and again
+                    raise ConfigError(f"{path}: more than {LARGEST_TREE} values, when its aliases are followed")
         elif isinstance(node, yaml.SequenceNode):
             waiting += [((*keys, str(index)), None, child) for index, child in enumerate(node.value)]
 
 
-def _children(path: Path, keys: Keys, mapping: yaml.MappingNode) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
+def _children(
+    path: Path, keys: Keys, mapping: yaml.MappingNode, merges: int = 0
+) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
+    if merges > DEEPEST:
+        raise ConfigError(f"{path}:{mapping.start_mark.line + 1}: merged deeper than {DEEPEST}")
     lines: dict[str, int] = {}
     for key, child in mapping.value:
         line = key.start_mark.line + 1
@@ -147,7 +147,7 @@ def _children(path: Path, keys: Keys, mapping: yaml.MappingNode) -> Iterator[tup
             for source in merged:
                 if not isinstance(source, yaml.MappingNode):
                     raise ConfigError(f"{path}:{line}: << merges a {source.id}; expected a mapping")
-                yield from _children(path, keys, source)
+                yield from _children(path, keys, source, merges + 1)
             continue
         if key.value in lines:
             raise ConfigError(
