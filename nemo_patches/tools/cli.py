@@ -147,8 +147,13 @@ def doctor(
 
     Exit code 0: nothing, or notes only. 1: findings. 2: a config, an override or an option that cannot be read.
     """
-    from nemo_patches.tools.doctor import command
-
+    try:
+        from nemo_patches.tools.doctor import command
+    except ModuleNotFoundError as error:  # a checkout that is not installed; an installed package has brought them
+        typer.echo(
+            f"nemo-patches doctor: {error.name} is not installed; needed: pip install omegaconf pyyaml", err=True
+        )
+        raise typer.Exit(2) from None
     request = command.Request(
         tuple(arguments or ()), patched, tuple(select or ()), tuple(ignore or ()), json, fix, write, list_rules, explain
     )

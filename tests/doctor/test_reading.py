@@ -252,17 +252,17 @@ def test_bombs_of_interpolations(tmp_path: Path) -> None:
     config = load(tmp_path, "\n".join(texts))
     assert config.tree["a5"] == "lol" * 32
     assert config.tree["a59"] is UNKNOWN
-    mappings = ["a0: {x: 1, y: 2}"] + [f"a{i}: {{x: '${{a{i - 1}}}', y: '${{a{i - 1}}}'}}" for i in range(1, 60)]
+    mappings = ["a0: {x: 1, y: 2}"] + [f"a{i}: {{x: '${{a{i - 1}}}', y: '${{a{i - 1}}}'}}" for i in range(1, 20)]
     assert "when its interpolations are followed" in refused(tmp_path, "\n".join(mappings))
     many = [f"a{i}: ${{a{i + 1}}}" for i in range(3000)]
-    assert "3000 interpolations; a config may have 2000" in refused(tmp_path, "\n".join(many))
+    assert "3000 interpolations; a config may have 1000" in refused(tmp_path, "\n".join(many))
 
 
 def test_a_chain_in_the_worst_order_ends_in_time(tmp_path: Path) -> None:
     start = time.monotonic()
-    config = load(tmp_path, "\n".join([f"a{i}: ${{a{i + 1}}}" for i in range(500)] + ["a500: x"]))
+    config = load(tmp_path, "\n".join([f"a{i}: ${{a{i + 1}}}" for i in range(200)] + ["a200: x"]))
     assert time.monotonic() - start < 20
-    assert config.tree["a495"] == "x"
+    assert config.tree["a195"] == "x"
     assert config.tree["a0"] is UNKNOWN
     assert "through too many others" in config.broken[("a0",)]
 

@@ -43,8 +43,7 @@ def _carry_out(request: Request) -> int:
         print(report.listing(rules))
         return 0
     if request.explain is not None:
-        (rule,) = (rule for rule in examination.chosen([request.explain]) if rule.identifier == request.explain.upper())
-        print(report.explanation(rule))
+        print(report.explanation(examination.named(request.explain)))
         return 0
     paths, overrides = examination.split(request.arguments)
     if not paths:

@@ -18,9 +18,9 @@ from nemo_patches.tools.doctor.yaml_text import LARGEST_TREE, ConfigError, Keys,
 
 MISSING = "???"  # OmegaConf's word for a value that is still to be given
 
-# How many interpolations there may be (NeMo's own configs have at most 200), how often one may lead to one further down,
-# and how long a text they may make.
-_MOST_INTERPOLATIONS = 2_000
+# How many interpolations there may be (NeMo's own configs have at most 200), how often one may lead to another further
+# down, and how long a text they may make.
+_MOST_INTERPOLATIONS = 1_000
 _ROUNDS = 10
 _LONGEST_TEXT = 10_000
 _LONGEST_SHOWN = 100

@@ -64,13 +64,20 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
     wanted, unwanted = _identifiers(select), _identifiers(ignore)
     for identifier in (*wanted, *unwanted):
         if not any(rule.identifier.startswith(identifier) for rule in rules):
-            known = ", ".join(rule.identifier for rule in rules)
-            raise DoctorError(f"no rule {identifier!r}; allowed: {known}, or how some of them begin")
+            raise _no_rule(identifier)
     return tuple(
         rule
         for rule in rules
         if (not wanted or rule.identifier.startswith(tuple(wanted))) and not rule.identifier.startswith(tuple(unwanted))
     )
+
+
+def named(identifier: str) -> Rule:
+    """One rule. Raises DoctorError where there is none of that name."""
+    for rule in all_rules():
+        if rule.identifier == identifier.upper():
+            return rule
+    raise _no_rule(identifier)
 
 
 def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings:
@@ -102,6 +109,11 @@ def _checked(rule: Rule, job: Job) -> list[Found]:
         crashed = next(rule for rule in all_rules() if rule.identifier == CRASHED)
         what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
         return [Found(crashed, Finding(Severity.WARNING, what, (), "a report of this, with the config"))]
+
+
+def _no_rule(identifier: str) -> DoctorError:
+    known = ", ".join(rule.identifier for rule in all_rules())
+    return DoctorError(f"no rule {identifier!r}; allowed: {known}; to select or ignore, also how some of them begin")
 
 
 def _identifiers(given: Sequence[str]) -> list[str]:
