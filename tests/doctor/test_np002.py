@@ -20,7 +20,7 @@ def test_a_missing_key_is_named_once_with_its_line(tmp_path: Path) -> None:
 
 def test_a_circle(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP002", NEST + "a: ${b}\nb: x${a}\n")
-    assert "leads back to itself" in finding.what
+    assert finding.what == "a (and 1 more): leads back to itself, or through too many others"
     assert [value.key for value in finding.read] == ["a", "b"]
 
 
@@ -31,3 +31,8 @@ def test_none_where_they_lead_to_a_value_or_to_one_that_is_still_to_be_given(tmp
 
 def test_none_in_a_part_of_a_config(tmp_path: Path) -> None:
     assert found(tmp_path, "NP002", "dataset:\n  sample_rate: ${sample_rate}\n") == []
+
+
+def test_each_missing_key_is_a_finding_of_its_own(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "NP002", NEST + "a: ${x}\nb: ${y}\n")
+    assert (first.what, second.what) == ("a: Interpolation key 'x' not found", "b: Interpolation key 'y' not found")

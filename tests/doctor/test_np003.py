@@ -17,3 +17,7 @@ def test_a_defaults_list_that_names_other_files(tmp_path: Path) -> None:
 
 def test_none_for_the_file_itself(tmp_path: Path) -> None:
     assert found(tmp_path, "NP003", "defaults:\n  - _self_\n" + NEST) == []
+
+
+def test_none_for_a_key_of_that_name_which_is_no_list(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP003", "defaults: {a: 1}\n" + NEST) == []

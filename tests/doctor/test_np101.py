@@ -100,3 +100,20 @@ def test_the_punctuation_model_with_audio(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["trainer.devices=1", "trainer.devices=[3]", "~trainer"])
 def test_nothing_where_there_is_one_rank_or_no_trainer(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP101", NEST, override) == []
+
+
+def test_a_flag_that_is_given_is_not_said_to_be_not_set(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP101", NEST, "+model.encoder.sync_max_audio_length=true")
+    assert "(ConformerEncoder): on; every call" in finding.what
+    squeezeformer = "model.encoder._target_=nemo.collections.asr.modules.SqueezeformerEncoder"
+    (finding,) = found(tmp_path, "NP101", NEST, squeezeformer)
+    assert "(SqueezeformerEncoder): no switch, always on; every call" in finding.what
+    (finding,) = found(tmp_path, "NP101", NEST, "+model.encoder.sync_max_audio_length=???")
+    assert finding.severity is NOTE
+    assert finding.what.endswith("sync_max_audio_length is not known before the job runs")
+
+
+def test_none_for_checkpoints_and_models_that_are_not_there(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP101", "init_from_nemo_model: null\nmodel: {a: 1}\ntrainer: {devices: 2}\n") == []
+    assert found(tmp_path, "NP101", "model: {audio_encoder: {a: 1}}\ntrainer: {devices: 2}\n") == []
+    assert found(tmp_path, "NP101", "model: {audio_encoder: 1, punct_head: {}}\ntrainer: {devices: 2}\n") == []

@@ -32,3 +32,13 @@ def test_none_with_a_number_or_one_that_is_to_be_given(tmp_path: Path, value: st
 def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
     assert found(tmp_path, "NP104", LHOTSE) == []
     assert found(tmp_path, "NP104", LHOTSE, STREAM, "+model.train_ds.force_map_dataset=true") == []
+
+
+def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP104", LHOTSE, STREAM.replace("train_ds", "validation_ds")) == []
+    assert (
+        found(tmp_path, "NP104", LHOTSE, STREAM, "model.train_ds.use_lhotse=false", "+model.train_ds.is_tarred=true")
+        == []
+    )
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, "+model.train_ds.force_finite=true") == []
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, "~trainer") == []

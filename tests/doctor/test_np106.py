@@ -45,3 +45,11 @@ def test_files_that_are_left_over(tmp_path: Path, value: str, said: str) -> None
 )
 def test_none_otherwise(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     assert found(tmp_path, "NP106", NEST, *overrides) == []
+
+
+def test_none_for_one_rank_for_lhotse_and_for_what_is_no_list_of_files(tmp_path: Path) -> None:
+    left_over = files("'audio_{0..128}.tar'")
+    assert found(tmp_path, "NP106", NEST, TARRED, left_over, "trainer.devices=1") == []
+    assert found(tmp_path, "NP106", NEST, TARRED, left_over, "+model.train_ds.use_lhotse=true") == []
+    assert found(tmp_path, "NP106", NEST, TARRED, files("[a.tar,5]")) == []
+    assert found(tmp_path, "NP106", NEST, TARRED, files("[[a.tar,b.tar],[c.tar]]")) == []

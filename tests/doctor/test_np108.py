@@ -33,3 +33,17 @@ def test_none_with_a_number_of_batches(tmp_path: Path, override: str) -> None:
 def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
     assert found(tmp_path, "NP108", LHOTSE) == []
     assert found(tmp_path, "NP108", NEST) == []
+
+
+def test_none_for_training_nor_where_counts_cannot_differ(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP108", LHOTSE, "+model.train_ds.shar_path=x") == []
+    finite = "+model.validation_ds.shar_path=x", "+model.validation_ds.force_finite=true"
+    assert found(tmp_path, "NP108", LHOTSE, *finite) == []
+    assert found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true", "trainer.devices=1") == []
+    assert found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x", "~trainer") == []
+
+
+def test_the_limit_is_that_of_the_sets_own_role(tmp_path: Path) -> None:
+    test = "+model.test_ds={use_lhotse: true, shar_path: x}"
+    assert found(tmp_path, "NP108", LHOTSE, test, "+trainer.limit_test_batches=3") == []
+    assert len(found(tmp_path, "NP108", LHOTSE, test, "+trainer.limit_val_batches=3")) == 1

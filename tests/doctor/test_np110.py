@@ -25,3 +25,13 @@ def test_none_where_the_strategy_is_not_used(tmp_path: Path) -> None:
     assert found(tmp_path, "NP110", NEST, RANDOM) == []
     assert found(tmp_path, "NP110", NEST, *BUCKETS) == []
     assert found(tmp_path, "NP110", NEST, BUCKETS[0], "model.train_ds.tarred_audio_filepaths=a.tar", RANDOM) == []
+
+
+def test_none_for_one_rank_one_bucket_or_lhotse(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP110", NEST, *BUCKETS, RANDOM, "trainer.devices=1") == []
+    one = "model.train_ds.tarred_audio_filepaths=[[a.tar]]"
+    assert found(tmp_path, "NP110", NEST, BUCKETS[0], one, RANDOM) == []
+    plain = "model.train_ds.tarred_audio_filepaths=[a.tar,b.tar]"
+    assert found(tmp_path, "NP110", NEST, BUCKETS[0], plain, RANDOM) == []
+    assert found(tmp_path, "NP110", NEST, *BUCKETS, RANDOM, "+model.train_ds.use_lhotse=true") == []
+    assert found(tmp_path, "NP110", NEST, "model.train_ds.is_tarred=false", BUCKETS[1], RANDOM) == []

@@ -33,3 +33,8 @@ def test_none_otherwise(tmp_path: Path) -> None:
 def test_none_where_only_the_models_class_tells_who_reads_it(tmp_path: Path) -> None:
     untold = [f"+model.{name}.num_buckets=30" for name in ("train_ds", "validation_ds")]
     assert found(tmp_path, "NP112", NEST, OFF, *untold) == []
+
+
+def test_none_for_tar_files_which_are_shared_out(tmp_path: Path) -> None:
+    said = found(tmp_path, "NP112", NEST, OFF, "model.train_ds.is_tarred=true")
+    assert ["model.validation_ds" in finding.what for finding in said] == [True]

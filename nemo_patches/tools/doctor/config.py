@@ -24,6 +24,7 @@ _MOST_INTERPOLATIONS = 1_000
 _ROUNDS = 10
 _LONGEST_TEXT = 10_000
 _LONGEST_SHOWN = 100
+_LARGEST_NUMBER = 1e15
 
 
 class Unknown:
@@ -56,10 +57,10 @@ class Value:
 
     @property
     def number(self) -> float | None:
-        """As a number, None where it is none; a switch is not a number."""
-        if isinstance(self.value, (int, float)) and not isinstance(self.value, bool):
-            return float(self.value)
-        return None
+        """As a finite number, None where it is none; a switch is not a number."""
+        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+            return None
+        return float(self.value) if abs(self.value) < _LARGEST_NUMBER else None  # not so for NaN
 
     def __str__(self) -> str:
         text = "null" if self.value is None else str(self.value)

@@ -166,11 +166,11 @@ def found_in(config: Config) -> Iterator[Dataset]:
 
 
 def _smallest(limits: list[Value]) -> float | None:
-    """The smallest of some limits, of which null is none; None where one is not known and no other is there."""
+    """The smallest of some limits: inf where each is null or infinite, None where that cannot be told."""
     numbers = [limit.number for limit in limits if limit.number is not None]
-    if numbers and (math.isfinite(min(numbers)) or all(limit.known for limit in limits)):
+    if numbers:
         return min(numbers)
-    return math.inf if all(limit.value is None or limit.number is not None for limit in limits) else None
+    return math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
 
 
 def _streams(found: Any, key: str) -> bool | None:

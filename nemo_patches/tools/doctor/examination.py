@@ -97,18 +97,22 @@ def examine(
     except ConfigError as error:
         return Report(path, None, None, (), str(error))
     job = Job(config, patched)
+    return Report(path, config, job, checked(job, rules))
+
+
+def checked(job: Job, rules: Sequence[Rule]) -> tuple[Found, ...]:
+    """What the rules find, worst first; a rule that fails is found by NP001."""
     found = [one for rule in rules for one in _checked(rule, job)]
     found.sort(key=lambda one: (-one.finding.severity, one.rule.identifier, one.finding.line or 0))
-    return Report(path, config, job, tuple(found))
+    return tuple(found)
 
 
 def _checked(rule: Rule, job: Job) -> list[Found]:
     try:
         return [Found(rule, finding) for finding in rule.check(job)]
     except Exception as error:  # one rule's fault must not hide what the others find
-        crashed = next(rule for rule in all_rules() if rule.identifier == CRASHED)
         what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
-        return [Found(crashed, Finding(Severity.WARNING, what, (), "a report of this, with the config"))]
+        return [Found(named(CRASHED), Finding(Severity.WARNING, what, (), "a report of this, with the config"))]
 
 
 def _no_rule(identifier: str) -> DoctorError:

@@ -24,7 +24,7 @@ def check(job: Job) -> Iterator[Finding]:
         switch = dataset.get("force_finite", False)
         if dataset.training and dataset.lhotse and switch.value is True and dataset.tarred is not False:
             severity = Severity.ERROR if dataset.tarred else Severity.WARNING
-            stream = "a stream" if dataset.tarred else "a stream, if its input is one"
+            stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
             yield Finding(
                 severity,
                 f"{dataset.where} is {stream} that ends on each of {job.ranks_text} after its own number of batches",
