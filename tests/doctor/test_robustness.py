@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from nemo_patches.tools.doctor.job import Job
 
 pytestmark = pytest.mark.one_nemo
 
-KEYS = """
+KEYS = re.findall(
+    r"\w+",
+    """
     model trainer exp_manager encoder preprocessor joint train_ds validation_ds test_ds datasets multi_config defaults
     max_duration devices num_nodes strategy timeout pos_emb_max_len window_stride n_window_stride hop_length pad_to
     sync_max_audio_length augmentor speed silence batch_size batch_duration bucket_batch_size bucket_duration_bins
     tarred_audio_filepaths is_tarred input_cfg manifest_filepath shar_path use_lhotse fused_batch_size fuse_loss_wer
     num_workers pin_memory drop_last limit_train_batches limit_val_batches accelerator sync_batchnorm conv_norm_type
     sample_rate force_finite random_padding concatenate_samples concatenate_duration_factor _target_
-""".split()
+    """,
+)
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
