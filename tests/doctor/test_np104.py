@@ -31,7 +31,6 @@ def test_none_with_a_number_or_one_that_is_to_be_given(tmp_path: Path, value: st
 
 def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
     assert found(tmp_path, "NP104", LHOTSE) == []
-    assert found(tmp_path, "NP104", LHOTSE, STREAM, "+model.train_ds.force_map_dataset=true") == []
 
 
 def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
@@ -42,3 +41,18 @@ def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
     )
     assert found(tmp_path, "NP104", LHOTSE, STREAM, "+model.train_ds.force_finite=true") == []
     assert found(tmp_path, "NP104", LHOTSE, STREAM, "~trainer") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "endless"),
+    [
+        ("model.train_ds.manifest_filepath=[[a.json],[b.json]]", True),
+        ("+model.train_ds.input_cfg=[{type: nemo, manifest_filepath: a},{type: nemo, manifest_filepath: b}]", True),
+        ("+model.train_ds.input_cfg=[{type: lhotse_as_conversation, shar_path: a}]", True),
+        ("+model.train_ds.input_cfg=[{type: nemo, manifest_filepath: [a, b]}]", True),
+        ("+model.train_ds.input_cfg=[{type: lhotse, cuts_path: a}]", False),
+        ("+model.train_ds.input_cfg=other.yaml", False),  # not to be told
+    ],
+)
+def test_what_is_mixed_of_several_inputs_is_repeated_too(tmp_path: Path, override: str, endless: bool) -> None:
+    assert bool(found(tmp_path, "NP104", LHOTSE, override)) is endless

@@ -47,3 +47,16 @@ def test_the_limit_is_that_of_the_sets_own_role(tmp_path: Path) -> None:
     test = "+model.test_ds={use_lhotse: true, shar_path: x}"
     assert found(tmp_path, "NP108", LHOTSE, test, "+trainer.limit_test_batches=3") == []
     assert len(found(tmp_path, "NP108", LHOTSE, test, "+trainer.limit_val_batches=3")) == 1
+
+
+def test_speechlm2_makes_all_evaluation_finite_itself(tmp_path: Path) -> None:
+    text = "model: {a: 1}\ndata:\n  validation_ds:\n    datasets:\n      one: {shar_path: x}\ntrainer: {devices: 2}\n"
+    assert found(tmp_path, "NP108", text) == []
+    assert len(found(tmp_path, "NP108", text.replace("data:", "model2:"))) == 1
+
+
+def test_of_several_manifests_each_is_a_set_of_its_own_but_input_cfg_is_mixed(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP108", LHOTSE, "model.validation_ds.manifest_filepath=[a.json,b.json]") == []
+    mixed = "+model.validation_ds.input_cfg=[{type: nemo, manifest_filepath: a},{type: nemo, manifest_filepath: b}]"
+    (finding,) = found(tmp_path, "NP108", LHOTSE, mixed)
+    assert finding.severity is ERROR

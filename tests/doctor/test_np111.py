@@ -38,6 +38,8 @@ def test_lhotse(tmp_path: Path, overrides: tuple[str, ...], said: str) -> None:
 
 def test_adaptive_buckets_want_a_batch_size_of_1(tmp_path: Path) -> None:
     adaptive = "model.train_ds.is_tarred=true", "+model.train_ds.bucketing_batch_size=16"
+    assert found(tmp_path, "NP111", NEST, *adaptive) == []  # one bucket
+    adaptive = *adaptive, "model.train_ds.tarred_audio_filepaths=[[a.tar],[b.tar]]"
     (finding,) = found(tmp_path, "NP111", NEST, *adaptive)
     assert finding.severity is WARNING
     assert found(tmp_path, "NP111", NEST, *adaptive, "model.train_ds.batch_size=1") == []

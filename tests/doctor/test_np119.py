@@ -39,3 +39,17 @@ def test_none_where_it_is_not_set(tmp_path: Path) -> None:
     assert found(tmp_path, "NP119", LHOTSE) == []
     assert found(tmp_path, "NP119", NEST, patched=True) == []
     assert found(tmp_path, "NP119", LHOTSE, timeout("${oc.env:TIMEOUT}")) == []
+
+
+@pytest.mark.parametrize("override", ["trainer.devices=1", "trainer.strategy._target_=FSDPStrategy"])
+def test_none_for_one_rank_or_other_strategies(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP119", LHOTSE, timeout("3600"), override) == []
+    assert found(tmp_path, "NP119", LHOTSE, timeout("null")) == []
+    assert found(tmp_path, "NP119", LHOTSE, timeout("{_target_: my.timeout}"), patched=True) == []
+
+
+def test_as_long_as_the_wait_is_too_short_and_one_hour_is_not_too_long(tmp_path: Path) -> None:
+    equal = timeout("{_target_: datetime.timedelta, seconds: 10}")
+    assert len(found(tmp_path, "NP119", LHOTSE, equal, patched=True)) == 1
+    assert found(tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 1}")) == []
+    assert found(tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 2}"), patched=True) == []

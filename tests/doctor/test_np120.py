@@ -48,6 +48,10 @@ def test_a_class_that_looks_like_an_encoder(tmp_path: Path) -> None:
         "+model.train_ds.num_workers_sv=1",  # of a TTS model
         "+model.decoder={_target_: nemo.collections.asr.modules.TransformerDecoder}",
         "+model.other.batchsize=1",
+        "+model.train_ds.sv_num_workers=1",
+        "+model.estimator={_target_: nemo.collections.audio.modules.SpectrogramConformer, sync_max_audio_len: 1}",
+        "+trainer={_target_: nemo.lightning.Trainer, device: 2}",
+        "+mine={devics: 1}",
         "+model.train_ds.text_field=answer",
         "model.encoder._target_=my.models.ConformerEncodr",
         "model.encoder._target_=???",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +87,25 @@ class Dataset:
     def tarred(self) -> bool | None:
         """Whether it is read from tar files, or Shar, as a stream; None where the config does not tell."""
         if not self.nemo:
-            if self.get("force_map_dataset").value is True:
+            if self._made_finite or self.get("force_map_dataset").value is True:
                 return False
             if self.get("force_iterable_dataset").value is True:
                 return True
             return _any_known(_streams(self.get(key).value, key) for key in _INPUTS)
         switch = self.get("is_tarred", False).value
         return None if switch is UNKNOWN else bool(switch)
+
+    @property
+    def endless(self) -> bool | None:
+        """Whether Lhotse repeats it for ever: a stream, or what is mixed of several inputs, without force_finite."""
+        if not self.lhotse or self._made_finite or self.get("force_finite").value is True:
+            return False
+        return _any_known(_repeats(self.get(key).value, key, self.training) for key in _INPUTS)
+
+    @property
+    def _made_finite(self) -> bool:
+        """Whether speechlm2's DataModule sets force_finite and force_map_dataset, as it does for all evaluation."""
+        return self.keys[0] == "data" and not self.training
 
     def longest(self) -> Longest:
         """The longest input that the encoder can get from it."""
@@ -176,18 +188,33 @@ def _smallest(limits: list[Value]) -> float | None:
 def _streams(found: Any, key: str) -> bool | None:
     """Whether an input is read as a stream."""
     if key == "input_cfg":
-        if not isinstance(found, list):
-            return None if found is not None else False  # a path to more YAML
-        return _any_known(
-            _streams(entry.get("input_cfg"), "input_cfg")
-            or any(word in str(entry.get("type")) for word in ("tarred", "shar"))
-            or entry.get("tarred_audio_filepaths") is not None
-            for entry in found
-            if isinstance(entry, dict)
-        )
-    if key in ("shar_path", "tarred_audio_filepaths"):
-        return found is not None
-    return False
+        return _of_entries(found, _is_stream)
+    return found is not None and key in ("shar_path", "tarred_audio_filepaths")
+
+
+def _repeats(found: Any, key: str, training: bool) -> bool | None:
+    """Whether an input is repeated for ever; of a list of manifests, each is a set of its own in evaluation."""
+    if key == "input_cfg":
+        if isinstance(found, list) and len(found) > 1:
+            return True
+        return _of_entries(found, lambda entry: _is_stream(entry) or isinstance(entry.get("manifest_filepath"), list))
+    if key == "manifest_filepath":
+        return training and isinstance(found, list)
+    return _streams(found, key)
+
+
+def _is_stream(entry: Mapping[str, Any]) -> bool:
+    return any(word in str(entry.get("type")) for word in ("tarred", "shar")) or any(
+        entry.get(key) is not None for key in ("tarred_audio_filepaths", "shar_path")
+    )
+
+
+def _of_entries(found: Any, answer: Callable[[Mapping[str, Any]], bool]) -> bool | None:
+    """An answer for Lhotse's input_cfg, whose groups hold others; None for a path to more YAML."""
+    if not isinstance(found, list):
+        return None if found is not None else False
+    entries = [entry for entry in found if isinstance(entry, dict)]
+    return _any_known(_of_entries(entry.get("input_cfg"), answer) or answer(entry) for entry in entries)
 
 
 def _any_known(answers: Iterator[bool | None]) -> bool | None:

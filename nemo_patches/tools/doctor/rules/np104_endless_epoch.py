@@ -1,7 +1,7 @@
-"""Lhotse training on a stream without limit_train_batches as a whole number.
+"""Lhotse training on a stream, or on several inputs mixed, without limit_train_batches as a whole number.
 
-Lhotse repeats a stream for ever and it has no length: NeMo's ASR models stop at their start, others never end an epoch,
-and what happens at the end of an epoch (validation, checkpoints) never does.
+Lhotse repeats those for ever: there is no end of an epoch, and what happens then (validation, checkpoints) never does.
+A stream has no length, either, and there NeMo's ASR models stop at their start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
@@ -21,10 +21,10 @@ def check(job: Job) -> Iterator[Finding]:
     if not job.has_trainer or not limit.known or isinstance(limit.value, int):
         return
     for dataset in job.datasets:
-        if dataset.training and dataset.lhotse and dataset.tarred and dataset.get("force_finite").value is not True:
+        if dataset.training and dataset.endless:
             yield Finding(
                 Severity.WARNING,
-                f"{dataset.where} is an endless stream, and limit_train_batches is no whole number: there is no epoch",
+                f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is no whole number: no epoch ends",
                 (limit, job.trainer("max_steps", -1), dataset.get("use_lhotse")),
                 "trainer.limit_train_batches: the batches of one epoch, the same for all ranks; and max_steps",
             )

@@ -1,6 +1,6 @@
-"""Validation or test on a stream: tar files, or Shar.
+"""Validation or test on a stream (tar files, or Shar), or on several inputs that Lhotse mixes.
 
-Lhotse repeats a stream for ever, so without a limit in batches validation never ends. NeMo's own tar files end on each
+Lhotse repeats those for ever, so without a limit in batches validation never ends. NeMo's own tar files end on each
 rank after its own number of batches, and in validation the encoder's length sync is the only collective of a batch: one
 batch more on one rank, and the job is lost.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
@@ -23,14 +23,13 @@ def check(job: Job) -> Iterator[Finding]:
     for dataset in job.datasets:
         key = "limit_val_batches" if dataset.role == "validation" else "limit_test_batches"
         limit = job.trainer(key, 1.0)
-        if dataset.training or not dataset.tarred or not limit.known or isinstance(limit.value, int):
+        if dataset.training or not limit.known or isinstance(limit.value, int):
             continue
-        finite = dataset.get("force_finite", False)
-        read = (limit, dataset.get("is_tarred", False), finite)
-        instead = f"trainer.{key}: a whole number; or a set without tar files"
-        if dataset.lhotse and finite.value is not True:
-            what = f"{dataset.where} is an endless stream, and {key} is no whole number: {dataset.role} never ends"
+        read = (limit, dataset.get("is_tarred", False), dataset.get("force_finite", False))
+        instead = f"trainer.{key}: a whole number; or a set without tar files, from one input"
+        if dataset.endless:
+            what = f"Lhotse repeats {dataset.where} for ever, and {key} is no whole number: {dataset.role} never ends"
             yield Finding(Severity.ERROR if dataset.role == "validation" else Severity.WARNING, what, read, instead)
-        elif job.several and dataset.nemo:
+        elif job.several and dataset.nemo and dataset.tarred:
             what = f"{dataset.where} is a stream that ends on each of {job.ranks_text} after its own number of batches"
             yield Finding(Severity.WARNING, what, read, instead)

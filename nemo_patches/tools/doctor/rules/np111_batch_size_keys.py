@@ -40,8 +40,9 @@ def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
             (*ignored, dataset.get("use_lhotse", False), size),
             "use_lhotse: true, or batch_size alone",
         )
-    adaptive = dataset.get("bucketing_batch_size")
-    if dataset.tarred and adaptive.value is not None and adaptive.known and size.known and size.value != 1:
+    adaptive, files = dataset.get("bucketing_batch_size"), dataset.get("tarred_audio_filepaths").value
+    buckets = isinstance(files, list) and len(files) > 1 and isinstance(files[0], list)
+    if dataset.tarred and buckets and adaptive.value is not None and adaptive.known and size.known and size.value != 1:
         yield Finding(
             Severity.WARNING,
             f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1: the job stops at its start",
