@@ -177,6 +177,15 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert room in finding["read"]
 
 
+def test_json_has_no_infinity(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = STOCK.replace("max_duration: 60.0", "use_lhotse: true")
+    _, out, _ = doctor(capfd, write(tmp_path, text), json=True)
+    values = [
+        value for finding in json.loads(out, parse_constant=pytest.fail)[0]["findings"] for value in finding["read"]
+    ]
+    assert {"key": "model.train_ds.max_duration", "value": "inf", "known": True, "origin": "default"} in values
+
+
 def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,3 +152,18 @@ def test_frames_are_those_of_nemos_own_preprocessor() -> None:
             samples = int(seconds * 16000)
             made, _ = real(input_signal=torch.zeros(1, samples), length=torch.tensor([samples]))
             assert Frames(16000.0, 160, not exact_pad, pad_to, ()).of(seconds) == made.shape[-1]
+
+
+def test_audio_models_count_in_frames_of_their_own_transform(tmp_path: Path) -> None:
+    text = """\
+model:
+  sample_rate: 16000
+  train_ds: {manifest_filepath: x, audio_duration: 4.0}
+  encoder: {_target_: nemo.collections.audio.modules.transforms.AudioToSpectrogram, hop_length: 128}
+  estimator: {_target_: nemo.collections.audio.parts.submodules.conformer.SpectrogramConformer, pos_emb_max_len: 500}
+trainer: {devices: 2}
+"""
+    (finding,) = found(tmp_path, "NP102", text)
+    assert "may have 501 frames (model.train_ds 4 s)" in finding.what
+    assert found(tmp_path, "NP102", text, "model.estimator.pos_emb_max_len=501") == []
+    assert found(tmp_path, "NP102", text, "model.train_ds.audio_duration=3.9") == []

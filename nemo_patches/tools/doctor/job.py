@@ -13,9 +13,6 @@ from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
 
-# Strategies that wrap the model in no DistributedDataParallel, so nothing broadcasts its buffers.
-_SHARDED = ("fsdp", "deepspeed", "modelparallel", "automodelparallel")
-
 
 @dataclass(frozen=True)
 class Job:
@@ -97,11 +94,6 @@ class Job:
         """Whether it is DistributedDataParallel, which "auto" is for several devices."""
         name = _short(self.strategy.value)
         return name == "auto" or name.startswith("ddp")
-
-    @cached_property
-    def sharded(self) -> bool:
-        """Whether it is one that broadcasts no buffers."""
-        return _short(self.strategy.value).startswith(_SHARDED)
 
     @cached_property
     def broadcast_buffers(self) -> Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -112,4 +113,6 @@ def _counts(report: Report) -> str:
 
 def _value(value: Value) -> dict[str, Any]:
     plain = None if value.value is UNKNOWN else value.value
+    if isinstance(plain, float) and not math.isfinite(plain):
+        plain = str(plain)  # JSON has no infinity
     return {"key": value.key, "value": plain, "known": value.known, "origin": value.origin}
