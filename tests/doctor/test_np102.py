@@ -167,3 +167,36 @@ trainer: {devices: 2}
     assert "may have 501 frames (model.train_ds 4 s)" in finding.what
     assert found(tmp_path, "NP102", text, "model.estimator.pos_emb_max_len=501") == []
     assert found(tmp_path, "NP102", text, "model.train_ds.audio_duration=3.9") == []
+
+
+def test_nothing_is_said_of_what_the_config_leaves_open(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP102", NEST, *STOCK, OFF, "model.encoder.pos_emb_max_len=???") == []
+    assert found(tmp_path, "NP102", NEST, *STOCK, "+model.encoder.sync_max_audio_length=???") == []
+    assert found(tmp_path, "NP102", NEST, "~model.train_ds", "~model.validation_ds", OFF) == []
+
+
+def test_what_to_write_instead_names_the_sets_without_a_limit(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, STOCK[0], "~model.validation_ds.max_duration")
+    assert finding.instead.endswith("; and a max_duration for model.validation_ds")
+    (finding,) = found(tmp_path, "NP102", NEST, *STOCK)
+    assert "max_duration for" not in finding.instead
+
+
+def test_with_nemo_patches_a_set_without_a_limit_is_nothing(tmp_path: Path) -> None:
+    for flag in ((), (OFF,)):
+        assert found(tmp_path, "NP102", NEST, "~model.validation_ds.max_duration", *flag, patched=True) == []
+
+
+def test_without_a_preprocessor_frames_are_not_told(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, "~model.preprocessor", *STOCK, OFF)
+    assert finding.severity is WARNING
+    assert "does not tell how long model.train_ds and model.validation_ds may be" in finding.what
+    assert found(tmp_path, "NP102", NEST, "~model.preprocessor", *STOCK) == []
+
+
+def test_a_class_without_the_flag_is_not_told_to_set_it(tmp_path: Path) -> None:
+    squeezeformer = "model.encoder={_target_: nemo.collections.asr.modules.SqueezeformerEncoder}"
+    (finding,) = found(tmp_path, "NP102", NEST, squeezeformer, *STOCK)
+    assert finding.severity is WARNING
+    assert "sync_max_audio_length" not in finding.what
+    assert found(tmp_path, "NP102", NEST, squeezeformer, "~model.validation_ds.max_duration") == []

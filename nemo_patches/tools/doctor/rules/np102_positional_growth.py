@@ -25,7 +25,7 @@ class _Inputs:
     """What the sets can give to one encoder: those with more frames than its room, those without a limit, others."""
 
     frames: Frames | None
-    beyond: tuple[tuple[Dataset, Longest, int], ...]
+    beyond: tuple[tuple[Dataset, Longest], ...]
     unlimited: tuple[Dataset, ...]
     untold: tuple[Dataset, ...]
     most: int
@@ -56,56 +56,62 @@ def _inputs(job: Job, encoder: Encoder) -> _Inputs:
             count = frames.of(longest.seconds)
             most = max(most, count)
             if count > room:
-                beyond.append((dataset, longest, count))
-    return _Inputs(
-        frames, tuple(beyond), tuple(unlimited), tuple(untold), most, (*read, job.strategy, job.broadcast_buffers)
-    )
+                beyond.append((dataset, longest))
+    read += (job.strategy, job.broadcast_buffers)
+    return _Inputs(frames, tuple(beyond), tuple(unlimited), tuple(untold), most, tuple(read))
 
 
 def _of(job: Job, encoder: Encoder, room: int, inputs: _Inputs) -> Iterator[Finding]:
     name = f"{encoder.where} ({encoder.name})"
     if inputs.beyond and inputs.frames:
-        sets = ", ".join(f"{dataset.where} {longest.seconds:g} s" for dataset, longest, _ in inputs.beyond)
-        what = (
-            f"{name}: an input may have {inputs.most} frames ({sets}), and its positional encodings start with {room} "
-            f"({room * inputs.frames.hop / inputs.frames.rate:g} s, as frames count before subsampling). "
-        )
-        change = Change((*encoder.keys, "pos_emb_max_len"), inputs.most)
-        instead = f"pos_emb_max_len: {inputs.most}, which changes no number that the model computes"
-        if inputs.unlimited:
-            instead += f"; and a max_duration for {_names(inputs.unlimited)}"
-        if job.patched:
-            yield Finding(
-                Severity.NOTE,
-                what + "With nemo_patches each rank grows its own, which is safe",
-                inputs.read,
-                instead,
-                change,
-            )
-        elif not encoder.syncs:
-            what += f"With {FLAG} off each rank grows by its own input, and DDP then overwrites rows or aborts the job"
-            instead += f"; or {FLAG}: true; or nemo_patches"
-            yield Finding(Severity.ERROR, what, inputs.read, instead, change)
-        else:
-            what += (
-                f"All ranks grow alike as long as each makes the same calls, so {FLAG} must stay on: off, or with a "
-                "call more on one rank, DDP overwrites rows or aborts the job"
-            )
-            yield Finding(Severity.WARNING, what, inputs.read, instead, change)
+        yield _reachable(job, encoder, f"{name}: {_beyond(inputs, inputs.frames, room)}", inputs)
     elif inputs.unlimited or inputs.untold:
-        open_sets = f"nothing limits {_names(inputs.unlimited)}" if inputs.unlimited else ""
-        if not open_sets:
-            open_sets = f"the config does not tell how long {_names(inputs.untold)} may be, in frames of this encoder"
-        what = f"{name}: {open_sets}, and its positional encodings start with {room} frames"
-        instead = "a max_duration that fits, also where the limit seems implied by the data"
-        if not job.patched and not encoder.syncs:
-            what += f"; with {FLAG} off a longer input on one rank makes DDP overwrite rows or abort the job"
-            yield Finding(Severity.WARNING, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches")
-        elif not job.patched and inputs.unlimited:
-            yield Finding(Severity.NOTE, f"{what}: keep {FLAG} on", inputs.read, instead)
+        if not job.patched:
+            yield from _open(encoder, f"{name}: {_left_open(inputs, room)}", inputs)
     elif not encoder.syncs:
         what = f"{name}: {FLAG} is off, and safe: no input has more than {inputs.most} frames, the room is {room}"
         yield Finding(Severity.NOTE, what, inputs.read)
+
+
+def _reachable(job: Job, encoder: Encoder, what: str, inputs: _Inputs) -> Finding:
+    change = Change((*encoder.keys, "pos_emb_max_len"), inputs.most)
+    instead = f"pos_emb_max_len: {inputs.most}, which changes no number that the model computes"
+    if inputs.unlimited:
+        instead += f"; and a max_duration for {_names(inputs.unlimited)}"
+    if job.patched:
+        what += "With nemo_patches each rank grows its own, which is safe"
+        return Finding(Severity.NOTE, what, inputs.read, instead, change)
+    if not encoder.syncs:
+        what += f"With {FLAG} off each rank grows by its own input, and DDP then overwrites rows or aborts the job"
+        return Finding(Severity.ERROR, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches", change)
+    what += "All ranks grow alike as long as each makes the same calls; with a call more on one rank"
+    what += f", or {FLAG} off," if encoder.cls and encoder.cls.has_flag else ""
+    return Finding(Severity.WARNING, f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)
+
+
+def _open(encoder: Encoder, what: str, inputs: _Inputs) -> Iterator[Finding]:
+    instead = "a max_duration that fits, also where the limit seems implied by the data"
+    if not encoder.syncs:
+        what += f"; with {FLAG} off a longer input on one rank makes DDP overwrite rows or abort the job"
+        yield Finding(Severity.WARNING, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches")
+    elif inputs.unlimited and encoder.cls and encoder.cls.has_flag:
+        yield Finding(Severity.NOTE, f"{what}: keep {FLAG} on", inputs.read, instead)
+
+
+def _beyond(inputs: _Inputs, frames: Frames, room: int) -> str:
+    sets = ", ".join(f"{dataset.where} {longest.seconds:g} s" for dataset, longest in inputs.beyond)
+    return (
+        f"an input may have {inputs.most} frames ({sets}), and its positional encodings start with {room} "
+        f"({room * frames.hop / frames.rate:g} s, as frames count before subsampling). "
+    )
+
+
+def _left_open(inputs: _Inputs, room: int) -> str:
+    if inputs.unlimited:
+        what = f"nothing limits {_names(inputs.unlimited)}"
+    else:
+        what = f"the config does not tell how long {_names(inputs.untold)} may be, in frames of this encoder"
+    return f"{what}, and its positional encodings start with {room} frames"
 
 
 def _names(sets: tuple[Dataset, ...]) -> str:

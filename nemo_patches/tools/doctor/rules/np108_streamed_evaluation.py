@@ -1,8 +1,8 @@
 """Validation or test on a stream (tar files, or Shar), or on several inputs that Lhotse mixes.
 
 Lhotse repeats those for ever, so without a limit in batches validation never ends. NeMo's own tar files end on each
-rank after its own number of batches, and in validation the encoder's length sync is the only collective of a batch: one
-batch more on one rank, and the job is lost.
+rank after its own number of batches, and in validation the encoder's length sync may be the only collective of a
+batch: one batch more on one rank, and the job is lost.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 
