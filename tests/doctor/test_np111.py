@@ -51,3 +51,24 @@ def test_none_otherwise(tmp_path: Path) -> None:
     fixed = "model.train_ds.batch_duration=null", "+model.train_ds.bucket_batch_size=[8,4]"
     assert found(tmp_path, "NP111", LHOTSE, *fixed, "+model.train_ds.bucket_duration_bins=[10,20]") == []
     assert found(tmp_path, "NP111", NEST, "+model.train_ds.bucketing_batch_size=null") == []
+
+
+def test_null_is_no_size_and_what_is_to_be_given_no_fault(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP111", NEST, "+model.train_ds.batch_duration=null") == []
+    assert found(tmp_path, "NP111", LHOTSE, "+model.train_ds.bucketing_batch_size=null") == []
+    assert found(tmp_path, "NP111", LHOTSE, "~model.train_ds.batch_duration") == []  # given on the command line
+    buckets = "model.train_ds.is_tarred=true", "model.train_ds.tarred_audio_filepaths=[[a.tar],[b.tar]]"
+    assert found(tmp_path, "NP111", NEST, *buckets) == []
+    assert found(tmp_path, "NP111", NEST, *buckets, "+model.train_ds.bucketing_batch_size=???") == []
+    untold = "+model.train_ds.bucketing_batch_size=[8,4]", "model.train_ds.batch_size=???"
+    assert found(tmp_path, "NP111", NEST, *buckets, *untold) == []
+    plain = "model.train_ds.tarred_audio_filepaths=[a.tar,b.tar]"  # one bucket of two files
+    assert found(tmp_path, "NP111", NEST, buckets[0], plain, untold[0]) == []
+    assert found(tmp_path, "NP111", NEST, buckets[1], untold[0]) == []  # not tarred
+
+
+def test_what_counts_of_several_sizes(tmp_path: Path) -> None:
+    fixed = "+model.train_ds.bucket_batch_size=[8,4]", "+model.train_ds.bucket_duration_bins=[10,20]"
+    (finding,) = found(tmp_path, "NP111", LHOTSE, *fixed)
+    assert finding.severity is NOTE
+    assert "bucket_batch_size counts" in finding.what
