@@ -38,3 +38,11 @@ def test_none_otherwise(tmp_path: Path) -> None:
     assert found(tmp_path, "NP114", NEST, ON) == []
     assert found(tmp_path, "NP114", NEST, "trainer.accelerator=cpu") == []
     assert found(tmp_path, "NP114", NEST, ON, "trainer.accelerator=cpu", "trainer.devices=1") == []
+
+
+def test_a_transformer_has_none(tmp_path: Path) -> None:
+    transformer = "model.encoder={_target_: nemo.collections.asr.modules.TransformerEncoder}"
+    (finding,) = found(tmp_path, "NP114", NEST, ON, transformer)
+    assert "nothing to do" in finding.what
+    assert found(tmp_path, "NP114", NEST, ON, "~model.encoder") == []
+    assert found(tmp_path, "NP114", NEST, ON, "model.encoder.conv_norm_type=???") == []
