@@ -31,3 +31,12 @@ def test_none_otherwise(tmp_path: Path) -> None:
     pinned = "+model.validation_ds.pin_memory=true"
     assert found(tmp_path, "NP115", NEST, pinned, "model.validation_ds.num_workers=0") == []
     assert found(tmp_path, "NP115", NEST, "model.train_ds.num_workers=0", "trainer.devices=1") == []
+
+
+def test_forks_matter_only_beside_a_pinning_training_loader_on_several_ranks(tmp_path: Path) -> None:
+    pinned = "+model.validation_ds.pin_memory=true"
+    for override in ("model.train_ds.pin_memory=false", "model.train_ds.num_workers=???", "trainer.devices=1"):
+        assert found(tmp_path, "NP115", NEST, pinned, override) == []
+    assert found(tmp_path, "NP115", NEST, "model.train_ds.pin_memory=false", "trainer.accelerator=cpu") == []
+    test = "+model.test_ds={manifest_filepath: x, num_workers: 8, pin_memory: true}"
+    assert found(tmp_path, "NP115", NEST, test) == []

@@ -127,6 +127,8 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     """The same for a text that was read already."""
     config = _created(source)
     tree = _plain(config)
+    if tree != OmegaConf.to_container(config, resolve=False):  # a key is a number
+        config = OmegaConf.create(tree)
     overridden = frozenset(_override(source.path, tree, text) for text in overrides)
     try:
         broken = _resolve(source.path, tree, OmegaConf.create(tree) if overrides else config)
