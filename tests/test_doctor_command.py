@@ -307,6 +307,38 @@ def test_a_change_that_would_do_more_than_it_says_is_not_made(
         assert out == ""
 
 
+def test_what_two_sections_share_is_not_changed_for_one_of_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = STOCK.replace("  encoder:\n", "  encoder: &shared\n").replace("trainer:", "  teacher: *shared\n\ntrainer:")
+    path = write(tmp_path, text)
+    _, out, err = fix(capfd, path)
+    assert out == ""
+    assert "model.encoder.pos_emb_max_len: it would change other values, too; write it yourself: 6016" in err
+    assert "model.teacher.pos_emb_max_len: it would change other values, too" in err
+
+
+def test_a_section_that_only_an_override_makes_cannot_be_changed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, LHOTSE.partition("trainer:")[0].replace("???", "x"))
+    _, out, err = fix(capfd, path, "+trainer.devices=2")
+    assert out == ""
+    assert "trainer.use_distributed_sampler: there is no section for it" in err
+
+
+def test_a_file_without_a_last_newline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK.replace("    pos_emb_max_len:  5000    # frames\n", "") + "#\n#\n#end")
+    _, out, _ = fix(capfd, path)
+    assert "+    pos_emb_max_len: 6016\n     _target_" in out
+    path = write(tmp_path, "trainer:\n  devices: 2\n  strategy: auto")
+    _, out, _ = fix(capfd, path, write=True)
+    assert out.endswith(
+        "-  strategy: auto\n\\ No newline at end of file\n+  strategy: ddp\n\\ No newline at end of file\n"
+    )
+    assert path.read_text() == "trainer:\n  devices: 2\n  strategy: ddp"
+
+
 def test_a_file_that_changed_meanwhile_or_cannot_be_written_is_left_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,14 @@ def _with(source: YamlText, change: Change) -> YamlText:
 
 
 def _tree(source: YamlText) -> Any:
-    return yaml.safe_load(source.text)
+    return _unshared(yaml.safe_load(source.text))
+
+
+def _unshared(found: Any) -> Any:
+    """With a value of its own at every place; PyYAML has one value for an anchor and all its aliases."""
+    if isinstance(found, dict):
+        return {key: _unshared(value) for key, value in found.items()}
+    return [_unshared(value) for value in found] if isinstance(found, list) else found
 
 
 def _set(tree: Any, change: Change) -> None:
@@ -92,8 +99,7 @@ def _set(tree: Any, change: Change) -> None:
 def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise _CannotBeMade(f"it is a {node.id} now")
-    start, end = node.start_mark.index, node.end_mark.index
-    return _spliced(source.text, start, end, (" " if start == end else "") + _scalar(value))
+    return _spliced(source.text, node.start_mark.index, node.end_mark.index, _scalar(value))
 
 
 def _inserted(source: YamlText, change: Change) -> str:
