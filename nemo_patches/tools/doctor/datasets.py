@@ -146,10 +146,8 @@ class Dataset:
                 if isinstance(augmentor.get(name), dict) and seconds is not None:
                     keys = (*self.keys, "augmentor", name)
                     rate = self.config.get((*keys, "min_speed_rate"), _SLOWEST)
-                    fastest = self.config.get((*keys, "max_speed_rate"), 1.1)
-                    slowest = min(rate.number or math.nan, fastest.number or math.nan)
                     read.append(rate)
-                    seconds = seconds / min(1.0, slowest) if slowest > 0 else None
+                    seconds = seconds / min(1.0, rate.number) if rate.number and rate.number > 0 else None
             if isinstance(augmentor.get("silence"), dict):
                 for end in ("max_start_silence_secs", "max_end_silence_secs"):
                     added = self.config.get((*self.keys, "augmentor", "silence", end), 0)
@@ -214,7 +212,7 @@ def _of_entries(found: Any, answer: Callable[[Mapping[str, Any]], bool]) -> bool
     if not isinstance(found, list):
         return None if found is not None else False
     entries = [entry for entry in found if isinstance(entry, dict)]
-    return _any_known(_of_entries(entry.get("input_cfg"), answer) or answer(entry) for entry in entries)
+    return _any_known(answer(entry) or _of_entries(entry.get("input_cfg"), answer) for entry in entries)
 
 
 def _any_known(answers: Iterator[bool | None]) -> bool | None:
