@@ -2,7 +2,8 @@
 
 Each simulated rank has a connection, sends its heartbeats, and, for a round that some ranks do not come to, asks who
 is missing, with the runtime's own code. Prints requests and bytes per second while all is well, and in all for the
-report, and how long after the timeout the first and the last rank had it.
+report, and how long after the timeout the first and the last rank had it. Then what the roll call leaves for each rank,
+and how long one rank takes to ask all others directly, as it does where the store fails.
 
     python benchmarks/store_load.py [--ranks 64 256 1024]
 """
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from nemo_patches.runtime import heartbeats
 from nemo_patches.runtime.heartbeats import Beat
 from nemo_patches.runtime.inquiry import Inquiry
+from nemo_patches.runtime.peers import Listener, Peer, ask, encode_peers
 from nemo_patches.runtime.stall_monitor import period_for
 
 TIMEOUT = 10.0
@@ -78,8 +80,12 @@ class SimulatedRank:
         self.rank, self.size, self.period = rank, size, period_for(size)
         self.lock = threading.Lock()
         self._store: Any = Counted(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), traffic)
+        self.beat = self.beat_of(rank)
+
+    @staticmethod
+    def beat_of(rank: int) -> Beat:
         where = "load (data/manifest.py:88) < __getitem__ (data/manifest.py:41) < main (train.py:120)"
-        self.beat = Beat(
+        return Beat(
             rank=rank,
             number=0,
             host=f"node-{rank // 8:03}",
@@ -97,6 +103,9 @@ class SimulatedRank:
 
     def connection(self) -> dist.Store:
         return self._store  # type: ignore[no-any-return]
+
+    def peers(self) -> dict[int, Peer]:
+        return {}
 
     def send(self, come_to: int) -> None:
         key = next(iter(self.beat.rounds))
@@ -151,8 +160,9 @@ def measure(size: int, port: int) -> str:
     ended.set()
     beating.join()
     right = sum(
-        one.missing is not None
-        and {(absent.rank, absent.kind) for absent in one.missing} == {(rank, heartbeats.SILENT) for rank in stopped}
+        one.done
+        and {(absent.rank, absent.kind) for absent in one.answer().missing}
+        == {(rank, heartbeats.SILENT) for rank in stopped}
         for one in inquiries
     )
     rate, both = healthy.requests / HEALTHY, (healthy.sent + healthy.received) / HEALTHY / 1024
@@ -161,6 +171,33 @@ def measure(size: int, port: int) -> str:
         f"| {size} | {rate:.0f} | {both:.0f} | {report.requests} | {report.requests / size:.1f} | "
         f"{(report.sent + report.received) / 1024:.0f} | {first} | {last} | {right} of {len(inquiries)} |"
     )
+
+
+def directly(size: int) -> str:
+    """KiB that each rank reads once, of the others' addresses; and seconds in which one rank has asked them all."""
+    listeners = [Listener(("127.0.0.1", 1)) for _ in range(size)]
+    beat = SimulatedRank.beat_of(0)
+    ended = threading.Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            for rank, one in enumerate(listeners):
+                one.answer(lambda rank=rank: replace(beat, rank=rank))  # type: ignore[misc]
+
+    peers = {
+        rank: Peer(f"node-{rank // 8:03}.cluster", 100000 + rank, "127.0.0.1", one.port)
+        for rank, one in enumerate(listeners)
+    }
+    answering = threading.Thread(target=answer)
+    answering.start()
+    began = time.monotonic()
+    found = ask(peers, 10.0, lambda: False)
+    took = time.monotonic() - began
+    ended.set()
+    answering.join()
+    for one in listeners:
+        one.close()
+    return f"| {len(encode_peers(peers)) / 1024:.1f} | {took:.2f} ({len(found)} of {size}) |"
 
 
 def minus(one: Traffic, other: Traffic) -> Traffic:
@@ -174,14 +211,17 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print("Healthy is per second; the report is in all, heartbeats included, and its seconds are after the timeout.")
-    print("| ranks | healthy: requests | KiB | report: requests | per rank | KiB | first, s | last, s | right |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| ranks | healthy: requests | KiB | report: requests | per rank | KiB | first, s | last, s | right | "
+        "addresses: KiB a rank | all asked directly, s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for size in sizes:
         ours, theirs = multiprocessing.Pipe()
         server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
         server.start()
         try:
-            print(measure(size, ours.recv()), flush=True)
+            print(measure(size, ours.recv()) + directly(size)[1:], flush=True)
         finally:
             server.kill()
             server.join()

@@ -10,6 +10,7 @@ from pathlib import Path
 import nemo.package_info
 import pytest
 import torch
+import traces
 from interpreters import CHECKOUT, LAUNCHER, environment, python, run
 from nest_training import STALL, STEPS
 
@@ -43,10 +44,22 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
     assert lines(done, "ERROR") == []
 
 
-def test_torchrun(folder: Path) -> None:
+def test_torchrun(folder: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*torchrun, SCRIPT, str(folder)], environment(CHECKOUT, NEMO_PATCHES_TIMEOUT="3"), LIMIT)
+    done = run(
+        [*torchrun, SCRIPT, str(folder)],
+        environment(CHECKOUT, NEMO_PATCHES_TIMEOUT="3", NEMO_PATCHES_TRACE=str(tmp_path)),
+        LIMIT,
+    )
     trained_over_the_stall(done)
+    assert len(lines(done, "INFO", "patched", f"; trace={tmp_path}, trace_size=256 MiB)")) == 2
+    found = [traces.records(file) for file in traces.files(tmp_path)]
+    assert [trace[0]["rank"] for trace in found] == [0, 1]  # and none of a data loader's worker
+    for trace in found:
+        (encoder,), leaves = traces.of_kind(trace, "encoder"), traces.of_kind(trace, "leave")
+        assert (encoder["ddp"], encoder["configured"], encoder["name"]) == (True, "NOT SET", "ConformerEncoder")
+        assert [leave["n"] for leave in leaves] == list(range(1, STEPS + 1))
+        assert trace[-1]["k"] == "end"
     for rank in (0, 1):
         assert len(lines(done, "INFO", "patched", f"[rank {rank}/2")) == 1
 

@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from nemo_patches.runtime import stacks
 from nemo_patches.runtime.heartbeats import (
     DETAILED,
-    ELSEWHERE,
-    LEFT,
     LONGEST,
-    SILENT,
-    UNANNOUNCED,
     Beat,
     MissingRank,
     decode,
@@ -27,10 +23,9 @@ from nemo_patches.runtime.heartbeats import (
     encode,
     encode_missing,
     encode_texts,
-    named,
-    ranks_in,
     told,
 )
+from nemo_patches.runtime.naming import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
 
 pytestmark = pytest.mark.one_nemo
 BEAT = Beat(
@@ -217,15 +212,9 @@ def test_loader_workers_are_found_and_not_reaped() -> None:
     assert process.pid not in stacks.loader_workers()
 
 
-@given(st.sets(st.integers(0, 63), min_size=1))
-def test_ranks_are_named_as_ranges_that_read_back_the_same(ranks: set[int]) -> None:
-    assert list(ranks_in(named(sorted(ranks)), 64)) == sorted(ranks)
-
-
-@given(texts)
-def test_ranks_in_any_other_text_are_of_this_world_or_none(text: str) -> None:
-    assert set(ranks_in(text, 4)) <= {0, 1, 2, 3}
-    assert ranks_in("ranks 0-99999999999", 4) == (0, 1, 2, 3)
+@given(st.sets(st.integers(0, 63)))
+def test_ranges_are_of_the_same_ranks(ranks: set[int]) -> None:
+    assert [one for first, last in ranges(sorted(ranks)) for one in range(first, last + 1)] == sorted(ranks)
 
 
 def test_ranks_are_named_as_a_person_would() -> None:

@@ -76,7 +76,7 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
     encoder = encoders.conformer()
     for _ in range(2):
         encoders.sync(encoder, 100)
-    wait_until(lambda: len(hosts_seen()) == 2)
+    wait_until(all_have_come)
     meet(folder, "before", rank, size)
     if rank == 0:
         cut()
@@ -90,11 +90,11 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
     return call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
 
 
-def hosts_seen() -> dict[str, tuple[int, ...]]:
+def all_have_come() -> bool:
     from nemo_patches.runtime import length_sync
 
     world = length_sync._world
-    return world.helper.roll_call.hosts if world is not None and world.helper.roll_call is not None else {}
+    return world is not None and world.helper.roll_call is not None and bool(world.helper.roll_call.peers)
 
 
 def meet(folder: str, event: str, rank: int, size: int) -> None:
@@ -117,8 +117,6 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tm
         assert len(result.lines("Missing: rank 2 of 3 | rank 2 (nemo-patches-b, pid ")) == 1
     _, _, missing, unknown = results[2].value
     assert missing == [(0, "no heartbeat", HOSTS[0]), (1, "no heartbeat", HOSTS[0])]
-    assert unknown.startswith("the job's store has not answered for ")
-    assert unknown.endswith(": its host, 10.77.0.1, cannot be reached")
-    assert (
-        len(results[2].lines("not every rank's length came", "Missing: ranks 0-1 of 3 | rank 0 (nemo-patches-a")) == 1
-    )
+    assert unknown == ""
+    (line,) = results[2].lines("not every rank's length came", "Missing: ranks 0-1 of 3 | rank 0 (nemo-patches-a, pid ")
+    assert "the job's store has not answered for " in line

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "tracing": {"runtime", "tracing"},
     "patching": {"runtime", "tracing", "patching"},
     "tools": {"runtime", "tracing", "patching", "tools", ""},  # "" is the package itself, the public API
-    "": {"runtime", "patching", ""},
+    "": {"runtime", "tracing", "patching", ""},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -206,7 +206,7 @@ def test_two_of_four_are_missing_for_different_reasons(tmp_path: Path) -> None:
 def the_store_goes_with_its_rank(rank: int, size: int, folder: str) -> Report | None:
     nemo_patches.apply(timeout=TIMEOUT)
     encoder = in_step()
-    wait_until(lambda: hosts())
+    wait_until(all_have_come)
     Path(folder, f"ready-{rank}").touch()
     wait_until(lambda: all(Path(folder, f"ready-{one}").exists() for one in range(size)))
     if rank == 0:
@@ -309,7 +309,7 @@ def test_a_rank_that_never_announced_itself_is_named(why: str) -> None:
         assert "rank 1 has not announced itself: not patched, not started, or not yet at a first encoder call" in line
 
 
-def healthy(rank: int, size: int, port: int) -> tuple[int, set[str]]:
+def healthy(rank: int, size: int, port: int) -> tuple[int, set[str], int]:
     before = open_sockets()
     join_group(rank, size, port)
     nemo_patches.apply(timeout=5.0)
@@ -319,10 +319,15 @@ def healthy(rank: int, size: int, port: int) -> tuple[int, set[str]]:
     dist.barrier()
     names = {thread.name for thread in threading.enumerate()}
     calls = nemo_patches.status().encoders[0].rounds
+    here = open_sockets()
+    child = os.fork()  # as a data loader's worker
+    if child == 0:
+        os._exit(open_sockets())
+    there = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     dist.destroy_process_group()
     wait_until(lambda: not [thread for thread in threading.enumerate() if "nemo_patches" in thread.name])
     wait_until(lambda: open_sockets() <= before)
-    return calls, names
+    return calls, names, here - there
 
 
 def open_sockets() -> int:
@@ -342,8 +347,9 @@ def is_tcp(descriptor: int) -> bool:
 
 def test_a_healthy_run_says_nothing_and_leaves_nothing() -> None:
     for result in run_ranks(healthy, 2, free_port(), group=False):
-        calls, names = result.value
+        calls, names, closed_in_child = result.value
         assert calls == 1000
+        assert closed_in_child == 1  # the port where this rank can be asked
         assert "nemo_patches stall monitor" in names
         assert result.lines("WARNING") == result.lines("ERROR") == []
 
@@ -592,15 +598,15 @@ def differing(rank: int, size: int) -> None:
     encoder = encoders.conformer()
     encoders.sync(encoder, 100)
     if rank == 0:
-        wait_until(lambda: hosts())
+        wait_until(all_have_come)
     dist.barrier()
 
 
-def hosts() -> dict[str, tuple[int, ...]]:
+def all_have_come() -> bool:
     from nemo_patches.runtime import length_sync
 
     assert length_sync._world is not None and length_sync._world.helper.roll_call is not None
-    return length_sync._world.helper.roll_call.hosts
+    return bool(length_sync._world.helper.roll_call.peers)
 
 
 def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:

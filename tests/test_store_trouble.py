@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -27,7 +29,7 @@ class Proxy:
 
     def __init__(self, server: int, mode: Path) -> None:
         self._server, self._mode = server, mode
-        mode.write_text("open")
+        change(mode, "open")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._ended = False
@@ -78,7 +80,8 @@ def proxy(tmp_path: Path) -> Iterator[Proxy]:
     one.close()
 
 
-def one_is_missing(rank: int, size: int, port: int, folder: str, mode: str) -> Any:
+def two_are_missing(rank: int, size: int, port: int, folder: str, mode: str) -> Any:
+    """Rank 1 is elsewhere, and rank 3 stopped. The store's server is in no rank."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     nemo_patches.apply(timeout=TIMEOUT)
@@ -86,12 +89,18 @@ def one_is_missing(rank: int, size: int, port: int, folder: str, mode: str) -> A
     for _ in range(2):
         encoders.sync(encoder, 100)
         dist.barrier()
-    wait_until(lambda: roll_is_called())
+    wait_until(all_have_come)
     dist.barrier()
     said = [Path(folder, f"said-{one}") for one in (0, 2)]
+    if rank == 3:
+        Path(folder, "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 1:
-        Path(folder, "mode").write_text(mode)
+        wait_until(lambda: is_stopped(Path(folder, "pid")))
+        change(Path(folder, "mode"), mode)
         wait_for_files(said)
+        os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
+    if rank % 2:
         encoders.sync(encoder, 200)
         dist.barrier()
         return None
@@ -103,14 +112,25 @@ def one_is_missing(rank: int, size: int, port: int, folder: str, mode: str) -> A
     (stall,) = nemo_patches.status().stalls
     Path(folder, f"said-{rank}").touch()
     dist.barrier()
-    return call, report, [(one.rank, one.kind) for one in stall.missing], stall.unknown, encoder.max_audio_length
+    found = [(one.rank, one.kind, one.host, one.pid > 0, one.where) for one in stall.missing]
+    return call, report, found, stall.unknown, encoder.max_audio_length
 
 
-def roll_is_called() -> bool:
+def is_stopped(pid: Path) -> bool:
+    return pid.exists() and Path(f"/proc/{pid.read_text() or 0}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def change(file: Path, text: str) -> None:
+    """At once: a reader sees the text before, or this one."""
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").replace(file)
+
+
+def all_have_come() -> bool:
     from nemo_patches.runtime import length_sync
 
     world = length_sync._world
-    return world is not None and world.helper.roll_call is not None and world.helper.roll_call.done
+    return world is not None and world.helper.roll_call is not None and bool(world.helper.roll_call.peers)
 
 
 def wait_for_files(files: list[Path]) -> None:
@@ -118,24 +138,26 @@ def wait_for_files(files: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "missing", "unknown"),
+    ("mode", "note"),
     [
-        ("slow", [(1, "elsewhere")], ""),
-        ("silent", [], "the job's store has not answered for "),
-        ("gone", [], "the job's store, which all ranks meet at, is gone: "),
+        ("slow", ""),
+        ("silent", " | the job's store has not answered for "),
+        ("gone", " | the job's store, which all ranks meet at, is gone: "),
     ],
 )
-def test_the_report_comes_in_time_and_says_what_cannot_be_told(
-    mode: str, missing: list[Any], unknown: str, proxy: Proxy, tmp_path: Path
-) -> None:
-    results = run_ranks(one_is_missing, 3, proxy.port, str(tmp_path), mode, group=False)
+def test_the_report_comes_in_time_and_names_who_is_missing(mode: str, note: str, proxy: Proxy, tmp_path: Path) -> None:
+    results = run_ranks(two_are_missing, 4, proxy.port, str(tmp_path), mode, group=False)
     for rank in (0, 2):
-        call, report, named, why, maximum = results[rank].value
+        call, report, missing, unknown, maximum = results[rank].value
         assert call < TIMEOUT + 0.5
         assert report < TIMEOUT + 3
-        assert named == missing
-        assert why.startswith(unknown) and bool(why) == bool(unknown)
+        (first, kind, host, has_pid, where), other = missing
+        assert (first, kind, host, has_pid) == (1, "elsewhere", socket.gethostname(), True)
+        assert "wait_for_files" in where
+        assert other == (3, "no heartbeat", socket.gethostname(), True, "")
+        assert unknown == ""
         assert maximum == 200
         (line,) = results[rank].lines("not every rank's length came")
-        assert "Missing: rank 1 of 3" in line if missing else f"Missing: cannot be told: {unknown}" in line
+        assert "Missing: ranks 1, 3 of 4 | rank 1 (" in line
+        assert note in line and ("the ranks themselves were asked" in line) == bool(note)
         assert results[rank].lines("ERROR") == []

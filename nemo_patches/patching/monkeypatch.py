@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import multiprocessing
 import sys
@@ -20,14 +21,19 @@ from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.runtime import length_sync
 from nemo_patches.runtime.encoder_methods import bounded, following_apply, private_setter
-from nemo_patches.runtime.heartbeats import named, told
+from nemo_patches.runtime.heartbeats import told
 from nemo_patches.runtime.length_sync import EncoderCounters
+from nemo_patches.runtime.naming import named
 from nemo_patches.runtime.private_growth import give_back_all
 from nemo_patches.runtime.reporting import report
 from nemo_patches.runtime.settings import Settings, SettingsError, resolve
 from nemo_patches.runtime.stall_monitor import Stall
+from nemo_patches.tracing import recorder
+from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.tracing.settings import TraceSettings
 
 _ABSENT = object()
+_FORWARD = "forward"
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Status:
     patched: tuple[str, ...]
     skipped: tuple[Skipped, ...]
     settings: Settings
+    trace: TraceSettings
+    trace_file: str  # the file that is being written, or why there is none; empty without a trace
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]  # ranks without a sign of nemo_patches: not patched, or not at their first call yet
     stalls: tuple[Stall, ...]  # encoder calls that not every rank has come to, with the ranks that are missing
@@ -54,7 +62,8 @@ class Status:
     def __str__(self) -> str:
         lines = [
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {self.settings}",
+            f"settings: {self.settings}{_and(self.trace)}",
+            *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
             *(
@@ -90,7 +99,7 @@ _by_import = True  # whether the import hook's news are acted upon; the hook is 
 _complete = False  # whether nemo.collections.asr has been imported as a whole: from then on training may run
 
 
-def apply(settings: Settings) -> None:
+def apply(settings: Settings, trace: TraceSettings) -> None:
     """Patch every target of the installed NeMo, or only change the settings where that is done already.
 
     Raises DriftError, and patches nothing, where a target does not look as expected; UnsupportedNeMo;
@@ -101,10 +110,12 @@ def apply(settings: Settings) -> None:
         report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
         return
     if _applied:
-        before = length_sync.current()
+        before = length_sync.current(), recorder.settings_in_force()
         length_sync.use(settings)
-        if before != settings:
-            report(logging.INFO, f"settings changed: {settings} (before: {before})")
+        recorder.length_sync_changed(settings)
+        _trace(trace)
+        if before != (settings, trace):
+            report(logging.INFO, f"settings changed: {settings}{_and(trace)} (before: {before[0]}{_and(before[1])})")
         return
     _by_import = _complete = False  # what is imported here is patched and said here
     found: dict[Target, ModuleType] = {}
@@ -113,7 +124,7 @@ def apply(settings: Settings) -> None:
         if module is not None:
             found[target] = module
     if built_in := next((version for target, module in found.items() if (version := target.built_in(module))), ""):
-        _leave_alone(built_in)
+        _leave_alone(built_in, trace)
         return
     admission.require_supported(admission.nemo_version())
     if drift := [problem for target, module in found.items() if (problem := target.drift(module))]:
@@ -121,7 +132,7 @@ def apply(settings: Settings) -> None:
             f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
         )
     _begin(settings)
-    _patch_all(found)
+    _patch_all(found, trace)
     _collection_is_complete()
     start_up.install()
 
@@ -145,9 +156,10 @@ def on_import(name: str) -> None:
         if not _applied and admission.disabled():
             return
         if not _applied and (built_in := target.built_in(module)):
-            _leave_alone(built_in)
+            _leave_alone(built_in, trace_settings.resolve())
             return
         settings = length_sync.current() if _applied else resolve()
+        trace = recorder.settings_in_force() if _applied else trace_settings.resolve()
         admission.require_supported(admission.nemo_version())
         if problem := target.drift(module):
             raise DriftError(problem)
@@ -163,7 +175,7 @@ def on_import(name: str) -> None:
         return
     if not _applied:
         _begin(settings)
-    _patch_all({target: module})
+    _patch_all({target: module}, trace)
     if _complete:
         _say_patched((target,))
 
@@ -172,17 +184,10 @@ def revert() -> None:
     """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
     global _applied, _by_import, _complete
     _applied = _by_import = _complete = False
+    recorder.stop()
+    _restore_forwards()
     while _patches:
-        patch = _patches.pop()
-        if patch.owner.__dict__.get(patch.name) is not patch.replacement:
-            # Ours is inside somebody's wrapper: it stays, and does nothing any more.
-            report(
-                logging.WARNING, f"{patch.owner.__name__}.{patch.name} was patched again by others and stays as it is"
-            )
-        elif patch.original is _ABSENT:
-            delattr(patch.owner, patch.name)
-        else:
-            setattr(patch.owner, patch.name, patch.original)
+        _restore(_patches.pop())
     _patched.clear()
     _skipped.clear()
     give_back_all()
@@ -199,20 +204,22 @@ def status() -> Status:
         patched=tuple(map(str, _patched)),
         skipped=tuple(Skipped(str(target), reason) for target, reason in _skipped.items()),
         settings=length_sync.current(),
+        trace=recorder.settings_in_force(),
+        trace_file=recorder.where(),
         encoders=length_sync.counters(),
         unannounced=length_sync.unannounced(),
         stalls=length_sync.stalls(),
     )
 
 
-def _leave_alone(built_in: str) -> None:
+def _leave_alone(built_in: str, trace: TraceSettings) -> None:
     """A vendored NeMo with one of the diffs: its own copy of the runtime does all, and twice would be wrong."""
     global _by_import
     _by_import = False
     reason = f"this NeMo has nemo_patches {built_in} built in; its settings are the NEMO_PATCHES_* variables"
     _skipped.clear()
     _skipped.update(dict.fromkeys(TARGETS, reason))
-    _say(f"nothing to patch: {reason}")
+    _say(f"nothing to patch: {reason}" + (f"; {trace}: not available there" if trace.folder else ""))
 
 
 def _begin(settings: Settings) -> None:
@@ -242,7 +249,11 @@ def _collection_is_complete() -> None:
 def _say_patched(targets: Iterable[Target], without: str = "") -> None:
     names = ", ".join(map(str, targets)) or "nothing yet"
     versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-    _say(f"patched {names} ({versions}; {length_sync.current()}){without}")
+    _say(f"patched {names} ({versions}; {length_sync.current()}{_and(recorder.settings_in_force())}){without}")
+
+
+def _and(trace: TraceSettings) -> str:
+    return f"; {trace}" if trace.folder else ""
 
 
 def _say(text: str) -> None:
@@ -265,10 +276,11 @@ def _import(target: Target) -> ModuleType | None:
         return None
 
 
-def _patch_all(found: Mapping[Target, ModuleType]) -> None:
+def _patch_all(found: Mapping[Target, ModuleType], trace: TraceSettings) -> None:
     try:
         for target, module in found.items():
             _patch(target, module)
+        _trace(trace)
     except BaseException:
         revert()  # never half a patch
         raise
@@ -287,8 +299,47 @@ def _patch(target: Target, module: ModuleType) -> None:
         _patched.append(target)
 
 
+def _trace(trace: TraceSettings) -> None:
+    """Have the targets' `forward` recorded, or not, as `trace` says; the same trace goes on."""
+    if trace != recorder.settings_in_force():
+        recorder.stop()
+        if trace.folder:
+            recorder.start(trace)
+    recorded = {patch.owner for patch in _patches if patch.name == _FORWARD}
+    if trace.folder:
+        for owner in [patch.owner for patch in _patches if patch.name == "_apply" and patch.owner not in recorded]:
+            original = inspect.getattr_static(owner, _FORWARD)
+            name, replacement = recorder.recorded(original)
+            _replace(owner, name, original)
+            _replace(owner, _FORWARD, replacement)
+    else:
+        _restore_forwards()
+
+
+def _restore_forwards() -> None:
+    for patch in [patch for patch in _patches if patch.name == _FORWARD]:
+        at = _patches.index(patch)
+        original = _patches[at - 1]  # under the other name, which ours needs if it stays
+        del _patches[at - 1 : at + 1]
+        if _restore(patch):
+            _restore(original)
+
+
 def _in_force() -> bool:
     return _applied
+
+
+def _restore(patch: _Patch) -> bool:
+    """Whether it could be done."""
+    if patch.owner.__dict__.get(patch.name) is not patch.replacement:
+        # Ours is inside somebody's wrapper: it stays, and does nothing any more.
+        report(logging.WARNING, f"{patch.owner.__name__}.{patch.name} was patched again by others and stays as it is")
+        return False
+    if patch.original is _ABSENT:
+        delattr(patch.owner, patch.name)
+    else:
+        setattr(patch.owner, patch.name, patch.original)
+    return True
 
 
 def _replace(owner: type, name: str, replacement: object) -> None:

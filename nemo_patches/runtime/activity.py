@@ -1,12 +1,21 @@
-"""What this process's encoder calls do: plain assignments on the training thread, read by the stall monitor's."""
+"""What this process's encoder calls do: noted for the stall monitor's thread, and told to the observer, if any."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from .reporting import raised_by_signal_handler, report
+
+if TYPE_CHECKING:
+    import torch
+
+    from .heartbeats import MissingRank
 
 LENGTH_SYNC = "length sync"
 GROWTH = "growth of the positional encoding"
@@ -37,3 +46,42 @@ class Activity:
 
 
 current = Activity(EncoderCall())
+
+
+class Synced(NamedTuple):
+    """How a call's length sync has ended. outcome: one of protocol.py's."""
+
+    outcome: str
+    round: int  # the latest that this rank has issued for this encoder, from 1
+    waited: float  # seconds
+    local: int
+    result: int
+
+
+class Observer(Protocol):
+    """Who is told of what happens, on the thread where it does; a trace (nemo_patches/tracing). One at a time."""
+
+    def length_synced(self, encoder: torch.nn.Module, title: str, synced: Synced) -> None: ...
+
+    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None: ...
+
+    def stalled(self, title: str, call: int, missing: tuple[MissingRank, ...], unknown: str) -> None:
+        """A stall report was logged. call: 0 where the length sync has ended."""
+
+
+observer: Observer | None = None
+
+
+def tell(happening: Callable[[Observer], None]) -> None:
+    """Tell the observer. Its errors must not reach training: the first is said, and no more is told."""
+    global observer
+    told = observer
+    if told is None:
+        return
+    try:
+        happening(told)
+    except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
+        observer = None
+        report(logging.ERROR, f"tracing has ended by an error of its own, please report it: {error!r}")

@@ -32,9 +32,12 @@ def bounded(
         length = synced_length(encoder, seq_length)
         if length > encoder.max_audio_length:
             activity.current.phase = activity.GROWTH
+            before = encoder.max_audio_length
             with grown_privately(encoder):
                 grow(encoder, length, device)
             activity.current.phase = activity.FORWARD
+            if activity.observer is not None:
+                activity.tell(lambda observer: observer.grown(encoder, before, encoder.max_audio_length))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:

@@ -9,31 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from .naming import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named, ranges, safe
+
 LONGEST = 4096  # bytes of a heartbeat; a longer one is not taken
 LONGEST_REPORT = 1 << 18
 DETAILED = 4  # missing ranks of which a report tells where they are; of the others it tells which they are
-_LONGEST_TEXT = 600  # characters of any text that a peer sent
 _ENCODERS = 16
 _WORKERS = 32
-_LISTENS = "0A"  # the state of a socket in Linux's /proc/net/tcp
 _KEYS_PER_REQUEST = 256
 # One bit for each rank in a number that ranks add to: every kind of store can add.
 _RANKS_PER_KEY = 62
 
-ELSEWHERE = "elsewhere"  # its heart beats: it is alive, and not in the call that the others are in
-SILENT = "no heartbeat"
-LEFT = "left"  # it has ended, or destroyed its process group
-UNANNOUNCED = "unannounced"  # no sign of nemo_patches
-LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
 _KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE)
 
 
@@ -53,7 +45,11 @@ class Beat:
     clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
     idle: float  # seconds since the last encoder call began; -1 before the first
     rounds: dict[str, int]  # by encoder, those called last: the rounds that this rank has come to
-    serves: bool = False  # whether the store's server is in this process
+    fallbacks: int = 0  # of all encoders that live
+    waited: float = 0.0  # seconds, in all their length syncs
+    issued: int = 0  # rounds of theirs
+    address: str = ""  # where it listens for who asks it directly; empty: nowhere
+    port: int = 0
     where: str = ""  # what its training thread does, where the last call is long ago
     workers: tuple[int, ...] = ()  # process ids of data loader workers, then
 
@@ -154,11 +150,6 @@ def decode_texts(data: bytes) -> dict[str, str]:
     return {safe(name): safe(text) for name, text in content.items() if isinstance(text, str)}
 
 
-def safe(text: str) -> str:
-    """A peer's text as it may be printed: one line, no control characters, of bounded length."""
-    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_TEXT])
-
-
 def innermost(store: dist.Store) -> dist.Store:
     """The store itself, without the prefixes around it."""
     while isinstance(store, dist.PrefixStore):
@@ -175,25 +166,6 @@ def own_connection(store: dist.Store) -> dist.Store:
     if isinstance(inner, dist.TCPStore):
         return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False)
     return store
-
-
-def serves(store: dist.Store) -> bool:
-    """Whether this process has the server of a TCPStore; false where that cannot be seen, as on another system."""
-    inner = innermost(store)
-    if not isinstance(inner, dist.TCPStore):
-        return False
-    listening = set()
-    with contextlib.suppress(OSError):
-        for table in ("tcp", "tcp6"):
-            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == inner.port:
-                    listening.add(f"socket:[{fields[9]}]")
-    for descriptor in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # one that is closed meanwhile
-            if os.readlink(descriptor) in listening:
-                return True
-    return False
 
 
 def announce(store: dist.Store, beat: Beat) -> None:
@@ -233,33 +205,6 @@ def read(store: dist.Store, ranks: Iterable[int]) -> dict[int, Beat]:
             if beat is not None and beat.rank == rank:
                 found[rank] = beat
     return found
-
-
-def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Ranks in rising order as (first, last) of each run."""
-    found = []
-    for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in pairs]
-        found.append((run[0], run[-1]))
-    return found
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Ranks in rising order, at least one, as a person reads them: "rank 1", "ranks 2, 5-7"."""
-    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(ranks))
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
-def ranks_in(text: str, size: int) -> tuple[int, ...]:
-    """The ranks, of `size` in all, that `named` made a text of; none for another text."""
-    found: list[int] = []
-    try:
-        for part in text.removeprefix("ranks ").removeprefix("rank ").split(", "):
-            first, _, last = part.partition("-")
-            found += range(max(int(first), 0), min(int(last or first), size - 1) + 1)
-    except ValueError:
-        return ()
-    return tuple(found)
 
 
 def told(missing: tuple[MissingRank, ...], size: int) -> str:
@@ -306,12 +251,6 @@ def _checked(kind: type[Any], content: Any) -> Any:
     return kind(**checked)
 
 
-def _boolean(value: Any) -> bool:
-    if type(value) is not bool:
-        raise TypeError
-    return value
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
@@ -339,7 +278,6 @@ def _rounds(value: Any) -> dict[str, int]:
 
 
 _CHECKS: dict[str, Any] = {
-    "bool": _boolean,
     "int": _whole,
     "str": _text,
     "float": _seconds,

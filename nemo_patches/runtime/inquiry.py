@@ -1,7 +1,8 @@
-"""Questions to the job's store, each in a short-lived thread: who is missing from a round; was this rank waited for.
+"""Questions, each in a short-lived thread: who is missing from a round; was this rank waited for.
 
-One waiting rank asks for all: it reads every rank's heartbeat and leaves what it found for the others, so that the
-traffic at the store grows with the number of ranks and not with its square.
+One waiting rank asks the job's store for all: it reads every rank's heartbeat and leaves what it found for the others,
+so that the traffic at the store grows with the number of ranks and not with its square. Where the store fails, each
+asks the ranks themselves.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -9,23 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 
 from .heartbeats import (
     DETAILED,
-    ELSEWHERE,
-    LATE,
-    LEFT,
-    SILENT,
-    UNANNOUNCED,
     Beat,
     MissingRank,
+    announced,
     decode_missing,
     decode_texts,
     encode_missing,
@@ -33,12 +30,15 @@ from .heartbeats import (
     present,
     read,
 )
+from .naming import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
+from .peers import Peer, ask
 from .reporting import first_line, report
 
 END = "end"  # in place of an encoder's key: its group is gone, and so is some rank
 _BEATS_TO_SEE = 1.75  # periods after which a heart that beats has been seen to
 _LOOK = 0.2  # seconds between two looks for what another rank is to find out
-_PROBE = 1.0  # seconds for a connection
+_ODD = 0.5  # seconds for an answer of the store's
+_DIRECTLY = 1.2  # seconds for a rank to answer: one whose heart beats looks four times a second
 _SLICE = 0.05  # between two looks whether the answer is still wanted
 _LATE_LOOKS = (0.0, 1.0, 3.0)  # seconds after it came back: the others may still be finding out
 
@@ -51,47 +51,86 @@ class Asker(Protocol):
     period: float
     lock: threading.Lock
 
+    def peers(self) -> Mapping[int, Peer]:
+        """Where each rank is; empty while not all have announced themselves."""
+
     def connection(self) -> dist.Store:
         """To be called, and used, with the lock held. May block."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Who is missing; why (some of) that is not known, or empty; what is odd about how it is known, or empty."""
+
+    missing: tuple[MissingRank, ...] = ()
+    unknown: str = ""
+    note: str = ""
 
 
 class Inquiry:
     """Who is missing from round `number` of the encoder `key`; for END: who has gone.
 
-    `missing` is None until it is known. `partly` is what is known before, `error` why it will not be known. due_at is
-    the time (time.monotonic()) at which who has not come is missing.
+    due_at is the time (time.monotonic()) at which who has not come is missing.
     """
 
     def __init__(self, asker: Asker, key: str, number: int, due_at: float, repeat: int, incident: str) -> None:
         self.repeat = repeat
-        self.missing: tuple[MissingRank, ...] | None = None
-        self.partly: tuple[MissingRank, ...] = ()
-        self.error = ""
         self._asker, self._key, self._number, self._due_at = asker, key, number, due_at
         self._incident = incident
         self._began = time.monotonic()
         self._asked_at = 0.0
         self._present: set[int] = set()  # ranks that have announced themselves
+        self._missing: tuple[MissingRank, ...] | None = None  # once it is known
+        self._partly: tuple[MissingRank, ...] = ()  # what is known before
+        self._error = ""  # the store's
+        self._direct: DirectInquiry | None = None
         self._cancelled = False
-        self.thread = _started(self._run)
+        self._thread = _started(self._run)
 
     @property
     def done(self) -> bool:
-        return self.missing is not None or bool(self.error)
+        direct = self._direct
+        asked = direct.done if direct is not None else not self._asker.peers()
+        return self._missing is not None or (asked and bool(self._trouble()))
+
+    def answer(self) -> Answer:
+        """What is known by now."""
+        direct, trouble = self._direct, self._trouble()
+        if self._missing is not None:
+            return Answer(self._missing)
+        if direct is not None and direct.missing is not None:
+            return Answer(direct.missing, direct.unknown, f"{trouble or 'slow store'}; the ranks themselves were asked")
+        return Answer(self._partly, trouble or ("" if self._partly else "it was not known yet"))
+
+    def look_after_the_store(self) -> None:
+        """Called again and again: where the store fails, ask the ranks themselves."""
+        if self._direct is None and not self._cancelled and self._trouble() and (peers := self._asker.peers()):
+            self._direct = DirectInquiry(self._asker, peers, self._key, self._number, self._due_at)
+
+    def alive(self) -> list[threading.Thread]:
+        """Its threads, while they run."""
+        threads = [self._thread, *([self._direct.thread] if self._direct is not None else [])]
+        return [thread for thread in threads if thread.is_alive()]
 
     @property
     def age(self) -> float:
         """Seconds since it began."""
         return time.monotonic() - self._began
 
-    @property
-    def unanswered(self) -> float:
-        """Seconds for which the store owes an answer."""
-        asked_at = self._asked_at
-        return time.monotonic() - asked_at if asked_at else 0.0
-
     def cancel(self) -> None:
         self._cancelled = True
+        if self._direct is not None:
+            self._direct.cancel()
+
+    def _trouble(self) -> str:
+        """What is wrong with the store; empty where it answers."""
+        if self._missing is not None:
+            return ""
+        if self._error:
+            return f"the job's store, which all ranks meet at, is gone: {self._error}"
+        asked_at = self._asked_at
+        owed = time.monotonic() - asked_at if asked_at else 0.0
+        return f"the job's store has not answered for {owed:.1f} s" if owed >= _ODD else ""
 
     # What follows runs in its own thread.
 
@@ -100,11 +139,11 @@ class Inquiry:
             with self._asking():
                 store = self._asker.connection()
             attempt = 0
-            while not self._cancelled and not self.done:
+            while not self._cancelled and self._missing is None:
                 attempt += 1
                 self._ask(store, f"stall/{self._key}/{self._number}/{self.repeat}.{attempt}")
         except Exception as error:
-            self.error = first_line(error)
+            self._error = first_line(error)
 
     def _ask(self, store: dist.Store, topic: str) -> None:
         """The first to ask under a topic finds out for all; the others wait for that, and not for long."""
@@ -115,7 +154,7 @@ class Inquiry:
             if not self._cancelled:
                 with self._asking():
                     self._publish(store, topic, missing)
-                self.missing = missing
+                self._missing = missing
             return
         patience = max(self._due_at, time.monotonic() + _BEATS_TO_SEE * self._asker.period) + 3 * _LOOK
         self._sleep_until(self._due_at)  # nobody knows before
@@ -126,7 +165,7 @@ class Inquiry:
                 missing_there = decode_missing(found, self._asker.size)
                 # One that names this rank is from before it came.
                 if missing_there is not None and all(one.rank != self._asker.rank for one in missing_there):
-                    self.missing = missing_there
+                    self._missing = missing_there
                 return
             self._sleep_until(time.monotonic() + _LOOK)
 
@@ -145,7 +184,7 @@ class Inquiry:
         due, absent = self._look(store, absent)
         # Where all have come, and the round has not, some rank has died or was stopped since it came.
         came = self._key == END or not absent
-        self.partly = () if came else self._described(absent, {}, due, due)
+        self._partly = () if came else self._described(absent, {}, due, due)
         self._sleep_until(began + _BEATS_TO_SEE * self._asker.period)
         last, still_absent = self._look(store, others if came else absent)
         # A heartbeat may be a period old: who has come by now may have been there in time. Unless nobody else is left.
@@ -164,7 +203,7 @@ class Inquiry:
         return beats, {rank for rank in ranks if rank not in beats or not self._has_come(beats[rank])}
 
     def _has_come(self, beat: Beat) -> bool:
-        return beat.rounds.get(self._key, 0) >= self._number > 0
+        return has_come(beat, self._key, self._number)
 
     def _described(
         self,
@@ -215,22 +254,49 @@ class Inquiry:
         _sleep_until(end, lambda: self._cancelled)
 
 
-class Probe:
-    """Whether the host of a store that owes an answer can be reached: a server that only hangs can be connected to."""
+class DirectInquiry:
+    """The same, asked from the ranks themselves. missing: what was found so far, None before. unknown: why not more."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.unreachable = False
-        self.host = host
-        self._address = (host, port)
-        _started(self._run)
+    def __init__(self, asker: Asker, peers: Mapping[int, Peer], key: str, number: int, due_at: float) -> None:
+        self.missing: tuple[MissingRank, ...] | None = None
+        self.done = False
+        self._peers = {rank: peer for rank, peer in peers.items() if rank != asker.rank and peer.address}
+        unasked = sorted(set(range(asker.size)) - {asker.rank, *self._peers})
+        self.unknown = f"{named(unasked)} cannot be asked" if unasked else ""
+        self._key, self._number, self._due_at = key, number, due_at
+        self._cancelled = False
+        self.thread = _started(self._run)
+
+    def cancel(self) -> None:
+        self._cancelled = True
 
     def _run(self) -> None:
+        """Asks when it begins and, where that is before, when the report is due."""
         try:
-            socket.create_connection(self._address, _PROBE).close()
-        except ConnectionRefusedError:
-            pass  # the host is there
-        except OSError:
-            self.unreachable = True
+            early = time.monotonic() < self._due_at
+            self._ask()
+            if early:
+                _sleep_until(self._due_at, lambda: self._cancelled)
+                self._ask()
+        except Exception as error:
+            self.unknown = f"the ranks cannot be asked: {first_line(error)}"
+        self.done = True
+
+    def _ask(self) -> None:
+        beats = ask(self._peers, _DIRECTLY, lambda: self._cancelled)
+        if not self._cancelled:
+            self.missing = tuple(self._described(beats))
+
+    def _described(self, beats: dict[int, Beat]) -> Iterator[MissingRank]:
+        silent = self._peers.keys() - beats.keys()
+        absent = {rank for rank, beat in beats.items() if not has_come(beat, self._key, self._number)}
+        for rank in sorted(silent | (absent if self._key != END else set())):
+            peer, beat = self._peers[rank], beats.get(rank)
+            if beat is None:
+                yield MissingRank(rank, SILENT, peer.host, peer.pid)
+            else:
+                told = (beat.calls, beat.idle, beat.where, beat.workers)
+                yield MissingRank(rank, ELSEWHERE, beat.host, beat.pid, *told)
 
 
 class LateCheck:
@@ -265,6 +331,30 @@ class LateCheck:
         been = f"; it had been in {where}" if where else ""
         report(logging.WARNING, f"other ranks waited for this one, and gave up ({told.get('incident', '')}){been}")
         return True
+
+
+class Census:
+    """All ranks' heartbeats, asked for once. `beats` is empty until they are there, and where the store fails."""
+
+    def __init__(self, asker: Asker) -> None:
+        self.beats: dict[int, Beat] = {}
+        self._asker = asker
+        self._cancelled = False
+        self.thread = _started(self._run)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception), self._asker.lock:  # a store that has gone is a stall report's to tell
+            store = self._asker.connection()
+            if not self._cancelled and announced(store) == self._asker.size:
+                self.beats = read(store, range(self._asker.size))
+
+
+def has_come(beat: Beat, key: str, number: int) -> bool:
+    """Whether its rank has come to round `number` of the encoder `key`."""
+    return beat.rounds.get(key, 0) >= number > 0
 
 
 def _started(run: Callable[[], None]) -> threading.Thread:

@@ -23,8 +23,8 @@ import torch
 from . import activity, stacks
 from . import settings as _settings
 from .gloo_rounds import Helper, RoundFailed, Rounds
-from .heartbeats import MissingRank
-from .protocol import LengthProtocol
+from .heartbeats import Beat, MissingRank
+from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .reporting import raised_by_signal_handler, report
 from .roll_call import RollCall
 from .settings import Settings
@@ -72,7 +72,7 @@ def synced_length(encoder: torch.nn.Module, seq_length: int) -> int:
     """
     length = int(seq_length)
     try:
-        sync = _sync_of(encoder)
+        sync = sync_of(encoder)
         if sync is None:
             return length
         try:
@@ -122,6 +122,31 @@ def stalls() -> tuple[Stall, ...]:
     return () if _world is None else _world.monitor.stalls()
 
 
+def beats() -> dict[int, Beat]:
+    """All ranks' heartbeats, by rank, as they were soon after the last time that this was called; empty before.
+
+    Asks for new ones, in a thread: it waits for nothing.
+    """
+    return {} if _world is None else _world.monitor.beats()
+
+
+def sync_of(encoder: torch.nn.Module) -> EncoderSync | None:
+    """The encoder's sync under the present process group; None where no other rank is, or after an error of ours."""
+    global _world, _generation
+    # Looked up at each call: some NeMo code replaces is_initialized for a while.
+    if _given_up or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    default_group = torch.distributed.group.WORLD
+    if default_group is None:
+        return None
+    if _world is None or _world.group() is not default_group:
+        if _world is not None:
+            _world.close()
+        _world = World(default_group, _generation)
+        _generation += 1
+    return _world.sync_of(encoder) if _world.size > 1 else None
+
+
 class EncoderSync:
     """One encoder's length sync on this rank: the protocol and its rounds. The stall monitor looks at it."""
 
@@ -131,22 +156,43 @@ class EncoderSync:
         self.gave_up: OpenRound | None = None
         self.calm = True
         self.ended = ""
-        self._begin, self._monitor = world.begin, world.monitor
-        self._place = stacks.caller_of(_METHODS)
+        self.outcome = ""  # of the last call; empty while it is not known
+        self.world = world
+        self._place: tuple[str, str] | None = None
         self._rounds = Rounds(world.helper, key)
         self._protocol = LengthProtocol()
-        self._fallbacks = 0
-        self._waited = timedelta(0)
+        self.fallbacks = 0
+        self.waited = timedelta(0)
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
+        if activity.observer is None:
+            return self._call(length, encoder)
+        before, result, self.outcome = self.waited, length, ""
+        try:
+            result = self._call(length, encoder)
+        finally:
+            if self.outcome:
+                waited = (self.waited - before).total_seconds()
+                synced = activity.Synced(self.outcome, self._protocol.rounds, waited, length, result)
+                activity.tell(lambda observer: observer.length_synced(encoder, self.title, synced))
+        return result
+
+    def _call(self, length: int, encoder: torch.nn.Module) -> int:
         settings, protocol, training = current(), self._protocol, encoder.training
+        self._place = self._place or stacks.caller_of(_METHODS)
         activity.current.begin(self.title, protocol.calls + 1, protocol.clock, self._place)
         wanted = getattr(encoder, "sync_max_audio_length", True)
         if wanted:
-            self._begin()  # in every mode: a rank of stock NeMo would wait for all
+            self.world.begin()  # in every mode: a rank of stock NeMo would wait for all
         if not wanted or settings.sync == "local" or self.ended:
             protocol.calls += 1
+            self.outcome = LOCAL if not wanted or settings.sync == "local" else ENDED
             return length
+        return self.sync(length, training, settings)
+
+    def sync(self, length: int, training: bool, settings: Settings) -> int:
+        """One call's part in the rounds, while there are any (`ended` is empty)."""
+        protocol, self.outcome = self._protocol, ""
         try:
             completed = self._rounds.poll() if protocol.outstanding else None
             if completed is not None and self.open_round is not None:
@@ -160,12 +206,19 @@ class EncoderSync:
                 if settings.sync == "bounded":
                     self._wait(settings, training, one)
         except RoundFailed as error:
+            self.outcome = ENDED
             self._end(str(error), settings)
             return length
         if settings.sync == "overlapped":
+            self.outcome = SERVED
             return protocol.latest()
-        self._fallbacks += not protocol.served
+        self.outcome = self.outcome or (SERVED if protocol.served else UNWAITED)
+        self.fallbacks += not protocol.served
         return protocol.agreed()
+
+    def late(self, one: OpenRound, waited: float) -> str:
+        """What a stall report says of a call that has waited so many seconds."""
+        return f"not every rank's length came within {waited:.2f} s; using this rank's own, {one.length}"
 
     def has_come(self, one: OpenRound) -> bool:
         """Whether a round of this encoder has come; asked by the stall monitor's thread."""
@@ -178,6 +231,10 @@ class EncoderSync:
         return bool(self.ended) or self._rounds.has_failed()
 
     @property
+    def rounds(self) -> int:
+        return self._protocol.rounds
+
+    @property
     def closed(self) -> bool:
         """Whether the encoder is gone, or its process group."""
         return self._rounds.closed
@@ -188,9 +245,9 @@ class EncoderSync:
             encoder=self.title,
             calls=protocol.calls,
             rounds=protocol.rounds,
-            fallbacks=self._fallbacks,
+            fallbacks=self.fallbacks,
             timeouts=protocol.timeouts,
-            waited=self._waited,
+            waited=self.waited,
             ended=self.ended,
         )
 
@@ -204,22 +261,24 @@ class EncoderSync:
         try:
             completed = self._rounds.wait(limit)
         finally:  # also where a signal handler raised
-            self._waited += timedelta(seconds=time.monotonic() - one.issued_at)
+            self.waited += timedelta(seconds=time.monotonic() - one.issued_at)
         if completed is not None:
             one.came_at = time.monotonic()
             self._protocol.came_in_time(completed, training)
             self.calm = True
+            self.outcome = CAME
             return
         self._protocol.timed_out()
+        self.outcome = TIMEOUT
         if settings.on_timeout == "raise":
             one.told = threading.Event()
         one.gave_up_at = time.monotonic()
         if self.calm:
             self.gave_up = one  # the stall monitor reports it
         if settings.on_timeout == "raise":
-            self._monitor.wait_for_report(one)
-            waited = f"{one.gave_up_at - one.issued_at:.2f} s"
-            text = one.text or f"{self.title}: call {one.call}: not every rank's length came within {waited}"
+            self.world.monitor.wait_for_report(one)
+            late = self.late(one, one.gave_up_at - one.issued_at)
+            text = one.text or f"{self.title}: call {one.call}: {late}"
             raise LengthSyncTimeout(text, one.missing)
 
     def _end(self, reason: str, settings: Settings) -> None:
@@ -229,7 +288,7 @@ class EncoderSync:
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         if settings.on_timeout == "raise":
             since = timedelta(seconds=time.monotonic() - activity.current.last.since)
-            missing = self._monitor.wait_for_end(settings.timeout - since + _END_PATIENCE)
+            missing = self.world.monitor.wait_for_end(settings.timeout - since + _END_PATIENCE)
             raise LengthSyncTimeout(f"{text}: {reason}", missing)
 
 
@@ -241,6 +300,7 @@ class World:
         self.group = weakref.ref(default_group, lambda _: self.close())
         self.size = torch.distributed.get_world_size()
         self.syncs: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
+        self._all: weakref.WeakSet[EncoderSync] = weakref.WeakSet()
         self._seen: Counter[str] = Counter()
         # torchrun keeps one store over restarts, and a script may make a second process group on the same store.
         prefix = f"nemo_patches/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
@@ -262,23 +322,28 @@ class World:
             title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
             sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self)
             self.syncs[encoder] = sync
-            self.monitor.watch(sync)
-            weakref.finalize(encoder, sync.close).atexit = False
+            self.add(encoder, sync)
         return sync
+
+    def add(self, encoder: torch.nn.Module, sync: EncoderSync) -> None:
+        """Have the monitor watch a sync, and let it go with its encoder and with the process group."""
+        self._all.add(sync)
+        self.monitor.watch(sync)
+        weakref.finalize(encoder, sync.close).atexit = False
 
     def begin(self) -> None:
         """At the first call of an encoder that has a length sync: call the roll, start the monitor."""
         if self.helper.roll_call is None:
             monitor = self.monitor
             limit = current().timeout
-            roll = RollCall(monitor.rank, self.size, limit, monitor.beat, monitor.has_stall)
+            roll = RollCall(monitor.rank, self.size, limit, monitor.first_beat, monitor.has_stall)
             self.helper.call_roll(roll)
             monitor.start(roll)
 
     def close(self) -> None:
         self.monitor.stop()
         self.helper.stop()
-        for sync in list(self.syncs.values()):
+        for sync in list(self._all):
             sync.close()
 
 
@@ -289,22 +354,6 @@ _current: Settings | None = None
 _world: World | None = None
 _generation = 0
 _given_up = False
-
-
-def _sync_of(encoder: torch.nn.Module) -> EncoderSync | None:
-    global _world, _generation
-    # Looked up at each call: some NeMo code replaces is_initialized for a while.
-    if _given_up or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    default_group = torch.distributed.group.WORLD
-    if default_group is None:
-        return None
-    if _world is None or _world.group() is not default_group:
-        if _world is not None:
-            _world.close()
-        _world = World(default_group, _generation)
-        _generation += 1
-    return _world.sync_of(encoder) if _world.size > 1 else None
 
 
 def _give_up(error: Exception) -> None:

@@ -20,6 +20,14 @@ MAX_EVALUATION = (1 << EVALUATION_BITS) - 1
 MAX_TRAINING = (1 << TRAINING_BITS) - 1
 
 SHORTEST_WAIT = timedelta(milliseconds=1)  # c10d rounds a wait to milliseconds, and takes 0 as no limit at all
+# Outcomes of a call.
+CAME = "came"  # it waited for its round, which came: the wait ends when the last rank arrives
+SERVED = "served"  # an earlier round served it, or, with sync="overlapped", serves all: it waited for none
+TIMEOUT = "timeout"  # it waited for its round, and gave up
+UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none, and used its own length
+LOCAL = "local"  # this rank does not sync: sync="local", or the encoder's flag is false
+ENDED = "ended"  # a round has failed, because a rank has gone: there are no more
+
 CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeouts are forgotten
 _MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
 

@@ -2,7 +2,7 @@
 
 A rank of stock NeMo never does. It waits in the default process group, where the patched ranks' next collective meets
 its reduce; nobody can help it from outside, so it must be seen. Once all have come, rank 0 compares their versions and
-settings, and leaves for all which host has which ranks.
+settings, and leaves for all where each rank is, and where it listens.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -16,13 +16,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .heartbeats import UNPATCHED, Beat, announce, announced, decode_texts, encode_texts, named, present, ranks_in, read
+from .heartbeats import UNPATCHED, Beat, announce, announced, present, read
+from .naming import named
+from .peers import Peer, decode_peers, encode_peers
 from .reporting import first_line, report
 
 # Seconds from one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
 _FIRST_PAUSE, _PAUSE_PER_RANK, _LONGEST_PAUSE = 0.05, 0.001, 5.0
-
-_STORE = " store"  # no host has a name that begins with a blank
 
 
 class RollCall:
@@ -33,8 +33,7 @@ class RollCall:
     ) -> None:
         """told_elsewhere: whether the stall monitor tells of the ranks that are missing, so that this need not."""
         self.missing: tuple[int, ...] = ()  # as it was at the last look
-        self.hosts: dict[str, tuple[int, ...]] = {}  # each host's ranks, once all have come
-        self.store_rank = -1  # the rank whose process has the store's server; -1: none has, or it is not known
+        self.peers: dict[int, Peer] = {}  # by rank, once all have come
         self.done = False
         self._rank, self._size, self._limit = rank, size, limit
         self._first_beat, self._told_elsewhere = first_beat, told_elsewhere
@@ -84,16 +83,10 @@ class RollCall:
         if self._rank == 0:
             beats = read(store, range(self._size))
             self._compare(list(beats.values()))
-            self.hosts = _hosts(beats)
-            self.store_rank = next((rank for rank, beat in beats.items() if beat.serves), -1)
-            texts = {host: named(ranks) for host, ranks in self.hosts.items()}
-            if self.store_rank >= 0:
-                texts[_STORE] = named([self.store_rank])
-            store.set("hosts", encode_texts(texts).decode())
-        elif store.check(["hosts"]):
-            texts = decode_texts(store.get("hosts"))
-            self.store_rank = next(iter(ranks_in(texts.pop(_STORE, ""), self._size)), -1)
-            self.hosts = {host: ranks_in(text, self._size) for host, text in texts.items()}
+            self.peers = {rank: Peer(beat.host, beat.pid, beat.address, beat.port) for rank, beat in beats.items()}
+            store.set("peers", encode_peers(self.peers))
+        elif store.check(["peers"]):
+            self.peers = decode_peers(store.get("peers"), self._size)
         else:
             return
         self.done = True
@@ -118,10 +111,3 @@ class RollCall:
             f"{named(self.missing)} of {self._size} {verb} within {self._limit.total_seconds():g} s: not patched, not "
             f"started, or not yet at a first encoder call. {UNPATCHED}"
         )
-
-
-def _hosts(beats: dict[int, Beat]) -> dict[str, tuple[int, ...]]:
-    ranks: dict[str, list[int]] = {}
-    for rank in sorted(beats):
-        ranks.setdefault(beats[rank].host, []).append(rank)
-    return {host: tuple(its) for host, its in ranks.items()}

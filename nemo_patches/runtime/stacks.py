@@ -16,6 +16,7 @@ _OWN_FRAMES, _FOLDS = 5, 4
 _LIBRARIES = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = (_HERE, os.path.join(os.path.dirname(_HERE), "tracing"))
 
 
 def where(thread: int) -> str:
@@ -104,6 +105,6 @@ def _library(file: str) -> tuple[str, str]:
             return inner[0], "/".join(inner)
     if file.startswith((*_STDLIB, "<")):
         return "python", "python/" + parts[-1]
-    if os.path.dirname(file) == _HERE:
+    if os.path.dirname(file) in _OURS:
         return "nemo_patches", "nemo_patches/" + parts[-1]
     return "", "/".join(parts[-2:])

@@ -1,7 +1,7 @@
 """Sees that this rank waits, or is waited for, and says who is missing and what it does: one daemon thread per process.
 
-The thread never asks the store for anything: a question may stay unanswered for minutes where a network is cut, so each
-is asked in a short-lived thread of its own (inquiry.py), and what is not answered in time is reported without it.
+The thread never asks for anything: a question may stay unanswered for minutes where a network is cut, so each is asked
+in a short-lived thread of its own (inquiry.py), and what is not answered in time is reported without it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -25,20 +25,21 @@ import torch.distributed as dist
 
 from . import __version__, activity, stacks
 from .gloo_rounds import leak, stop_helpers
-from .heartbeats import LATE, LEFT, SILENT, Beat, MissingRank, innermost, named, own_connection, send, serves, told
-from .inquiry import END, Inquiry, LateCheck, Probe
+from .heartbeats import Beat, MissingRank, innermost, own_connection, send, told
+from .inquiry import END, Answer, Census, Inquiry, LateCheck
+from .naming import LATE, LEFT, named
+from .peers import Listener, Peer
 from .reporting import first_line, report
 from .roll_call import RollCall
 from .settings import Settings
 
 # Seconds. Many ranks beat less often, for the sake of the one store server; a file that only grows, much less often.
 _PERIOD, _PERIOD_PER_RANK, _PERIOD_OF_A_FILE = 1.0, 1 / 400, 30.0
-_TICK, _SHORTEST_TICK = 0.25, 0.02
+_TICK, _TICK_IN_A_STALL, _SHORTEST_TICK = 0.25, 0.05, 0.02
 _PATIENCE = 2.6  # for an inquiry that is not done when its report is due
 _RAISE_PATIENCE = 0.35  # the training thread waits for this one
 _FIRST_REPEAT = 60.0
 _BRIEFLY = 0.05
-_ODD = 0.5  # for an answer of the store's
 
 
 class OpenRound:
@@ -75,6 +76,13 @@ class Watched(Protocol):
     open_round: OpenRound | None
     gave_up: OpenRound | None  # set where a wait ran out of time while calm; the monitor takes it
     calm: bool  # no stall since the last wait that came in time
+    fallbacks: int
+    waited: timedelta
+
+    @property
+    def rounds(self) -> int: ...
+
+    def late(self, one: OpenRound, waited: float) -> str: ...
 
     def has_come(self, one: OpenRound) -> bool: ...
 
@@ -103,8 +111,7 @@ class _Stall:
     round: OpenRound
     heeds_wait: bool  # whether a wait that gave up makes it one to report, or only the whole timeout
     inquiry: Inquiry | None = None  # None at exit, when nobody is asked any more
-    missing: tuple[MissingRank, ...] = ()
-    unknown: str = ""
+    answer: Answer = Answer()  # noqa: RUF009  # frozen; replaced as a whole, other threads read it
     said_at: float = 0.0
     repeats: int = 0
 
@@ -121,11 +128,11 @@ class StallMonitor:
         # Weak: a strong reference would keep rank 0's server, and its port, after destroy_process_group.
         self._default_store = weakref.ref(store)
         self._prefix, self._settings = prefix, settings
-        self._serves: bool | None = None  # whether the store's server is in this process, once it was looked for
         inner = innermost(store)
         self.period = _PERIOD_OF_A_FILE if isinstance(inner, dist.FileStore) else period_for(size)
         self._server = (inner.host, inner.port) if isinstance(inner, dist.TCPStore) else None
         self._roll_call: RollCall | None = None
+        self._listener: Listener | None = None
         self._syncs: list[weakref.ref[Watched]] = []
         self._stalls: dict[Watched, _Stall] = {}
         self._thread: threading.Thread | None = None
@@ -134,14 +141,16 @@ class StallMonitor:
         self._number = 0
         self._next_beat = 0.0
         self._latest: Beat | None = None
-        self._inquiries: list[Inquiry] = []  # whose threads run
+        self._inquiries: list[Inquiry] = []  # of which threads run
         self._end: Inquiry | None = None
         self._end_title = ""
         self._end_told = threading.Event()
         self._end_missing: tuple[MissingRank, ...] = ()
         self._seen_calls, self._seen_since = 0, 0.0
         self._late: LateCheck | None = None
-        self._probe: Probe | None = None  # of the store that owes the present answer
+        self._census: Census | None = None
+        self._census_wanted = False
+        self._beats: dict[int, Beat] = {}
         self._late_said: set[str] = set()
         self.lock = threading.Lock()  # of the connection: held for a request by whoever waits for its answer
         self._store: dist.Store | None = None
@@ -173,6 +182,10 @@ class StallMonitor:
         """End the thread at its next look. Takes no lock: the garbage collector may call this anywhere."""
         self._stopped = True
 
+    def stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
     def join(self, limit: timedelta) -> None:
         """At exit: wait for the threads' ends, for a short while; c10d must not return into a dying interpreter.
 
@@ -180,7 +193,8 @@ class StallMonitor:
         must not end before the process does, or the call would fail and return.
         """
         end = time.monotonic() + limit.total_seconds()
-        asked = [one.thread for one in (*self._inquiries, self._late) if one is not None]
+        asked = [thread for one in self._inquiries for thread in one.alive()]
+        asked += [one.thread for one in (self._late, self._census) if one is not None]
         for thread in (self._thread, *asked):
             if thread is not None:
                 thread.join(max(end - time.monotonic(), 0.0))
@@ -188,6 +202,11 @@ class StallMonitor:
                     leak(self._default_store())
 
     # Any thread's.
+
+    def beats(self) -> dict[int, Beat]:
+        """What length_sync.beats returns."""
+        self._census_wanted = True
+        return self._beats
 
     def stalls(self) -> tuple[Stall, ...]:
         """The rounds that were reported and have not come; and, where a round has failed, who has gone."""
@@ -203,9 +222,9 @@ class StallMonitor:
                 sync.title,
                 one.round.call,
                 timedelta(seconds=now - one.round.issued_at),
-                one.missing,
+                one.answer.missing,
                 self.size,
-                one.unknown,
+                one.answer.unknown,
             )
             for sync, one in list(self._stalls.items())
             if one.said_at
@@ -220,9 +239,23 @@ class StallMonitor:
             self._store = dist.PrefixStore(self._prefix, own_connection(default_store))
         return self._store
 
+    def peers(self) -> Mapping[int, Peer]:
+        if self._roll_call is None or self._listener is None:
+            return {}
+        return {rank: self._listener.from_here(peer) for rank, peer in self._roll_call.peers.items()}
+
     def has_stall(self) -> bool:
         """Whether a round is late enough to be looked into."""
         return bool(self._stalls)
+
+    def first_beat(self) -> Beat:
+        """The heartbeat with which this rank announces itself: from now on it can be asked directly."""
+        if self._server is not None:
+            with contextlib.suppress(OSError):  # then it cannot be: whom that concerns says so
+                self._listener = Listener(self._server)
+        if self._stopped:
+            self.stop_listening()
+        return self.beat()
 
     def beat(self, phase: str = "") -> Beat:
         """This rank's next heartbeat."""
@@ -233,10 +266,8 @@ class StallMonitor:
             if phase == activity.FORWARD and not stacks.runs(last.thread, last.place):
                 phase = "between encoder calls"
         far = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
-        opened = [(one.issued_at, sync.key, one.number) for sync in self._watched() if (one := sync.open_round)]
-        if self._serves is None:
-            store = self._default_store()
-            self._serves = store is not None and serves(store)
+        syncs = self._watched()
+        opened = [(one.issued_at, sync.key, one.number) for sync in syncs if (one := sync.open_round)]
         self._number += 1
         return Beat(
             rank=self.rank,
@@ -251,7 +282,11 @@ class StallMonitor:
             clock=last.clock,
             idle=idle,
             rounds={key: number for _, key, number in sorted(opened)},
-            serves=self._serves,
+            fallbacks=sum(sync.fallbacks for sync in syncs),
+            waited=sum((sync.waited for sync in syncs), timedelta(0)).total_seconds(),
+            issued=sum(sync.rounds for sync in syncs),
+            address=self._listener.address if self._listener is not None else "",
+            port=self._listener.port if self._listener is not None else 0,
             where=stacks.where(last.thread) if far else "",
             workers=stacks.loader_workers() if far else (),
         )
@@ -268,20 +303,23 @@ class StallMonitor:
         except Exception as error:
             report(logging.ERROR, f"the stall monitor has ended by an error of its own, please report it: {error!r}")
         finally:
-            for asked in (self._late, *self._inquiries):
+            for asked in (self._late, self._census, *self._inquiries):
                 if asked is not None:
                     asked.cancel()
+            self.stop_listening()
             self._store = None
 
     def _pause(self) -> float:
         settings = self._settings()
         shortest = min(settings.timeout, settings.call_timeout or settings.timeout).total_seconds()
-        return max(min(_TICK, shortest / 8), _SHORTEST_TICK)
+        return max(min(_TICK_IN_A_STALL if self._stalls else _TICK, shortest / 8), _SHORTEST_TICK)
 
     def _tick(self, last: bool = False) -> None:
         now, settings = time.monotonic(), self._settings()
         timeout = settings.timeout.total_seconds()
         came_back = self._calls_again(timeout)
+        for inquiry in self._inquiries:
+            inquiry.look_after_the_store()
         if now >= self._next_beat or came_back:
             self._beat()
         for sync in self._watched():
@@ -289,7 +327,9 @@ class StallMonitor:
                 self._look_at_end(sync, now, last)
             self._look(sync, now, timeout, last)
         self._say_end(now, last)
-        self._see_whether_the_store_answers(last)
+        self._take_census(last)
+        if self._listener is not None:
+            self._listener.answer(self.beat)
         self._watch_call(now, settings.call_timeout)
 
     def _watched(self) -> list[Watched]:
@@ -339,7 +379,7 @@ class StallMonitor:
         return self._asked_now(Inquiry(self, sync.key, one.number, stall.due_at(timeout), repeat, text))
 
     def _asked_now(self, inquiry: Inquiry) -> Inquiry:
-        self._inquiries = [one for one in self._inquiries if one.thread.is_alive()] + [inquiry]
+        self._inquiries = [one for one in self._inquiries if one.alive()] + [inquiry]
         return inquiry
 
     def _step(self, sync: Watched, stall: _Stall, now: float, timeout: float, last: bool) -> None:
@@ -374,71 +414,32 @@ class StallMonitor:
     def _say(self, sync: Watched, stall: _Stall, now: float) -> None:
         one = stall.round
         sync.calm = False
-        stall.said_at = now
-        stall.missing, stall.unknown = self._result(stall.inquiry)
-        if stall.unknown and not stall.missing and self.size == 2:
-            stall.missing = (MissingRank(1 - self.rank, LATE),)  # whatever else cannot be told
+        answer = stall.inquiry.answer() if stall.inquiry is not None else Answer(unknown="this process ends")
+        if answer.unknown and not answer.missing and self.size == 2:
+            answer = replace(answer, missing=(MissingRank(1 - self.rank, LATE),))  # whatever else cannot be told
+        stall.answer = answer
+        stall.said_at = now  # only now: `stalls` may be looking
         waited = (one.gave_up_at or one.came_at or now) - one.issued_at
         still = f"still (after {timedelta(seconds=round(now - one.issued_at))}) " if stall.repeats else ""
-        text = (
-            f"{sync.title}: {_kind(one)} call {one.call}: {still}not every rank's length came within {waited:.2f} s; "
-            f"using this rank's own, {one.length}. Missing: {self._told(stall)}"
-        )
-        one.missing, one.text = stall.missing, text
+        call = f"{sync.title}: {_kind(one)} call {one.call}"
+        text = f"{call}: {still}{sync.late(one, waited)}. Missing: {self._told(answer)}"
+        one.missing, one.text = answer.missing, text
         if one.told is not None:
             one.told.set()
+        activity.tell(lambda observer: observer.stalled(sync.title, one.call, answer.missing, answer.unknown))
         report(logging.WARNING, text)
 
-    def _see_whether_the_store_answers(self, last: bool) -> None:
-        owed = max((inquiry.unanswered for inquiry in self._inquiries), default=0.0)
-        if owed < _ODD:
-            self._probe = None
-        elif self._probe is None and self._server is not None and not last:
-            self._probe = Probe(*self._server)
-
-    def _result(self, inquiry: Inquiry | None) -> tuple[tuple[MissingRank, ...], str]:
-        """The missing ranks, or why they cannot be told."""
-        if inquiry is None:
-            return (), "this process ends"
-        if inquiry.missing is not None:
-            return inquiry.missing, ""
-        reason = inquiry.error or self._broken
-        if reason:
-            return self._with_the_store(), f"the job's store, which all ranks meet at, is gone: {reason}"
-        if inquiry.unanswered < _PATIENCE:
-            return inquiry.partly, "" if inquiry.partly else "it was not known yet"
-        reason = f"the job's store has not answered for {inquiry.unanswered:.1f} s"
-        mine = socket.gethostname()
-        others = {host: ranks for host, ranks in self._hosts().items() if host != mine}
-        if self._probe is not None and self._probe.unreachable:
-            reason += f": its host, {self._probe.host}, cannot be reached"
-            for host, ranks in others.items():
-                if 0 in ranks:  # there the store's server is, in rank 0 or in its launcher
-                    return tuple(MissingRank(rank, SILENT, host) for rank in ranks), reason
-        if others:
-            listed = "; ".join(f"{host}: {named(ranks)}" for host, ranks in list(others.items())[:8])
-            reason += f"; the ranks on other hosts: {listed}"
-        return inquiry.partly, reason
-
-    def _with_the_store(self) -> tuple[MissingRank, ...]:
-        """The rank that the store has gone with, where its server was in a rank."""
-        rank = self._roll_call.store_rank if self._roll_call else -1
-        host = next((host for host, ranks in self._hosts().items() if rank in ranks), "")
-        return (MissingRank(rank, SILENT, host),) if rank >= 0 else ()
-
-    def _hosts(self) -> dict[str, tuple[int, ...]]:
-        return self._roll_call.hosts if self._roll_call else {}
-
-    def _told(self, stall: _Stall) -> str:
-        if stall.missing:
-            return told(stall.missing, self.size) + (f" | {stall.unknown}" if stall.unknown else "")
-        return f"cannot be told: {stall.unknown}" if stall.unknown else "none, every rank has come to this call by now"
+    def _told(self, answer: Answer) -> str:
+        odd = "".join(f" | {text}" for text in (answer.unknown, answer.note) if text)
+        if answer.missing:
+            return told(answer.missing, self.size) + odd
+        return f"cannot be told{odd}" if answer.unknown else f"none, every rank has come to this call by now{odd}"
 
     def _say_recovered(self, sync: Watched, stall: _Stall) -> None:
         one = stall.round
-        who = named(missing.rank for missing in stall.missing) if stall.missing else "the missing length"
+        who = named(missing.rank for missing in stall.answer.missing) if stall.answer.missing else "the missing length"
         been = "".join(
-            f"; rank {missing.rank} had been in {missing.where}" for missing in stall.missing if missing.where
+            f"; rank {missing.rank} had been in {missing.where}" for missing in stall.answer.missing if missing.where
         )
         late = (one.came_at or time.monotonic()) - one.issued_at
         report(logging.WARNING, f"{sync.title}: recovered: {who} came {late:.2f} s late{been}")
@@ -452,12 +453,15 @@ class StallMonitor:
         end = self._end
         if end is None or self._end_told.is_set() or not (end.done or last or end.age > _PATIENCE + 2 * self.period):
             return
-        self._end_missing, unknown = self._result(end)
+        answer = end.answer()
+        self._end_missing = answer.missing
         self._end_told.set()
-        if self._end_missing:
-            report(logging.WARNING, f"{self._end_title}: gone: {told(self._end_missing, self.size)}")
-        elif unknown and not last:
-            report(logging.WARNING, f"{self._end_title}: which rank is gone cannot be told: {unknown}")
+        if answer.missing or (answer.unknown and not last):
+            activity.tell(lambda observer: observer.stalled(self._end_title, 0, answer.missing, answer.unknown))
+        if answer.missing:
+            report(logging.WARNING, f"{self._end_title}: gone: {self._told(answer)}")
+        elif answer.unknown and not last:
+            report(logging.WARNING, f"{self._end_title}: which rank is gone {self._told(answer)}")
 
     def _calls_again(self, timeout: float) -> bool:
         """Whether this rank makes an encoder call after a long time without one: others may have waited for it."""
@@ -473,6 +477,14 @@ class StallMonitor:
         if not self._stopped:
             self._late = LateCheck(self, self._latest.where if self._latest else "", self._late_said)
         return True
+
+    def _take_census(self, last: bool) -> None:
+        census = self._census
+        if census is not None and census.beats:
+            self._beats = census.beats
+        if self._census_wanted and not last and (census is None or not census.thread.is_alive()):
+            self._census_wanted = False
+            self._census = Census(self)
 
     def _watch_call(self, now: float, limit: timedelta) -> None:
         last, phase = activity.current.last, activity.current.phase
@@ -516,6 +528,7 @@ def _at_exit() -> None:
 def _in_forked_child() -> None:
     for monitor in list(_monitors):
         monitor.stop()
+        monitor.stop_listening()  # the parent's port
 
 
 atexit.register(_at_exit)

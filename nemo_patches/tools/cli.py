@@ -49,21 +49,25 @@ def run(
     timeout: Annotated[str | None, typer.Option(help="Seconds, for the wait of one encoder call.")] = None,
     on_timeout: Annotated[str | None, typer.Option(help="fallback or raise.")] = None,
     call_timeout: Annotated[str | None, typer.Option(help="Seconds of one encoder call; 0: off.")] = None,
+    trace: Annotated[str | None, typer.Option(help="A folder; every rank records its encoder calls there.")] = None,
 ) -> None:
     """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
     from nemo_patches.patching import admission
     from nemo_patches.patching.start_up import DISABLE_VARIABLE
     from nemo_patches.runtime import settings
     from nemo_patches.tools import launch
+    from nemo_patches.tracing import settings as trace_settings
 
     given = {
         settings.SYNC_VARIABLE: sync,
         settings.TIMEOUT_VARIABLE: timeout,
         settings.ON_TIMEOUT_VARIABLE: on_timeout,
         settings.CALL_TIMEOUT_VARIABLE: call_timeout,
+        trace_settings.TRACE_VARIABLE: trace,
     }
     try:
         settings.resolve(sync, timeout, on_timeout, call_timeout)
+        trace_settings.resolve(trace)
         if admission.disabled():
             typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
         variables = {variable: value for variable, value in given.items() if value is not None}
@@ -158,6 +162,25 @@ def doctor(
         tuple(arguments or ()), patched, tuple(select or ()), tuple(ignore or ()), json, fix, write, list_rules, explain
     )
     raise typer.Exit(command.carry_out(request))
+
+
+@app.command()
+def diagnose(
+    path: Annotated[Path, typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE), or a training log.")],
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw every rank's lag at every call into this PNG file.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write all calls for ui.perfetto.dev into this file.")] = None,
+) -> None:
+    """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
+    from nemo_patches.tools.diagnose import command
+
+    try:
+        code = command.run(path, json, watch, plot, perfetto)
+    except command.DiagnoseError as error:
+        typer.echo(f"nemo-patches diagnose: {error}", err=True)
+        code = 2
+    raise typer.Exit(code)
 
 
 def main() -> None:

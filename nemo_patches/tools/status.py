@@ -18,6 +18,7 @@ from nemo_patches.patching import admission, start_up
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.runtime import settings as runtime_settings
 from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.tracing import settings as trace_settings
 
 
 class StatusError(Exception):
@@ -71,7 +72,7 @@ def examine() -> Report:
     targets = tuple(_targets())
     auto_apply, shadowed_by = _auto_apply()
     reasons = [target.problem for target in targets if target.problem]
-    checks: list[Callable[[], object]] = [_enabled, runtime_settings.resolve]
+    checks: list[Callable[[], object]] = [_enabled, runtime_settings.resolve, trace_settings.resolve]
     if not any(target.built_in for target in targets):  # what is built in asks for no version
         checks.append(_supported)
     for check in checks:
@@ -137,12 +138,16 @@ def _targets() -> Iterable[TargetReport]:
 
 
 def _settings() -> Iterable[Setting]:
-    defaults = runtime_settings.Settings()
+    defaults, trace = runtime_settings.Settings(), trace_settings.TraceSettings()
     for name, variable, default in (
         ("sync", runtime_settings.SYNC_VARIABLE, defaults.sync),
         ("timeout", runtime_settings.TIMEOUT_VARIABLE, f"{defaults.timeout.total_seconds():g}"),
         ("on_timeout", runtime_settings.ON_TIMEOUT_VARIABLE, defaults.on_timeout),
         ("call_timeout", runtime_settings.CALL_TIMEOUT_VARIABLE, f"{defaults.call_timeout.total_seconds():g}"),
+        ("trace", trace_settings.TRACE_VARIABLE, "off"),
+        ("trace_size", trace_settings.SIZE_VARIABLE, f"{trace.size:g}"),
+        ("trace_checks", trace_settings.CHECKS_VARIABLE, "none"),
+        ("on_finding", trace_settings.ON_FINDING_VARIABLE, trace.on_finding),
     ):
         value = os.environ.get(variable)
         yield Setting(name, value or default, variable if value else "default")

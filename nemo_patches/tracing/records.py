@@ -11,15 +11,15 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-FORMAT = 1
+# The outcomes of a length sync.
+from nemo_patches.runtime.protocol import CAME as CAME
+from nemo_patches.runtime.protocol import ENDED as ENDED
+from nemo_patches.runtime.protocol import LOCAL as LOCAL
+from nemo_patches.runtime.protocol import SERVED as SERVED
+from nemo_patches.runtime.protocol import TIMEOUT as TIMEOUT
+from nemo_patches.runtime.protocol import UNWAITED as UNWAITED
 
-# Outcomes of a length sync.
-CAME = "came"  # this call waited for its round, and it came: `waited` ends when the last rank arrives
-SERVED = "served"  # an earlier round served this call, or, with sync="overlapped", serves all: it waited for none
-TIMEOUT = "timeout"  # it waited for its round, and gave up
-UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none, and used its own length
-LOCAL = "local"  # this rank does not sync: sync="local", or the encoder's flag is false
-ENDED = "ended"  # a round has failed, because a rank has gone: there are no more
+FORMAT = 1
 
 NOT_SET = "NOT SET"
 
@@ -195,8 +195,17 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """Nothing more is recorded, but the process goes on: revert(), another trace, or an error of the recorder's."""
+
+    k: ClassVar[str] = "stopped"
+    t: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class End:
-    """The process ended in good order. A file without it: it was killed, or runs still."""
+    """The process ended in good order. A file without it: it was killed, or runs still, or the disk was full."""
 
     k: ClassVar[str] = "end"
     t: float
@@ -216,6 +225,7 @@ Record = (
     | Memory
     | Finding
     | Lost
+    | Stopped
     | End
 )
 

@@ -1,0 +1,79 @@
+"""How long `diagnose` reads 8 ranks of a million records each, and how much memory it takes.
+
+The traces are written once into a folder for temporary files. Prints seconds from the start of the command to its end,
+and the peak of its memory: that of its largest process, and what all together stay below.
+
+    python benchmarks/diagnose_reader.py [--ranks 8] [--records 1000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from nemo_patches.tracing import records
+
+_PER_CALL = 5  # records
+
+
+def write(folder: Path, rank: int, size: int, count: int) -> None:
+    """One rank's trace: all in step, the clocks an hour apart."""
+    draw = random.Random(rank)
+    versions = {"nemo_patches": "0.1.0", "nemo": "3.0.0", "torch": "2.13.0", "python": "3.11.7"}
+    settings = {"sync": "bounded", "timeout": "10", "on_timeout": "fallback"}
+    started = 1.7e9 + 3600 * rank
+    first = records.Header(
+        1, rank, size, f"node{rank // 4}", 4000 + rank, started, 0, 0, 1 << 40, versions, settings, []
+    )
+    shapes = {"pos_enc.pe": [1, 9999, 512]}
+    encoder = records.Encoder(0.5, 1, "ConformerEncoder", True, "NOT SET", 5000, "batch_norm", True, shapes, {})
+    with (folder / f"rank-{rank:05}.20261121T183311.{4000 + rank}.0.jsonl").open("wb") as file:
+        file.write(records.encode(first) + records.encode(encoder))
+        for n in range(1, count // _PER_CALL + 1):
+            t, waited = n * 0.2, round(draw.random() * 0.01, 6)
+            call: list[records.Record] = [
+                records.Enter(t, 1, n, True, True, [8, 80, 1600], "float32", f"cuda:{rank % 8}", None),
+                records.Sync(t + waited, 1, n, records.CAME, n, waited, 1500, 1600),
+                records.PreEncoded(t + 0.03, 1, n),
+                records.FirstLayer(t + 0.04, 1, n),
+                records.Leave(t + 0.1, 1, n, [8, 512, 200], 0.1),
+            ]
+            file.write(b"".join(map(records.encode, call)))
+        file.write(records.encode(records.End(t + 1)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.gettempdir(), f"nemo-patches-{arguments.ranks}-{arguments.records}")
+    if not folder.exists():
+        print(f"writing {folder}, once", flush=True)
+        making = Path(tempfile.mkdtemp(dir=folder.parent))
+        for rank in range(arguments.ranks):
+            write(making, rank, arguments.ranks, arguments.records)
+        making.rename(folder)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    began = time.monotonic()
+    command = [sys.executable, "-m", "nemo_patches", "diagnose", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.monotonic() - began
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    processes = 1 + min(arguments.ranks, os.cpu_count() or 1)
+    print(
+        f"{arguments.ranks} ranks, {arguments.records} records each, {size / (1 << 20):.0f} MiB, {os.cpu_count()} cores"
+    )
+    print(f"{seconds:.1f} s; peak: {largest:.0f} MiB the largest process, so under {processes * largest:.0f} MiB all")
+    print(f"exit code {done.returncode}: {done.stdout.splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    main()

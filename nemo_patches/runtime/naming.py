@@ -1,0 +1,35 @@
+"""How ranks, and what they told, are put into words: by stall reports, and by tools that run without torch."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+ELSEWHERE = "elsewhere"  # its heart beats: it is alive, and not in the call that the others are in
+SILENT = "no heartbeat"
+LEFT = "left"  # it has ended, or destroyed its process group
+UNANNOUNCED = "unannounced"  # no sign of nemo_patches
+LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
+
+_LONGEST_TEXT = 600  # characters of any text that a peer sent
+
+
+def safe(text: str) -> str:
+    """A peer's text as it may be printed: one line, no control characters, of bounded length."""
+    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_TEXT])
+
+
+def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Ranks in rising order as (first, last) of each run."""
+    found = []
+    for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in pairs]
+        found.append((run[0], run[-1]))
+    return found
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Ranks in rising order, at least one, as a person reads them: "rank 1", "ranks 2, 5-7"."""
+    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(ranks))
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"

@@ -1,0 +1,356 @@
+"""One rank's trace in memory: its encoders' calls as columns of numbers, and the few records that are told in full.
+
+Nothing here grows without bound, whatever a file says. What does not follow from the records before it is left out and
+counted: such a trace is damaged, and its rank is not blamed for what may be a gap in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from nemo_patches.runtime.naming import safe
+from nemo_patches.tools.diagnose.decoding import structs
+from nemo_patches.tracing import records
+
+OUTCOMES = (records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED, records.LOCAL, records.ENDED)
+CAME, SERVED, TIMEOUT, UNWAITED, LOCAL, ENDED = range(len(OUTCOMES))
+UNSYNCED = -1  # no length sync has returned
+UNKNOWN = -1  # whether a call is a training call, where its beginning was not read
+OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare one only the length sync is recorded
+
+MOST_CALLS = 1 << 21  # of one encoder; older ones go
+MOST_ENCODERS = 64
+_MOST_TOLD = 256  # exceptions, reports and findings that are kept: the first ones and the last
+_MOST_SAMPLES = 4096
+_MOST_INPUTS = 16
+_LONGEST_KEPT = 4000  # characters of a text
+_BACKWARDS = 1.0  # seconds by which a record may be older than the one before: they come from several threads
+
+_CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
+_NEVER = math.nan
+_Header, _Encoder, _Enter = structs[records.Header], structs[records.Encoder], structs[records.Enter]
+_Sync, _Grow, _PreEncoded = structs[records.Sync], structs[records.Grow], structs[records.PreEncoded]
+_FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leave], structs[records.Raised]
+_Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory], structs[records.Finding]
+_Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
+_OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
+_DATACLASSES = {struct: kind for kind, struct in structs.items()}
+_Told = TypeVar("_Told")
+
+
+class Calls:
+    """The calls of one encoder on one rank, oldest first. All times but `entered` are seconds since it; NaN: never."""
+
+    def __init__(self) -> None:
+        self.n = array("q")
+        self.training = array("b")
+        self.entered = array("d")  # seconds since the start of this rank's trace
+        self.synced, self.pre, self.layer, self.left = array("f"), array("f"), array("f"), array("f")
+        self.outcome = array("b")
+        self.round = array("q")
+        self.waited = array("f")
+        self.ended = array("b")
+
+    def begin(self, n: int, training: int, t: float) -> None:
+        if len(self.n) >= MOST_CALLS:
+            for column in vars(self).values():
+                del column[: MOST_CALLS // 2]
+        self.n.append(n)
+        self.training.append(training)
+        self.entered.append(t)
+        self.synced.append(_NEVER)
+        self.pre.append(_NEVER)
+        self.layer.append(_NEVER)
+        self.left.append(_NEVER)
+        self.outcome.append(UNSYNCED)
+        self.round.append(self.round[-1] if self.round else 0)
+        self.waited.append(0.0)
+        self.ended.append(OPEN)
+
+
+class Input(NamedTuple):
+    """What of a call's input should be the same on all ranks, but for the device's number."""
+
+    features: int
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.features} features, {self.dtype}, {self.device.partition(':')[0]}"
+
+
+@dataclass
+class Track:
+    """One encoder of one rank."""
+
+    info: records.Encoder
+    room: int  # frames that its positional encoding has room for; 0 where not known
+    calls: Calls = field(default_factory=Calls)
+    inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
+    result: int = 0  # of the last length sync
+    leapt_to: int = 0  # a call's number that does not follow, not believed yet
+    round_leapt_to: int = 0  # likewise
+    damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
+
+    @property
+    def last(self) -> int:
+        """The number of its last call; 0 before the first."""
+        return self.calls.n[-1] if self.calls.n else 0
+
+
+@dataclass
+class RankTrace:
+    """What one process start of one rank has recorded. `take` reads on."""
+
+    header: records.Header
+    tracks: dict[int, Track] = field(default_factory=dict)
+    last: float = 0.0  # when the latest record was made, in seconds since `started`
+    last_kind: str = ""
+    ended: float | None = None
+    stopped: str = ""  # why nothing more is recorded, although the process went on
+    count: int = 0
+    bad_lines: int = 0
+    odd_records: int = 0  # that do not follow from those before
+    lost: int = 0
+    mixed: bool = False  # another start's lines are in it
+    cut: bool = False  # its last line is not whole
+    gap: str = ""  # which of its parts is missing
+    raised: list[records.Raised] = field(default_factory=list)
+    missing: list[records.Missing] = field(default_factory=list)
+    findings: list[records.Finding] = field(default_factory=list)
+    memory: list[tuple[float, int, int, int]] = field(default_factory=list)  # t; bytes: RSS, allocated, reserved
+    _skip: int = 0
+    _stride: int = 1
+
+    @property
+    def rank(self) -> int:
+        return self.header.rank
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be recorded."""
+        return self.ended is not None or bool(self.stopped)
+
+    @property
+    def damage(self) -> str:
+        """What is wrong with its file, for a person; empty where nothing is."""
+        found = [f"{self.bad_lines} lines are no records"] if self.bad_lines else []
+        found += [f"{self.odd_records} records do not follow from those before"] if self.odd_records else []
+        found += [f"{self.lost} records were not written, because the disk could not keep up"] if self.lost else []
+        found += ["lines of another process are in it"] if self.mixed else []
+        found += ["its last line is not whole"] if self.cut else []
+        found += [self.gap] if self.gap else []
+        return "; ".join(found)
+
+    def take(self, found: Sequence[records.Record | None]) -> None:
+        """Read on: records, None for a line that is none."""
+        tracks = self.tracks
+        last = self.last
+        # The call that is open, and its columns, in names of this function: most records are of it, and there are many.
+        open_e = open_n = -1
+        entered, calls = 0.0, Calls()
+        record: Any
+        for record in found:
+            kind = type(record)
+            if kind in _OF_A_CALL:
+                e, n, t = record.e, record.n, record.t
+                if n == open_n and e == open_e and t >= last - _BACKWARDS:
+                    last = t
+                    if kind is _PreEncoded:
+                        calls.pre[-1] = t - entered
+                        continue
+                    if kind is _FirstLayer:
+                        calls.layer[-1] = t - entered
+                        continue
+                    if kind is not _Enter:
+                        self._within(tracks[e], record, t - entered)
+                        if calls.ended[-1]:
+                            open_n = -1
+                        continue
+                elif e in tracks:
+                    if t < last - _BACKWARDS:
+                        self._odd(tracks[e])
+                    last = t
+                if e in tracks:
+                    self._begin_or_not(tracks[e], record)
+                    calls = tracks[e].calls
+                    if calls.n and calls.ended[-1] == OPEN:
+                        open_e, open_n, entered = e, calls.n[-1], calls.entered[-1]
+                    else:
+                        open_n = -1
+                    continue
+            self.last = last
+            if record is None:
+                self.bad_lines += 1
+                self._damage_all()
+            else:
+                self._other(kind, record)
+            last = self.last
+        self.last = last
+        self.count += len(found)
+        self.last_kind = next((_DATACLASSES[type(one)].k for one in reversed(found) if one is not None), self.last_kind)
+
+    def _begin_or_not(self, track: Track, record: Any) -> None:
+        """A record that is not of the call that was open last: the next call's beginning, or something odd."""
+        calls, n = track.calls, record.n
+        if type(record) is _Enter and (not calls.n or (calls.n[-1] + 1 == n and calls.ended[-1] != OPEN)):
+            self._enter(track, record)
+        elif type(record) is not _Enter and calls.n and calls.n[-1] == n and calls.ended[-1] == OPEN:
+            self._within(track, record, record.t - calls.entered[-1])
+        else:
+            self._out_of_order(track, record)
+
+    def _enter(self, track: Track, record: Any) -> None:
+        track.calls.begin(record.n, record.training, record.t)
+        shape = record.shape
+        given = Input(shape[1] if len(shape) > 1 else -1, record.dtype[:40], record.device[:40])
+        if given in track.inputs or len(track.inputs) < _MOST_INPUTS:
+            track.inputs[given] = track.inputs.get(given, 0) + 1
+
+    def _within(self, track: Track, record: Any, after: float) -> None:
+        """A record of the call that is open, `after` so many seconds."""
+        calls, kind = track.calls, type(record)
+        if kind is _Sync:
+            code = _CODES.get(record.outcome)
+            if code is None or calls.outcome[-1] != UNSYNCED or record.waited < 0:
+                self._odd(track)
+                return
+            if code not in (LOCAL, ENDED):
+                if not self._follows(track, record.round):
+                    self._odd(track)
+                    return
+                calls.round[-1] = record.round
+            calls.synced[-1], calls.outcome[-1], calls.waited[-1] = after, code, record.waited
+            track.result = record.result
+        elif kind is _Leave:
+            calls.left[-1], calls.ended[-1] = after, LEFT
+            self._compare(track)
+        elif kind is _PreEncoded:
+            calls.pre[-1] = after
+        elif kind is _FirstLayer:
+            calls.layer[-1] = after
+        else:
+            calls.left[-1], calls.ended[-1] = after, RAISED
+            _keep(self.raised, _kept(record))
+
+    def _follows(self, track: Track, number: int) -> bool:
+        """Whether a call may have this round: it issued the next one, or none. One that leaps is not believed alone."""
+        before = track.calls.round[-1]
+        from_here = before == 0 and self.header.part > 0
+        leapt, track.round_leapt_to = track.round_leapt_to, 0
+        anew = number == 1 < before  # under a new process group
+        if number - before in (0, 1) or anew or from_here or (leapt and number - leapt in (0, 1)):
+            return True
+        track.round_leapt_to = number
+        return False
+
+    def _compare(self, track: Track) -> None:
+        """A call that has ended went through what the one before it went through; else lines are lost."""
+        calls = track.calls
+        if len(calls.n) < 2 or calls.ended[-2] != LEFT or track.damaged_at == calls.n[-2]:
+            return
+        for column in (calls.synced, calls.pre, calls.layer):
+            if math.isnan(column[-1]) and not math.isnan(column[-2]):
+                self._odd(track)
+
+    def _out_of_order(self, track: Track, record: Any) -> None:
+        """A record of a call that is not open: lines before it are lost, or it is not of this start."""
+        calls, n, last = track.calls, record.n, track.last
+        if type(record) is _Sync and n == last + 1 and (not calls.n or calls.ended[-1] != OPEN):
+            calls.begin(n, UNKNOWN, record.t)  # of a compiled encoder nothing else is recorded
+            calls.ended[-1] = BARE
+            self._within(track, record, 0.0)
+            return
+        if calls.n or not self.header.part:  # a later part may begin within a call
+            self._odd(track)
+        if (
+            n == last and calls.n and calls.ended[-1] == BARE and type(record) is not _Enter
+        ):  # it was no bare one: its beginning is lost
+            calls.ended[-1] = OPEN
+            self._within(track, record, record.t - calls.entered[-1])
+        if n <= last:
+            return
+        if calls.n and n > last + 1 and track.leapt_to != n:
+            track.leapt_to = n  # one that stands alone is not believed
+            return
+        if type(record) is _Enter:
+            self._enter(track, record)
+        else:
+            calls.begin(n, UNKNOWN, record.t)
+            self._within(track, record, 0.0)
+        if track.damaged_at >= 0:
+            track.damaged_at = n
+
+    def _other(self, kind: type[Any], record: Any) -> None:
+        if kind is _Header:
+            mine = self.header
+            if (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started):
+                self.mixed = True
+            return
+        if kind is _Encoder:  # of the time when it was first seen, also at the head of a later part
+            self._encoder(record)
+            return
+        if record.t < self.last - _BACKWARDS:
+            self.odd_records += 1
+            self._damage_all()
+        self.last = record.t
+        if kind is _Grow and record.e in self.tracks:
+            track = self.tracks[record.e]
+            track.room = max(track.room, record.new)
+        elif kind is _Memory:
+            self._skip -= 1
+            if self._skip < 0:
+                self._skip = self._stride - 1
+                self.memory.append((record.t, record.rss, record.allocated or 0, record.reserved or 0))
+                if len(self.memory) > _MOST_SAMPLES:
+                    del self.memory[::2]
+                    self._stride *= 2
+        elif kind is _Missing:
+            _keep(self.missing, _kept(record))
+        elif kind is _Finding:
+            _keep(self.findings, _kept(record))
+        elif kind is _Lost:
+            self.lost += max(record.count, 1)
+            self._damage_all()
+        elif kind is _End:
+            self.ended = record.t
+        elif kind is _Stopped:
+            self.stopped = safe(record.reason) or "no reason given"
+        else:  # of an encoder that has not been introduced
+            self.odd_records += 1
+            self._damage_all()
+
+    def _encoder(self, record: Any) -> None:
+        track = self.tracks.get(record.e)
+        if track is not None:  # as it is now; it may have another name under a process group
+            track.info = _kept(record)
+        elif len(self.tracks) < MOST_ENCODERS:
+            self.tracks[record.e] = Track(_kept(record), record.pos_emb_max_len or 0)
+        else:
+            self.odd_records += 1
+            self._damage_all()
+
+    def _odd(self, track: Track) -> None:
+        self.odd_records += 1
+        track.damaged_at = track.last
+
+    def _damage_all(self) -> None:
+        for track in self.tracks.values():
+            track.damaged_at = track.last
+
+
+def _keep(told: list[_Told], one: _Told) -> None:
+    if len(told) >= _MOST_TOLD:
+        del told[_MOST_TOLD // 2]
+    told.append(one)
+
+
+def _kept(record: Any) -> Any:
+    """The dataclass of tracing/records.py, with texts and lists of bounded length."""
+    kind = _DATACLASSES[type(record)]
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    return kind(**{name: one[:_LONGEST_KEPT] if isinstance(one, str | list) else one for name, one in values.items()})

@@ -1,0 +1,84 @@
+"""What `nemo-patches diagnose` does: read, diagnose, print, and draw what is asked for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_patches.runtime.naming import safe
+from nemo_patches.tools.diagnose import watching
+from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.reading import Job, UnreadableError
+from nemo_patches.tools.diagnose.showing import show
+from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
+
+_WIDTH = 160  # columns, where it is not printed to a terminal
+
+
+class DiagnoseError(Exception):
+    """It cannot be done. The text says why."""
+
+
+def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path | None) -> int:
+    """Print the report, and write the pictures that are asked for; the exit code. Raises DiagnoseError."""
+    if not path.is_dir() and (watch or plot or perfetto):
+        raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
+    if watch and (plot or perfetto):
+        raise DiagnoseError("found --watch with --plot or --perfetto; allowed is one of them at a time")
+    try:
+        if watch:
+            return _watch(path, json)
+        if not path.is_dir():
+            report = diagnose_log(path)
+        else:
+            job, report = watching.once(path)
+            _draw(job, plot, perfetto)
+    except UnreadableError as error:
+        raise DiagnoseError(safe(str(error))) from error
+    except KeyboardInterrupt:
+        return 130
+    _print(report, json)
+    return report.exit_code
+
+
+def _watch(path: Path, json: bool) -> int:
+    code = 2
+    try:
+        for _, report in watching.follow(path):
+            code = report.exit_code
+            if not json:
+                print(f"--- {time.strftime('%H:%M:%S')}")
+            _print(report, json)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    return code
+
+
+def _print(report: Report, json: bool) -> None:
+    if json:
+        print(dumps({**asdict(report), "exit_code": report.exit_code}, indent=2))
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+
+
+def _draw(job: Job, plot: Path | None, perfetto: Path | None) -> None:
+    try:
+        if plot is not None:
+            from nemo_patches.tools.diagnose.plotting import draw
+
+            draw(job, plot)
+        if perfetto is not None:
+            from nemo_patches.tools.diagnose.perfetto import write
+
+            write(job, perfetto)
+    except ModuleNotFoundError as error:
+        needed = str(error.name).partition(".")[0]
+        raise DiagnoseError(f"--plot needs {needed}: pip install 'nemo-patches[plot]'") from error
+    except OSError as error:
+        raise DiagnoseError(f"{safe(str(plot or perfetto))}: {error.strerror}") from error

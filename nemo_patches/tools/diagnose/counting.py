@@ -1,0 +1,140 @@
+"""The verdict on uneven calls: one rank makes more evaluation or training calls than another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_patches.runtime.naming import named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.case import Case
+from nemo_patches.tools.diagnose.columns import UNKNOWN
+from nemo_patches.tools.diagnose.endings import anchors, positions, weighted_kinds
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+
+_NEXT = {
+    False: "Make the number of evaluation batches equal on all ranks (DistributedSampler, drop_last, or streams of "
+    "equal length). nemo_patches lets training go on; a metric that is gathered from all ranks may still wait.",
+    True: "Make the number of training batches equal on all ranks (drop_last, DistributedSampler, "
+    "limit_train_batches): the gradients' all-reduce waits for the rank that has fewer, and nothing can help it.",
+}
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Ranks that made more calls of a kind in one run of them than others did."""
+
+    training: bool
+    more: frozenset[int]
+    fewer: frozenset[int]
+    call: int  # the first one too many, on a rank that has more
+
+
+def uneven_calls(case: Case) -> list[tuple[Finding, Uneven]]:
+    """For each kind of call at most one finding, with what it goes by."""
+    found = [*_mixed_rounds(case), *_runs(case)]
+    told = []
+    for training in (True, False):
+        of_kind = [one for one in found if one.training == training]
+        if of_kind:
+            told.append((_finding(case, of_kind), of_kind[-1]))
+    return told
+
+
+def _finding(case: Case, found: list[Uneven]) -> Finding:
+    first, kind = found[0], "training" if found[0].training else "evaluation"
+    more, fewer = named(sorted(first.more)), named(sorted(first.fewer))
+    fewer_ranks = len(first.fewer) < len(first.more)
+    text = (
+        f"{fewer} made fewer {kind} calls than {more}" if fewer_ranks else f"{more} made more {kind} calls than {fewer}"
+    )
+    often = Counter(one.call for one in found)
+    times = f", {len(often)} times" if len(often) > 1 else ""
+    return Finding(
+        id=ids.UNEVEN_CALLS,
+        severity=CRITICAL if first.training else WARNING,
+        ranks=tuple(sorted(first.fewer if fewer_ranks else first.more)),
+        text=f"{text}, from call {first.call} of {case.name} on{times}.",
+        next_step=_NEXT[first.training],
+        encoder=case.name,
+        call=first.call,
+        evidence=tuple(f"{kind} call {one.call}: only on {named(sorted(one.more))}" for one in found[:4]),
+    )
+
+
+def _mixed_rounds(case: Case) -> list[Uneven]:
+    """By rounds to which some came with a training call and some with an evaluation call, right after they were level.
+
+    Level: the round before came on all in time, and at the same position. So a rank that was late is not taken for one
+    that makes more calls.
+    """
+    rounds, starts = case.rounds, anchors(case.tracks)
+    if len(rounds.ranks) < 2 or rounds.number.size < 2 or any(starts.get(rank) is None for rank in rounds.ranks):
+        return []
+    kinds, trained, evaluated = [], [], []
+    for row, rank in enumerate(rounds.ranks):
+        index, track = rounds.index[row], case.tracks[rank]
+        kinds.append(np.array(track.calls.training, dtype=np.int8)[index])
+        training, evaluation = positions(track, starts[rank] or 0)
+        trained.append(training[index])
+        evaluated.append(evaluation[index])
+    kind = np.stack(kinds)
+    level = np.ones(kind.shape[1], dtype=bool)
+    for rows in (kind, np.stack(trained), np.stack(evaluated)):
+        level &= (rows == rows[0]).all(axis=0)
+    mixed = ((kind == 0).any(axis=0) & (kind == 1).any(axis=0) & (kind != UNKNOWN).all(axis=0))[1:]
+    found = []
+    for before in np.flatnonzero(mixed & level[:-1] & (np.diff(rounds.number) == 1)):
+        goes_on = kind[:, before + 1] == kind[:, before]
+        more = frozenset(rank for rank, does in zip(rounds.ranks, goes_on, strict=True) if does)
+        row = int(np.flatnonzero(goes_on)[0])
+        call = case.tracks[rounds.ranks[row]].calls.n[int(rounds.index[row, before + 1])]
+        found.append(Uneven(bool(kind[0, before]), more, frozenset(rounds.ranks) - more, call))
+    return found
+
+
+def _runs(case: Case) -> list[Uneven]:
+    """By how many calls of a kind each rank made in a row, on ranks whose traces are whole from their first call on."""
+    whole = {
+        rank: track
+        for rank, track in case.tracks.items()
+        if track.calls.n and track.calls.n[0] == 1 and track.damaged_at < 0 and not case.job.traces[rank].damage
+    }
+    if len(whole) < 2:
+        return []
+    runs = {}
+    for rank, track in whole.items():
+        kinds, weights = weighted_kinds(track)
+        edges = np.flatnonzero(np.diff(kinds)) + 1
+        runs[rank] = [
+            (bool(part[0] == 1), int(sum_))
+            for part, sum_ in zip(
+                np.split(kinds, edges), (piece.sum() for piece in np.split(weights, edges)), strict=True
+            )
+        ]
+    done = (
+        all(
+            ending.ended and not ending.raised and not ending.sync_ended and not ending.in_vain
+            for ending in case.endings.values()
+        )
+        and len(case.endings) == case.job.world_size
+    )
+    found = []
+    before = dict.fromkeys(whole, 0)
+    for number in range(max(map(len, runs.values()))):
+        there = {rank: run[number] for rank, run in runs.items() if number < len(run)}
+        if len({training for training, _ in there.values()}) != 1:
+            break
+        closed = {rank: length for rank, (_, length) in there.items() if done or number + 1 < len(runs[rank])}
+        if closed:
+            fewest = min(closed.values())
+            more = frozenset(rank for rank, (_, length) in there.items() if length > fewest)
+            fewer = frozenset(rank for rank, length in closed.items() if length == fewest)
+            if more:
+                call = before[min(more)] + fewest + 1
+                found.append(Uneven(next(iter(there.values()))[0], more, fewer, call))
+        for rank, (_, length) in there.items():
+            before[rank] += length
+    return found

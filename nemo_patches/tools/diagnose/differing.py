@@ -1,0 +1,119 @@
+"""Verdicts on ranks that are not alike: the flag, settings, versions, buffers and inputs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+
+from nemo_patches.runtime.naming import named, safe
+from nemo_patches.runtime.settings import SYNC_MODES
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.case import Case
+from nemo_patches.tools.diagnose.columns import Input, Track
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+from nemo_patches.tools.diagnose.reading import Job
+
+_OWN = frozenset({"trace"})  # settings that may differ: a folder may have another name on another host
+_FEW = 2  # calls of a kind of input that say nothing yet
+
+
+def different_sync(job: Job, cases: list[Case]) -> list[Finding]:
+    """Ranks that do not sync beside ranks that do, which wait for them in vain at every call."""
+    found = []
+    for case in cases:
+        syncs: dict[int, bool] = {}
+        for rank, track in case.tracks.items():
+            mode = job.traces[rank].header.settings.get("sync", "")
+            if track.info.flag is not None and (mode in SYNC_MODES or not mode):
+                syncs[rank] = track.info.flag and mode != "local"
+        on, off = ([rank for rank, does in syncs.items() if does == wanted] for wanted in (True, False))
+        if not on or not off:
+            continue
+        odd = off if len(off) <= len(on) else on
+        found.append(
+            Finding(
+                id=ids.DIFFERENT_SYNC,
+                severity=CRITICAL,
+                ranks=tuple(odd),
+                text=f"{case.name} does not sync its length on {named(off)} (sync_max_audio_length is false, or "
+                f"sync=local), and does on {named(on)}, which wait in vain.",
+                next_step="Give every rank the same config and the same settings; `configured` below says whether the "
+                "config has the flag.",
+                encoder=case.name,
+                evidence=tuple(
+                    f"rank {rank}: sync_max_audio_length={case.tracks[rank].info.flag}, configured "
+                    f"{safe(case.tracks[rank].info.configured)}, "
+                    f"sync={safe(job.traces[rank].header.settings.get('sync', '?'))}"
+                    for rank in sorted(odd)[:2] + sorted(set(syncs) - set(odd))[:2]
+                ),
+            )
+        )
+    return found
+
+
+def different_ranks(job: Job, cases: list[Case], apart: bool = False) -> list[Finding]:
+    """Versions, settings, registered buffers and inputs that are not the same on all ranks. apart: the sync is told."""
+    headers = {rank: trace.header for rank, trace in job.traces.items()}
+    differences = [
+        *_of("version of", {rank: header.versions for rank, header in headers.items()}),
+        *_of("setting", {rank: _compared(header.settings, apart) for rank, header in headers.items()}),
+        *_of("checks", {rank: {"": ",".join(header.checks)} for rank, header in headers.items()}),
+    ]
+    for case in cases:
+        about = {
+            rank: {
+                **({} if apart else {"flag": str(track.info.flag), "configured flag": track.info.configured}),
+                "pos_emb_max_len": str(track.info.pos_emb_max_len),
+                "normalisation": track.info.normalisation,
+                "DDP": str(track.info.ddp),
+                "registered buffers": str(dict(sorted(track.info.registered.items())))[:200],
+                **_usual_input(track),
+            }
+            for rank, track in case.tracks.items()
+        }
+        differences += _of(f"{case.name}:", about)
+    return [
+        Finding(
+            id=ids.DIFFERENT,
+            severity=WARNING,
+            ranks=ranks,
+            text=text,
+            next_step="Give every rank the same environment, config and data pipeline; ranks that differ may wait for "
+            "each other, or reduce what does not belong together.",
+            evidence=evidence,
+        )
+        for ranks, text, evidence in differences[:8]
+    ]
+
+
+def _compared(settings: Mapping[str, str], apart: bool) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if name not in _OWN and not (apart and name == "sync")}
+
+
+def _usual_input(track: Track) -> dict[str, str]:
+    """What most calls of this rank had: one odd call is another matter."""
+    if sum(track.inputs.values()) <= _FEW:
+        return {}
+    usual: Input = max(track.inputs, key=lambda one: track.inputs[one])
+    return {"input": str(usual)}
+
+
+def _of(what: str, values: Mapping[int, Mapping[str, str]]) -> Iterable[tuple[tuple[int, ...], str, tuple[str, ...]]]:
+    """For each name whose value differs: the ranks that have another one than most, a text, and the evidence."""
+    for name in sorted({name for of_rank in values.values() for name in of_rank}):
+        ranks: dict[Hashable, list[int]] = defaultdict(list)
+        for rank, of_rank in values.items():
+            if name in of_rank:
+                ranks[of_rank[name]].append(rank)
+        if len(ranks) < 2:
+            continue
+        usual, _ = Counter({value: len(some) for value, some in ranks.items()}).most_common(1)[0]
+        odd = tuple(sorted(rank for value, some in ranks.items() if value != usual for rank in some))
+        title = f"{what} {safe(name)}".strip()
+        other = next(value for value, some in ranks.items() if odd[0] in some)
+        text = (
+            f"{title} is not the same on all ranks: {safe(str(other))} on {named(ranks[other])}, {safe(str(usual))} on "
+        )
+        text += f"{named(sorted(ranks[usual]))}."
+        evidence = tuple(f"{safe(str(value))}: {named(sorted(some))}" for value, some in list(ranks.items())[:6])
+        yield odd, text[0].upper() + text[1:], evidence

@@ -1,0 +1,140 @@
+"""Verdicts on what ranks recorded as events: exceptions, the findings of checks, and memory that runs away."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from nemo_patches.runtime.naming import named, safe
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.case import Case
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+from nemo_patches.tools.diagnose.reading import Job
+from nemo_patches.tracing import records
+
+_OF_OURS = "LengthSyncTimeout"  # on_timeout="raise": the rank that it waited for is the reason
+_NEXT_INPUT = (
+    "Look at this rank's batch of that call: the audio files and the manifest entries in it, and the preprocessor. "
+    "A NaN goes into every rank's gradients."
+)
+_SAMPLES = 8  # of memory, below which nothing is said
+_RUNAWAY = 1 << 29  # bytes
+_TIMES_OTHERS = 4.0
+
+
+def exceptions(case: Case) -> list[Finding]:
+    """The first exception that ended an encoder call, of those that ended a rank; others training went on after."""
+    found: list[tuple[float, records.Raised, int]] = []
+    for rank, trace in case.job.traces.items():
+        track = case.tracks.get(rank)
+        for raised in trace.raised:
+            if (
+                track is not None
+                and not trace.mixed
+                and raised.e == track.info.e
+                and not raised.type.endswith(_OF_OURS)
+            ):
+                at = case.clocks.common(rank, raised.t)
+                found.append((float(at) if at is not None else raised.t, raised, rank))
+    told = []
+    for last in (True, False):
+        some = [one for one in found if _is_last(case, one[1], one[2]) == last]
+        if some:
+            told.append(_exception(case, some, last))
+    return told
+
+
+def _is_last(case: Case, raised: records.Raised, rank: int) -> bool:
+    ending = case.endings[rank]
+    return ending.raised and ending.call == raised.n
+
+
+def _exception(case: Case, found: list[tuple[float, records.Raised, int]], last: bool) -> Finding:
+    comparable = all(case.clocks.common(rank, 0.0) is not None for _, _, rank in found)
+    first = min(found, key=lambda one: (one[0], one[1].n) if comparable else (one[1].n, one[2]))
+    _, raised, rank = first
+    same = sorted({other for _, one, other in found if one.n == raised.n and one.type == raised.type})
+    ranks = tuple(same) if len(same) == case.job.world_size else (rank,)
+    message = safe(raised.message.strip().splitlines()[0] if raised.message.strip() else "")[:200]
+    after = "" if last else ", and training went on after it"
+    tail = [safe(line) for line in raised.traceback.strip().splitlines()[-4:]]
+    return Finding(
+        id=ids.EXCEPTION if last else ids.CAUGHT,
+        severity=CRITICAL if last else WARNING,
+        ranks=ranks,
+        text=f"{named(ranks)} raised {safe(raised.type)} in call {raised.n} of {case.name}{after}: {message}",
+        next_step="Mend what the traceback shows; the other ranks only waited for this one."
+        if last
+        else "Look for what caught it: that rank left a step out, and its memory may be in disorder (an out-of-memory "
+        "error that was swallowed).",
+        encoder=case.name,
+        call=raised.n,
+        phase=case.endings[rank].phase,
+        evidence=(*tail, f"{len(found)} exceptions on {named(sorted({other for _, _, other in found}))}"),
+    )
+
+
+def check_findings(job: Job, cases: list[Case]) -> list[Finding]:
+    """The first finding of each check, and the ranks that have one."""
+    clock = cases[0].clocks if cases else None
+    of_check: dict[str, list[tuple[float, records.Finding, int]]] = defaultdict(list)
+    for rank, trace in job.traces.items():
+        for one in trace.findings if not trace.mixed else ():
+            at = clock.common(rank, one.t) if clock else None
+            of_check[one.check].append((float(at) if at is not None else one.t, one, rank))
+    told = []
+    for check, found in sorted(of_check.items())[:8]:
+        comparable = clock is not None and all(clock.common(rank, 0.0) is not None for _, _, rank in found)
+        _, first, rank = min(found, key=lambda one: (one[0], one[1].n) if comparable else (one[1].n, one[2]))
+        ranks = sorted({other for _, _, other in found})
+        names = {track.info.e: track.info.name for track in job.traces[rank].tracks.values()}
+        name = safe(names.get(first.e, "the encoder"))
+        told.append(
+            Finding(
+                id=ids.BAD_INPUT if check == "inputs" else ids.CHECK_FAILED,
+                severity=CRITICAL if check == "inputs" else WARNING,
+                ranks=(rank,),
+                text=f"The check `{safe(check)}` first found something on rank {rank} in call {first.n} of {name}: "
+                f"{safe(first.text)[:300]}",
+                next_step=_NEXT_INPUT if check == "inputs" else "Look at this rank at that call.",
+                encoder=name,
+                call=first.n,
+                evidence=(f"{len(found)} findings, on {named(ranks)}",),
+            )
+        )
+    return told
+
+
+def runaway_memory(job: Job) -> list[Finding]:
+    """One rank's memory grows and grows, and the others' does not."""
+    found = []
+    for column, what in ((1, "host memory (RSS)"), (2, "GPU memory allocated"), (3, "GPU memory reserved")):
+        growth: dict[int, tuple[float, float, float]] = {}
+        for rank, trace in job.traces.items():
+            if len(trace.memory) >= _SAMPLES:
+                quarters = np.array_split(np.array([sample[column] for sample in trace.memory], dtype=np.float64), 4)
+                levels = [float(np.median(quarter)) for quarter in quarters]
+                steady = levels[1] < levels[2] < levels[3]
+                growth[rank] = (levels[3] - levels[1] if steady else 0.0, levels[1], levels[3])
+        for rank, (grown, before, after) in growth.items():
+            others = [other for one, (other, _, _) in growth.items() if one != rank]
+            usual = float(np.median(others)) if others else 0.0
+            if others and grown > max(_RUNAWAY, _TIMES_OTHERS * usual, 0.25 * before):
+                found.append(
+                    Finding(
+                        id=ids.MEMORY,
+                        severity=WARNING,
+                        ranks=(rank,),
+                        text=f"Rank {rank}'s {what} grows without end, {_gib(before)} to {_gib(after)}, and the other "
+                        "ranks' does not.",
+                        next_step="Look at what only this rank keeps: a cache in its data loader, lists of tensors, "
+                        "logging done on one rank. It ends in an out-of-memory kill.",
+                        evidence=(f"{len(job.traces[rank].memory)} samples; the other ranks' growth: {_gib(usual)}",),
+                    )
+                )
+    return found
+
+
+def _gib(number: float) -> str:
+    return f"{number / (1 << 30):.2f} GiB"

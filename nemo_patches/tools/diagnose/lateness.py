@@ -1,0 +1,188 @@
+"""Verdicts on ranks that come late: a chronic straggler, single incidents that recovered, and timeouts at large."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_patches.runtime.naming import named, safe
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.aligning import Floats, Rounds
+from nemo_patches.tools.diagnose.case import Case
+from nemo_patches.tools.diagnose.columns import CAME, TIMEOUT
+from nemo_patches.tools.diagnose.findings import NOTE, WARNING, Finding
+
+_ROUNDS = 48  # fewer say nothing of a habit
+_PIECES = 4  # in each of which a chronic straggler is the last in most rounds
+_SHARE = 0.5  # of all waiting, and a part more where there are few ranks
+_WAITING = 0.05  # of the time, below which waiting is nobody's trouble
+_LAG = 0.005  # seconds
+_MOST_TOLD = 8
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Who waited and for whom, over the rounds that all came to in time. By rank: seconds, shares, seconds."""
+
+    waited: dict[int, float]
+    caused: dict[int, float]
+    lag: dict[int, float]
+
+
+def waiting(rounds: Rounds) -> Waiting:
+    """All waiting in a round is for the rank that came last to it."""
+    if not rounds.number.size:
+        return Waiting({}, {}, {})
+    each: Floats = rounds.waited.sum(axis=0)
+    last = rounds.waited.argmin(axis=0)
+    caused = np.bincount(last, weights=each, minlength=len(rounds.ranks))
+    total = float(each.sum()) or 1.0
+    return Waiting(
+        {rank: float(rounds.waited[row].sum()) for row, rank in enumerate(rounds.ranks)},
+        {rank: float(caused[row]) / total for row, rank in enumerate(rounds.ranks)},
+        {rank: float(np.median(rounds.lag[row])) for row, rank in enumerate(rounds.ranks)},
+    )
+
+
+def straggler(case: Case) -> list[Finding]:
+    """The rank that the others wait for, again and again."""
+    rounds = case.rounds
+    size = len(rounds.ranks)
+    if size < 2 or rounds.number.size < _ROUNDS:
+        return []
+    last = rounds.waited.argmin(axis=0)
+    row = int(np.bincount(last, minlength=size).argmax())
+    rank = rounds.ranks[row]
+    share = waiting(rounds).caused[rank]
+    others = np.delete(rounds.waited, row, axis=0)
+    span = float(rounds.at[0][-1] - rounds.at[0][0])
+    waits = float(np.median(others.mean(axis=0))) * rounds.number.size / span if span > 0 else 0.0
+    lag = float(np.median(rounds.lag[row]))
+    always = all((piece == row).mean() > 0.5 for piece in np.array_split(last, _PIECES))
+    if share < _SHARE + 0.5 / size or waits < _WAITING or lag < _LAG or not always:
+        return []
+    header = case.job.traces[rank].header
+    return [
+        Finding(
+            id=ids.STRAGGLER,
+            severity=WARNING,
+            ranks=(rank,),
+            text=f"Rank {rank} is a chronic straggler: it comes last to most rounds, {lag * 1000:.0f} ms after the "
+            f"first (median), and causes {share:.0%} of all waiting; the others wait {waits:.0%} of the time.",
+            next_step=f"Compare {safe(header.host)} with the others: its disk and network, the processors left to its "
+            "data loader, the GPU's clock; and its share of the data (longer files?).",
+            encoder=case.name,
+            evidence=(
+                f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
+                *(f"rank {one}: median lag {np.median(rounds.lag[at]) * 1000:.1f} ms" for at, one in _worst(rounds)),
+            ),
+        )
+    ]
+
+
+def _worst(rounds: Rounds) -> list[tuple[int, int]]:
+    lags = np.median(rounds.lag, axis=1)
+    return [(int(row), rounds.ranks[int(row)]) for row in np.argsort(-lags)[:4]]
+
+
+@dataclass(frozen=True)
+class _GivenUp:
+    """Rounds that a rank gave up: by number, who did and in which call, and who came to it with which call after."""
+
+    gave_up: dict[int, dict[int, int]]
+    came: dict[int, dict[int, int]]
+
+
+def _given_up(case: Case) -> _GivenUp:
+    gave_up: dict[int, dict[int, int]] = defaultdict(dict)
+    came: dict[int, dict[int, int]] = defaultdict(dict)
+    columns = {
+        rank: (
+            np.array(track.calls.outcome, dtype=np.int8),
+            np.array(track.calls.round, dtype=np.int64),
+            np.array(track.calls.n, dtype=np.int64),
+        )
+        for rank, track in case.tracks.items()
+    }
+    for rank, (outcome, rounds, calls) in columns.items():
+        for index in np.flatnonzero(outcome == TIMEOUT):
+            gave_up[int(rounds[index])][rank] = int(calls[index])
+    wanted = np.array(sorted(gave_up), dtype=np.int64)
+    for rank, (outcome, rounds, calls) in columns.items():
+        for index in np.flatnonzero((outcome == CAME) & np.isin(rounds, wanted)):
+            came[int(rounds[index])][rank] = int(calls[index])
+    return _GivenUp(gave_up, came)
+
+
+def late_calls(case: Case) -> dict[int, list[int]]:
+    """By rank its calls that came too late; and the one that it has not made, where others gave up waiting for it."""
+    given_up = _given_up(case)
+    late: dict[int, list[int]] = defaultdict(list)
+    for came in given_up.came.values():
+        for rank, call in came.items():
+            late[rank].append(call)
+    last = max(given_up.gave_up, default=0)
+    for rank, ending in case.sure.items():
+        if ending.round < last and not ending.inside:
+            late[rank].append(ending.call + 1)
+    return late
+
+
+def incidents(case: Case) -> list[Finding]:
+    """Rounds that some ranks gave up and others came to late; and timeouts that no trace explains."""
+    given_up = _given_up(case)
+    gave_up, came = given_up.gave_up, given_up.came
+    late: Counter[int] = Counter(rank for ranks in came.values() for rank in ranks)
+    told = [_late(case, rank, times, given_up) for rank, times in sorted(late.items())][:_MOST_TOLD]
+    open_ = [number for number in gave_up if number not in came]
+    if open_ and (not told or len(open_) > 1):
+        first = min(open_)
+        ranks = tuple(sorted({rank for number in open_ for rank in gave_up[number]}))
+        told.append(
+            Finding(
+                id=ids.TIMEOUTS,
+                severity=NOTE,
+                ranks=ranks,
+                text=f"{named(ranks)} gave up waiting in {len(open_)} {_rounds(len(open_))} and went on with their own "
+                "lengths; no trace has the rank that came to it after.",
+                next_step="Look at the stall reports on stderr of these ranks: they name the missing rank.",
+                encoder=case.name,
+                call=next(iter(gave_up[first].values())),
+            )
+        )
+    return told
+
+
+def _rounds(count: int) -> str:
+    return "round" if count == 1 else "rounds"
+
+
+def _late(case: Case, rank: int, times: int, given_up: _GivenUp) -> Finding:
+    first = min(number for number, ranks in given_up.came.items() if rank in ranks)
+    waited = given_up.gave_up[first]
+    others, call = sorted(waited), given_up.came[first][rank]
+    where = next(
+        (
+            safe(place)
+            for other in others
+            for report in case.job.traces[other].missing
+            for one, place in zip(report.ranks, report.where, strict=False)
+            if one == rank and place and report.n == waited[other]
+        ),
+        "",
+    )
+    doing = f"; it was in {where}" if where else ""
+    return Finding(
+        id=ids.LATE,
+        severity=WARNING,
+        ranks=(rank,),
+        text=f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of "
+        f"{case.name}; {named(others)} went on with their own lengths, and it recovered{doing}.",
+        next_step="Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
+        "rank writes. No number of the model was changed by it.",
+        encoder=case.name,
+        call=call,
+        evidence=(f"round {first}: gave up: {named(others)}; came later: {named(sorted(given_up.came[first]))}",),
+    )

@@ -1,0 +1,53 @@
+"""Verdicts on ranks of which there is no trace."""
+
+from __future__ import annotations
+
+from nemo_patches.runtime.naming import UNANNOUNCED, named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.case import Case, whom
+from nemo_patches.tools.diagnose.columns import CAME
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+from nemo_patches.tools.diagnose.reading import Job
+
+
+def absent_ranks(job: Job, cases: list[Case]) -> list[Finding]:
+    """Ranks without a trace: never there, or only without a trace. A round that came had all ranks in it."""
+    absent = tuple(rank for rank in job.absent if rank not in job.suspects)
+    if not absent:
+        return []
+    took_part = any(CAME in track.calls.outcome for case in cases for track in case.tracks.values())
+    some = named(absent)
+    if took_part:
+        waits = sorted({one.rank for case in cases for one in case.endings.values() if one.in_vain})
+        wait = f"; {named(waits)} waited in vain at the end, perhaps for it" if waits else ""
+        return [
+            Finding(
+                id=ids.UNTRACED,
+                severity=WARNING,
+                ranks=absent,
+                text=f"{whom(absent, 'takes', 'take')} part in the length sync, and left no trace here{wait}.",
+                next_step="Set NEMO_PATCHES_TRACE on every rank and host, to a folder that all share, or copy the "
+                "missing files here.",
+                evidence=(f"{len(job.traces)} of {job.world_size} ranks have a trace",),
+            )
+        ]
+    reported = any(
+        UNANNOUNCED in report.kinds for trace in job.traces.values() for report in trace.missing if report.kinds
+    )
+    why = (
+        "the others' stall reports say that it has not announced itself"
+        if reported
+        else "no round has come on any rank"
+    )
+    return [
+        Finding(
+            id=ids.MISSING_RANK,
+            severity=CRITICAL,
+            ranks=absent,
+            text=f"There is no sign of {some} of {job.world_size}: not started, not patched, not traced, or not yet at "
+            "a first encoder call.",
+            next_step="Look at its stderr for nemo_patches' line `patched ...`, and run `nemo-patches status` in its "
+            "environment; every rank must have the patch, and NEMO_PATCHES_TRACE.",
+            evidence=(f"{len(job.traces)} of {job.world_size} ranks have a trace", why),
+        )
+    ]

@@ -1,0 +1,289 @@
+"""A folder of traces: which files are of the latest launch, and reading them, also while they grow.
+
+Whatever is in the folder is tolerated, and named where it is not read: files that are missing, cut, empty, foreign,
+binary or unreadable, lines of any length. Memory is bounded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_patches.runtime.naming import safe
+from nemo_patches.tools.diagnose.columns import RankTrace
+from nemo_patches.tools.diagnose.decoding import LONGEST_LINE, decode, header_in
+from nemo_patches.tracing import records
+
+_NAME = re.compile(r"rank-(\d{1,9})\.[0-9T]{1,20}\.(\d{1,12})\.(\d{1,9})\.jsonl")
+_BLOCK = 1 << 20
+_ONE_PROCESS = 1 << 26  # bytes up to which a further process is not worth its start
+_MOST_FILES = 100_000
+_MOST_RANKS = 1 << 20
+_MOST_NAMED = 20
+_PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
+
+
+class UnreadableError(Exception):
+    """There is nothing to diagnose. The text says why."""
+
+
+@dataclass
+class Part:
+    """One file of a process start, and how far it has been read."""
+
+    path: Path
+    header: records.Header
+    size: int
+    offset: int = 0
+    pending: bytes = b""
+    skips: bool = False  # within a line that is too long
+
+    def read_on(self, trace: RankTrace) -> None:
+        """Take what has been written since. Raises OSError."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while block := file.read(_BLOCK):
+                self.offset += len(block)
+                self._take(block, trace)
+        self.size = self.offset
+
+    def _take(self, block: bytes, trace: RankTrace) -> None:
+        if self.skips:
+            _, newline, block = block.partition(b"\n")
+            self.skips = not newline
+        end = block.rfind(b"\n") + 1
+        if end:
+            trace.take(decode(self.pending + block[:end]))
+            self.pending = b""
+        self.pending += block[end:]
+        if len(self.pending) > LONGEST_LINE:
+            trace.take([None])
+            self.pending, self.skips = b"", True
+
+
+@dataclass
+class Start:
+    """One process start of one rank: its parts, in order, and what has been read of them."""
+
+    parts: list[Part]
+    trace: RankTrace
+
+    def read_on(self) -> Start:
+        """Take what has been written since; itself. What cannot be read is a gap."""
+        for part in self.parts:
+            try:
+                if part.path.stat().st_size > part.offset:
+                    part.read_on(self.trace)
+            except FileNotFoundError:  # what was read of it stays
+                if not part.offset:
+                    self.trace.gap = f"part {part.header.part} has gone"
+            except OSError as error:
+                self.trace.gap = f"part {part.header.part} cannot be read: {error.strerror}"
+        self.trace.cut = bool(self.parts[-1].pending) or self.parts[-1].skips
+        self._look_for_gaps()
+        return self
+
+    def _look_for_gaps(self) -> None:
+        numbers = [part.header.part for part in self.parts]
+        absent = sorted(set(range(numbers[0], numbers[-1])) - set(numbers))
+        last = self.parts[-1]
+        if absent:
+            self.trace.gap = f"part {absent[0]} is missing"
+        elif not self.trace.is_over and last.size >= last.header.bound / 2 > 0:
+            self.trace.gap = f"part {last.header.part} is full, and the next one is missing"
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+
+@dataclass
+class Job:
+    """The latest launch in a folder, as far as its files tell."""
+
+    folder: Path
+    world_size: int
+    traces: dict[int, RankTrace]
+    moving: bool = False  # its files grow: what is not there yet may still come
+    problems: list[str] = field(default_factory=list)  # files that were not read, or in part
+    suspects: set[int] = field(default_factory=set)  # ranks whose files cannot be read
+    earlier: list[str] = field(default_factory=list)  # launches before
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks without a trace."""
+        return [rank for rank in range(self.world_size) if rank not in self.traces]
+
+
+class Folder:
+    """A folder of traces that is read, and read on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._starts: dict[tuple[int, int, float, str], Start] = {}
+        self._parts: set[Path] = set()
+        self._problems: dict[Path, str] = {}
+        self._suspects: set[int] = set()
+
+    def read(self) -> Job:
+        """Read what has been written since the last time. Raises UnreadableError where no trace is there."""
+        before = {key: start.trace.count for key, start in self._starts.items()}
+        self._look()
+        if not self._starts:
+            what = "; ".join(self._told_problems()) or "it is empty"
+            raise UnreadableError(f"{self.path}: no trace file in it: {what}")
+        latest, earlier = _launches(self._starts.values())
+        self._read_all(latest)
+        size = _world_size(latest)
+        job = Job(self.path, size, {start.trace.rank: start.trace for start in latest if start.trace.rank < size})
+        job.problems = self._told_problems()
+        for start in latest:
+            if damage := start.trace.damage:
+                job.problems.append(f"{safe(start.parts[-1].path.name)}: {damage}")
+        job.suspects = {rank for rank in self._suspects if rank not in job.traces}
+        job.earlier = [_told_start(start) for start in earlier]
+        job.moving = bool(before) and any(
+            start.trace.count > before.get(key, 0) for key, start in self._starts.items() if start in latest
+        )
+        return job
+
+    def _look(self) -> None:
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise UnreadableError(f"{self.path}: {error.strerror}") from error
+        for name in names[:_MOST_FILES]:
+            path = self.path / name
+            if path in self._parts:
+                continue
+            self._problems.pop(path, None)
+            named = _NAME.fullmatch(name)
+            try:
+                part = _opened(path, named)
+            except (_NotRead, OSError) as error:
+                cannot = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+                self._problems[path] = cannot
+                if named and int(named[1]) < _MOST_RANKS:
+                    self._suspects.add(int(named[1]))
+                if isinstance(error, _NotRead) and error.rank >= 0:
+                    self._suspects.add(error.rank)
+            else:
+                self._parts.add(path)
+                self._add(part)
+        if len(names) > _MOST_FILES:
+            self._problems[self.path] = f"{len(names)} files; only the first {_MOST_FILES} were looked at"
+
+    def _add(self, part: Part) -> None:
+        header = part.header
+        key = (header.rank, header.pid, header.started, header.host)
+        start = self._starts.get(key)
+        if start is None:
+            self._starts[key] = Start([part], RankTrace(header))
+        elif any(part.header.part == other.header.part for other in start.parts):
+            self._problems[part.path] = "a copy of another part"
+        else:
+            if part.header.part < start.parts[-1].header.part and start.trace.count:
+                start.trace.mixed = True  # came after later ones had been read
+            start.parts = sorted([*start.parts, part], key=lambda one: one.header.part)
+            start.trace.header = start.parts[0].header if not start.trace.count else start.trace.header
+
+    def _read_all(self, starts: list[Start]) -> None:
+        unread = [start for start in starts if not start.trace.count]
+        processes = min(len(unread), os.cpu_count() or 1)
+        if processes > 1 and sum(start.size for start in unread) > _ONE_PROCESS:
+            largest_first = sorted(unread, key=lambda start: -start.size)
+            try:
+                with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+                    done = list(pool.map(Start.read_on, largest_first))
+            except BrokenProcessPool:  # no memory for more of them, perhaps: this process reads all
+                done = []
+            for start, read in zip(largest_first, done, strict=False):
+                start.parts, start.trace = read.parts, read.trace
+        for start in starts:
+            start.read_on()
+
+    def _told_problems(self) -> list[str]:
+        told = [f"{safe(path.name)}: {why}" for path, why in sorted(self._problems.items())]
+        more = len(told) - _MOST_NAMED
+        return told[:_MOST_NAMED] + ([f"and {more} more files"] if more > 0 else [])
+
+
+class _NotRead(Exception):
+    """A file is no part of a trace, and why. rank: the one that its header names; -1 where it names none."""
+
+    def __init__(self, why: str, rank: int = -1) -> None:
+        super().__init__(why)
+        self.rank = rank
+
+
+def _opened(path: Path, named: re.Match[str] | None) -> Part:
+    """The file as a part of a trace, its header read. Raises _NotRead or OSError where it is none."""
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise _NotRead("a folder; not looked into")
+    if not stat.S_ISREG(status.st_mode):
+        raise _NotRead("not a file")
+    if path.suffix in _PACKED:
+        raise _NotRead("compressed; unpack it first")
+    if path.suffix != ".jsonl":
+        raise _NotRead("not a trace")
+    if not status.st_size:
+        raise _NotRead("empty")
+    with path.open("rb") as file:
+        line, newline, _ = file.read(_BLOCK).partition(b"\n")
+    header = header_in(line) if newline else None
+    if header is None:
+        raise _NotRead("does not begin with a trace's header")
+    if header.format != records.FORMAT:
+        raise _NotRead(f"format {header.format}; this nemo_patches reads {records.FORMAT}")
+    if not (0 <= header.rank < header.world_size <= _MOST_RANKS and header.part >= 0):
+        raise _NotRead(f"rank {header.rank} of {header.world_size} in its header")
+    if named and tuple(map(int, named.groups())) != (header.rank, header.pid, header.part):
+        raise _NotRead(f"its header is of rank {header.rank}, pid {header.pid}, part {header.part}", header.rank)
+    return Part(path, header, status.st_size)
+
+
+def _world_size(starts: list[Start]) -> int:
+    """What most of the headers say."""
+    return Counter(start.trace.header.world_size for start in starts).most_common(1)[0][0]
+
+
+def _launches(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:
+    """The starts of the latest launch, at most one for each rank; and all earlier ones.
+
+    A rank with fewer starts than others did not live through all launches: to which its last start belongs is told by
+    torchrun's restart count, else by the time of the others' starts, on its own host if there are any.
+    """
+    of_rank: dict[int, list[Start]] = defaultdict(list)
+    for start in sorted(starts, key=lambda one: (one.trace.header.started, one.trace.header.restart)):
+        of_rank[start.trace.rank].append(start)
+    most = max(map(len, of_rank.values()))
+    whole = [ranks for ranks in of_rank.values() if len(ranks) == most]
+    latest = []
+    for ranks in of_rank.values():
+        if len(ranks) == most or _is_of_the_last(ranks[-1].trace.header, whole):
+            latest.append(ranks[-1])
+    chosen = {id(start) for start in latest}
+    earlier = [start for ranks in of_rank.values() for start in ranks if id(start) not in chosen]
+    return sorted(latest, key=lambda start: start.trace.rank), earlier
+
+
+def _is_of_the_last(header: records.Header, whole: list[list[Start]]) -> bool:
+    peers = [ranks for ranks in whole if ranks[-1].trace.header.host == header.host] or whole
+    last, before = (peers[0][number].trace.header for number in (-1, -2))
+    if last.restart != before.restart and header.restart in (last.restart, before.restart):
+        return header.restart == last.restart
+    return abs(header.started - last.started) < abs(header.started - before.started)
+
+
+def _told_start(start: Start) -> str:
+    header = start.trace.header
+    return f"{safe(start.parts[0].path.name)}: an earlier start of rank {header.rank}, restart {header.restart}"

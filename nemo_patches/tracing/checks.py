@@ -1,0 +1,190 @@
+"""The opt-in checks around an encoder call: its inputs, asynchronous errors of the device, and who does not come."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from nemo_patches.runtime import length_sync
+from nemo_patches.runtime.heartbeats import MissingRank, told
+from nemo_patches.runtime.length_sync import EncoderSync, LengthSyncTimeout
+from nemo_patches.runtime.reporting import first_line, raised_by_signal_handler, report
+from nemo_patches.runtime.stall_monitor import OpenRound
+from nemo_patches.tracing.settings import BARRIER, CUDA, INPUTS
+
+_PATIENCE = 2.0  # seconds, for a stall report
+
+
+class FindingError(RuntimeError):
+    """A check of NEMO_PATCHES_TRACE_CHECKS has found something, and on_finding="raise" was chosen."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """An encoder call's inputs. signal: batch first. frames: of the signal; None where that has no such dimension."""
+
+    signal: torch.Tensor | None
+    lengths: torch.Tensor | None
+    frames: int | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check found. `kind` is the same for the same trouble: what is counted, and said not every time."""
+
+    check: str
+    kind: str
+    text: str
+
+
+class EncoderChecks:
+    """The checks of one encoder, with what they have found so far."""
+
+    def __init__(self, words: tuple[str, ...], encoder: torch.nn.Module) -> None:
+        self._words, self._encoder = words, encoder
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._barrier: _Barrier | None = None
+
+    def before(self, inputs: Inputs) -> list[Found]:
+        """What is found before the call. `inputs` and `cuda` wait for the device, `barrier` waits for the ranks."""
+        found: list[Found] = []
+        if CUDA in self._words:
+            found += _synchronized(inputs, "before the encoder: an earlier operation has failed")
+        if INPUTS in self._words:
+            found += _inputs(self._encoder, inputs)
+        if BARRIER in self._words:
+            found += self._meet(inputs)
+        return found
+
+    def after(self, inputs: Inputs) -> list[Found]:
+        return list(_synchronized(inputs, "in the encoder")) if CUDA in self._words else []
+
+    def say(self, name: str, number: int, found: Found) -> None:
+        """One line the first, 10th, 100th ... time that this is found of this encoder."""
+        self._counts[found.check, found.kind] += 1
+        times = self._counts[found.check, found.kind]
+        if times == 10 ** (len(str(times)) - 1):
+            count = f" (found {times} times)" if times > 1 else ""
+            report(logging.WARNING, f"{name}: call {number}: check {found.check}: {found.text}{count}")
+
+    def _meet(self, inputs: Inputs) -> Iterator[Found]:
+        sync = length_sync.sync_of(self._encoder)
+        if sync is None:
+            say_once("check barrier: does nothing, there is no other rank to wait for")
+            return
+        if self._barrier is None or self._barrier.world is not sync.world:
+            self._barrier = _Barrier(f"{sync.title}, barrier", f"{sync.key}-barrier", sync.world)
+            sync.world.add(self._encoder, self._barrier)
+        barrier = self._barrier
+        if barrier.ended:
+            return
+        sync.world.begin()
+        bounded = replace(length_sync.current(), sync="bounded", on_timeout="raise")
+        try:
+            barrier.sync(inputs.frames or 0, self._encoder.training, bounded)
+        except LengthSyncTimeout as error:
+            missing = error.missing or barrier.reported()
+            who = told(missing, sync.world.size) if missing else "who is missing, a stall report says"
+            why = (
+                f"the barrier has ended: {barrier.ended}"
+                if barrier.ended
+                else "not every rank came to this call in time"
+            )
+            yield Found(BARRIER, "ended" if barrier.ended else "missing", f"{why}; {who}")
+
+
+class _Barrier(EncoderSync):
+    """A round of its own before the length sync: who waits in it has all its earlier work done."""
+
+    def late(self, one: OpenRound, waited: float) -> str:
+        return f"not every rank came within {waited:.2f} s"
+
+    def reported(self) -> tuple[MissingRank, ...]:
+        """The missing ranks, where the stall monitor needs more time; it reports a stall that lasts only once."""
+        one = self.open_round
+        if one is None or one.told is None or self.ended:
+            return ()
+        one.told.wait(_PATIENCE if self.calm else _PATIENCE / 10)
+        return one.missing
+
+
+def _inputs(encoder: torch.nn.Module, inputs: Inputs) -> Iterator[Found]:
+    """One wait for the device, two more where something is found."""
+    signal, lengths, frames = inputs.signal, inputs.lengths, inputs.frames
+    if signal is None:
+        say_once(f"check inputs: does nothing for {type(encoder).__name__}: its signal is no tensor")
+        return
+    yield from _placed(encoder, signal, lengths)
+    batch = signal.shape[0] if signal.ndim else 0
+    if lengths is not None and (lengths.ndim != 1 or lengths.shape[0] != batch):
+        yield Found(INPUTS, "batch", f"a batch of {batch}, but lengths of shape {list(lengths.shape)}")
+    comparable = lengths is not None and frames is not None and lengths.device == signal.device
+    try:
+        not_finite, beyond = _looked_at(signal, lengths if comparable else None, frames or 0)
+        nan, infinite = _count(signal) if not_finite else (0, 0)
+        longest = lengths.max().item() if lengths is not None and beyond else 0
+    except RuntimeError as error:
+        if raised_by_signal_handler(error):
+            raise
+        yield Found(INPUTS, "unreadable", f"the input cannot be read: {first_line(error)}")
+        return
+    if not_finite:
+        text = f"the signal has {nan} NaN and {infinite} Inf among {signal.numel()} values"
+        yield Found(INPUTS, "NaN" if nan else "Inf", text)
+    if beyond:
+        yield Found(INPUTS, "lengths", f"the longest length is {longest}, beyond the signal's {frames} frames")
+
+
+@torch.no_grad()
+def _looked_at(signal: torch.Tensor, lengths: torch.Tensor | None, frames: int) -> tuple[bool, bool]:
+    """Whether some value is not finite, and whether some length is beyond the signal: one wait for the device."""
+    trouble = [~torch.isfinite(signal).all()]
+    if lengths is not None:
+        trouble.append((lengths > frames).any())
+    not_finite, *beyond = torch.stack(trouble).tolist()
+    return not_finite, any(beyond)
+
+
+@torch.no_grad()
+def _count(signal: torch.Tensor) -> tuple[int, int]:
+    nan, infinite = torch.stack([signal.isnan().sum(), signal.isinf().sum()]).tolist()
+    return nan, infinite
+
+
+def _placed(encoder: torch.nn.Module, signal: torch.Tensor, lengths: torch.Tensor | None) -> Iterator[Found]:
+    """What needs no look at the values."""
+    if lengths is not None and lengths.device != signal.device:
+        yield Found(INPUTS, "lengths' device", f"the signal is on {signal.device}, its lengths are on {lengths.device}")
+    weight = next((weight for weight in encoder.parameters() if weight.is_floating_point()), None)
+    if weight is None:
+        return
+    if weight.device != signal.device:
+        yield Found(INPUTS, "device", f"the signal is on {signal.device}, the weights are on {weight.device}")
+    if weight.dtype != signal.dtype and not torch.is_autocast_enabled(signal.device.type):
+        yield Found(INPUTS, "dtype", f"the signal is {signal.dtype}, the weights are {weight.dtype}, without autocast")
+
+
+def _synchronized(inputs: Inputs, where: str) -> Iterator[Found]:
+    if inputs.signal is None or not inputs.signal.is_cuda:
+        say_once("check cuda: does nothing for an input that is not on a CUDA device")
+        return
+    try:
+        torch.cuda.synchronize(inputs.signal.device)
+    except RuntimeError as error:
+        if raised_by_signal_handler(error):
+            raise
+        yield Found(CUDA, where, f"{where}: {first_line(error)}")
+
+
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """What does nothing here, and why."""
+    if text not in _said:
+        _said.add(text)
+        report(logging.INFO, text)

@@ -1,0 +1,147 @@
+"""Ranks that are asked directly, over real sockets: who answers is taken by its word, and nobody can make it wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_heartbeats import BEAT, anything
+
+from nemo_patches.runtime.heartbeats import LONGEST, Beat, encode
+from nemo_patches.runtime.peers import Listener, Peer, ask, decode_peers, encode_peers
+
+pytestmark = pytest.mark.one_nemo
+PATIENCE = 1.0
+
+
+def peer_at(port: int) -> Peer:
+    return Peer("node7", 4711, "127.0.0.1", port)
+
+
+@contextlib.contextmanager
+def answering(listeners: dict[int, Listener]) -> Iterator[None]:
+    """Each with its rank's heartbeat, as the stall monitors' threads do."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(0.01):
+            for rank, listener in listeners.items():
+                listener.answer(lambda rank=rank: replace(BEAT, rank=rank))  # type: ignore[misc]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(10)
+        for listener in listeners.values():
+            listener.close()
+
+
+def asked(peers: dict[int, Peer]) -> tuple[dict[int, Beat], float]:
+    began = time.monotonic()
+    return ask(peers, PATIENCE, lambda: False), time.monotonic() - began
+
+
+def test_who_answers_is_found_and_who_is_gone_or_silent_is_not() -> None:
+    listeners = {rank: Listener(("127.0.0.1", 1)) for rank in (0, 2)}
+    silent = socket.create_server(("127.0.0.1", 0))  # as of a process that is stopped: the kernel accepts
+    closed = socket.create_server(("127.0.0.1", 0))
+    port = closed.getsockname()[1]
+    closed.close()
+    peers = {rank: peer_at(one.port) for rank, one in listeners.items()}
+    with silent, answering(listeners):
+        found, took = asked({**peers, 1: peer_at(port), 3: peer_at(silent.getsockname()[1])})
+    assert found == {rank: replace(BEAT, rank=rank) for rank in (0, 2)}
+    assert took < PATIENCE + 2
+
+
+def test_more_ranks_than_a_process_may_have_connections_all_answer() -> None:
+    listeners = {rank: Listener(("127.0.0.1", 1)) for rank in range(300)}
+    with answering(listeners):
+        found, _ = asked({rank: peer_at(one.port) for rank, one in listeners.items()})
+    assert sorted(found) == list(range(300))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"no heartbeat",
+        b"\xff" * 100,
+        encode(BEAT)[:-1],
+        encode(replace(BEAT, rank=4)),
+        encode(BEAT) + b" " * LONGEST,
+        b"1" * (1 << 22),
+    ],
+    ids=["nothing", "text", "bytes", "cut", "of another rank", "too long", "very long"],
+)
+def test_what_is_no_heartbeat_of_that_rank_is_not_taken(sent: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            client, _ = server.accept()
+            with client, contextlib.suppress(OSError):
+                client.sendall(sent)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found, took = asked({BEAT.rank: peer_at(server.getsockname()[1])})
+        thread.join(10)
+    assert found == {}
+    assert took < PATIENCE + 2
+
+
+def test_who_asks_and_sends_or_never_reads_holds_up_nobody() -> None:
+    listener = Listener(("127.0.0.1", 1))
+    with contextlib.ExitStack() as clients:
+        for _ in range(50):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", listener.port), 5))
+            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with answering({3: listener}):
+            found, _ = asked({3: peer_at(listener.port)})
+    assert found == {3: BEAT}
+
+
+def test_a_question_that_is_not_wanted_any_more_ends_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        assert ask({1: peer_at(silent.getsockname()[1])}, 60.0, lambda: True) == {}
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_beside_the_store_is_asked_at_the_stores_address() -> None:
+    listener = Listener((socket.gethostbyname("localhost"), 1))
+    listener.close()
+    beside, elsewhere = Peer("a", 1, "127.0.1.1", 7), Peer("b", 1, "10.77.0.2", 7)
+    assert listener.from_here(beside).address == "127.0.0.1"
+    assert listener.from_here(elsewhere) == elsewhere
+    assert listener.from_here(Peer("c", 1, "", 0)) == Peer("c", 1, "", 0)
+
+
+def test_peers_are_read_back() -> None:
+    peers = {
+        0: Peer("node0", 17, "10.0.0.1", 40123),
+        1: Peer("node1", 18, "fd00::1", 40124),
+        2: Peer("n\x1b", 19, "", 0),
+    }
+    assert decode_peers(encode_peers(peers).encode(), 3) == {**peers, 2: Peer("n?", 19, "", 0)}
+    assert decode_peers(encode_peers(peers).encode(), 1) == {0: peers[0]}
+
+
+@given(st.binary(max_size=200) | anything.map(lambda content: json.dumps(content).encode()))
+def test_what_are_no_peers_are_none(data: bytes) -> None:
+    assert decode_peers(data, 4) == {}
+
+
+def test_a_peer_with_a_name_for_an_address_is_none() -> None:
+    assert decode_peers(b'{"0": ["node0", 17, "localhost", 4000]}', 4) == {}

@@ -1,0 +1,654 @@
+"""Diagnoses of simulated traces: every verdict for what it is, and none for what only looks like it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from interpreters import CHECKOUT, python
+from simulated_traces import (
+    PHASES,
+    Call,
+    Event,
+    Exit,
+    Gradients,
+    Killed,
+    Setup,
+    evaluation,
+    file_name,
+    header,
+    steps,
+    write,
+)
+
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.columns import RankTrace
+from nemo_patches.tools.diagnose.decoding import LONGEST_LINE, decode
+from nemo_patches.tools.diagnose.diagnosis import diagnose
+from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.reading import Folder, UnreadableError
+from nemo_patches.tools.diagnose.watching import follow, once
+from nemo_patches.tracing import records
+
+pytestmark = pytest.mark.one_nemo
+
+OUT = [Exit()]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What each rank does, and the first finding that there must be: its id, ranks, call, phase, and words in it."""
+
+    schedules: list[list[Event]]
+    finding: str
+    ranks: tuple[int, ...]
+    call: int = 0
+    phase: str = ""
+    said: tuple[str, ...] = ()
+    setups: dict[int, Setup] = field(default_factory=dict)
+    reports: bool = True
+    bound: int = 1 << 30
+
+
+def four(common: list[Event], odd: list[Event], usual: list[Event], rank: int = 2, size: int = 4) -> list[list[Event]]:
+    """All ranks do what is common, then one of them something else than the others."""
+    return [common + (odd if one == rank else usual) for one in range(size)]
+
+
+def long(phase: str) -> Call:
+    return Call(length=9000, stuck=phase)
+
+
+SCENARIOS = {
+    "stuck before the encoder": Scenario(
+        four(steps(70), [], steps(1), 5, 8),
+        ids.BEFORE_ENCODER,
+        (5,),
+        71,
+        said=("has not entered training call 71", "ranks 0-4, 6-7 went through", "read_audio (my_asr/dataset.py:41)"),
+    ),
+    "stuck before it, no stall reports": Scenario(
+        four(steps(70), [], steps(1)), ids.BEFORE_ENCODER, (2,), 71, reports=False, said=("stuck before the encoder",)
+    ),
+    "stuck before it, in evaluation": Scenario(
+        four(steps(20), evaluation(3), evaluation(10)), ids.BEFORE_ENCODER, (2,), 24, said=("evaluation call 30",)
+    ),
+    "two are stuck before it": Scenario(
+        [steps(30) + ([] if rank in (1, 6) else steps(1)) for rank in range(8)], ids.BEFORE_ENCODER, (1, 6), 31
+    ),
+    "stuck before it, files rotated": Scenario(
+        four(steps(900), [], steps(1)), ids.BEFORE_ENCODER, (2,), 901, bound=60_000
+    ),
+    "stuck before it, after uneven evaluations": Scenario(
+        [
+            (steps(5) + evaluation(4 + (rank == 0))) * 3 + steps(9) + ([] if rank == 1 else steps(1))
+            for rank in range(4)
+        ],
+        ids.BEFORE_ENCODER,
+        (1,),
+        37,
+    ),
+    "stuck before it, sync=local": Scenario(
+        four(steps(70), [], steps(1)),
+        ids.BEFORE_ENCODER,
+        (2,),
+        71,
+        setups={rank: Setup(sync="local") for rank in range(4)},
+    ),
+    "stuck before it, sync=overlapped": Scenario(
+        four(steps(70), [], steps(1)),
+        ids.BEFORE_ENCODER,
+        (2,),
+        71,
+        setups={rank: Setup(sync="overlapped") for rank in range(4)},
+    ),
+    **{
+        f"all inside: {phase}": Scenario(
+            [[*steps(20), long(phase)] for _ in range(4)],
+            ids.ALL_INSIDE,
+            (0, 1, 2, 3),
+            21,
+            phase,
+            said=("All 4 ranks are inside training call 21", "none has come out"),
+        )
+        for phase in PHASES
+    },
+    **{
+        f"one inside, the others out: {phase}": Scenario(
+            four(steps(20), [long(phase)], [Call(9000), Gradients()]),
+            ids.SOME_INSIDE,
+            (2,),
+            21,
+            phase,
+            said=("Rank 2 is inside training call 21", "ranks 0-1, 3 came out"),
+        )
+        for phase in PHASES[1:]
+    },
+    "all out": Scenario(
+        [[*steps(30), Call()] for _ in range(4)],
+        ids.OUTSIDE,
+        (0, 1, 2, 3),
+        31,
+        said=("have come out of training call 31", "outside the encoder"),
+    ),
+    "killed before a call": Scenario(
+        four(steps(30), [Killed()], steps(5)), ids.KILLED, (2,), 31, said=("killed or crashed after training call 30",)
+    ),
+    "killed inside a call": Scenario(
+        four(steps(30), [Call(stuck="layers", dies=True)], [Call(), *OUT]),  # the gradients' reduce raises
+        ids.KILLED,
+        (2,),
+        31,
+        "layers",
+        said=("in its layers of training call 31",),
+    ),
+    "killed, no stall reports": Scenario(four(steps(30), [Killed()], steps(5)), ids.KILLED, (2,), 31, reports=False),
+    "no heartbeat": Scenario(
+        four(steps(30), [Killed(gone=False)], steps(5)), ids.SILENT, (2,), 31, said=("no heartbeat",)
+    ),
+    "ended early": Scenario(
+        four(steps(30), OUT, steps(5)), ids.ENDED, (2,), 31, said=("ended in good order after training call 30",)
+    ),
+    "exception": Scenario(
+        four(steps(30), [Call(raises="RuntimeError"), *OUT], steps(5)),
+        ids.EXCEPTION,
+        (2,),
+        31,
+        said=("Rank 2 raised RuntimeError in call 31",),
+    ),
+    "exception on all ranks": Scenario(
+        [[*steps(30), Call(raises="ValueError"), *OUT] for _ in range(4)], ids.EXCEPTION, (0, 1, 2, 3), 31
+    ),
+    "exception that was swallowed": Scenario(
+        four(steps(30), [Call(raises="OutOfMemoryError"), Gradients(), *steps(5), *OUT], [*steps(6), *OUT]),
+        ids.CAUGHT,
+        (2,),
+        31,
+        said=("training went on after it",),
+    ),
+    "not patched": Scenario(
+        four(steps(3), [], []),
+        ids.MISSING_RANK,
+        (2,),
+        setups={2: Setup(patched=False)},
+        said=("no sign of rank 2 of 4",),
+    ),
+    "not traced": Scenario(
+        [steps(30) + OUT] * 4,
+        ids.UNTRACED,
+        (2,),
+        setups={2: Setup(traced=False)},
+        said=("takes part in the length sync",),
+    ),
+    "one evaluation call more": Scenario(
+        [(steps(20) + evaluation(6 if rank == 3 else 5)) * 2 + steps(4) + OUT for rank in range(4)],
+        ids.UNEVEN_CALLS,
+        (3,),
+        26,
+        said=("Rank 3 made more evaluation calls than ranks 0-2", "2 times"),
+    ),
+    "one evaluation call fewer": Scenario(
+        [(steps(20) + evaluation(4 if rank == 3 else 5)) * 2 + steps(4) + OUT for rank in range(4)],
+        ids.UNEVEN_CALLS,
+        (3,),
+        25,
+        said=("Rank 3 made fewer evaluation calls",),
+    ),
+    "two evaluation calls more, sync=local": Scenario(
+        [steps(20) + evaluation(7 if rank == 3 else 5) + steps(4) + OUT for rank in range(2)]
+        + [steps(20) + evaluation(7) + steps(4) + OUT],
+        ids.UNEVEN_CALLS,
+        (2,),
+        26,
+        setups={rank: Setup(sync="local") for rank in range(3)},
+    ),
+    "one training call fewer": Scenario(
+        [steps(19 if rank == 1 else 20) + evaluation(5) + steps(4) for rank in range(4)],
+        ids.UNEVEN_CALLS,
+        (1,),
+        20,
+        said=("Rank 1 made fewer training calls",),
+    ),
+    "the flag differs": Scenario(
+        [steps(20)] * 4,
+        ids.DIFFERENT_SYNC,
+        (3,),
+        setups={3: Setup(flag=False, configured="false")},
+        said=("does not sync its length on rank 3",),
+    ),
+    "sync=local on one": Scenario([steps(20)] * 4, ids.DIFFERENT_SYNC, (1,), setups={1: Setup(sync="local")}),
+    "versions differ": Scenario(
+        [steps(20) + OUT] * 4,
+        ids.DIFFERENT,
+        (3,),
+        setups={3: Setup(torch="2.12.0")},
+        said=("Version of torch", "2.12.0 on rank 3", "2.13.0 on ranks 0-2"),
+    ),
+    "buffers differ": Scenario(
+        [steps(20) + OUT] * 4, ids.DIFFERENT, (3,), setups={3: Setup(registered=4999)}, said=("registered buffers",)
+    ),
+    "inputs differ": Scenario(
+        [[Call(features=64 if rank == 0 else 80), Gradients()] * 9 + OUT for rank in range(4)],
+        ids.DIFFERENT,
+        (0,),
+        said=("64 features, float32, cuda on rank 0",),
+    ),
+    "a NaN": Scenario(
+        four(steps(20), [Call(found="2 NaN in the signal"), Gradients(), *OUT], [*steps(1), *OUT]),
+        ids.BAD_INPUT,
+        (2,),
+        21,
+        said=("first found something on rank 2 in call 21", "2 NaN in the signal"),
+    ),
+    "memory runs away": Scenario(
+        [steps(200) + OUT] * 4, ids.MEMORY, (3,), setups={3: Setup(memory=(8, 0.05))}, said=("Rank 3's host memory",)
+    ),
+    "chronic straggler": Scenario(
+        [steps(100, pause=0.15 if rank == 2 else 0.1) + OUT for rank in range(4)],
+        ids.STRAGGLER,
+        (2,),
+        said=("50 ms after the first", "causes 100% of all waiting"),
+    ),
+    "late once": Scenario(
+        four(steps(100), [Call(pause=26), Gradients(), *steps(50), *OUT], [*steps(51), *OUT]),
+        ids.LATE,
+        (2,),
+        101,
+        said=("came too late to 1 round", "it recovered", "read_audio"),
+    ),
+}
+
+
+def report_on(scenario: Scenario, folder: Path, seed: int = 0) -> Report:
+    return diagnose(
+        Folder(
+            write(folder, scenario.schedules, scenario.setups, scenario.reports, seed=seed, bound=scenario.bound)
+        ).read()
+    )
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_each_scenario_has_its_verdict(name: str, tmp_path: Path) -> None:
+    scenario = SCENARIOS[name]
+    report = report_on(scenario, tmp_path)
+    assert report.exit_code == 1 and not report.problems
+    first = report.findings[0]
+    assert (first.id, first.ranks, first.call, first.phase) == (
+        scenario.finding,
+        scenario.ranks,
+        scenario.call,
+        scenario.phase,
+    ), report
+    for said in scenario.said:
+        assert said in report.verdict
+    assert first.next_step
+    # Nothing else is critical, but for what follows from the first.
+    others = [one for one in report.findings[1:] if one.severity == CRITICAL and not one.because]
+    assert not others, report
+
+
+HEALTHY: dict[str, Scenario] = {
+    "ended in good order": Scenario([steps(60) + evaluation(10) + steps(20) + OUT] * 4, "", ()),
+    "lengths differ": Scenario([steps(60, length=500 + 100 * rank) + OUT for rank in range(4)], "", ()),
+    "everything grows": Scenario([steps(9) + steps(9, length=9000) + OUT] * 4, "", ()),
+    "one is late, in time": Scenario(
+        four(steps(60), [Call(pause=9.5), Gradients(), *steps(60), *OUT], [*steps(61), *OUT]), "", ()
+    ),
+    "the last one is never the same": Scenario(
+        [
+            [event for step in range(120) for event in steps(1, pause=0.2 if step % 4 == rank else 0.1)] + OUT
+            for rank in range(4)
+        ],
+        "",
+        (),
+    ),
+    "a lag of no account": Scenario([steps(120, pause=1.004 if rank == 1 else 1.0) + OUT for rank in range(4)], "", ()),
+    "memory grows on all": Scenario(
+        [steps(200) + OUT] * 4, "", (), setups={rank: Setup(memory=(8, 0.05)) for rank in range(4)}
+    ),
+    "one has more memory": Scenario([steps(200) + OUT] * 4, "", (), setups={1: Setup(memory=(60, 0.0))}),
+    "no rank syncs": Scenario(
+        [steps(50) + OUT] * 4, "", (), setups={rank: Setup(flag=False, configured="false") for rank in range(4)}
+    ),
+    "evaluation only": Scenario([evaluation(80) + OUT] * 4, "", ()),
+    "one rank": Scenario([steps(50) + OUT], "", ()),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_found_where_nothing_is_wrong(name: str, tmp_path: Path) -> None:
+    report = report_on(HEALTHY[name], tmp_path)
+    assert report.findings == () and report.exit_code == 0
+    assert report.verdict.startswith("Nothing found") and "ended in good order" in report.verdict
+
+
+def test_a_rank_that_is_late_in_evaluation_does_not_make_fewer_calls(tmp_path: Path) -> None:
+    late = [*evaluation(2), Call(training=False, pause=15), *evaluation(7)]
+    scenario = Scenario(four(steps(20), [*late, *steps(30), *OUT], [*evaluation(10), *steps(30), *OUT]), "", ())
+    assert {one.id for one in report_on(scenario, tmp_path).findings} == {ids.LATE}
+
+
+def test_the_age_of_a_ranks_last_record_is_told_without_the_hosts_clocks(tmp_path: Path) -> None:
+    """The clocks are hours apart, and the traces began half a minute apart; the others gave up after 10 s."""
+    for seed in range(5):
+        report = report_on(SCENARIOS["stuck before the encoder"], tmp_path / str(seed), seed)
+        behind = [one.behind for one in report.ranks]
+        assert behind[5] == pytest.approx(10.2, abs=0.2)
+        assert all(one is not None and one < 0.2 for rank, one in enumerate(behind) if rank != 5)
+
+
+def test_memory_is_told_with_the_kill_that_it_led_to(tmp_path: Path) -> None:
+    scenario = Scenario(four(steps(200), [Killed()], steps(3)), ids.KILLED, (2,), setups={2: Setup(memory=(8, 0.1))})
+    report = report_on(scenario, tmp_path)
+    assert [one.id for one in report.findings[:2]] == [ids.KILLED, ids.MEMORY]
+    assert "killed or crashed" in report.verdict and "grows without end" in report.verdict
+
+
+def test_an_exception_explains_the_others_timeouts(tmp_path: Path) -> None:
+    scenario = Scenario(
+        four(steps(30), [Call(raises="RuntimeError"), Gradients()], [Call(), Call(pause=0.2)]), ids.EXCEPTION, (2,)
+    )
+    report = report_on(scenario, tmp_path)
+    assert report.findings[0].id == ids.EXCEPTION
+    assert [one.because for one in report.findings[1:]] == [ids.EXCEPTION] * len(report.findings[1:])
+
+
+def test_all_sync_errors_at_once_blame_no_rank(tmp_path: Path) -> None:
+    write(tmp_path, [steps(30)] * 3)
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes().replace(b'"outcome":"came"', b'"outcome":"ended"'))
+    report = diagnose(Folder(tmp_path).read())
+    assert ids.SYNC_ENDED in {one.id for one in report.findings}
+    assert ids.KILLED not in {one.id for one in report.findings}
+
+
+# A running job.
+
+
+def test_a_job_that_runs_is_not_a_job_that_hangs(tmp_path: Path) -> None:
+    """Its files end in the middle of a step; between two looks they grow."""
+    write(tmp_path, four(steps(70), [], [Call(), Gradients()]), reports=False)
+    whole = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    for number, (file, content) in enumerate(whole.items()):
+        file.write_bytes(content[: len(content) // 2 + 60 * number])
+
+    def later(_: float) -> None:
+        for number, (file, content) in enumerate(whole.items()):
+            file.write_bytes(content[: len(content) * 2 // 3 + 60 * number])
+
+    job, report = once(tmp_path, later)
+    assert job.moving and report.findings == ()
+    assert "running" in report.verdict
+    for file, content in whole.items():
+        file.write_bytes(content)
+    job, report = once(tmp_path, lambda _: None)
+    assert not job.moving and report.findings[0].id == ids.BEFORE_ENCODER
+
+
+def test_in_a_job_that_runs_a_rank_that_the_others_gave_up_on_is_told(tmp_path: Path) -> None:
+    write(tmp_path, four(steps(20), evaluation(3), evaluation(40)))
+    whole = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    for file, content in whole.items():
+        file.write_bytes(content[:-300])
+
+    def later(_: float) -> None:
+        for file, content in whole.items():
+            file.write_bytes(content)
+
+    job, report = once(tmp_path, later)
+    assert job.moving
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (2,))
+
+
+def test_watching_tells_each_verdict_once_as_it_changes(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    folder.mkdir()
+    source = write(tmp_path / "source", four(steps(70), [], steps(1)))
+    whole = {folder / file.name: file.read_bytes() for file in source.iterdir()}
+    looks = 0
+
+    def sleep(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        for file, content in whole.items():
+            file.write_bytes(content[: len(content) * min(looks, 10) // 10])
+
+    watch: Iterator = follow(folder, sleep)
+    _, first = next(watch)
+    assert first.findings == () and "running" in first.verdict
+    _, last = next(watch)
+    while last.exit_code == 0:  # the number of calls grows
+        _, last = next(watch)
+    assert last.findings[0].id == ids.BEFORE_ENCODER
+
+
+# What else may be in the folder.
+
+
+def test_other_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
+    write(tmp_path, SCENARIOS["stuck before the encoder"].schedules)
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 999)
+    (tmp_path / "evil\x1b[31m\nname.jsonl").write_text("{}\n")
+    (tmp_path / "rank-00003.20261121T183311.7.0.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    other = records.encode(header(1, 8, 1e9, Setup())).replace(b'"format":1', b'"format":2')
+    (tmp_path / "other.jsonl").write_bytes(other)
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks, len(report.findings)) == (ids.BEFORE_ENCODER, (5,), 2)
+    told = "\n".join(report.problems)
+    for said in (
+        "notes.txt: not a trace",
+        "empty.jsonl: empty",
+        "binary.jsonl: does not begin with a trace's header",
+        "gz: compressed",
+        "folder.jsonl: a folder",
+        "pipe.jsonl: not a file",
+        "other.jsonl: format 2",
+        "gone.jsonl: cannot be read",
+        "evil?[31m?name.jsonl",
+    ):
+        assert said in told
+    assert "\x1b" not in told
+
+
+def test_lines_that_are_no_records_are_counted_and_bounded(tmp_path: Path) -> None:
+    write(tmp_path, [steps(30) + OUT] * 2)
+    odd = [
+        b'{"k":"enter","t":1,"e":0,"n":' + b"9" * 5000 + b"}",
+        b'{"k":"pre","t":1e999,"e":0,"n":1}',
+        b'{"k":"pre","t":NaN,"e":0,"n":1}',
+        b'{"k":"leave","t":1,"e":0,"n":1,"shape":' + b"[" * 200_000 + b"}",
+        b'{"k":"end"}',
+        b"\x00" * 4096,
+        b'{"k":"leave","t":1,"e":0,"n":1,"shape":[' + b"1," * (LONGEST_LINE * 2) + b"1]}",
+        b"null",
+        b'"\xff\xfe"',
+    ]
+    file = sorted(tmp_path.iterdir())[0]
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join(lines[:40] + odd + lines[40:]))
+    folder = Folder(tmp_path)
+    report = diagnose(folder.read())
+    (problem,) = report.problems
+    assert f"{len(odd)} lines are no records" in problem
+    assert report.findings == ()
+
+
+def test_what_is_kept_of_a_file_is_bounded() -> None:
+    trace = RankTrace(header(0, 2, 1e9, Setup()))
+    raised = records.Raised(1.0, 0, 1, "E", "m" * 6000, "t" * 6000)
+    missing = records.Missing(1.0, "ConformerEncoder", 1, list(range(6000)), [], [], "")
+    memory = records.Memory(1.0, 1, None, None)
+    for _ in range(10):
+        trace.take(decode(b"".join(records.encode(one) for one in (raised, missing, memory) * 50)))
+    kept = sum(len(one.message) + len(one.traceback) for one in trace.raised) + sum(
+        len(one.ranks) for one in trace.missing
+    )
+    assert kept < 4_000_000
+    encoders = [records.Encoder(0.0, e, str(e), True, "true", 1, "", False, {}, {}) for e in range(1000)]
+    trace.take(decode(b"".join(map(records.encode, encoders))))
+    assert len(trace.tracks) == 64
+
+
+def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Path) -> None:
+    write(tmp_path, [steps(9)] * 4, launched=1.7e9, seed=3)
+    write(
+        tmp_path,
+        SCENARIOS["ended early"].schedules,
+        {r: Setup(restart=1) for r in range(4)},
+        launched=1.7e9 + 600,
+        seed=3,
+    )
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
+    assert len(report.earlier) == 4 and "restart 0" in report.earlier[0]
+
+
+def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
+    for restart in (0, 1):  # told by torchrun's count; and, where that is the same, by the host's own clock
+        folder = tmp_path / str(restart)
+        setups = {rank: Setup(restart=restart) for rank in range(4)}
+        write(folder, [steps(9)] * 4, launched=1.7e9, seed=3)
+        write(folder, [steps(9)] * 4, {**setups, 2: Setup(patched=False)}, launched=1.7e9 + 90_000, seed=3)
+        report = diagnose(Folder(folder).read())
+        assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
+        assert len(report.earlier) == 4
+
+
+def test_parts_are_read_in_order_and_a_gap_is_no_verdict(tmp_path: Path) -> None:
+    write(tmp_path, four(steps(900), [], steps(1)), bound=60_000)
+    parts = sorted(tmp_path.glob("rank-00001.*"))
+    assert len(parts) == 2
+    assert diagnose(Folder(tmp_path).read()).findings[0].ranks == (2,)
+    parts[1].unlink()  # what is left looks as if this rank had stopped earlier
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (2,))
+    assert any("the next one is missing" in problem for problem in report.problems)
+
+
+def test_calls_of_which_only_the_sync_is_recorded_are_compared_too(tmp_path: Path) -> None:
+    """As a compiled encoder's are."""
+    write(tmp_path, four(steps(70), [], steps(1)))
+    for file in tmp_path.iterdir():
+        kept = [line for line in file.read_bytes().splitlines(True) if json.loads(line)["k"] in _COMPILED]
+        file.write_bytes(b"".join(kept))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (2,)) and not report.problems
+
+
+_COMPILED = ("header", "encoder", "sync", "missing", "memory")
+
+
+def test_a_new_process_group_begins_with_round_1_again(tmp_path: Path) -> None:
+    def lines(rank: int) -> Iterator[records.Record]:
+        yield header(rank, 2, 1e9, Setup())
+        yield records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "", True, {}, {})
+        for n in range(1, 41):
+            number, t = (n - 1) % 20 + 1, n + 0.5 * rank
+            yield records.Enter(t, 1, n, True, True, [1, 80, 9], "float32", "cpu", None)
+            yield records.Sync(t + 0.1, 1, n, records.CAME, number, 0.1, 9, 9)
+            yield records.Leave(t + 0.2, 1, n, [1], 0.2)
+        yield records.End(60.0)
+
+    for rank in range(2):
+        (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines(rank))))
+    report = diagnose(Folder(tmp_path).read())
+    assert report.findings == () and report.problems == ()
+
+
+# The command.
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "nemo_patches", "diagnose", *arguments)
+
+
+def test_the_command_prints_plain_text_and_gives_the_exit_code(tmp_path: Path) -> None:
+    write(tmp_path / "hangs", SCENARIOS["stuck before the encoder"].schedules)
+    write(tmp_path / "well", HEALTHY["ended in good order"].schedules)
+    done = run(str(tmp_path / "hangs"))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("Rank 5 has not entered training call 71 of ConformerEncoder")
+    assert "\x1b" not in done.stdout and "--pid 4005" in done.stdout
+    assert run(str(tmp_path / "well")).returncode == 0
+    found = run(str(tmp_path / "hangs"), "--json")
+    content = json.loads(found.stdout)
+    assert found.returncode == content["exit_code"] == 1
+    assert content["findings"][0]["id"] == ids.BEFORE_ENCODER and content["findings"][0]["ranks"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere",), "No such file or directory"),
+        ((".",), "no trace file in it"),
+        ((".", "--watch", "--plot", "x.png"), "--watch with --plot"),
+        (("file.jsonl", "--plot", "x.png"), "no folder of traces"),
+        (("file.jsonl",), "give the folder that it is in"),
+    ],
+)
+def test_what_cannot_be_read_gets_exit_code_2_and_one_line(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.jsonl").write_bytes(records.encode(header(0, 2, 1e9, Setup())))
+    where, *rest = arguments
+    done = run(str(tmp_path / ("folder" if where == "." else where)), *rest)
+    assert done.returncode == 2 and said in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("nemo-patches diagnose: ")
+
+
+def test_a_trace_without_a_call_is_not_enough(tmp_path: Path) -> None:
+    (tmp_path / file_name(0, 1e9)).write_bytes(records.encode(header(0, 1, 1e9, Setup())))
+    report = diagnose(Folder(tmp_path).read())
+    assert [one.id for one in report.findings] == [ids.NOT_ENOUGH] and report.exit_code == 2
+    with pytest.raises(UnreadableError, match="no trace file"):
+        Folder(tmp_path / "..").read()
+
+
+def test_what_a_file_says_is_printed_safely(tmp_path: Path) -> None:
+    evil = "\x1b]0;x\x07\n[red]RED[/red]"
+    write(tmp_path, four(steps(9), [Call(raises=evil), *OUT], steps(2)))
+    done = run(str(tmp_path))
+    assert done.returncode == 1
+    assert "\x1b" not in done.stdout and "\x07" not in done.stdout and "[red]RED[/red]" in done.stdout
+    assert "\x1b" not in json.loads(run(str(tmp_path), "--json").stdout)["verdict"]
+
+
+def test_watch_ends_with_ctrl_c(tmp_path: Path) -> None:
+    write(tmp_path, SCENARIOS["ended early"].schedules)
+    command = [sys.executable, "-m", "nemo_patches", "diagnose", str(tmp_path), "--watch"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("--- ")
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert errors == "" and process.returncode in (0, 1)
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    write(tmp_path, HEALTHY["ended in good order"].schedules)
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.modules['nemo'] = None\n"
+        f"sys.argv[1:] = ['diagnose', {str(tmp_path)!r}]\n"
+        "from nemo_patches.tools.cli import main; main()"
+    )
+    done = python("-c", program)
+    assert (done.returncode, done.stderr) == (0, "")

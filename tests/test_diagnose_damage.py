@@ -1,0 +1,208 @@
+"""Damaged traces: the diagnosis never crashes, and never blames a rank that did nothing; it rather knows less.
+
+What damage may change, and what not:
+
+- A file that ends early at the end of a line is the file of a rank that was killed there: nothing tells them apart, but
+  for a round that came on another rank, to which this one must have come. So such a rank, and no other, may be blamed.
+- Whatever else happens to a file (lines lost from its middle, bytes changed, another file's lines in it, half a line at
+  its end, or the file gone) may take a verdict away, and put "not enough records" or "no trace of rank N" in its place.
+  It blames nobody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_traces import Call, Event, Exit, Gradients, Killed, evaluation, steps, write
+
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.diagnosis import diagnose
+from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.reading import Folder, UnreadableError
+
+pytestmark = pytest.mark.one_nemo
+
+OUT: list[Event] = [Exit()]
+RANKS = 4
+Files = dict[str, bytes]
+
+
+def three(common: list[Event], odd: list[Event], usual: list[Event]) -> list[list[Event]]:
+    return [common + (odd if rank == 2 else usual) for rank in range(RANKS)]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A job, and what is wrong with it; nothing where finding is empty."""
+
+    schedules: list[list[Event]]
+    finding: str
+    ranks: tuple[int, ...]
+
+
+ALL = tuple(range(RANKS))
+TRUTHS = {
+    "healthy": Truth([steps(12) + evaluation(4) + steps(6) + OUT] * RANKS, "", ()),
+    "stuck before": Truth(three(steps(20), [], steps(1)), ids.BEFORE_ENCODER, (2,)),
+    "killed": Truth(three(steps(20), [Killed()], steps(2)), ids.KILLED, (2,)),
+    "ended": Truth(three(steps(20), OUT, steps(2)), ids.ENDED, (2,)),
+    "one inside": Truth(three(steps(20), [Call(stuck="layers")], steps(1)), ids.SOME_INSIDE, (2,)),
+    "all inside": Truth([[*steps(20), Call(stuck="pre_encode")]] * RANKS, ids.ALL_INSIDE, ALL),
+    "all out": Truth([[*steps(20), Call(), Gradients()][:-1]] * RANKS, ids.OUTSIDE, ALL),
+    "exception": Truth(three(steps(20), [Call(raises="ValueError"), *OUT], steps(2)), ids.EXCEPTION, (2,)),
+    "uneven": Truth(
+        [steps(9) + evaluation(5 + (rank == 2)) + steps(9) + OUT for rank in range(RANKS)], ids.UNEVEN_CALLS, (2,)
+    ),
+}
+KNOWS_LESS = {ids.NOT_ENOUGH, ids.UNTRACED, ids.MISSING_RANK}
+
+
+@functools.cache
+def files(name: str) -> Files:
+    """A job's files, undamaged."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), TRUTHS[name].schedules)
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+def report_on(content: Files) -> Report | None:
+    """None where there is nothing left to read."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in content.items():
+            Path(folder, name).write_bytes(data)
+        try:
+            return diagnose(Folder(Path(folder)).read())
+        except UnreadableError:
+            return None
+
+
+def check(truth: Truth, content: Files, stopped: frozenset[int] = frozenset()) -> None:
+    """Whatever is said is the truth, or less. stopped: ranks whose files may look as if the rank had been stopped."""
+    report = report_on(content)
+    if report is None:
+        return
+    for one in report.findings:
+        assert (one.text + one.next_step).isprintable()
+        if one.severity != CRITICAL or one.because:
+            continue
+        is_true = one.id == truth.finding and set(one.ranks) <= set(truth.ranks)
+        may_be_blamed = stopped and set(one.ranks) <= stopped | set(truth.ranks)
+        assert is_true or one.id in KNOWS_LESS or may_be_blamed, (one, report.problems)
+
+
+def test_undamaged_they_are_the_truth() -> None:
+    for name, truth in TRUTHS.items():
+        report = report_on(files(name))
+        assert report is not None
+        first = report.findings[0] if report.findings else None
+        assert ((first.id, first.ranks) if first else ("", ())) == (truth.finding, truth.ranks), name
+
+
+names, ranks, seeds = st.sampled_from(sorted(TRUTHS)), st.sampled_from(ALL), st.integers(0, 1 << 30)
+damage = settings(max_examples=250, deadline=None)
+
+
+def changed(content: Files, rank: int, change: Callable[[bytes], bytes]) -> Files:
+    name = sorted(content)[rank]
+    return {**content, name: change(content[name])}
+
+
+@damage
+@given(name=names, rank=ranks, part=st.floats(0, 1))
+def test_a_file_that_is_cut(name: str, rank: int, part: float) -> None:
+    def cut(data: bytes) -> bytes:
+        return data[: int(len(data) * part)]
+
+    content = changed(files(name), rank, cut)
+    whole_lines = content[sorted(content)[rank]].endswith(b"\n")
+    check(TRUTHS[name], content, frozenset({rank}) if whole_lines else frozenset())
+
+
+@damage
+@given(name=names, rank=ranks, lines=st.integers(1, 60))
+def test_a_file_that_ends_lines_earlier(name: str, rank: int, lines: int) -> None:
+    content = changed(files(name), rank, lambda data: b"".join(data.splitlines(True)[:-lines]))
+    check(TRUTHS[name], content, frozenset({rank}))
+
+
+@damage
+@given(name=names, rank=ranks, seed=seeds, share=st.sampled_from([0.01, 0.05, 0.3]))
+def test_lines_that_are_lost_from_the_middle(name: str, rank: int, seed: int, share: float) -> None:
+    draw = random.Random(seed)
+
+    def lose(data: bytes) -> bytes:
+        first, *middle, last = data.splitlines(True)
+        return b"".join([first, *(line for line in middle if draw.random() > share), last])
+
+    check(TRUTHS[name], changed(files(name), rank, lose))
+
+
+@damage
+@given(name=names, gone=st.sets(ranks, min_size=1))
+def test_files_that_are_gone(name: str, gone: set[int]) -> None:
+    content = files(name)
+    check(TRUTHS[name], {file: content[file] for rank, file in enumerate(sorted(content)) if rank not in gone})
+
+
+@damage
+@given(name=names, rank=ranks, seed=seeds, count=st.integers(1, 20))
+def test_bytes_that_are_changed(name: str, rank: int, seed: int, count: int) -> None:
+    draw = random.Random(seed)
+
+    def corrupt(data: bytes) -> bytes:
+        changed_ = bytearray(data)
+        for _ in range(count):
+            changed_[draw.randrange(len(changed_))] = draw.choice([draw.randrange(256), draw.choice(b'0123456789"}{,')])
+        return bytes(changed_)
+
+    check(TRUTHS[name], changed(files(name), rank, corrupt))
+
+
+@damage
+@given(name=names, rank=ranks, other=ranks, seed=seeds, all_lines=st.booleans())
+def test_another_files_lines_in_between(name: str, rank: int, other: int, seed: int, all_lines: bool) -> None:
+    draw = random.Random(seed)
+    theirs = files(name)[sorted(files(name))[other]].splitlines(True)[0 if all_lines else 1 :]
+
+    def mix(data: bytes) -> bytes:
+        first, *mine = data.splitlines(True)
+        some = theirs if all_lines else draw.sample(theirs, draw.randrange(1, 9))
+        places = sorted(draw.randrange(len(mine)) for _ in some)
+        for place, line in zip(reversed(places), reversed(some), strict=True):
+            mine.insert(place, line)
+        return b"".join([first, *mine])
+
+    check(TRUTHS[name], changed(files(name), rank, mix))
+
+
+@damage
+@given(name=names, rank=ranks, seed=seeds)
+def test_lines_in_disorder(name: str, rank: int, seed: int) -> None:
+    draw = random.Random(seed)
+
+    def swap(data: bytes) -> bytes:
+        lines = data.splitlines(True)
+        for _ in range(draw.randrange(1, 5)):
+            one, two = draw.randrange(1, len(lines)), draw.randrange(1, len(lines))
+            lines[one], lines[two] = lines[two], lines[one]
+        return b"".join(lines)
+
+    check(TRUTHS[name], changed(files(name), rank, swap))
+
+
+@damage
+@given(data=st.lists(st.binary(max_size=200), max_size=5), name=names, seed=seeds)
+def test_whatever_bytes_are_in_the_folder(data: list[bytes], name: str, seed: int) -> None:
+    draw = random.Random(seed)
+    content = dict(files(name))
+    for number, one in enumerate(data):
+        content[draw.choice([f"{number}.jsonl", f"rank-0000{number}.20200101T000000.1.0.jsonl"])] = one
+    check(TRUTHS[name], content)

@@ -1,0 +1,169 @@
+"""The plot and the file for Perfetto, of few ranks and of many."""
+
+from __future__ import annotations
+
+import json
+import struct
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from interpreters import python
+from simulated_traces import Call, Event, Exit, Gradients, Setup, evaluation, file_name, header, steps, write
+
+from nemo_patches.tools.diagnose import perfetto
+from nemo_patches.tools.diagnose.plotting import draw
+from nemo_patches.tools.diagnose.reading import Folder, Job
+from nemo_patches.tracing import records
+
+pytestmark = pytest.mark.one_nemo
+
+
+def size_of(png: Path) -> tuple[int, int]:
+    data = png.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def job(folder: Path, schedules: list[list[Event]], **more: Any) -> Job:
+    return Folder(write(folder, schedules, **more)).read()
+
+
+def in_step(folder: Path, ranks: int, calls: int) -> Job:
+    """Many ranks or calls: too many for the simulation, so all come to every round, and one is always last."""
+    for rank in range(ranks):
+        lines: list[records.Record] = [
+            header(rank, ranks, 1e9 + 4000 * rank, Setup()),
+            records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "batch_norm", True, {}, {}),
+        ]
+        for n in range(1, calls + 1):
+            waited = 0.0 if rank == 1 else 0.05 + 0.001 * (rank % 7)
+            lines.append(records.Enter(n * 0.2, 1, n, True, True, [8, 80, 900], "float32", "cuda:0", None))
+            lines.append(records.Sync(n * 0.2 + waited, 1, n, records.CAME, n, waited, 900, 900))
+            lines.append(records.Leave(n * 0.2 + 0.1, 1, n, [8], 0.1))
+        (folder / file_name(rank, 1e9 + 4000 * rank)).write_bytes(b"".join(map(records.encode, lines)))
+    return Folder(folder).read()
+
+
+def test_a_plot_of_two_ranks_and_one_of_256(tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    two = job(tmp_path / "two", [[*steps(30), Call(pause=26), Gradients(), *steps(30)], steps(61)])
+    many = in_step(tmp_path / "many", 256, 40)
+    for number, one in enumerate((two, many)):
+        draw(one, tmp_path / f"{number}.png")
+    (width, height), (width_of_many, height_of_many) = size_of(tmp_path / "0.png"), size_of(tmp_path / "1.png")
+    assert width == width_of_many > 1000
+    assert 200 < height < 500 < height_of_many < 1500
+
+
+def test_a_plot_of_so_many_calls_that_columns_hold_several(tmp_path: Path) -> None:
+    draw(in_step(tmp_path, 2, 5_000), tmp_path / "long.png")
+    assert size_of(tmp_path / "long.png")[0] > 1000
+
+
+def colours(png: Path) -> Any:
+    from matplotlib.image import imread
+
+    return (imread(png)[:, :, :3] * 255).round().astype(int)
+
+
+def test_what_went_wrong_is_marked(tmp_path: Path) -> None:
+    """Each mark has a colour of its own: beyond the legend, it is there only where there is something to mark."""
+    marks = {"late": (209, 17, 73), "gave up": (31, 95, 208), "exception": (17, 17, 17)}
+    usual: list[Event] = [*steps(11), Call(), Exit()]
+    late: list[Event] = [*steps(5), Call(pause=26), Gradients(), *steps(5), Call(raises="ValueError"), Exit()]
+    counted = []
+    for name, schedules in (("well", [usual, usual]), ("badly", [late, usual])):
+        draw(job(tmp_path / name, schedules), tmp_path / f"{name}.png")
+        pixels = colours(tmp_path / f"{name}.png")
+        counted.append({mark: int((np.abs(pixels - rgb).sum(axis=2) < 12).sum()) for mark, rgb in marks.items()})
+    assert all(counted[1][mark] > counted[0][mark] + 8 for mark in marks), counted
+
+
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: what each kind of event must have.
+REQUIRED = {
+    "M": {"name", "pid", "args"},
+    "X": {"name", "ts", "dur", "pid", "tid"},
+    "B": {"name", "ts", "pid", "tid"},
+    "i": {"name", "ts", "pid", "tid", "s"},
+    "C": {"name", "ts", "pid", "args"},
+}
+
+
+def events(one: Job, file: Path) -> list[dict[str, Any]]:
+    perfetto.write(one, file)
+    content = json.loads(file.read_text())
+    found: list[dict[str, Any]] = content["traceEvents"]
+    for event in found:
+        assert event.keys() >= REQUIRED[event["ph"]], event
+        assert isinstance(event["pid"], int) and event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
+    return found
+
+
+def test_the_file_for_perfetto_has_a_track_for_each_rank_aligned_by_rounds(tmp_path: Path) -> None:
+    schedules = [steps(40) + evaluation(5) + ([Call(stuck="layers")] if rank == 2 else steps(1)) for rank in range(4)]
+    found = events(job(tmp_path / "job", schedules), tmp_path / "out.json")
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert names.keys() == {0, 1, 2, 3} and names[2].startswith("rank 2 (node0, pid 4002)")
+    # The clocks are hours apart and the traces began at different times: a round ends everywhere within a millisecond.
+    ends: dict[int, list[float]] = {}
+    for event in found:
+        if event["name"] == "length sync":
+            ends.setdefault(event["pid"], []).append(event["ts"] + event["dur"])
+    together = np.array([of_rank[:40] for of_rank in ends.values()])
+    assert (together.max(axis=0) - together.min(axis=0)).max() < 1000
+    (unfinished,) = [event for event in found if event["ph"] == "B"]
+    assert unfinished["pid"] == 2 and "training call 46, not finished" in unfinished["name"]
+
+
+def test_slices_nest_as_the_format_asks(tmp_path: Path) -> None:
+    found = events(job(tmp_path / "job", [[*steps(20), Exit()]] * 2), tmp_path / "out.json")
+    calls = [event for event in found if event.get("cat") == "call" and event["pid"] == 0]
+    phases = [event for event in found if event.get("cat") == "phase" and event["pid"] == 0]
+    assert len(calls) == 20 and len(phases) == 80
+    for one, other in pairwise(calls):
+        assert one["ts"] + one["dur"] <= other["ts"]
+    for phase in phases:
+        inside = [call for call in calls if call["ts"] <= phase["ts"] + 1]
+        assert phase["ts"] + phase["dur"] <= inside[-1]["ts"] + inside[-1]["dur"] + 1
+
+
+def test_timeouts_and_exceptions_are_moments_in_it(tmp_path: Path) -> None:
+    usual: list[Event] = [*steps(11), Call(), Exit()]
+    late: list[Event] = [*steps(5), Call(pause=26), Gradients(), *steps(5), Call(raises="ValueError"), Exit()]
+    found = events(job(tmp_path / "job", [late, usual]), tmp_path / "out.json")
+    moments = [(event["pid"], event["name"]) for event in found if event["ph"] == "i"]
+    assert {(0, "exception"), (1, "gave up waiting"), (1, "stall report"), (1, "the process ended")} <= set(moments)
+    assert any(event["ph"] == "C" and event["args"]["rss"] > 7 for event in found)
+
+
+def test_of_very_many_calls_the_last_ones_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perfetto, "MOST_CALLS", 300)
+    found = events(in_step(tmp_path, 2, 200), tmp_path / "out.json")
+    numbers = [event["args"]["call"] for event in found if event.get("cat") == "call"]
+    assert len(numbers) == 300 and min(numbers) == 51
+
+
+def test_the_command_draws(tmp_path: Path) -> None:
+    write(tmp_path / "job", [[*steps(20), Exit()]] * 2)
+    png, file = tmp_path / "a.png", tmp_path / "a.json"
+    done = python("-m", "nemo_patches", "diagnose", str(tmp_path / "job"), "--plot", str(png), "--perfetto", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert size_of(png)[0] > 1000 and json.loads(file.read_text())["traceEvents"]
+    done = python("-m", "nemo_patches", "diagnose", str(tmp_path / "job"), "--plot", str(tmp_path / "no" / "a.png"))
+    assert done.returncode == 2 and "No such file or directory" in done.stderr
+
+
+def test_without_matplotlib_the_plot_says_what_is_needed(tmp_path: Path) -> None:
+    write(tmp_path / "job", [[*steps(20), Exit()]] * 2)
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        f"sys.argv[1:] = ['diagnose', {str(tmp_path / 'job')!r}, '--plot', 'x.png']\n"
+        "from nemo_patches.tools.cli import main; main()"
+    )
+    done = python("-c", program)
+    assert done.returncode == 2
+    assert "--plot needs matplotlib: pip install 'nemo-patches[plot]'" in done.stderr and "Traceback" not in done.stderr

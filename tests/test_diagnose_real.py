@@ -1,0 +1,382 @@
+"""Real ranks with real encoders go wrong, each in its way, while they are traced: `diagnose` must tell from the files.
+
+Where a scenario hangs, the files are copied while it does, so that is what is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import encoders
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, wait_until
+from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_gil, stopper
+
+import nemo_patches
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.watching import once
+from nemo_patches.tracing import records
+
+pytestmark = pytest.mark.one_nemo
+TIMEOUT, ODD, SIZE = 1.5, 1, 3
+LAG, STRAGGLES = 0.05, 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in a scenario. go_on: exists once the files of the hang are copied."""
+
+    rank: int
+    folder: Path
+    encoder: torch.nn.Module
+
+    @property
+    def go_on(self) -> Path:
+        return self.folder.with_suffix(".go")
+
+    @property
+    def is_odd(self) -> bool:
+        return self.rank == ODD
+
+    def run(self, training: bool = True, frames: int = 100) -> None:
+        self.encoder.train(training)
+        with torch.set_grad_enabled(training):
+            encoders.run(self.encoder, frames)
+
+    def wait(self) -> None:
+        wait_until(self.go_on.exists)
+
+
+def missing_for(way: Callable[[Path], None]) -> Callable[[Place], None]:
+    def scenario(place: Place) -> None:
+        if place.is_odd:
+            way(place.go_on)
+        place.run()
+
+    return scenario
+
+
+def stopped(place: Place) -> None:
+    if place.is_odd:
+        be_stopped(place.go_on)
+    elif place.rank == 0:
+        send = stopper(place.go_on)
+        send(signal.SIGSTOP)
+        place.run()
+        copy_of_hang(place)
+        send(signal.SIGCONT)
+        return
+    place.run()
+
+
+def inside(module: str, who: Callable[[Place], bool]) -> Callable[[Place], None]:
+    """These ranks wait within the encoder, before this module of it runs."""
+
+    def scenario(place: Place) -> None:
+        if who(place):
+            target = place.encoder.get_submodule(module)
+            hook = target.register_forward_pre_hook(lambda *_: place.wait())
+            place.run()
+            hook.remove()
+        else:
+            place.run()
+
+    return scenario
+
+
+def raises(place: Place) -> None:
+    if place.is_odd:
+
+        def fail(*_: object) -> None:
+            raise ValueError("no such audio")
+
+        hook = place.encoder.pre_encode.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="no such audio"):
+            place.run()
+        hook.remove()
+        place.wait()
+    else:
+        place.run()
+    place.run()
+
+
+def all_out(place: Place) -> None:
+    """Rank 1 is not in the others' gradients."""
+    place.run()
+    if place.is_odd:
+        place.wait()
+    dist.barrier()
+
+
+def uneven_evaluation(place: Place) -> None:
+    for _ in range(3):
+        for _ in range(2):
+            place.run()
+            dist.barrier()
+        for _ in range(2 + place.is_odd):
+            place.run(training=False)
+
+
+def not_a_number(place: Place) -> None:
+    signal_, lengths = torch.zeros(2, encoders.FEATURES, 100), torch.tensor([100, 100])
+    if place.is_odd:
+        signal_[0, 0, 0] = float("nan")
+    place.encoder(audio_signal=signal_, length=lengths)
+
+
+def straggles(place: Place) -> None:
+    for _ in range(STRAGGLES):
+        if place.is_odd:
+            time.sleep(LAG)  # the straggler itself
+        place.run()
+
+
+def skips(place: Place) -> None:
+    """Rank 1 has one training batch less; nothing but the length sync holds the others back here."""
+    for step in range(4):
+        if not (place.is_odd and step == 0):
+            place.run()
+
+
+def hoards(place: Place) -> None:
+    kept = []
+    for call in range(450):
+        if place.is_odd and call % 50 == 0:
+            kept.append(b"x" * (140 << 20))
+        place.run(frames=16)
+
+
+def healthy(place: Place) -> None:
+    for _ in range(10):
+        place.run()
+    for _ in range(2):
+        place.run(training=False)
+
+
+HANGS: dict[str, Callable[[Place], None]] = {
+    "loader": missing_for(lambda go_on: first_batch(go_on, 0)),
+    "workers": missing_for(lambda go_on: first_batch(go_on, 2)),
+    "loop": missing_for(endless_loop),
+    "gil": missing_for(hold_the_gil),
+    "stopped": stopped,
+    "pre_encode": inside("pre_encode", lambda place: place.is_odd),
+    "layers": inside("layers.0", lambda place: place.is_odd),
+    "all": inside("layers.0", lambda _: True),
+    "raises": raises,
+    "outside": all_out,
+}
+RUNS: dict[str, Callable[[Place], None]] = {
+    "uneven": uneven_evaluation,
+    "nan": not_a_number,
+    "straggler": straggles,
+    "skip": skips,
+    "memory": hoards,
+    "healthy": healthy,
+}
+
+
+def hang_is_recorded(place: Place) -> bool:
+    """Whether the waiting ranks have recorded who is missing; or, where nobody is, all that they will."""
+    if place.folder.name in ("pre_encode", "layers", "all", "outside"):
+        kind, count = {"pre_encode": ("leave", 8), "layers": ("leave", 8), "all": ("pre", 9), "outside": ("leave", 9)}[
+            place.folder.name
+        ]
+    else:
+        kind, count = "missing", 2
+    text = b"".join(file.read_bytes() for file in place.folder.glob("*.jsonl"))
+    return text.count(f'"k":"{kind}"'.encode()) >= count
+
+
+def copy_of_hang(place: Place) -> None:
+    wait_until(lambda: hang_is_recorded(place))
+    shutil.copytree(place.folder, place.folder.with_suffix(".hang"))
+    place.go_on.touch()
+
+
+def go_wrong(rank: int, size: int, folder: str) -> None:
+    kept = []  # as models do, they live until the end
+    for name, scenario in {**HANGS, **RUNS}.items():
+        place = Place(rank, Path(folder, name), encoders.conformer())
+        kept.append(place)
+        checks = "inputs" if name == "nan" else ""
+        nemo_patches.apply(timeout=TIMEOUT, trace=place.folder, trace_checks=checks)
+        for _ in range(2):
+            place.run()
+            dist.barrier()
+        if name in HANGS and rank == 2:
+            scenario_then_copy(place, scenario)
+        else:
+            scenario(place)
+        dist.barrier()
+    nemo_patches.apply(timeout=TIMEOUT, trace="")
+
+
+def scenario_then_copy(place: Place, scenario: Callable[[Place], None]) -> None:
+    """Rank 2 copies the files in a thread: in some scenarios it is itself in the hang."""
+    copying = threading.Thread(target=copy_of_hang, args=(place,))
+    if place.folder.name != "stopped":
+        copying.start()
+    scenario(place)
+    if copying.ident is not None:
+        copying.join(30)
+    wait_until(place.go_on.exists)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("traces")
+    run_ranks(go_wrong, SIZE, str(where), limit=200)
+    return where
+
+
+def diagnosed(folder: Path) -> Report:
+    """As after the job: the files are old, so that nothing waits for them to grow."""
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))
+    return once(folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "finding", "ranks", "call", "phase", "said"),
+    [
+        ("loader", ids.BEFORE_ENCODER, (1,), 3, "", "read_audio (tests/test_stall_reports.py:"),
+        ("workers", ids.BEFORE_ENCODER, (1,), 3, "", "_try_get_data (torch/utils/data/dataloader.py:"),
+        ("loop", ids.BEFORE_ENCODER, (1,), 3, "", "endless_loop (tests/test_stall_reports.py:"),
+        ("gil", ids.SILENT, (1,), 3, "", ""),
+        ("stopped", ids.SILENT, (1,), 3, "", ""),
+        ("pre_encode", ids.SOME_INSIDE, (1,), 3, ids.PRE_ENCODE, ""),
+        ("layers", ids.SOME_INSIDE, (1,), 3, ids.LAYERS, ""),
+        ("all", ids.ALL_INSIDE, (0, 1, 2), 3, ids.LAYERS, ""),
+        ("raises", ids.EXCEPTION, (1,), 3, "", "no such audio"),
+        ("outside", ids.OUTSIDE, (0, 1, 2), 3, "", ""),
+    ],
+)
+def test_the_verdict_while_it_hangs(
+    folder: Path, name: str, finding: str, ranks: tuple[int, ...], call: int, phase: str, said: str
+) -> None:
+    report = diagnosed(folder / f"{name}.hang")
+    first = report.findings[0]
+    assert (first.id, first.ranks, first.call) == (finding, ranks, call), report
+    assert phase in ("", first.phase)
+    assert said in "\n".join((first.text, *first.evidence))
+    assert report.exit_code == 1
+    assert report.problems == ()
+
+
+@pytest.mark.parametrize("name", ["loader", "workers", "loop", "gil", "stopped"])
+def test_afterwards_it_is_a_rank_that_was_late(folder: Path, name: str) -> None:
+    report = diagnosed(folder / name)
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.LATE, (1,))]
+
+
+def test_a_rank_whose_trace_was_stopped_is_not_blamed(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "loader.hang", tmp_path / "stopped")
+    (file,) = (tmp_path / "stopped").glob("rank-00001.*")
+    last = json.loads(file.read_bytes().splitlines()[-1])["t"]
+    with file.open("ab") as trace:
+        trace.write(records.encode(records.Stopped(last + 1, "revert()")))
+    report = diagnosed(tmp_path / "stopped")
+    assert [(one.id, one.ranks) for one in report.findings][:1] == [(ids.NOT_ENOUGH, (1,))]
+    assert "its trace was stopped: revert()" in report.findings[0].evidence[0]
+
+
+def test_uneven_evaluation(folder: Path) -> None:
+    report = diagnosed(folder / "uneven")
+    assert report.findings[0].id == ids.UNEVEN_CALLS
+    assert "rank 1" in report.findings[0].text.lower() and "evaluation" in report.findings[0].text
+
+
+def test_an_input_that_is_not_a_number(folder: Path) -> None:
+    report = diagnosed(folder / "nan")
+    assert [(one.id, one.ranks, one.call) for one in report.findings] == [(ids.BAD_INPUT, (1,), 3)]
+
+
+def test_a_chronic_straggler(folder: Path) -> None:
+    report = diagnosed(folder / "straggler")
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, (1,))]
+    assert LAG / 2 < (report.ranks[1].lag or 0.0) < LAG * 2
+    assert (report.ranks[1].caused or 0.0) > 0.8
+
+
+def test_a_skipped_training_call(folder: Path) -> None:
+    report = diagnosed(folder / "skip")
+    first = report.findings[0]
+    assert (first.id, first.ranks) == (ids.ENDED, (1,))
+    assert "an error outside the encoder, or fewer batches" in first.text
+
+
+def test_memory_that_runs_away(folder: Path) -> None:
+    report = diagnosed(folder / "memory")
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.MEMORY, (1,))]
+
+
+def test_nothing_is_found_in_a_healthy_run(folder: Path) -> None:
+    report = diagnosed(folder / "healthy")
+    assert report.findings == ()
+    assert report.exit_code == 0
+
+
+def killed(rank: int, size: int, folder: str) -> None:
+    nemo_patches.apply(timeout=TIMEOUT, trace=folder)
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.run(encoder, 100)
+        dist.barrier()
+    wait_until(lambda: len(list(Path(folder).glob("*.jsonl"))) == size)
+    if rank == ODD:
+        wait_until(lambda: next(Path(folder).glob("rank-00001.*")).read_bytes().count(b'"k":"leave"') == 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    encoders.run(encoder, 100)
+
+
+def test_a_killed_rank(tmp_path: Path) -> None:
+    run_ranks(killed, SIZE, str(tmp_path), dies=(ODD,))
+    first = diagnosed(tmp_path).findings[0]
+    assert (first.id, first.ranks) == (ids.KILLED, (ODD,))
+
+
+def never_there(rank: int, size: int, folder: str) -> None:
+    if rank == ODD:
+        wait_until(Path(folder, "done").exists)
+        return
+    nemo_patches.apply(timeout=TIMEOUT, trace=Path(folder, "traces"))
+    encoder = encoders.conformer()
+    encoders.run(encoder, 100)
+    encoders.run(encoder, 100)
+    wait_until(lambda: nemo_patches.status().stalls)
+    nemo_patches.revert()
+    Path(folder, f"done-{rank}").touch()
+    wait_until(lambda: all(Path(folder, f"done-{one}").exists() for one in (0, 2)))
+    Path(folder, "done").touch()
+
+
+def test_a_rank_that_was_never_there(tmp_path: Path) -> None:
+    run_ranks(never_there, SIZE, str(tmp_path))
+    first = diagnosed(tmp_path / "traces").findings[0]
+    assert (first.id, first.ranks) == (ids.MISSING_RANK, (ODD,))
+
+
+def flags_differ(rank: int, size: int, folder: str) -> None:
+    nemo_patches.apply(timeout=TIMEOUT, trace=folder)
+    encoder = encoders.conformer(sync_max_audio_length=rank != ODD)
+    for _ in range(3):
+        encoders.run(encoder, 100)
+    dist.barrier()
+    nemo_patches.revert()
+
+
+def test_a_flag_that_differs(tmp_path: Path) -> None:
+    run_ranks(flags_differ, SIZE, str(tmp_path))
+    first = diagnosed(tmp_path).findings[0]
+    assert (first.id, first.ranks) == (ids.DIFFERENT_SYNC, (ODD,))

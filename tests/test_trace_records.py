@@ -1,0 +1,410 @@
+"""The trace's writer and recorder without NeMo: parts, kills, full disks, forks, exits; training never notices."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import traces
+from ranks import wait_until
+
+from nemo_patches.runtime import activity
+from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.tracing import recorder
+from nemo_patches.tracing import writer as writer_module
+from nemo_patches.tracing.records import FORMAT, Encoder, Enter, Header, Memory, PreEncoded
+from nemo_patches.tracing.settings import TraceSettings, resolve
+from nemo_patches.tracing.writer import TraceWriter
+
+pytestmark = pytest.mark.one_nemo
+
+LIMIT = timedelta(seconds=20)
+
+
+def header(bound: int = 1 << 20) -> Header:
+    versions, settings = {"python": "3"}, {"sync": "bounded"}
+    return Header(FORMAT, 3, 8, "node", 4711, 1.5e9, 0, 0, bound, versions, settings, [])
+
+
+def encoder(e: int = 1, **changes: Any) -> Encoder:
+    known: dict[str, Any] = {"flag": True, "configured": "?", "pos_emb_max_len": 60, "normalisation": "batch_norm"}
+    return Encoder(t=0.0, e=e, name="ConformerEncoder", ddp=True, registered={}, grown={}, **{**known, **changes})
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """nemo_patches' own lines."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    logger = logging.getLogger("nemo_patches")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path: Path) -> None:
+    assert resolve(environment={}) == TraceSettings(None, 256.0, (), "continue")
+    environment = {
+        "NEMO_PATCHES_TRACE": str(tmp_path),
+        "NEMO_PATCHES_TRACE_SIZE": "8",
+        "NEMO_PATCHES_TRACE_CHECKS": "barrier, inputs",
+        "NEMO_PATCHES_ON_FINDING": "raise",
+    }
+    assert resolve(environment=environment) == TraceSettings(tmp_path, 8.0, ("inputs", "barrier"), "raise")
+    there = resolve(tmp_path / "there", 1, ["cuda"], "continue", environment)
+    assert there == TraceSettings(tmp_path / "there", 1.0, ("cuda",), "continue")
+    off = resolve("", environment=environment)  # whatever the variables say
+    assert (off.folder, off.checks) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"trace": 5}, "trace=5 is not allowed; allowed: a folder"),
+        ({"size": 0}, "trace_size=0 is not allowed; allowed: a number of MiB, 0.1 to 1000000"),
+        ({"size": "much"}, "trace_size='much' is not allowed"),
+        ({"checks": "input"}, "trace_checks='input' is not allowed; allowed.*'inputs', 'cuda', 'barrier'"),
+        ({"on_finding": "stop"}, "on_finding='stop' is not allowed; allowed: 'continue', 'raise'"),
+        ({"trace": "", "checks": "inputs"}, "trace_checks='inputs' is not allowed without a trace: set trace=DIR"),
+        ({"environment": {"NEMO_PATCHES_TRACE_SIZE": "-1"}}, "NEMO_PATCHES_TRACE_SIZE='-1' is not allowed"),
+        (
+            {"trace": None, "environment": {"NEMO_PATCHES_TRACE_CHECKS": "cuda"}},
+            "NEMO_PATCHES_TRACE_CHECKS='cuda'.*without a trace",
+        ),
+    ],
+)
+def test_what_is_not_allowed_is_refused_with_what_is(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingsError, match=text):
+        resolve(**{"trace": "here", "environment": {}, **given})
+
+
+def test_a_file_begins_with_its_header_and_ends_with_its_end(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "new" / "folder", header())
+    writer.put(encoder())
+    writer.put(Enter(writer.now(), 1, 1, True, True, [2, 80, 700], "float32", "cpu", [600, 700]))
+    t = writer.now()
+    writer.put_later(lambda: Memory(t, 5, None, None))
+    writer.close(LIMIT)
+    (file,) = traces.files(tmp_path / "new" / "folder")
+    assert file.name == "rank-00003.20170714T024000.4711.0.jsonl"
+    found = traces.records(file)
+    assert traces.kinds(found) == ["header", "encoder", "enter", "memory", "end"]
+    assert found[0]["format"] == FORMAT
+    assert found[2]["shape"] == [2, 80, 700]
+    assert [one["t"] for one in found[2:]] == sorted(one["t"] for one in found[2:])
+
+
+def test_a_file_that_is_there_is_never_written_into(tmp_path: Path) -> None:
+    """The same process may begin a second trace within a second."""
+    for _ in range(2):
+        TraceWriter(tmp_path, header()).close(LIMIT)
+    for file in traces.files(tmp_path):
+        assert traces.kinds(traces.records(file)) == ["header", "end"]
+    assert len(traces.files(tmp_path)) == 2
+
+
+def test_parts_stay_within_the_bound_and_each_can_be_read_alone(tmp_path: Path) -> None:
+    bound = 40_000
+    writer = TraceWriter(tmp_path, header(bound))
+    writer.put(encoder(1))
+    writer.put(encoder(2, flag=None))
+    for number in range(3000):
+        writer.put(PreEncoded(writer.now(), 1, number))
+        if number == 1000:
+            writer.put(encoder(1, pos_emb_max_len=61))
+        if number % 500 == 0:
+            wait_until(lambda: writer._queue.qsize() == 0)
+            assert sum(file.stat().st_size for file in traces.files(tmp_path)) <= bound
+    writer.close(LIMIT)
+    parts = [traces.records(file) for file in sorted(tmp_path.iterdir(), key=lambda file: int(file.name.split(".")[3]))]
+    assert len(parts) == 2
+    first, last = parts
+    assert first[0]["part"] + 1 == last[0]["part"] >= 3
+    for part in parts:
+        assert traces.kinds(part)[:4] == ["header", "encoder", "encoder", "pre"]
+        assert [one["pos_emb_max_len"] for one in part[1:3]] == [61, 60]  # as last described
+    numbers = [one["n"] for part in parts for one in part if one["k"] == "pre"]
+    assert numbers == list(range(numbers[0], 3000))
+    assert last[-1]["k"] == "end"
+
+
+def test_what_the_disk_cannot_take_is_lost_and_counted_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MOST_WAITING", 100)
+    writer = TraceWriter(tmp_path, header())
+    goes_on, stands = threading.Event(), threading.Event()
+
+    def slow() -> Memory:
+        stands.set()
+        assert goes_on.wait(20)
+        return Memory(writer.now(), 1, None, None)
+
+    writer.put_later(slow)
+    assert stands.wait(20)
+    for number in range(107):
+        writer.put(PreEncoded(writer.now(), 1, number))
+    goes_on.set()
+    wait_until(lambda: writer._queue.qsize() == 0)
+    writer.put(PreEncoded(writer.now(), 1, 200))
+    writer.close(LIMIT)
+    found = traces.records(*traces.files(tmp_path))
+    assert traces.kinds(found) == ["header", "memory", *["pre"] * 100, "lost", "pre", "end"]
+    assert traces.of_kind(found, "lost")[0]["count"] == 7
+
+
+def test_a_disk_that_does_not_answer_holds_up_the_exit_no_longer_than_the_limit(
+    tmp_path: Path, said: list[str]
+) -> None:
+    writer = TraceWriter(tmp_path, header())
+    goes_on = threading.Event()
+
+    def stuck() -> Memory:
+        goes_on.wait(20)
+        return Memory(0.0, 1, None, None)
+
+    writer.put_later(stuck)
+    start = time.monotonic()
+    writer.close(timedelta(seconds=0.2))
+    assert time.monotonic() - start < 5
+    (line,) = said
+    assert "the trace has no end" in line and str(tmp_path) in line
+    goes_on.set()
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_is_raised(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "file").touch()
+    writer = TraceWriter(tmp_path / "file" / "folder", header())
+    wait_until(lambda: writer.ended)
+    for number in range(3):
+        writer.put(PreEncoded(writer.now(), 1, number))
+    writer.close(LIMIT)
+    (line,) = said
+    assert "tracing has ended, training goes on" in line and str(tmp_path / "file") in line
+    assert "[rank " in line
+
+
+def test_an_observers_error_is_said_once_and_it_is_told_no_more(said: list[str]) -> None:
+    class Broken:
+        calls = 0
+
+        def grown(self, *_: object) -> None:
+            self.calls += 1
+            raise KeyError("a bug")
+
+    broken: Any = Broken()
+    activity.observer = broken
+    for _ in range(3):
+        activity.tell(lambda observer: observer.grown(torch.nn.Identity(), 1, 2))
+    assert (broken.calls, activity.observer) == (1, None)
+    (line,) = said
+    assert "tracing has ended by an error of its own" in line and "a bug" in line
+
+
+def recorded_class(forward: Any) -> Any:
+    name, replacement = recorder.recorded(forward)
+    return type("Encoder", (torch.nn.Module,), {name: forward, "forward": replacement, "max_audio_length": 5})
+
+
+def test_growth_in_a_class_without_layers_and_without_a_process_group(tmp_path: Path) -> None:
+    def forward(self: Any, features: torch.Tensor, features_length: torch.Tensor) -> torch.Tensor:
+        self.max_audio_length = features.shape[-1]
+        return features
+
+    encoder = recorded_class(forward)()
+    recorder.start(TraceSettings(tmp_path))
+    encoder(torch.ones(2, 9), torch.tensor([9, 3]))  # by position
+    recorder.stop()
+    found = traces.records(*traces.files(tmp_path))
+    assert traces.kinds(found)[2:] == ["enter", "memory", "grow", "encoder", "leave", "stopped"]
+    assert (found[2]["shape"], found[2]["lengths"]) == ([2, 9], [3, 9])
+    assert (found[4]["old"], found[4]["new"]) == (5, 9)
+
+
+def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(tmp_path: Path, said: list[str]) -> None:
+    def forward(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return audio_signal + length
+
+    encoder = recorded_class(forward)()
+    encoder.max_audio_length = "long"
+    recorder.start(TraceSettings(tmp_path))
+    try:
+        for _ in range(3):
+            assert encoder(torch.ones(2), length=torch.ones(2)).tolist() == [2, 2]
+        assert "an error of its own" in recorder.where()
+    finally:
+        recorder.stop()
+    (line,) = said
+    assert "tracing has ended: an error of its own, please report it: ValueError" in line
+    assert traces.kinds(traces.records(*traces.files(tmp_path))) == ["header", "stopped"]
+
+
+# What follows is of whole processes: an encoder of three lines, recorded as a target is.
+
+ENCODER = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from nemo_patches.tracing import recorder
+from nemo_patches.tracing.settings import TraceSettings
+folder = Path(sys.argv[1])
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    def forward(self, audio_signal, length):
+        return self.layers[0](audio_signal), length
+original = Encoder.forward
+name, Encoder.forward = recorder.recorded(original)
+setattr(Encoder, name, original)
+encoder = Encoder()
+def call():
+    return encoder(audio_signal=torch.ones(2, 3, 4), length=torch.tensor([4, 3]))
+recorder.start(TraceSettings(folder, size=float(os.environ.get("SIZE", "1"))))
+"""
+
+
+def start(program: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.Popen(
+        [sys.executable, "-c", ENCODER + program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**inherited, **variables},
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+
+ENDINGS = {
+    "sys.exit": ("sys.exit(7)", 7),
+    "exception": ("raise KeyError('the user\\'s own')", 1),
+    "multiprocessing": (  # a forked process leaves without the interpreter's exit
+        "recorder.stop()\n"
+        "import multiprocessing\n"
+        "def rank():\n"
+        "    recorder.start(TraceSettings(folder))\n"
+        "    call()\n"
+        "process = multiprocessing.get_context('fork').Process(target=rank)\n"
+        "process.start(); process.join(30); sys.exit(process.exitcode)",
+        0,
+    ),
+}
+
+
+def test_every_ordinary_exit_ends_the_file(tmp_path: Path) -> None:
+    running = {
+        name: start(f"call()\n{ending}", tmp_path / name, RANK="5", WORLD_SIZE="6")
+        for name, (ending, _) in ENDINGS.items()
+    }
+    for name, process in running.items():
+        _, error = end(process)
+        assert process.returncode == ENDINGS[name][1], error
+        for file in traces.files(tmp_path / name):
+            found = traces.records(file)
+            call = ["encoder", "enter", "memory", "layer", "leave"]
+            last = "stopped" if name == "multiprocessing" and found[0]["pid"] == process.pid else "end"
+            assert traces.kinds(found) == ["header", *call, last]
+            assert (found[0]["rank"], found[0]["world_size"]) == (5, 6)
+    assert len(traces.files(tmp_path / "multiprocessing")) == 2
+
+
+def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(tmp_path: Path) -> None:
+    endless = (
+        "for number in range(10**9):\n    call()\n    time.sleep(0.003)\n    if number == 60: print('on', flush=True)\n"
+    )
+    process = start(endless, tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    end(process)
+    found = traces.records(*traces.files(tmp_path), cut=True)
+    assert max(one["n"] for one in traces.of_kind(found, "leave")) >= 58  # of 61: what a moment's records are
+    assert len(traces.of_kind(found, "memory")) == 2
+    assert not traces.of_kind(found, "end")
+
+
+FULL = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+for _ in range(500):
+    call()
+    time.sleep(0.0005)
+print("trained")
+print(recorder.where())
+"""
+
+
+def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
+    process = start(FULL, tmp_path, SIZE="10", RANK="2", WORLD_SIZE="4")
+    out, error = end(process)
+    assert process.returncode == 0, error
+    assert out.splitlines() == ["trained", f"ended: {tmp_path}"]
+    (line,) = error.splitlines()
+    assert "tracing has ended, training goes on" in line and "[rank 2/4 " in line and "too large" in line.lower()
+    assert len(traces.records(*traces.files(tmp_path), cut=True)) > 50
+
+
+CHILDREN = """
+call()
+child = os.fork()
+if child == 0:
+    call()
+    recorder.stop()
+    os._exit(0)
+os.waitpid(child, 0)
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return call()[0].detach()
+loader = torch.utils.data.DataLoader(Items(), num_workers=1, multiprocessing_context="fork")
+assert len(list(loader)) == 2
+call()
+import torch.distributed as dist
+for _ in range(2):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    call()
+    dist.destroy_process_group()
+print(os.getpid(), child)
+"""
+
+
+def test_neither_forked_children_nor_loader_workers_write_into_a_ranks_file(tmp_path: Path) -> None:
+    process = start(CHILDREN, tmp_path, RANK="1", WORLD_SIZE="2")
+    out, error = end(process)
+    assert process.returncode == 0, error
+    pid, child = map(int, out.split())
+    assert error.count("tracing has ended: a data loader's worker is not recorded") == 1
+    found = [traces.records(file) for file in traces.files(tmp_path)]
+    by_pid = {(one[0]["pid"], one[0]["rank"]): one for one in found}
+    assert set(by_pid) == {(pid, 1), (child, 1), (pid, 0)}
+    assert [one["n"] for one in traces.of_kind(by_pid[pid, 1], "leave")] == [1, 2]
+    assert [one["n"] for one in traces.of_kind(by_pid[child, 1], "leave")] == [1]
+    # Under its process group it was another rank, and its next process group changed nothing.
+    assert [one["n"] for one in traces.of_kind(by_pid[pid, 0], "leave")] == [1, 2]
+    assert by_pid[pid, 1][-1]["reason"] == "this process is rank 0 of 1 from now on"
+    assert by_pid[pid, 0][-1]["k"] == "end"

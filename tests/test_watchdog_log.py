@@ -1,0 +1,227 @@
+"""Training logs with the NCCL watchdog's lines, in the wording of several releases of torch: what they mean."""
+
+from __future__ import annotations
+
+import random
+import string
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreters import python
+
+from nemo_patches.tools.diagnose import watchdog_log as log
+from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.reading import UnreadableError
+from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
+
+pytestmark = pytest.mark.one_nemo
+
+
+def line(rank: int, sequence: int = 4711, kind: str = "ALLREDUCE", numel: int = 1, torch: str = "2.6") -> str:
+    """What the watchdog of a rank writes about a collective that ran out of time."""
+    size = {"1.13": "", "2.0": f"TensorShape=[{numel}], "}.get(torch, f"NumelIn={numel}, NumelOut={numel}, ")
+    comma = ", " if not size else ", " + size
+    work = f"WorkNCCL(SeqNum={sequence}, OpType={kind}{comma}Timeout(ms)=1800000)"
+    prefix = {
+        "1.13": f"[E ProcessGroupNCCL.cpp:737] [Rank {rank}]",
+        "2.0": f"[E ProcessGroupNCCL.cpp:828] [Rank {rank}]",
+        "2.1": f"[E ProcessGroupNCCL.cpp:474] [Rank {rank}]",
+        "2.2": f"[rank{rank}]:[E ProcessGroupNCCL.cpp:523] [Rank {rank}]",
+    }.get(torch, f"[rank{rank}]:[E513 13:25:57.714781669 ProcessGroupNCCL.cpp:616] [Rank {rank}]")
+    return (
+        f"{prefix} Watchdog caught collective operation timeout: {work} ran for 1800042 milliseconds before timing out."
+    )
+
+
+def status(rank: int, sequence: int, enqueued: int, torch: str = "2.6") -> str:
+    """What follows: how far that rank has come."""
+    if torch == "2.3":
+        return (
+            f"[rank{rank}]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank {rank}] Timeout at NCCL work: {sequence}, last "
+            f"enqueued NCCL work: {enqueued}, last completed NCCL work: {sequence - 1}."
+        )
+    if torch == "2.8":
+        return (
+            f"[rank{rank}]:[E513 13:25:57.7 ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]  "
+            f"failure detected by watchdog at work sequence id: {sequence} PG status: last enqueued work: {enqueued}, "
+            f"last completed work: {sequence - 1}"
+        )
+    return (
+        f"[rank{rank}]:[E513 13:25:57.7 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+        f"Exception (either an error or timeout) detected by watchdog at work: {sequence}, last enqueued NCCL work: "
+        f"{enqueued}, last completed NCCL work: {sequence - 1}."
+    )
+
+
+NOISE = [
+    "Epoch 0:  78%|#######   | 64809/83556 [25:06:58<7:15:54,  1.40s/it, v_num=18]",
+    "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(std::optional<std::chrono::duration<long>>) + 0x282",
+    "[NeMo I 2025-05-13 12:00:00 nemo_logging:393] Validation DataLoader 0",
+]
+
+
+def report_on(folder: Path, *lines: str) -> Report:
+    file = folder / "train.log"
+    file.write_text("\n".join([*NOISE, *lines, *NOISE]) + "\n")
+    return diagnose_log(file)
+
+
+@pytest.mark.parametrize("torch", ["2.0", "2.1", "2.2", "2.6"])
+def test_an_all_reduce_of_one_number_is_the_length_syncs_signature(torch: str, tmp_path: Path) -> None:
+    report = report_on(tmp_path, *(line(rank, torch=torch) for rank in (0, 1, 3)), "Starting with 4 processes")
+    (finding,) = report.findings
+    assert (finding.id, finding.ranks, report.exit_code) == (log.LENGTH_SYNC, (2,), 1)
+    assert "Ranks 0-1, 3 waited in an all-reduce of one number" in report.verdict
+    assert "rank 2 did not come to it" in report.verdict
+    assert "nemo_patches bounds this wait" in report.next_step and "gradients" in report.next_step
+
+
+def test_the_rank_that_had_not_enqueued_it_is_named(tmp_path: Path) -> None:
+    for torch in ("2.3", "2.6", "2.8"):
+        told = [line(rank, 100, torch=torch) for rank in (0, 2)] + [status(rank, 100, 101, torch) for rank in (0, 2)]
+        report = report_on(tmp_path, *told, status(1, 99, 99, torch))
+        assert (report.findings[0].id, report.findings[0].ranks) == (log.LENGTH_SYNC, (1,)), torch
+
+
+def test_where_nemo_patches_was_on_it_is_another_reduce(tmp_path: Path) -> None:
+    ours = (
+        "2025-05-13 12:00:00,1 nemo_patches INFO [rank 0/2 node7] patched ConformerEncoder.update_max_seq_length (nemo "
+        "3.0.0)"
+    )
+    report = report_on(tmp_path, ours, *(line(rank) for rank in range(2)))
+    assert report.findings[0].id == log.ONE_NUMBER
+    assert "not the encoder's length sync" in report.verdict and "skip_nan_grad" in report.next_step
+
+
+def test_a_broadcast_against_an_all_gather_is_out_of_step(tmp_path: Path) -> None:
+    report = report_on(
+        tmp_path,
+        line(2, 532339, "BROADCAST", 5164000),
+        line(1, 532339, "BROADCAST", 5164000),
+        line(0, 532341, "_ALLGATHER_BASE", 513),
+        status(2, 532339, 532340),
+    )
+    (finding,) = report.findings
+    assert finding.id == log.OUT_OF_STEP
+    assert "BROADCAST on ranks 1-2, _ALLGATHER_BASE on rank 0" in report.verdict
+    assert "uneven" in report.next_step and "rank 0: _ALLGATHER_BASE of 513, SeqNum 532341" in finding.evidence
+
+
+def test_sequence_numbers_that_drift_apart(tmp_path: Path) -> None:
+    report = report_on(tmp_path, *(line(rank, 96 if rank == 3 else 100, numel=4096) for rank in range(4)))
+    assert (report.findings[0].id, report.findings[0].ranks) == (log.DRIFT, (3,))
+    assert "SeqNum 96" in report.verdict and "100" in report.verdict
+
+
+def test_numbers_of_different_groups_are_not_compared(tmp_path: Path) -> None:
+    def of_group(rank: int, sequence: int, group: int) -> str:
+        return status(rank, sequence, sequence).replace(
+            "PG ID 0 PG GUID 0(default_pg)", f"PG ID {group} PG GUID {group}"
+        )
+
+    told = [line(0, 5, numel=99), of_group(0, 5, 1), line(1, 9, numel=99), of_group(1, 9, 2)]
+    assert report_on(tmp_path, *told).findings[0].id == log.OTHER
+
+
+def test_sizes_that_differ_in_ddps_broadcast(tmp_path: Path) -> None:
+    report = report_on(tmp_path, *(line(rank, kind="BROADCAST", numel=115264 + rank) for rank in range(2)))
+    assert report.findings[0].id == log.SIZES and "keeps their shapes equal" in report.next_step
+
+
+@pytest.mark.parametrize(
+    ("kind", "numel", "finding"),
+    [("BROADCAST", 5158880, log.BUFFERS), ("ALLREDUCE", 6553600, log.OTHER), ("ALLTOALL", 100, log.OTHER)],
+)
+def test_another_collective_is_not_blamed_on_the_length_sync(
+    kind: str, numel: int, finding: str, tmp_path: Path
+) -> None:
+    report = report_on(tmp_path, *(line(rank, kind=kind, numel=numel) for rank in range(2)))
+    assert report.findings[0].id == finding
+    assert "nemo_patches does not" in report.next_step or "nemo_patches cannot" in report.next_step
+
+
+def test_a_reduce_of_unknown_size_is_not_said_to_be_of_one_number(tmp_path: Path) -> None:
+    report = report_on(tmp_path, *(line(rank, torch="1.13") for rank in range(2)))
+    assert report.findings[0].id == log.OTHER
+
+
+def test_a_mismatch_that_the_debug_wrapper_found(tmp_path: Path) -> None:
+    report = report_on(
+        tmp_path,
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[1], TensorDtypes=Float), but Rank 0 "
+        "is running collective: CollectiveFingerPrint(SequenceNumber=485, OpType=BROADCAST, TensorShape=[25]).",
+    )
+    assert report.findings[0].id == log.OUT_OF_STEP
+    assert "rank 1 ALLREDUCE, rank 0 BROADCAST" in report.verdict
+
+
+def test_our_own_stall_reports_are_passed_on(tmp_path: Path) -> None:
+    report = report_on(
+        tmp_path,
+        "12:00:00,1 nemo_patches WARNING [rank 0/8 node7] ConformerEncoder: training call 72: not every rank's length "
+        "came within 10.00 s; using this rank's own, 1176. Missing: rank 5 of 8 | rank 5 (node8) is elsewhere",
+    )
+    assert report.findings[0].id == log.OURS and "rank 5 of 8" in report.findings[0].evidence[0]
+
+
+def test_colours_mixed_ranks_and_lines_that_a_terminal_wrapped(tmp_path: Path) -> None:
+    whole = [line(rank, 1363596, "BROADCAST", 5158880) for rank in range(3)]
+    wrapped = [text[at : at + 90] for text in whole for at in range(0, len(text), 90)]
+    coloured = [f"\x1b[31m{text}\x1b[0m" for text in wrapped]
+    for lines in (whole, wrapped, coloured):
+        report = report_on(tmp_path, *lines)
+        assert report.findings[0].id == log.BUFFERS
+        assert report.findings[0].evidence[:3] == tuple(
+            f"rank {rank}: BROADCAST of 5158880, SeqNum 1363596" for rank in range(3)
+        )
+    assert "\x1b" not in str(report)
+
+
+def test_nothing_is_found_in_a_log_without_such_lines(tmp_path: Path) -> None:
+    report = report_on(tmp_path, "loss 1.0", "a watchdog barked")
+    assert (report.findings, report.exit_code) == ((), 0)
+    assert "in 8 lines" in report.verdict
+
+
+def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
+    file = tmp_path / "huge.log"
+    filler = ("x" * 200 + "\n") * 5000 + "y" * 3_000_000 + "\n"
+    with file.open("w") as out:
+        for _ in range(10):
+            out.write(filler)
+        for rank in range(3):
+            out.write(line(rank) + "\n" + filler)
+    assert diagnose_log(file).findings[0].id == log.LENGTH_SYNC
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 1 << 30), data=st.binary(max_size=300))
+def test_a_damaged_log_is_no_crash(seed: int, data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    draw = random.Random(seed)
+    text = bytearray("\n".join([line(0), status(0, 4711, 4711), line(1, 4712, "BROADCAST", 9), *NOISE]).encode() + data)
+    for _ in range(draw.randrange(30)):
+        text[draw.randrange(len(text))] = draw.choice(string.printable.encode())
+    file = tmp_path_factory.getbasetemp() / "damaged.log"
+    file.write_bytes(text)
+    report = diagnose_log(file)
+    assert report.verdict.isprintable()
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    packed = tmp_path / "log.gz"
+    packed.write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(UnreadableError, match="compressed"):
+        diagnose_log(packed)
+    with pytest.raises(UnreadableError, match="No such file"):
+        diagnose_log(tmp_path / "none")
+
+
+def test_the_command_takes_a_log(tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    file.write_text("\n".join(line(rank) for rank in range(2)))
+    done = python("-m", "nemo_patches", "diagnose", str(file))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("Ranks 0-1 waited in an all-reduce of one number")
