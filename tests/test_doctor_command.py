@@ -205,7 +205,8 @@ def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        ((), {}, "no config; expected at least one file"),
+        ((), {"fix": True}, "no config; expected at least one file"),
+        ((), {"patched": True}, "no config"),
         (("trainer.devices=8",), {}, "no config"),
         (("x.yaml",), {"write": True}, "--write without --fix"),
         (("x.yaml",), {"fix": True, "json": True}, "allowed is one of them"),

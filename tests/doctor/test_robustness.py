@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor import examination, fixes, report, yaml_text
+from nemo_patches.tools.doctor import examination, fixes, yaml_text
 from nemo_patches.tools.doctor.job import Job
 
 pytestmark = pytest.mark.one_nemo
@@ -59,7 +59,7 @@ def test_no_value_of_any_kind_makes_a_rule_fail(text: str, changes: list[tuple[i
     for patched in (None, examination.as_patched({})):
         done = examination.checked(Job(config, patched), examination.chosen())
         assert not [each.finding.what for each in done if each.rule.identifier == examination.CRASHED]
-        assert report.describe(Job(config, patched))
+        assert Job(config, patched).headline
         for each in done:
             if each.finding.change is not None:
                 after, refused = fixes.fixed(config, [each.finding.change])

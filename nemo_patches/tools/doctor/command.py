@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from json import dumps
 
@@ -26,6 +27,7 @@ class Request:
     write: bool = False
     list_rules: bool = False
     explain: str | None = None
+    ranks: bool = False
 
 
 def carry_out(request: Request) -> int:
@@ -46,7 +48,7 @@ def _carry_out(request: Request) -> int:
         print(report.explanation(examination.named(request.explain)))
         return 0
     paths, overrides = examination.split(request.arguments)
-    if not paths:
+    if not paths and (overrides or request.patched or request.fix or request.write):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
         )
@@ -54,8 +56,16 @@ def _carry_out(request: Request) -> int:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
     if request.json and request.fix:
         raise DoctorError("found --json and --fix; allowed is one of them")
-    patched = examination.as_patched() if request.patched else None
-    reports = [examination.examine(path, overrides, rules, patched) for path in paths]
+    if paths:
+        patched = examination.as_patched() if request.patched else None
+        reports = [examination.examine(path, overrides, rules, patched) for path in paths]
+    else:
+        reports = [examination.examine_machine(rules)]
+    _print(reports, request)
+    return max(each.exit_code for each in reports)
+
+
+def _print(reports: Sequence[Report], request: Request) -> None:
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
     if request.json:
@@ -67,23 +77,22 @@ def _carry_out(request: Request) -> int:
         console = Console()
         for each in reports:
             report.show(each, console)
-    return max(each.exit_code for each in reports)
 
 
 def _fix(each: Report, write: bool) -> None:
     if each.config is None:
         return
     changes = [found.finding.change for found in each.found if found.finding.change is not None]
-    before = each.config.source.text
+    path, before = each.config.source.path, each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
-    sys.stdout.write(fixes.diff(each.path, before, after))
+    sys.stdout.write(fixes.diff(path, before, after))
     for reason in refused:
-        _complain(f"{each.path}: not changed: {reason}")
+        _complain(f"{path}: not changed: {reason}")
     if after == before:
-        _complain(f"{each.path}: no safe change to make")
+        _complain(f"{path}: no safe change to make")
     elif write:
-        fixes.write(each.path, before, after)
-        _complain(f"{each.path}: written")
+        fixes.write(path, before, after)
+        _complain(f"{path}: written")
 
 
 def _complain(text: str) -> None:

@@ -1,15 +1,17 @@
-"""One run of the doctor: rules chosen, configs read, each rule checked on each, and what was found."""
+"""One run of the doctor: rules chosen, what they are about read, each checked on it, and what was found."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nemo_patches.runtime import settings
 from nemo_patches.tools.doctor import config as reading
+from nemo_patches.tools.doctor import machine
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 from nemo_patches.tools.doctor.job import Job
@@ -33,13 +35,19 @@ class Found:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in one config, worst first; or why it cannot be read (`config` and `job` are None then)."""
+    """What was found in one config, on this machine or between ranks, worst first; or why it cannot be read.
 
-    path: Path
-    config: Config | None
-    job: Job | None
+    headline: one line on what the rules went by. lines: what else is to be printed before the findings. config: None
+    where none was read. details: for programs.
+    """
+
+    name: str
+    headline: str
     found: tuple[Found, ...]
     error: str = ""
+    config: Config | None = None
+    lines: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -95,24 +103,33 @@ def examine(
     try:
         config = reading.load(path, overrides)
     except ConfigError as error:
-        return Report(path, None, None, (), str(error))
+        return Report(str(path), "", (), str(error))
     job = Job(config, patched)
-    return Report(path, config, job, checked(job, rules))
+    return Report(str(path), job.headline, checked(job, rules), config=config)
 
 
-def checked(job: Job, rules: Sequence[Rule]) -> tuple[Found, ...]:
-    """What the rules find, worst first; a rule that fails is found by NP001."""
-    found = [one for rule in rules for one in _checked(rule, job)]
+def examine_machine(rules: Sequence[Rule]) -> Report:
+    """Check every rule on this machine and its Python environment."""
+    facts = machine.gather()
+    return Report(facts.host, facts.headline, checked(facts, rules, "machine"))
+
+
+def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[Found, ...]:
+    """What the rules about a Job, a Machine ("machine") or Ranks ("ranks") find in it, worst first.
+
+    A rule that fails is found by NP001.
+    """
+    found = [one for rule in rules if rule.about == about for one in _checked(rule, subject)]
     found.sort(key=lambda one: (-one.finding.severity, one.rule.identifier, one.finding.line or 0))
     return tuple(found)
 
 
-def _checked(rule: Rule, job: Job) -> list[Found]:
+def _checked(rule: Rule, subject: object) -> list[Found]:
     try:
-        return [Found(rule, finding) for finding in rule.check(job)]
+        return [Found(rule, finding) for finding in rule.check(subject)]
     except Exception as error:  # one rule's fault must not hide what the others find
         what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
-        return [Found(named(CRASHED), Finding(Severity.WARNING, what, (), "a report of this, with the config"))]
+        return [Found(named(CRASHED), Finding(Severity.WARNING, what, (), "a report of this, with what was examined"))]
 
 
 def _no_rule(identifier: str) -> DoctorError:

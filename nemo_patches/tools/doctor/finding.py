@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.yaml_text import Keys
-
-if TYPE_CHECKING:
-    from nemo_patches.tools.doctor.job import Job
 
 
 class Severity(IntEnum):
@@ -58,11 +55,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: `finds` and `why` are a sentence each, `link` is where to read on, `worst` its highest severity."""
+    """One rule: `finds` and `why` are a sentence each, `link` is where to read on, `worst` its highest severity.
+
+    `check` takes what the rule is about: a Job, a Machine or the Ranks.
+    """
 
     identifier: str
     finds: str
     why: str
     link: str
     worst: Severity
-    check: Callable[[Job], Iterable[Finding]]
+    check: Callable[[Any], Iterable[Finding]]
+
+    @property
+    def about(self) -> str:
+        """What the rule looks at: "config", "machine" or "ranks"; its identifier says so."""
+        return {"2": "machine", "3": "ranks"}.get(self.identifier[2], "config")

@@ -26,6 +26,19 @@ class Job:
         """Whether every rank is to be run with nemo_patches."""
         return self.settings is not None
 
+    @property
+    def headline(self) -> str:
+        """One line on what the rules go by."""
+        encoders, sets = len(self.encoders), len(self.datasets)
+        parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
+        if not self.has_trainer:
+            return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
+        ranks = (
+            "as many ranks as there are devices" if self.ranks is None else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        )
+        how = "with nemo_patches" if self.patched else "as stock NeMo"
+        return "; ".join((f"judged {how}", f"strategy {self.strategy.value}", ranks, *parts))
+
     def trainer(self, key: str, default: Any = None) -> Value:
         """A key of the trainer's section."""
         return self.config.get(("trainer", key), default)

@@ -13,19 +13,20 @@ from rich.text import Text
 from nemo_patches.tools.doctor.config import UNKNOWN, Value
 from nemo_patches.tools.doctor.examination import Found, Report
 from nemo_patches.tools.doctor.finding import Rule, Severity
-from nemo_patches.tools.doctor.job import Job
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
 def show(report: Report, console: Console) -> None:
-    """Print one config's report; of a note one line, of any other finding all."""
-    if report.job is None:
+    """Print one report; of a note one line, of any other finding all."""
+    if report.error:
         return
-    _print(console, f"{report.path}: {describe(report.job)}")
+    _print(console, f"{report.name}: {report.headline}")
+    for line in report.lines:
+        _print(console, line)
     for found in report.found:
         finding = found.finding
-        where = f"{report.path}:{finding.line}" if finding.line else str(report.path)
+        where = f"{report.name}:{finding.line}" if finding.line else report.name
         _print(console, f"{where}: {found.rule.identifier} {finding.severity}: {finding.what}", found)
         if finding.severity is Severity.NOTE:
             continue
@@ -34,24 +35,13 @@ def show(report: Report, console: Console) -> None:
         if finding.instead:
             _print(console, f"    instead: {finding.instead}")
         _print(console, f"    why: {found.rule.why} {found.rule.link}")
-    _print(console, f"{report.path}: {_counts(report)}")
-
-
-def describe(job: Job) -> str:
-    """One line on what the rules went by."""
-    encoders, sets = len(job.encoders), len(job.datasets)
-    parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
-    if not job.has_trainer:
-        return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
-    ranks = "as many ranks as there are devices" if job.ranks is None else f"{job.ranks} rank{'s' * (job.ranks > 1)}"
-    how = "with nemo_patches" if job.patched else "as stock NeMo"
-    return "; ".join((f"judged {how}", f"strategy {job.strategy.value}", ranks, *parts))
+    _print(console, f"{report.name}: {_counts(report)}")
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """One config's report, for programs; the docs say what each key is."""
+    """One report, for programs; the docs say what each key is."""
     return {
-        "config": str(report.path),
+        "config": report.name,
         "error": report.error or None,
         "findings": [
             {
@@ -67,6 +57,7 @@ def as_json(report: Report) -> dict[str, Any]:
             }
             for found in report.found
         ],
+        **report.details,
     }
 
 

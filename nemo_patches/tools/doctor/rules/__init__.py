@@ -1,8 +1,8 @@
 """The rules: one file each, named by its identifier, with its docstring as its explanation.
 
 A docstring has a sentence on what the rule finds, a paragraph on why that matters, and a link. WORST is the highest
-severity, and `check` yields what was found. Rules on a config are NP1xx; NP0xx are about reading it. NP2xx are kept for
-rules on the machine, and NP3xx for what ranks tell each other.
+severity, and `check` yields what was found. Rules on a config are NP1xx, and NP0xx are about reading it: they take a
+Job. Rules on the machine are NP2xx and take a Machine; on what ranks told each other, NP3xx, and take the Ranks.
 """
 
 from __future__ import annotations
