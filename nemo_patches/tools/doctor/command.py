@@ -6,11 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from json import dumps
+from typing import NoReturn
 
 from rich.console import Console
 
 from nemo_patches.tools.doctor import examination, fixes, report
 from nemo_patches.tools.doctor.examination import DoctorError, Report
+from nemo_patches.tools.doctor.finding import Rule
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 
@@ -52,10 +54,14 @@ def _carry_out(request: Request) -> int:
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
         )
+    if request.ranks and (paths or overrides or request.patched or request.fix):
+        raise DoctorError("found --ranks with a config, an override, --patched or --fix; allowed is --ranks alone")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
     if request.json and request.fix:
         raise DoctorError("found --json and --fix; allowed is one of them")
+    if request.ranks:
+        _of_ranks(rules, request)
     if paths:
         patched = examination.as_patched() if request.patched else None
         reports = [examination.examine(path, overrides, rules, patched) for path in paths]
@@ -63,6 +69,29 @@ def _carry_out(request: Request) -> int:
         reports = [examination.examine_machine(rules)]
     _print(reports, request)
     return max(each.exit_code for each in reports)
+
+
+def _of_ranks(rules: tuple[Rule, ...], request: Request) -> NoReturn:
+    """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
+    from nemo_patches.tools.doctor import ranks
+
+    here, code = ranks.place(), 0
+    try:
+        found = ranks.examine(here)
+        if found is not None:
+            of_ranks = Report(
+                f"{here.size} ranks",
+                found.headline,
+                examination.checked(found, rules, "ranks"),
+                lines=tuple(found.lines()),
+                details=found.as_json(),
+            )
+            _print([of_ranks], request)
+            code = of_ranks.exit_code
+    except DoctorError as error:
+        _complain(str(error))
+        code = 0 if here.rank else 2
+    ranks.leave(code)
 
 
 def _print(reports: Sequence[Report], request: Request) -> None:
