@@ -1,7 +1,8 @@
 """The process group's timeout: not a duration, or shorter than the wait of nemo_patches.
 
 When it passes, PyTorch ends the job. A wait of nemo_patches that lasts longer can never end by itself, so nobody is
-named; and a number is no duration, so the job stops at its start.
+named; and a number is no duration, so the job stops at its start. A duration can be written in YAML for NeMo up to 2.7
+only: 3.0 refuses the _target_, and the training script must make the strategy.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
 """
 
@@ -16,7 +17,10 @@ from nemo_patches.tools.doctor.job import Job
 WORST = Severity.WARNING
 
 _LONG = timedelta(hours=1)
-_AS_A_DURATION = "timeout: {_target_: datetime.timedelta, minutes: 30}"
+_AS_A_DURATION = (
+    "up to NeMo 2.7, timeout: {_target_: datetime.timedelta, minutes: 30}; "
+    "from 3.0 on, DDPStrategy(timeout=timedelta(minutes=30)) in the training script"
+)
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -43,3 +47,6 @@ def check(job: Job) -> Iterator[Finding]:
             (value,),
             "nemo_patches, which says within seconds which rank is missing; or a shorter timeout",
         )
+    elif timeout is not None:
+        what = f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job stops at its start there"
+        yield Finding(Severity.NOTE, what, (value,), _AS_A_DURATION)
