@@ -305,6 +305,8 @@ def _evaluated(config: DictConfig, keys: Keys, text: str) -> Any:
 def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> list[Keys]:
     """Those of the ones that are left that would be left, too, if every ??? were given."""
     left = dict(waiting)
+    if not left:
+        return []  # OmegaConf takes a second for a copy of a large tree
     given = OmegaConf.create(_filled(OmegaConf.to_container(config, resolve=False), (), left))
     for _ in range(_ROUNDS):
         for keys, text in list(left.items()):
