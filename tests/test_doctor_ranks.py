@@ -78,7 +78,7 @@ def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_cod
     (tmp_path / "nemo").mkdir()
     (tmp_path / "nemo" / "__init__.py").write_text("")
     (tmp_path / "nemo" / "package_info.py").write_text("__shortversion__ = '9.9.0'\n")
-    short = {"NEMO_PATCHES_TIMEOUT": "2"}
+    short = {"NEMO_PATCHES_TIMEOUT": "3"}
     other = {
         **short,
         "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{tmp_path}",
@@ -97,7 +97,7 @@ def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_cod
         "NCCL_ALGO differs: Tree on rank 1, not set on rank 0",
     ]
     assert "NeMo would not be patched on rank 1: NeMo 9.9.0 is not supported" in found["NP304"]
-    assert found["NP301"] == "no answer from rank 2 of 3 within 2 s\n"
+    assert found["NP301"] == "no answer from rank 2 of 3 within 3 s\n"
     assert set(found) == {"NP301", "NP302", "NP303", "NP304"}
     assert [rank["versions"]["nemo_patches"] for rank in report["ranks"]] == [nemo_patches.__version__] * 2
     assert all(len(rank["measured"]["syncs"]) == 20 for rank in report["ranks"])
@@ -172,19 +172,16 @@ def test_slurms_variables_are_a_place() -> None:
     assert not place({**slurm, "SLURM_PROCID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_server
 
 
-@pytest.mark.parametrize(("interfaces", "code"), [(("", ""), 1), (CABLES, 0)])
-def test_two_hosts(interfaces: tuple[str, str], code: int) -> None:
+def on_two_hosts(commands: list[list[str]], variables: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    """The exit code, output and errors of each of two commands, one on each host."""
     with two_hosts():
         processes = []
         try:
-            for node, (host, interface) in enumerate(zip(HOSTS, interfaces, strict=True)):
-                where = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
-                where += ["--master-addr", ADDRESSES[0], "--master-port", "29500"]
-                variables = environment(CHECKOUT, NEMO_PATCHES_TIMEOUT="2")
+            for host, command, own in zip(HOSTS, commands, variables, strict=True):
                 processes.append(
                     subprocess.Popen(
-                        [*TORCHRUN, *where, *DOCTOR],
-                        env={**variables, "GLOO_SOCKET_IFNAME": interface} if interface else variables,
+                        command,
+                        env={**environment(CHECKOUT), **own},
                         preexec_fn=lambda host=host: move_to(host),
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
@@ -192,20 +189,32 @@ def test_two_hosts(interfaces: tuple[str, str], code: int) -> None:
                         start_new_session=True,
                     )
                 )
-            (out, error), _ = (process.communicate(timeout=LIMIT) for process in processes)
+            texts = [process.communicate(timeout=LIMIT) for process in processes]
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
-    assert "2 ranks: 2 of 2 ranks answered, on 2 hosts" in out, error
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def test_two_hosts_under_torchrun() -> None:
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29500"]
+    commands = [[*TORCHRUN, *where, "--node-rank", node, *DOCTOR] for node in ("0", "1")]
+    (code, out, error), (other, *_) = on_two_hosts(commands, [{"GLOO_SOCKET_IFNAME": cable} for cable in CABLES])
+    assert (code, other) == (0, 0), error
+    assert out.startswith("2 ranks: 2 of 2 ranks answered, on 2 hosts\n")
     assert f"rank 1: {HOSTS[1]}, pid " in out
-    assert processes[0].returncode == code
-    assert processes[1].returncode == 0
-    if code:
-        assert "NP306 warning: no sync on rank" in out
-        assert "ranks 0-1: Gloo takes a loopback address, which other hosts cannot reach" in out
-        assert "store not measured" not in out
-    else:
-        assert out.endswith("2 ranks: nothing\n")
-        assert "not measured" not in out
+    assert "not measured" not in out
+    assert out.endswith("2 ranks: nothing\n")
+
+
+def test_two_hosts_whose_names_lead_to_a_loopback_address() -> None:
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NEMO_PATCHES_TIMEOUT": "3"}
+    own = [{**job, "RANK": rank, "LOCAL_RANK": "0"} for rank in ("0", "1")]
+    (code, out, error), (other, *_) = on_two_hosts([[sys.executable, *DOCTOR]] * 2, own)
+    assert (code, other) == (1, 0), error
+    assert out.startswith("2 ranks: 2 of 2 ranks answered, on 2 hosts\n")
+    assert "NP306 warning: no sync on rank" in out
+    assert "ranks 0-1: Gloo takes a loopback address, which other hosts cannot reach" in out
+    assert "store not measured" not in out

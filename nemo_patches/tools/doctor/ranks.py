@@ -247,13 +247,15 @@ class _Part:
             if here.rank not in present:
                 raise DoctorError(f"rank {here.rank} came too late: rank 0 has stopped waiting")
         self.at = "measuring"
+        began = time.monotonic()
         own = self._measure(store, present)
         _tell(store, "measured", own)
         if here.rank == 0:
             self.at = "collecting what the ranks measured"
             self.measured[0] = own
             others = [rank for rank in present if rank]
-            self.measured |= _told(store, "measured", others, Measured, 2 * self._timeout)
+            left = 2 * self._timeout - timedelta(seconds=time.monotonic() - began)  # each has a limit of its own
+            self.measured |= _told(store, "measured", others, Measured, left)
         self.at = "its end"
 
     def _measure(self, store: dist.Store, present: list[int]) -> Measured:
