@@ -112,7 +112,7 @@ store = dist.TCPStore("localhost", int(sys.argv[1]), is_master=False, wait_for_w
 store = dist.PrefixStore("nemo_patches/doctor/0", store)
 facts = store.get("facts/0").decode().replace('"rank":0', '"rank":1')
 store.set("facts/1", facts)
-store.set("facts/2", '{"rank": 2, "host": "' + "x" * 300000 + '"}')
+store.set("facts/2", facts.replace('"rank":1', '"rank":2').replace('"host":"', '"host":"' + "x" * 300000))
 store.set("facts/3", '{"rank": 3, "host": 7}')
 for _ in range(3):
     store.add("facts", 1)
@@ -143,6 +143,13 @@ def test_a_rank_that_hangs_or_tells_nonsense_holds_nobody_up() -> None:
     assert "no sync on rank 0: " in found["NP306"]
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert took < 5 * 1.5 + 5 + 20  # its limits, and the start of Python and torch
+
+
+def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_its_own() -> None:
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "NEMO_PATCHES_TIMEOUT": "1"}
+    done = run([sys.executable, *DOCTOR], environment(CHECKOUT, **job, MASTER_PORT=str(free_port())), LIMIT)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "nemo-patches doctor: rank 1, at connecting to the job's store at localhost:" in done.stderr
 
 
 @pytest.mark.parametrize(
