@@ -33,11 +33,23 @@ help:
 demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
 
-test: lint check-patches $(NEMO_VERSIONS:%=test-%)
+# What may run beside other work runs beside the checks, and the installation of what else is needed.
+test: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
+	$(MAKE) -j2 test-together-$(firstword $(NEMO_VERSIONS)) lint check-patches $(ENVIRONMENTS)
+	$(MAKE) test-alone-$(firstword $(NEMO_VERSIONS)) $(patsubst %,test-%,$(wordlist 2,9,$(NEMO_VERSIONS)))
 
 test-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python -m pytest -q $(if $(filter $*,$(firstword $(NEMO_VERSIONS))),,-m "not one_nemo")
+	$(MAKE) test-together-$* test-alone-$*
+
+unless_first = $(if $(filter $1,$(firstword $(NEMO_VERSIONS))),,and not one_nemo)
+
+test-together-%: .venv/nemo-%/ready
+	@echo "== tests on NeMo $*, two at a time"
+	.venv/nemo-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "not alone $(call unless_first,$*)"
+
+test-alone-%: .venv/nemo-%/ready
+	@echo "== tests on NeMo $*, those that must be alone"
+	.venv/nemo-$*/bin/python -m pytest -q -m "alone $(call unless_first,$*)"
 
 test-matrix: $(MATRIX:%=matrix-%)
 

@@ -115,6 +115,7 @@ def test_an_interpreter_that_imports_nemo_patches_it() -> None:
     assert f"(nemo {nemo.package_info.__shortversion__}, torch {torch.__version__}; sync=bounded" in line
 
 
+@pytest.mark.one_nemo
 def test_a_bad_variable_under_two_copies_is_one_line_and_nemo_runs_as_stock() -> None:
     done = run(
         [sys.executable, "-c", PROGRAM], environment(LAUNCHER, CHECKOUT, NEMO_PATCHES_TIMEOUT="soon", RANK="3"), LIMIT

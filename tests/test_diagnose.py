@@ -33,7 +33,7 @@ from nemo_patches.tools.diagnose.columns import RankTrace
 from nemo_patches.tools.diagnose.decoding import LONGEST_LINE, decode
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report
-from nemo_patches.tools.diagnose.reading import Folder, UnreadableError
+from nemo_patches.tools.diagnose.reading import Folder, Part, UnreadableError
 from nemo_patches.tools.diagnose.watching import follow, once
 from nemo_patches.tracing import records
 
@@ -194,6 +194,13 @@ SCENARIOS = {
         26,
         said=("Rank 3 made more evaluation calls than ranks 0-2", "2 times"),
     ),
+    "one evaluation call more, files rotated": Scenario(
+        [steps(900) + evaluation(6 if rank == 3 else 5) + steps(9) + OUT for rank in range(4)],
+        ids.UNEVEN_CALLS,
+        (3,),
+        906,
+        bound=60_000,
+    ),
     "one evaluation call fewer": Scenario(
         [(steps(20) + evaluation(4 if rank == 3 else 5)) * 2 + steps(4) + OUT for rank in range(4)],
         ids.UNEVEN_CALLS,
@@ -310,6 +317,15 @@ HEALTHY: dict[str, Scenario] = {
         (),
     ),
     "a lag of no account": Scenario([steps(120, pause=1.004 if rank == 1 else 1.0) + OUT for rank in range(4)], "", ()),
+    "waiting that is no part of the time": Scenario(
+        [steps(120, pause=1.02 if rank == 1 else 1.0) + OUT for rank in range(4)], "", ()
+    ),
+    "a lag of milliseconds": Scenario(
+        [steps(120, pause=0.013 if rank == 1 else 0.01) + OUT for rank in range(4)], "", ()
+    ),
+    "a straggler that has got well": Scenario(
+        [steps(70, pause=0.3 if rank == 1 else 0.1) + steps(50) + OUT for rank in range(4)], "", ()
+    ),
     "memory grows on all": Scenario(
         [steps(200) + OUT] * 4, "", (), setups={rank: Setup(memory=(8, 0.05)) for rank in range(4)}
     ),
@@ -516,14 +532,126 @@ def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Pat
 
 
 def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
-    for restart in (0, 1):  # told by torchrun's count; and, where that is the same, by the host's own clock
-        folder = tmp_path / str(restart)
+    # Told by torchrun's count; and, where that is the same, by the host's own clock.
+    for restart, later, seed in [(0, 90_000, 3), *((1, 60, seed) for seed in range(6))]:
+        folder = tmp_path / f"{restart}-{seed}"
         setups = {rank: Setup(restart=restart) for rank in range(4)}
-        write(folder, [steps(9)] * 4, launched=1.7e9, seed=3)
-        write(folder, [steps(9)] * 4, {**setups, 2: Setup(patched=False)}, launched=1.7e9 + 90_000, seed=3)
+        write(folder, [steps(9)] * 4, launched=1.7e9, seed=seed)
+        write(folder, [steps(9)] * 4, {**setups, 2: Setup(patched=False)}, launched=1.7e9 + later, seed=seed)
         report = diagnose(Folder(folder).read())
         assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
         assert len(report.earlier) == 4
+
+
+def test_where_stall_reports_name_who_is_missing_nobody_else_is_blamed(tmp_path: Path) -> None:
+    """A file that ends early, but has the last round that came, is otherwise that of a rank that is stuck, too."""
+    for reports, blamed in ((True, (2,)), (False, (0, 2))):
+        folder = write(tmp_path / str(reports), four(steps(70), [], steps(1)), reports=reports)
+        file = sorted(folder.iterdir())[0]
+        lines = file.read_bytes().splitlines(True)
+        file.write_bytes(b"".join(line for line in lines if b'"n":71' not in line))
+        report = diagnose(Folder(folder).read())
+        assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, blamed)
+
+
+def test_a_stall_report_of_an_earlier_stall_says_nothing_of_this_one(tmp_path: Path) -> None:
+    late: list[Event] = [Call(pause=26), Gradients()]
+    schedules = [
+        steps(9) + (late if rank == 1 else steps(1)) + steps(110) + ([] if rank in (1, 2) else steps(1))
+        for rank in range(4)
+    ]
+    write(tmp_path, schedules)
+    for file in tmp_path.iterdir():  # of the present stall there is no report yet
+        lines = file.read_bytes().splitlines(True)
+        kept = [line for line in lines if not (b'"missing"' in line and b'"n":121' in line)]
+        assert len(lines) - len(kept) <= 1
+        file.write_bytes(b"".join(kept))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (1, 2))
+
+
+def test_traces_that_contradict_each_other_are_no_verdict(tmp_path: Path) -> None:
+    """Every rank gave up the round that every rank came to: one file holds what its rank did not do."""
+    write(tmp_path, four(steps(70), [], steps(1)), reports=False)
+    files = sorted(tmp_path.iterdir())
+    theirs = [json.loads(line) for line in files[0].read_bytes().splitlines() if b'"n":71' in line]
+    mine = files[2].read_bytes()
+    last = json.loads(mine.splitlines()[-1])["t"]
+    made_up = [json.dumps({**one, "t": last}).encode() for one in theirs]
+    files[2].write_bytes(mine + b"\n".join(made_up) + b"\n")
+    report = diagnose(Folder(tmp_path).read())
+    assert {one.id for one in report.findings} == {ids.NOT_ENOUGH, ids.TIMEOUTS}
+    assert "contradict each other" in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b'"e":0,"n":35,"training"', b'"e":0,"n":95,"training"', "records do not follow"),
+        (b'"outcome":"came","round":35', b'"outcome":"came","round":95', "3 records do not follow"),
+        (b'"k":"layer"', b'"k":"layer","e"', "lines are no records"),
+    ],
+)
+def test_one_record_that_is_wrong_does_not_spoil_those_after_it(
+    old: bytes, new: bytes, said: str, tmp_path: Path
+) -> None:
+    write(tmp_path, four(steps(70), [], steps(1)))
+    file = sorted(tmp_path.iterdir())[0]
+    content = file.read_bytes()
+    at = content.index(old, content.index(b'"n":34,"training"'))
+    file.write_bytes(content[:at] + new + content[at + len(old) :])
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (2,))
+    assert report.ranks[0].state == "out of call 71"
+    assert said in report.problems[0]
+
+
+def test_a_file_with_another_files_lines_in_it_blames_nobody(tmp_path: Path) -> None:
+    write(tmp_path, four(steps(30), [Call(raises="ValueError"), *OUT], steps(1)))
+    files = sorted(tmp_path.iterdir())
+    mine, theirs = files[0].read_bytes().splitlines(True), files[2].read_bytes().splitlines(True)
+    files[0].write_bytes(b"".join([*mine[:-1], *theirs]))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.EXCEPTION, (2,))
+    assert report.ranks[0].state == "not known"
+    assert "lines of another process are in it" in report.problems[0]
+
+
+def test_a_line_that_is_lost_is_noticed(tmp_path: Path) -> None:
+    for number, kind in enumerate(("enter", "sync", "pre", "layer", "leave")):
+        folder = write(tmp_path / kind, [steps(30) + OUT] * 2)
+        file = sorted(folder.iterdir())[0]
+        lines = file.read_bytes().splitlines(True)
+        lost = [line for line in lines if f'"k":"{kind}"'.encode() in line][9 + number]
+        file.write_bytes(b"".join(line for line in lines if line != lost))
+        report = diagnose(Folder(folder).read())
+        assert "do not follow" in report.problems[0], kind
+        assert report.findings == ()
+
+
+def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
+    write(tmp_path, [steps(3)] * 2)
+    file = sorted(tmp_path.iterdir())[0]
+    with file.open("ab") as more:
+        more.write(b"x" * (8 * LONGEST_LINE))
+    part = Part(file, header(0, 2, 1e9, Setup()), 0)
+    part.read_on(RankTrace(part.header))
+    assert part.offset == file.stat().st_size and len(part.pending) <= 2 * LONGEST_LINE
+
+
+def test_a_file_that_lacks_a_round_that_came_blames_nobody(tmp_path: Path) -> None:
+    """By itself it is the file of a rank that stopped after call 35; but all ranks came to 35 rounds more."""
+    write(tmp_path, four(steps(70), [], steps(1)), reports=False)
+    file = sorted(tmp_path.iterdir())[0]
+    lines = file.read_bytes().splitlines(True)
+    file.write_bytes(b"".join(lines[: len(lines) // 2]))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (2,))
+    assert report.ranks[0].state == "not known"
+    sorted(tmp_path.iterdir())[2].unlink()  # the rank that is to blame
+    report = diagnose(Folder(tmp_path).read())
+    assert [one.id for one in report.findings[:2]] == [ids.UNTRACED, ids.NOT_ENOUGH]
+    assert "it came to round 70, which its trace does not have" in report.findings[1].evidence[0]
 
 
 def test_parts_are_read_in_order_and_a_gap_is_no_verdict(tmp_path: Path) -> None:

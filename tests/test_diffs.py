@@ -133,6 +133,7 @@ APPLY = (
 )
 
 
+@pytest.mark.one_nemo
 def test_what_is_built_in_asks_for_no_version(vendored: Path) -> None:
     info = vendored / "nemo" / "package_info.py"
     info.write_text(info.read_text() + '__shortversion__ = "2.0.0"\n')
@@ -144,6 +145,7 @@ def test_what_is_built_in_asks_for_no_version(vendored: Path) -> None:
     assert "built in" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.one_nemo
 @pytest.mark.parametrize("way", ["apply", "auto-apply"])
 def test_beside_a_nemo_that_has_it_apply_and_auto_apply_do_nothing_twice_and_say_so(way: str, vendored: Path) -> None:
     by_hand = way == "apply"

@@ -20,7 +20,7 @@ from ranks import free_port
 
 import nemo_patches
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
 DOCTOR = ["-m", "nemo_patches", "doctor", "--ranks"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

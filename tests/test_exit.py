@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's version
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # of Gloo and processes, not of NeMo's version
 
 PROGRAM = """
 import datetime, os, sys, time

@@ -15,7 +15,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, join_group, run_ranks
+from ranks import free_port, join_group, run_ranks, wait_until
 
 import nemo_patches
 
@@ -181,6 +181,7 @@ def interrupted(rank: int, size: int, number: int) -> Any:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_act_during_a_wait(number: int) -> None:
     first, _ = run_ranks(interrupted, 2, number)
@@ -216,6 +217,42 @@ def test_an_exception_of_a_signal_handler_is_told_from_our_own(handler: Any) -> 
         assert not raised_by_signal_handler(our_own.value)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
+    """Rank 1 drops an encoder that it has announced; rank 0 comes to it only then, and keeps it."""
+    nemo_patches.apply(timeout=1.0)
+    dropped = Path(folder, "dropped")
+    first = encoders.conformer()
+    if rank == 1:
+        encoders.sync(first, 100)
+        wait_until(announced_all)
+        del first
+        gc.collect()
+        dropped.touch()
+    else:
+        wait_until(dropped.exists)
+        encoders.sync(first, 100)
+    second = encoders.conformer()
+    found = []
+    for step in range(8):
+        encoders.sync(second, 200 + 10 * step + rank)
+        found.append(second.max_audio_length - 10 * step)
+        dist.barrier()
+    return found
+
+
+def announced_all() -> bool:
+    from nemo_patches.runtime import length_sync
+
+    assert length_sync._world is not None
+    return all(entry.store is not None for entry in length_sync._world.helper._connecting)
+
+
+@pytest.mark.alone
+def test_an_encoder_that_one_rank_drops_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    for result in run_ranks(dropped_on_one, 2, str(tmp_path)):
+        assert result.value[-1] == 201
 
 
 def many_encoders(rank: int, size: int) -> Any:

@@ -19,7 +19,7 @@ import nemo_patches
 from nemo_patches.lightning import LengthSyncCallback
 from nemo_patches.runtime import length_sync
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STEPS, LAG, TIMEOUT, STALL = 60, 0.1, 2.0, 3.0
 
 

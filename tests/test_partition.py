@@ -19,6 +19,8 @@ from ranks import free_port, join_group, run_ranks, wait_until
 
 import nemo_patches
 
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+
 TIMEOUT = 2.0  # ranks 0 and 1 are on the first host, rank 2 on the second
 
 
@@ -69,7 +71,6 @@ def meet(folder: str, event: str, rank: int, size: int) -> None:
     wait_until(lambda: all(Path(folder, f"{event}-{one}").exists() for one in range(size)))
 
 
-@pytest.mark.one_nemo
 def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tmp_path: Path) -> None:
     results = run_ranks(parted, 3, free_port(), str(tmp_path), group=False, limit=90)
     for result in results:

@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 import nemo_patches
 
-pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's version
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # of Gloo and processes, not of NeMo's version
 
 
 def with_a_killed_peer(rank: int, size: int) -> Any:

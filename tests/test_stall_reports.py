@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 import nemo_patches
 from nemo_patches.runtime.heartbeats import MissingRank
 
-pytestmark = pytest.mark.one_nemo  # nothing here depends on NeMo's version
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
 
 

@@ -20,7 +20,7 @@ from ranks import run_ranks, wait_until
 
 import nemo_patches
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
 
 
@@ -93,7 +93,7 @@ def two_are_missing(rank: int, size: int, port: int, folder: str, mode: str) -> 
     dist.barrier()
     said = [Path(folder, f"said-{one}") for one in (0, 2)]
     if rank == 3:
-        Path(folder, "pid").write_text(str(os.getpid()))
+        change(Path(folder, "pid"), str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 1:
         wait_until(lambda: is_stopped(Path(folder, "pid")))
@@ -117,7 +117,7 @@ def two_are_missing(rank: int, size: int, port: int, folder: str, mode: str) -> 
 
 
 def is_stopped(pid: Path) -> bool:
-    return pid.exists() and Path(f"/proc/{pid.read_text() or 0}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return pid.exists() and Path(f"/proc/{pid.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def change(file: Path, text: str) -> None:

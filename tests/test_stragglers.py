@@ -15,6 +15,8 @@ from ranks import Result, Said, run_ranks, wait_until
 
 import nemo_patches
 
+pytestmark = pytest.mark.alone
+
 
 @dataclass(frozen=True)
 class Step:

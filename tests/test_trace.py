@@ -22,6 +22,8 @@ from test_apply import attributes, listening
 import nemo_patches
 from nemo_patches.tracing.checks import FindingError
 
+pytestmark = pytest.mark.alone
+
 Trace = list[dict[str, Any]]
 
 

@@ -15,6 +15,8 @@ import nemo_patches
 from nemo_patches.runtime import length_sync
 from nemo_patches.runtime.roll_call import RollCall
 
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+
 TIMEOUT = 2.0
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ _GROUP_TIMEOUT = timedelta(days=7)
 _SLICE = timedelta(seconds=0.1)
 # Seconds between two looks of the helper thread; many ranks look less often, for the sake of the one store server.
 _FIRST_PAUSE, _LONGEST_PAUSE, _PAUSE_PER_RANK = 0.002, 0.1, 0.0005
+_LONGEST_PAUSE_DROPPED = 60.0
 _FAILED = -(1 << 40)  # a rank that cannot take part pushes the count of arrived ranks below zero
 
 
@@ -271,12 +272,15 @@ class Helper:
 
     def _advance(self, entry: _Connecting) -> bool:
         """One look at a group that is being connected; True when it is settled, one way or the other."""
-        rounds = entry.rounds()
-        if rounds is None or rounds.closed:
+        rounds = entry.promised or entry.rounds()
+        if rounds is None or (rounds.closed and entry.promised is None):
             return True
+        if rounds.closed and not entry.is_due():
+            return False
         try:
             if entry.store is None:
                 entry.store = rounds.announce(self._connection())
+                entry.promised = rounds
             return rounds.connect(entry.store)
         except Exception as error:
             rounds.fail(first_line(error))
@@ -293,10 +297,25 @@ class Helper:
 
 @dataclass(eq=False)
 class _Connecting:
-    """An encoder's group that waits for the other ranks; `store` is set once this rank has announced itself."""
+    """An encoder's group that waits for the other ranks; `store` is set once this rank has announced itself.
+
+    From then on it is promised, also where the encoder is dropped: another rank may already be in Gloo's constructor,
+    which would wait for this one, and hold up all its other encoders.
+    """
 
     rounds: weakref.ref[Rounds]
     store: dist.Store | None = None
+    promised: Rounds | None = None
+    began: float = field(default_factory=time.monotonic)
+    next_look: float = 0.0
+
+    def is_due(self) -> bool:
+        """For what nobody here wants any more: looked at less and less often, for there may be thousands."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return False
+        self.next_look = now + min((now - self.began) / 2, _LONGEST_PAUSE_DROPPED)
+        return True
 
 
 if dist.is_available():

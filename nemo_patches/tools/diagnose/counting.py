@@ -60,7 +60,7 @@ def _finding(case: Case, found: list[Uneven]) -> Finding:
         next_step=_NEXT[first.training],
         encoder=case.name,
         call=first.call,
-        evidence=tuple(f"{kind} call {one.call}: only on {named(sorted(one.more))}" for one in found[:4]),
+        evidence=tuple({f"{kind} call {one.call}: only on {named(sorted(one.more))}": None for one in found})[:4],
     )
 
 

@@ -71,7 +71,7 @@ def _exception(case: Case, found: list[tuple[float, records.Raised, int]], last:
         encoder=case.name,
         call=raised.n,
         phase=case.endings[rank].phase,
-        evidence=(*tail, f"{len(found)} exceptions on {named(sorted({other for _, _, other in found}))}"),
+        evidence=(*tail, f"exceptions in all: {len(found)}, on {named(sorted({other for _, _, other in found}))}"),
     )
 
 
@@ -100,7 +100,7 @@ def check_findings(job: Job, cases: list[Case]) -> list[Finding]:
                 next_step=_NEXT_INPUT if check == "inputs" else "Look at this rank at that call.",
                 encoder=name,
                 call=first.n,
-                evidence=(f"{len(found)} findings, on {named(ranks)}",),
+                evidence=(f"findings in all: {len(found)}, on {named(ranks)}",),
             )
         )
     return told

@@ -179,7 +179,7 @@ def _late(case: Case, rank: int, times: int, given_up: _GivenUp) -> Finding:
         severity=WARNING,
         ranks=(rank,),
         text=f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of "
-        f"{case.name}; {named(others)} went on with their own lengths, and it recovered{doing}.",
+        f"{case.name}; {named(others)} went on without it, and it recovered{doing}.",
         next_step="Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
         "rank writes. No number of the model was changed by it.",
         encoder=case.name,

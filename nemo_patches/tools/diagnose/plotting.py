@@ -21,6 +21,7 @@ from nemo_patches.tools.diagnose.reading import Job, UnreadableError
 _COLUMNS = 1200  # more calls than that are binned
 _LABELLED = 40  # more ranks than that are not labelled one by one
 _LEAST, _MUCH = 0.01, 1.0  # seconds of lag: the ends of the scale, where no rank came later
+_ROOMY = 60  # with fewer calls the marks are larger
 _RARE = 2  # from this mark on they are never made smaller, and so many have their rank beside them
 _NAMED = 12
 _NO_LAG, _NOTHING = "#e4e4e4", "white"
@@ -112,6 +113,7 @@ def _columns(numbers: Numbers, edges: Lags) -> Numbers:
 def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # type: ignore[no-untyped-def]
     """Marks, one for each rank and column at most; and the legend's entries."""
     crowded = len(ranks) > _LABELLED
+    roomy = 3.0 if len(edges) <= _ROOMY and not crowded else 1.0
     handles = [Line2D([], [], marker="s", linestyle="", color=_NO_LAG, markersize=8, label="a call, lag not known")]
     middles = (edges[:-1] + edges[1:]) / 2
     late = late_calls(case)
@@ -125,7 +127,7 @@ def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # t
         axes.scatter(
             across,
             down,
-            s=size * (0.35 if crowded and number < _RARE else 1.0),
+            s=size * (0.35 if crowded and number < _RARE else roomy),
             marker=marker,
             color=colour,
             linewidths=0.4,

@@ -56,17 +56,11 @@ def stuck(case: Case, explained: set[int]) -> list[Finding]:
     if named_by_others and reports.complete:  # who else seems to be behind has only a trace that ends too early
         behind = named_by_others
     behind = [one for one in behind if one.rank not in explained]
-    if behind and not _over(case):
+    if behind:
         return _behind(case, behind, at_top, reports)
     if explained or case.job.moving:
         return []
     return _level(case, at_top, reports)
-
-
-def _over(case: Case) -> bool:
-    """Whether every rank has ended in good order, and none waited for another in vain at the end."""
-    whole = len(case.endings) == case.job.world_size
-    return whole and all(one.ended and not (one.in_vain or one.sync_ended) for one in case.endings.values())
 
 
 def _waited_for(one: Ending, others: Iterable[Ending]) -> bool:
