@@ -1,57 +1,73 @@
-"""A training script as a user has it, without a word of nemo_patches in its training: NEST pre-training on two ranks.
+"""examples/nest/pretrain.py on two ranks of this machine's CPU, small, where rank 1 stalls once before the encoder.
 
-Run by torchrun, or alone, when Lightning starts the other rank. Rank 1 stalls once before the encoder.
+Run by torchrun, or alone, when Lightning starts the other rank. In the training there is not a word of nemo_patches.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 STEPS, STALL_AT, STALL = 4, 1, 7.0
+EXAMPLE = Path(__file__).parent.parent / "examples" / "nest"
 
 
-def main(folder: Path) -> None:
+def overrides(folder: Path) -> list[str]:
+    """What the example needs to be small, and its data: what the demo writes, a manifest for each rank."""
+
+    def manifest(name: str) -> str:
+        return f"{folder}/{name}-${{oc.env:LOCAL_RANK,0}}.json"
+
+    return [
+        f"model.train_ds.manifest_filepath='{manifest('train')}'",
+        f"model.validation_ds.manifest_filepath='{manifest('validation')}'",
+        f"model.train_ds.noise_manifest={folder}/noise.json",
+        f"model.validation_ds.noise_manifest={folder}/noise.json",
+        "model.train_ds.batch_size=2",
+        "model.train_ds.num_workers=1",
+        "model.num_classes=64",
+        "model.encoder.n_layers=2",
+        "model.encoder.d_model=32",
+        "model.encoder.n_heads=2",
+        "model.encoder.subsampling_conv_channels=16",
+        "~model.encoder.sync_max_audio_length",  # as in most configs, where NeMo then takes true
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        f"trainer.max_steps={STEPS}",
+        "+trainer.limit_val_batches=0",
+        "+trainer.use_distributed_sampler=false",
+        "+trainer.enable_progress_bar=false",
+        "exp_manager=null",
+    ]
+
+
+def main() -> None:
+    sys.path.insert(0, str(EXAMPLE))
     import lightning.pytorch as pl
+    import pretrain
     import torch
-    from nemo.collections.asr.models import EncDecDenoiseMaskedTokenPredModel
-    from omegaconf import OmegaConf
+    from nemo.core.config import hydra_runner
 
-    from nemo_patches.tools.demo import nest  # the configuration only
-    from nemo_patches.tools.demo.jobs import Job
+    class Stall(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            def stall(*_: object) -> None:
+                if trainer.global_rank == 1 and trainer.global_step == STALL_AT:
+                    time.sleep(STALL)  # the straggler itself, not a wait of the test's
 
-    torch.set_num_threads(1)
-    rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_steps=STEPS,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    config = nest.model(Job("training", True, rank, 2, 0, folder, timedelta(0)))
-    config["train_ds"]["num_workers"] = 1
-    model = EncDecDenoiseMaskedTokenPredModel(cfg=OmegaConf.create(config), trainer=trainer)
+            module.encoder.register_forward_pre_hook(stall)
 
-    def stall(*_: object) -> None:
-        if rank == 1 and trainer.global_step == STALL_AT:
-            time.sleep(STALL)  # the straggler itself, not a wait of the test's
+    @hydra_runner(config_path=str(EXAMPLE), config_name="nest_ddp")  # type: ignore[untyped-decorator]
+    def train(config: Any) -> None:
+        torch.set_num_threads(1)
+        trainer = pretrain.train(config, [Stall()])
+        end = {"rank": trainer.global_rank, "size": trainer.world_size, "steps": trainer.global_step}
+        print(json.dumps(end), flush=True)
 
-    model.encoder.register_forward_pre_hook(stall)
-    trainer.fit(model)
-    print(
-        json.dumps({"rank": trainer.global_rank, "size": trainer.world_size, "steps": trainer.global_step}), flush=True
-    )
+    train()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

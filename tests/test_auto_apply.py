@@ -12,7 +12,7 @@ import pytest
 import torch
 import traces
 from interpreters import CHECKOUT, LAUNCHER, environment, python, run
-from nest_training import STALL, STEPS
+from nest_training import STALL, STEPS, overrides
 
 from nemo_patches.tools.demo import data
 
@@ -47,7 +47,7 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(
-        [*torchrun, SCRIPT, str(folder)],
+        [*torchrun, SCRIPT, *overrides(folder)],
         environment(CHECKOUT, NEMO_PATCHES_TIMEOUT="3", NEMO_PATCHES_TRACE=str(tmp_path)),
         LIMIT,
     )
@@ -66,7 +66,8 @@ def test_torchrun(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.one_nemo
 def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(folder: Path) -> None:
-    command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", "3", "--", sys.executable, SCRIPT, str(folder)]
+    command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", "3", "--", sys.executable, SCRIPT]
+    command += overrides(folder)
     trained_over_the_stall(run(command, environment(CHECKOUT), LIMIT))
 
 

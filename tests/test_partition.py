@@ -1,16 +1,12 @@
 """A network that is cut between two hosts: each side names the ranks on the other, without waiting for the network.
 
-The hosts are network namespaces with a cable (veth) between them, and names of their own. It is cut by giving each the
-wrong hardware address of the other: packets leave, and are dropped on arrival, as where a switch has failed.
+The cable between the two hosts is cut by giving each the wrong hardware address of the other: packets leave, and are
+dropped on arrival, as where a switch has failed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,56 +14,26 @@ from typing import Any
 
 import encoders
 import pytest
+from hosts import HOSTS, ip, move_to, two_hosts
 from ranks import free_port, join_group, run_ranks, wait_until
 
 import nemo_patches
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
-TIMEOUT = 2.0
-HOSTS = ("nemo-patches-a", "nemo-patches-b")  # of ranks 0 and 1, and of rank 2
-_NEW_NETWORK, _NEW_NAMES = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+TIMEOUT = 2.0  # ranks 0 and 1 are on the first host, rank 2 on the second
 
 
 @pytest.fixture
 def hosts() -> Iterator[None]:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root, and iproute2")
-    first, second = HOSTS
-    try:
-        try:
-            for host in HOSTS:
-                ip("netns", "add", host)
-            ip("link", "add", "cable-a", "netns", first, "type", "veth", "peer", "name", "cable-b", "netns", second)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode()}")
-        for number, (host, cable) in enumerate(((first, "cable-a"), (second, "cable-b")), 1):
-            ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", cable)
-            ip("-n", host, "link", "set", cable, "up")
-            ip("-n", host, "link", "set", "lo", "up")
+    with two_hosts():
         yield
-    finally:
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=20)
 
 
 def cut() -> None:
     for host, other, cable in ((HOSTS[0], 2, "cable-a"), (HOSTS[1], 1, "cable-b")):
         wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
         ip("-n", host, "neigh", "replace", f"10.77.0.{other}", *wrong, "dev", cable)
-
-
-def move_to(host: str) -> None:
-    """This process (which has one thread so far) to a host."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/run/netns", host).open() as network:
-        assert libc.setns(network.fileno(), _NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
-    assert libc.unshare(_NEW_NAMES) == 0, os.strerror(ctypes.get_errno())
-    socket.sethostname(host)
 
 
 def parted(rank: int, size: int, port: int, folder: str) -> Any:

@@ -129,6 +129,55 @@ def diff(
 
 
 @app.command()
+def doctor(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help="Configs, and Hydra's overrides for all of them."),
+    ] = None,
+    patched: Annotated[
+        bool, typer.Option("--patched", help="Judge the job with nemo_patches on every rank, not stock NeMo.")
+    ] = False,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Only these rules: NP101, or NP1 for all that begin so.")
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Not these rules.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the safe changes as a diff; write nothing.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="With --fix: write them.")] = False,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
+    ] = False,
+    list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
+    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.")] = None,
+) -> None:
+    """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
+
+    Without a config: what on this machine can; with --ranks, what differs between the ranks of a job.
+
+    Exit code 0: nothing, or notes only. 1: findings. 2: what cannot be read or done.
+    """
+    try:
+        from nemo_patches.tools.doctor import command
+    except ModuleNotFoundError as error:  # a checkout that is not installed; an installed package has brought them
+        needed = "pip install omegaconf pyyaml packaging msgspec"
+        typer.echo(f"nemo-patches doctor: {error.name} is not installed; needed: {needed}", err=True)
+        raise typer.Exit(2) from None
+    request = command.Request(
+        tuple(arguments or ()),
+        patched,
+        tuple(select or ()),
+        tuple(ignore or ()),
+        json,
+        fix,
+        write,
+        list_rules,
+        explain,
+        ranks,
+    )
+    raise typer.Exit(command.carry_out(request))
+
+
+@app.command()
 def diagnose(
     path: Annotated[Path, typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE), or a training log.")],
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,

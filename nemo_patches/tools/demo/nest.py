@@ -1,4 +1,7 @@
-"""The configuration of the demo's model: NEST, small."""
+"""The configuration of the demo's model: that of examples/nest/, small.
+
+The examples are not in the wheel, so it is written out here; tests/test_examples.py compares them.
+"""
 
 from __future__ import annotations
 

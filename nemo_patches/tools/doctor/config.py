@@ -1,0 +1,366 @@
+"""One NeMo training config: its values as OmegaConf gives them, with Hydra's overrides, and where each comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
+
+from nemo_patches.tools.doctor import yaml_text
+from nemo_patches.tools.doctor.yaml_text import LARGEST_TREE, ConfigError, Keys, YamlText
+
+MISSING = "???"  # OmegaConf's word for a value that is still to be given
+
+# How many interpolations there may be (NeMo's own configs have at most 200), how often one may lead to another further
+# down, and how long a text they may make.
+_MOST_INTERPOLATIONS = 1_000
+_ROUNDS = 10
+_LONGEST_TEXT = 10_000
+_LONGEST_SHOWN = 100
+_LARGEST_NUMBER = 1e15
+
+
+class Unknown:
+    """The one value that is there, but that nobody can tell before the job runs."""
+
+    def __repr__(self) -> str:
+        return "not known before the job runs"
+
+
+UNKNOWN = Unknown()
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value that a rule read: `origin` is "line 12", "override", or "default" where the config does not have it."""
+
+    key: str
+    value: Any
+    origin: str
+
+    @property
+    def known(self) -> bool:
+        """Whether it can be told from the config: not ???, nor from the environment, nor from where nothing is."""
+        return self.value is not UNKNOWN
+
+    @property
+    def given(self) -> bool:
+        """Whether the config has it, be it as null."""
+        return self.origin != "default"
+
+    @property
+    def number(self) -> float | None:
+        """As a finite number, None where it is none; a switch is not a number."""
+        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+            return None
+        return float(self.value) if abs(self.value) < _LARGEST_NUMBER else None  # not so for NaN
+
+    def __str__(self) -> str:
+        text = "null" if self.value is None else str(self.value)
+        text = text.lower() if isinstance(self.value, bool) else text
+        where = "NOT SET, the default" if self.origin == "default" else self.origin
+        return f"{self.key}: {text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '...'} ({where})"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A config as the job would get it: `tree` of plain values, UNKNOWN where it cannot be told.
+
+    broken: the paths of interpolations that lead nowhere, with OmegaConf's reason.
+    """
+
+    source: YamlText
+    tree: Mapping[str, Any]
+    overridden: frozenset[Keys]
+    broken: Mapping[Keys, str]
+
+    def get(self, keys: Keys, default: Any = None) -> Value:
+        """The value at a path; `default`, what NeMo or Lightning takes instead, where the config does not have it."""
+        found: Any = self.tree
+        for key in keys:
+            if found is UNKNOWN:
+                break
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+            elif isinstance(found, list) and key.isdigit() and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                return Value(".".join(keys), default, "default")
+        return Value(".".join(keys), found, self.origin(keys))
+
+    def origin(self, keys: Keys) -> str:
+        """Where the value at a path comes from."""
+        if any(keys[: len(given)] == given or given[: len(keys)] == keys for given in self.overridden):
+            return "override"
+        line = self.source.line(keys)
+        return f"line {line}" if line else "default"
+
+    def mappings(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
+        """Every mapping in it with its path, outer before inner."""
+        waiting: list[tuple[Keys, Any]] = [((), self.tree)]
+        while waiting:
+            keys, found = waiting.pop(0)
+            if isinstance(found, dict):
+                yield keys, found
+                waiting += [((*keys, key), child) for key, child in found.items()]
+            elif isinstance(found, list):
+                waiting += [((*keys, str(index)), child) for index, child in enumerate(found)]
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config. Raises ConfigError for a file that cannot be read, or an override that does not fit it.
+
+    Of interpolations, those that name a key are followed. A resolver (${oc.env:HOME}, ${now:%Y}, a training script's
+    own) is never called: what it would give belongs to the job's environment, and may be a secret. It is UNKNOWN.
+    """
+    return with_overrides(yaml_text.read(path), overrides)
+
+
+def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
+    """The same for a text that was read already."""
+    config = _created(source)
+    tree = _plain(config)
+    if tree != OmegaConf.to_container(config, resolve=False):  # a key is a number
+        config = OmegaConf.create(tree)
+    overridden = frozenset(_override(source.path, tree, text) for text in overrides)
+    try:
+        broken = _resolve(source.path, tree, OmegaConf.create(tree) if overrides else config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source.path}: {_first_line(error)}") from None
+    return Config(source, tree, overridden, broken)
+
+
+def _created(source: YamlText) -> DictConfig:
+    try:
+        return OmegaConf.create(source.text)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source.path}{_place_of_grammar(source)}: {_first_line(error)}") from None
+
+
+def _place_of_grammar(source: YamlText) -> str:
+    """Where the interpolation is that OmegaConf cannot parse, which it does not tell."""
+    for keys, node in source.nodes.items():
+        if isinstance(node, yaml.ScalarNode) and "${" in node.value:
+            try:
+                OmegaConf.create([node.value])
+            except OmegaConfBaseException:
+                return f":{source.line(keys)}: {'.'.join(keys)} is no interpolation"
+    return ""
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    found = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(found, dict)
+    return {str(key): _with_names(value) for key, value in found.items()}
+
+
+def _with_names(found: Any) -> Any:
+    """With every key as text, as paths have them."""
+    if isinstance(found, dict):
+        return {str(key): _with_names(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [_with_names(value) for value in found]
+    return found
+
+
+# --- overrides
+
+
+def _override(path: Path, tree: dict[str, Any], text: str) -> Keys:
+    """Apply one override in place, and return the path that it is for."""
+    name, equals, given = text.partition("=")
+    removes = name.startswith("~")
+    adds = name.startswith("+")
+    name = name.lstrip("+~")
+    keys: Keys = tuple(name.split("."))
+    if not all(re.fullmatch(r"[\w@$-]+", key) for key in keys) or not (equals or removes):
+        raise ConfigError(f"override {text!r} is not allowed; allowed: key=value, +key=value, ++key=value, ~key")
+    holder: Any = tree
+    for index, key in enumerate(keys[:-1]):
+        if isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
+            holder = holder[int(key)]
+            continue
+        if not isinstance(holder, dict) or (key not in holder and not adds):
+            raise _does_not_fit(path, text, keys[: index + 1], holder)
+        if not isinstance(holder.get(key), (dict, list)):
+            if not adds and key in holder:
+                raise _does_not_fit(path, text, keys[: index + 2], holder[key])
+            holder[key] = {}
+        holder = holder[key]
+    last = keys[-1]
+    if isinstance(holder, list) and last.isdigit() and int(last) < len(holder) and not removes:
+        holder[int(last)] = _value(text, given)
+    elif not isinstance(holder, dict) or (last not in holder and not adds):
+        raise _does_not_fit(path, text, keys, holder)
+    elif removes:
+        del holder[last]
+    else:
+        holder[last] = _value(text, given)
+    return keys
+
+
+def _does_not_fit(path: Path, text: str, keys: Keys, holder: Any) -> ConfigError:
+    close = get_close_matches(keys[-1], list(holder), 1) if isinstance(holder, dict) else []
+    hint = f"; did you mean {'.'.join((*keys[:-1], close[0]))}?" if close else "; Hydra adds a key with +key=value"
+    return ConfigError(f"{path}: override {text!r}: the config has no {'.'.join(keys)}{hint}")
+
+
+def _value(text: str, given: str) -> Any:
+    """An override's value: YAML, but for Hydra's {a:1}, which YAML would need a space in."""
+    if given[:1] in "{[":
+        given = re.sub(r"(?<=[\w'\"]):(?=[^\s/])", ": ", given)
+    source = yaml_text.parse(Path(f"override {text!r}"), f"value: {given}\n" if given else "value: ''\n")
+    return _plain(_created(source))["value"]
+
+
+# --- interpolations
+
+
+def _resolve(path: Path, tree: dict[str, Any], config: DictConfig) -> dict[Keys, str]:
+    """Replace every interpolation and every ??? in place; return those that lead nowhere, with why.
+
+    OmegaConf resolves each at its place in the tree while all others that are not resolved yet are ??? there. So no
+    text is expanded more than once, and neither a chain of them nor a circle runs away.
+    """
+    waiting: dict[Keys, str] = {}
+    _take_out(tree, config, (), waiting)
+    if len(waiting) > _MOST_INTERPOLATIONS:
+        raise ConfigError(f"{path}: {len(waiting)} interpolations; a config may have {_MOST_INTERPOLATIONS}")
+    broken: dict[Keys, str] = {}
+    room = LARGEST_TREE
+    for part_of_it_may_be_unknown in (False, True):
+        for _ in range(_ROUNDS):
+            before = len(waiting)
+            for keys, text in list(waiting.items()):
+                try:
+                    found = _evaluated(config, keys, text)
+                except OmegaConfBaseException as error:
+                    if isinstance(error, (MissingMandatoryValue, InterpolationToMissingValueError)):
+                        continue
+                    broken[keys] = _first_line(error)
+                    del waiting[keys]
+                    continue
+                if _holds_missing(found) and not part_of_it_may_be_unknown:
+                    continue
+                room -= _size(found)
+                if room < 0:
+                    raise ConfigError(f"{path}: more than {LARGEST_TREE} values, when its interpolations are followed")
+                _put(tree, keys, found)
+                _node(config, keys[:-1])[_last(keys, config)] = found
+                del waiting[keys]
+            if len(waiting) == before:
+                break
+    broken.update(dict.fromkeys(_circles(config, waiting), "leads back to itself, or through too many others"))
+    _mark_unknown(tree)
+    return broken
+
+
+def _take_out(found: Any, config: DictConfig, keys: Keys, waiting: dict[Keys, str]) -> None:
+    """Put ??? in the place of every interpolation, in both; those that may be followed into `waiting`."""
+    for key, child in list(found.items() if isinstance(found, dict) else enumerate(found)):
+        here = (*keys, str(key))
+        if isinstance(child, (dict, list)):
+            _take_out(child, config, here, waiting)
+        elif isinstance(child, str) and "${" in child:
+            found[key] = _node(config, keys)[_last(here, config)] = MISSING
+            if not _calls_a_resolver(child):
+                waiting[here] = child
+
+
+def _calls_a_resolver(text: str) -> bool:
+    """Whether there is a colon inside the braces of an interpolation: ${name:arguments}, also ${${name}:arguments}."""
+    depth = 0
+    for part in re.findall(r"\$\{|[{}:]", text):
+        if part == "${" or (part == "{" and depth):
+            depth += 1
+        elif part == "}" and depth:
+            depth -= 1
+        elif part == ":" and depth:
+            return True
+    return False
+
+
+def _evaluated(config: DictConfig, keys: Keys, text: str) -> Any:
+    """What an interpolation gives at its place, which is ??? again afterwards; MISSING for what is no plain value."""
+    holder, last = _node(config, keys[:-1]), _last(keys, config)
+    try:
+        holder[last] = text
+        found = holder[last]
+    finally:
+        holder[last] = MISSING
+    if isinstance(found, (DictConfig, ListConfig)):
+        return _with_names(OmegaConf.to_container(found, resolve=False))
+    if isinstance(found, str) and ("${" in found or len(found) > _LONGEST_TEXT):
+        return MISSING  # it was escaped, and others would take it for an interpolation; or it is a bomb
+    return found
+
+
+def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> list[Keys]:
+    """Those of the ones that are left that would be left, too, if every ??? were given."""
+    left = dict(waiting)
+    if not left:
+        return []  # OmegaConf takes a second for a copy of a large tree
+    given = OmegaConf.create(_filled(OmegaConf.to_container(config, resolve=False), (), left))
+    for _ in range(_ROUNDS):
+        for keys, text in list(left.items()):
+            try:
+                _evaluated(given, keys, text)
+            except (MissingMandatoryValue, InterpolationToMissingValueError):
+                continue
+            except OmegaConfBaseException:
+                pass  # it names a part of what is not given
+            _node(given, keys[:-1])[_last(keys, given)] = 0
+            del left[keys]
+    return list(left)
+
+
+def _filled(found: Any, keys: Keys, kept: Mapping[Keys, str]) -> Any:
+    """With 0 for every ??? but the kept ones."""
+    if isinstance(found, dict):
+        return {key: _filled(value, (*keys, str(key)), kept) for key, value in found.items()}
+    if isinstance(found, list):
+        return [_filled(value, (*keys, str(index)), kept) for index, value in enumerate(found)]
+    return 0 if found == MISSING and keys not in kept else found
+
+
+def _node(config: Any, keys: Keys) -> Any:
+    for key in keys:
+        config = config[int(key) if isinstance(config, (list, ListConfig)) else key]
+    return config
+
+
+def _last(keys: Keys, config: Any) -> Any:
+    return int(keys[-1]) if isinstance(_node(config, keys[:-1]), (list, ListConfig)) else keys[-1]
+
+
+def _put(tree: Any, keys: Keys, found: Any) -> None:
+    _node(tree, keys[:-1])[_last(keys, tree)] = found
+
+
+def _size(found: Any) -> int:
+    children = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return 1 + sum(map(_size, children))
+
+
+def _holds_missing(found: Any) -> bool:
+    children = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return found == MISSING or any(map(_holds_missing, children))
+
+
+def _mark_unknown(found: Any) -> None:
+    for key, child in list(found.items() if isinstance(found, dict) else enumerate(found)):
+        if isinstance(child, (dict, list)):
+            _mark_unknown(child)
+        elif child == MISSING:
+            found[key] = UNKNOWN
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,220 @@
+"""The training, validation and test sets in a config: how they are read, and how long their longest input may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.yaml_text import Keys
+
+ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
+_OF_LHOTSE = ("batch_duration", "quadratic_duration", "num_buckets", "bucket_duration_bins", "bucket_buffer_size")
+_INPUTS = ("input_cfg", "manifest_filepath", "cuts_path", "shar_path", "tarred_audio_filepaths")
+
+# NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the slowest speed.
+_STRETCHING = ("speed", "time_stretch")
+_SLOWEST = 0.9
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest input of a set, in seconds: inf where nothing limits it, None where it cannot be told."""
+
+    seconds: float | None
+    read: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One set. keys: where its own keys are; outer: where those are looked up that it does not have (or None)."""
+
+    config: Config
+    keys: Keys
+    role: str
+    outer: Keys | None = None
+
+    @property
+    def where(self) -> str:
+        """Its path in the config."""
+        return ".".join(self.keys)
+
+    def get(self, key: str, default: Any = None) -> Value:
+        """A key of it."""
+        found = self.config.get((*self.keys, key), default)
+        if not found.given and self.outer is not None:
+            return self.config.get((*self.outer, key), default)
+        return found
+
+    @property
+    def training(self) -> bool:
+        """Whether it is trained on."""
+        return self.role == "training"
+
+    @property
+    def used(self) -> bool:
+        """Whether it is speech that is read at all: NeMo leaves out a set whose manifest is null."""
+        return any(self.get(key).value is not None for key in _INPUTS)
+
+    @property
+    def reader(self) -> str:
+        """Whose data loader reads it: "lhotse", "nemo", or "" where only the model's class would tell.
+
+        Lhotse is asked for with use_lhotse, or by what only it reads; speechlm2, with its sets in `data`, has no other.
+        """
+        switch = self.get("use_lhotse")
+        if switch.given:
+            return "" if not switch.known else "lhotse" if switch.value else "nemo"
+        if any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")):
+            return "lhotse"
+        if self.keys[0] == "data":
+            return "lhotse"
+        return "" if any(self.get(key).given for key in _OF_LHOTSE) else "nemo"
+
+    @property
+    def lhotse(self) -> bool:
+        """Whether Lhotse reads it, for certain."""
+        return self.reader == "lhotse"
+
+    @property
+    def nemo(self) -> bool:
+        """Whether NeMo's own data loader reads it, for certain."""
+        return self.reader == "nemo"
+
+    @property
+    def tarred(self) -> bool | None:
+        """Whether it is read from tar files, or Shar, as a stream; None where the config does not tell."""
+        if not self.nemo:
+            if self._made_finite or self.get("force_map_dataset").value is True:
+                return False
+            if self.get("force_iterable_dataset").value is True:
+                return True
+            return _any_known(_streams(self.get(key).value, key) for key in _INPUTS)
+        switch = self.get("is_tarred", False).value
+        return None if switch is UNKNOWN else bool(switch)
+
+    @property
+    def endless(self) -> bool | None:
+        """Whether Lhotse repeats it for ever: a stream, or what is mixed of several inputs, without force_finite."""
+        if not self.lhotse or self._made_finite or self.get("force_finite").value is True:
+            return False
+        return _any_known(_repeats(self.get(key).value, key, self.training) for key in _INPUTS)
+
+    @property
+    def _made_finite(self) -> bool:
+        """Whether speechlm2's DataModule sets force_finite and force_map_dataset, as it does for all evaluation."""
+        return self.keys[0] == "data" and not self.training
+
+    def longest(self) -> Longest:
+        """The longest input that the encoder can get from it."""
+        found = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
+        padding = self.config.get((*self.keys, "random_padding"))  # of NeMo's end-of-utterance sets
+        if not isinstance(padding.value, dict) or found.seconds is None:
+            return found
+        padded = self.config.get((*self.keys, "random_padding", "max_total_duration"))
+        seconds = None if padded.number is None else max(found.seconds, padded.number)
+        return Longest(seconds, (*found.read, padded))
+
+    def _longest_of_lhotse(self) -> Longest:
+        """Speed is perturbed before, noise is mixed in without a change, and only concatenation is after the limit."""
+        limits = [
+            self.get("max_duration", math.inf),
+            self.get("truncate_duration"),
+            self.get("cut_into_windows_duration"),
+        ]
+        seconds = _smallest(limits)
+        read = [limits[0], *(limit for limit in limits[1:] if limit.given)]
+        if self.get("concatenate_samples").value is True:
+            factor = self.get("concatenate_duration_factor", 1.0)
+            read.append(factor)
+            seconds = None if seconds is None or factor.number is None else seconds * max(1.0, factor.number)
+        return Longest(seconds, tuple(read))
+
+    def _longest_of_nemo(self) -> Longest:
+        """The limit is on the manifest's durations; what makes audio longer comes after it."""
+        limit = self.get("max_duration")
+        crop = self.get("audio_duration")
+        seconds = _smallest([limit, crop])
+        read = [limit, *([crop] if crop.given else [])]
+        augmentor = self.config.get((*self.keys, "augmentor")).value
+        if augmentor is UNKNOWN or self.get("is_code_switched").value is True:
+            return Longest(None, tuple(read))
+        if isinstance(augmentor, dict):
+            for name in _STRETCHING:
+                if isinstance(augmentor.get(name), dict) and seconds is not None:
+                    keys = (*self.keys, "augmentor", name)
+                    rate = self.config.get((*keys, "min_speed_rate"), _SLOWEST)
+                    read.append(rate)
+                    seconds = seconds / min(1.0, rate.number) if rate.number and rate.number > 0 else None
+            if isinstance(augmentor.get("silence"), dict):
+                for end in ("max_start_silence_secs", "max_end_silence_secs"):
+                    added = self.config.get((*self.keys, "augmentor", "silence", end), 0)
+                    read.append(added)
+                    seconds = None if seconds is None or added.number is None else seconds + added.number
+        return Longest(seconds, tuple(read))
+
+
+def found_in(config: Config) -> Iterator[Dataset]:
+    """Every set in the config, those inside a set (speechlm2's `datasets`, Lhotse's multi_config) one by one."""
+    for keys, section in config.mappings():
+        role = ROLES.get(keys[-1]) if keys else None
+        if role is None:
+            continue
+        named = section.get("datasets")
+        if isinstance(named, dict):
+            for name, inner in named.items():
+                if isinstance(inner, dict):
+                    yield Dataset(config, (*keys, "datasets", name), role, keys)
+        elif section.get("multi_config") is True:
+            for name, inner in section.items():
+                if isinstance(inner, dict) and name != "sampler_weights":
+                    yield Dataset(config, (*keys, name), role, keys)
+        else:
+            yield Dataset(config, keys, role)
+
+
+def _smallest(limits: list[Value]) -> float | None:
+    """The smallest of some limits: inf where each is null or infinite, None where that cannot be told."""
+    numbers = [limit.number for limit in limits if limit.number is not None]
+    if numbers:
+        return min(numbers)
+    return math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
+
+
+def _streams(found: Any, key: str) -> bool | None:
+    """Whether an input is read as a stream."""
+    if key == "input_cfg":
+        return _of_entries(found, _is_stream)
+    return found is not None and key in ("shar_path", "tarred_audio_filepaths")
+
+
+def _repeats(found: Any, key: str, training: bool) -> bool | None:
+    """Whether an input is repeated for ever; of a list of manifests, each is a set of its own in evaluation."""
+    if key == "input_cfg":
+        if isinstance(found, list) and len(found) > 1:
+            return True
+        return _of_entries(found, lambda entry: _is_stream(entry) or isinstance(entry.get("manifest_filepath"), list))
+    if key == "manifest_filepath":
+        return training and isinstance(found, list)
+    return _streams(found, key)
+
+
+def _is_stream(entry: Mapping[str, Any]) -> bool:
+    return any(word in str(entry.get("type")) for word in ("tarred", "shar")) or any(
+        entry.get(key) is not None for key in ("tarred_audio_filepaths", "shar_path")
+    )
+
+
+def _of_entries(found: Any, answer: Callable[[Mapping[str, Any]], bool]) -> bool | None:
+    """An answer for Lhotse's input_cfg, whose groups hold others; None for a path to more YAML."""
+    if not isinstance(found, list):
+        return None if found is not None else False
+    entries = [entry for entry in found if isinstance(entry, dict)]
+    return _any_known(answer(entry) or _of_entries(entry.get("input_cfg"), answer) for entry in entries)
+
+
+def _any_known(answers: Iterator[bool | None]) -> bool | None:
+    given = list(answers)
+    return True if True in given else None if None in given else False

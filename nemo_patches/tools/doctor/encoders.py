@@ -1,0 +1,195 @@
+"""The encoders in a config whose length sync is known, and how many frames each may get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_patches.tools.doctor.config import Config, Value
+from nemo_patches.tools.doctor.yaml_text import Keys
+
+FLAG = "sync_max_audio_length"
+
+
+@dataclass(frozen=True)
+class EncoderClass:
+    """A class of NeMo with the length sync; checked in the sources of NeMo 2.1 to 3.0.
+
+    has_flag: whether it takes sync_max_audio_length. positional: whether it has positional encodings that start at
+    pos_emb_max_len and grow; ConvASREncoder has none, and as it always syncs, its other buffer grows alike everywhere.
+    """
+
+    name: str
+    has_flag: bool
+    positional: bool
+
+
+_CLASSES = {
+    found.name: found
+    for found in (
+        EncoderClass("ConformerEncoder", True, True),
+        EncoderClass("ConformerEncoderAdapter", True, True),
+        EncoderClass("ConformerEncoderUNet", True, True),
+        EncoderClass("SpectrogramConformer", True, True),  # hands its keywords to a ConformerEncoder
+        EncoderClass("SpectrogramConformerUNet", True, True),
+        EncoderClass("TransformerEncoder", True, True),
+        EncoderClass("SqueezeformerEncoder", False, True),
+        EncoderClass("SqueezeformerEncoderAdapter", False, True),
+        EncoderClass("ConvASREncoder", False, False),
+        EncoderClass("ConvASREncoderAdapter", False, False),
+    )
+}
+CLASS_NAMES = tuple(_CLASSES)
+
+# Encoders without one; any other class in an encoder's place is one that the doctor does not know.
+_WITHOUT = [
+    "AudioToSpectrogram",
+    "ConvFeatureEncoder",
+    "ECAPAEncoder",
+    "ParallelConvASREncoder",
+    "RNNEncoder",
+    "TransformerEncoder",
+    "Wav2VecTransformerEncoder",
+]
+_PLACES = ("encoder", "pre_encoder", "teacher")
+
+# Other classes of the same name, without a length sync.
+_NAMESAKES = ("nemo.collections.asr.modules.transformer.", "nemo.collections.nlp.", "torch.", "transformers.")
+
+# Their positional encodings never grow, or are not there.
+_WITHOUT_GROWTH = ("rel_pos_local_attn", "no_pos", None)
+
+_MEL = ("AudioToMelSpectrogramPreprocessor", "AudioToMFCCPreprocessor")
+
+
+@dataclass(frozen=True)
+class Frames:
+    """How seconds become frames: `hop` samples each at `rate` Hz, `center` for one more, padded to `pad_to`."""
+
+    rate: float
+    hop: int
+    center: bool
+    pad_to: int
+    read: tuple[Value, ...]
+
+    def of(self, seconds: float) -> int:
+        """The frames of that much audio, as the encoder gets them: before subsampling."""
+        frames = int(seconds * self.rate) // self.hop + self.center
+        return math.ceil(frames / self.pad_to) * self.pad_to if self.pad_to else frames
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One encoder in a config. cls: None for a section that only sets the flag of an encoder from a checkpoint."""
+
+    config: Config
+    keys: Keys
+    cls: EncoderClass | None
+
+    @property
+    def where(self) -> str:
+        """Its path in the config."""
+        return ".".join(self.keys)
+
+    @property
+    def name(self) -> str:
+        """Its class, as sentences name it."""
+        return self.cls.name if self.cls else "encoder from a checkpoint"
+
+    def get(self, key: str, default: Any = None) -> Value:
+        """A keyword of it."""
+        return self.config.get((*self.keys, key), default)
+
+    @property
+    def flag(self) -> Value:
+        """The effective sync_max_audio_length; true where the class does not have it."""
+        if self.cls and not self.cls.has_flag:
+            return Value(f"{self.where}.{FLAG}", True, "default")
+        return self.get(FLAG, True)
+
+    @property
+    def syncs(self) -> bool:
+        """Whether it reduces its length over all ranks: Python's truth of the flag, and true where it is not known."""
+        return bool(self.flag.value)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it has positional encodings that grow."""
+        return bool(self.cls and self.cls.positional) and (
+            self.get("self_attention_model", "rel_pos").value not in _WITHOUT_GROWTH
+        )
+
+    @property
+    def room(self) -> Value:
+        """For how many frames there are positional encodings at the start."""
+        return self.get("pos_emb_max_len", 5000)
+
+    def frames(self) -> Frames | None:
+        """How audio becomes this encoder's frames; None where the config does not tell."""
+        if any("adapter" in key for key in self.keys):  # it gets another encoder's output
+            return None
+        for depth in range(len(self.keys) - 1, -1, -1):
+            holder = self.keys[:depth]
+            found = self._mel(holder) or self._spectrogram(holder)
+            if found:
+                return found
+        return None
+
+    def _mel(self, holder: Keys) -> Frames | None:
+        """From AudioToMelSpectrogramPreprocessor beside it, with NeMo's defaults."""
+        keys = (*holder, "preprocessor")
+        target = _last_part(self.config.get((*keys, "_target_")).value)
+        if target not in _MEL:
+            return None
+        rate = self.config.get((*keys, "sample_rate"), 16000)
+        stride = self.config.get((*keys, "window_stride"), 0.01)
+        hop = self.config.get((*keys, "n_window_stride"))
+        pad_to = self.config.get((*keys, "pad_to"), 16 if target == _MEL[0] else 0)
+        exact = self.config.get((*keys, "exact_pad"), False)
+        if rate.number is None or (hop.number or stride.number) is None or pad_to.number is None:
+            return None
+        samples = int(hop.number or rate.number * float(stride.number or 0))
+        if samples < 1:
+            return None
+        read = (hop if hop.number else stride, pad_to)
+        return Frames(rate.number, samples, exact.value is not True, int(pad_to.number), read)
+
+    def _spectrogram(self, holder: Keys) -> Frames | None:
+        """From AudioToSpectrogram, which the audio models have for an encoder."""
+        keys = (*holder, "encoder")
+        if keys == self.keys or _last_part(self.config.get((*keys, "_target_")).value) != "AudioToSpectrogram":
+            return None
+        hop, rate = self.config.get((*keys, "hop_length")), self.config.get((*holder, "sample_rate"))
+        if not hop.number or not rate.number:
+            return None
+        return Frames(rate.number, int(hop.number), True, 0, (hop, rate))
+
+
+def found_in(config: Config) -> Iterator[Encoder]:
+    """Every encoder in the config, however deep: pre_encoder, perception, teacher."""
+    for keys, section in config.mappings():
+        cls = class_of(section.get("_target_"))
+        if cls or (FLAG in section and "_target_" not in section):
+            yield Encoder(config, keys, cls)
+
+
+def unknown_in(config: Config) -> Iterator[Value]:
+    """The _target_ of every section in an encoder's place whose class is not known, with a length sync or without."""
+    for keys, section in config.mappings():
+        target = section.get("_target_")
+        known = class_of(target) is not None or _last_part(target) in _WITHOUT
+        if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
+            yield config.get((*keys, "_target_"))
+
+
+def class_of(target: object) -> EncoderClass | None:
+    """The class that a _target_ names, None for any without a length sync that is known."""
+    if not isinstance(target, str) or target.startswith(_NAMESAKES):
+        return None
+    return _CLASSES.get(_last_part(target))
+
+
+def _last_part(target: object) -> str:
+    return target.rsplit(".", 1)[-1] if isinstance(target, str) else ""

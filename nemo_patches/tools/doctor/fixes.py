@@ -1,0 +1,126 @@
+"""The safe changes, made in the text of a config: comments, order and everything else stay as they are."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_patches.tools.doctor import yaml_text
+from nemo_patches.tools.doctor.config import Config
+from nemo_patches.tools.doctor.finding import Change
+from nemo_patches.tools.doctor.yaml_text import ConfigError, Keys, YamlText
+
+
+def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
+    """The config's text with the changes made, and why some were not.
+
+    A change is left out where it would not do just what it says: the value comes from an override, or from an anchor
+    that others share, or the text is read differently elsewhere after it.
+    """
+    source, refused = config.source, []
+    for change in changes:
+        name = ".".join(change.keys)
+        try:
+            if any(change.keys[: len(given)] == given for given in config.overridden):
+                raise _CannotBeMade("its value is that of an override")
+            source = _with(source, change)
+        except _CannotBeMade as reason:
+            refused.append(f"{name}: {reason}; write it yourself: {_scalar(change.value)}")
+    return source.text, refused
+
+
+def diff(path: Path, before: str, after: str) -> str:
+    """A unified diff, empty where there is none."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), f"{path} (fixed)"
+    )
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def write(path: Path, before: str, after: str) -> None:
+    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises ConfigError."""
+    target = path.resolve()
+    try:
+        if target.read_bytes() != before.encode():
+            raise ConfigError(f"{path}: changed since it was read; nothing was written")
+        with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+            file.write(after.encode())
+        try:
+            os.chmod(file.name, target.stat().st_mode)
+            os.replace(file.name, target)
+        except OSError:
+            os.unlink(file.name)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: not written: {error.strerror}") from None
+
+
+class _CannotBeMade(Exception):
+    """A change that would not do just what it says. The text says why."""
+
+
+def _with(source: YamlText, change: Change) -> YamlText:
+    node = source.nodes.get(change.keys)
+    text = _replaced(source, node, change.value) if node is not None else _inserted(source, change)
+    try:
+        after = yaml_text.parse(source.path, text)
+        wanted, found = _tree(source), _tree(after)
+    except ConfigError:
+        raise _CannotBeMade("the text cannot be read after it") from None
+    _set(wanted, change)
+    if wanted != found:  # an anchor that others share, a merge, a style that was not foreseen
+        raise _CannotBeMade("it would change other values, too")
+    return after
+
+
+def _tree(source: YamlText) -> Any:
+    return _unshared(yaml.safe_load(source.text))
+
+
+def _unshared(found: Any) -> Any:
+    """With a value of its own at every place; PyYAML has one value for an anchor and all its aliases."""
+    if isinstance(found, dict):
+        return {key: _unshared(value) for key, value in found.items()}
+    return [_unshared(value) for value in found] if isinstance(found, list) else found
+
+
+def _set(tree: Any, change: Change) -> None:
+    for key in change.keys[:-1]:
+        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+    tree[change.keys[-1]] = change.value
+
+
+def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise _CannotBeMade(f"it is a {node.id} now")
+    return _spliced(source.text, node.start_mark.index, node.end_mark.index, _scalar(value))
+
+
+def _inserted(source: YamlText, change: Change) -> str:
+    """Before the first key of the mapping, which is the one place whose indentation is certain."""
+    mapping = source.nodes.get(change.keys[:-1])
+    if not isinstance(mapping, yaml.MappingNode) or not mapping.value:
+        raise _CannotBeMade("there is no section for it")
+    first: Keys = (*change.keys[:-1], mapping.value[0][0].value)
+    key = source.key_nodes.get(first)
+    if key is None or mapping.flow_style:
+        raise _CannotBeMade("its section is not written line by line")
+    start = key.start_mark.index
+    newline = "\r\n" if "\r\n" in source.text else "\n"
+    indent = " " * key.start_mark.column
+    return _spliced(source.text, start, start, f"{change.keys[-1]}: {_scalar(change.value)}{newline}{indent}")
+
+
+def _spliced(text: str, start: int, end: int, new: str) -> str:
+    offset = 1 if text.startswith("\ufeff") else 0  # PyYAML does not count it
+    return text[: start + offset] + new + text[end + offset :]
+
+
+def _scalar(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,166 @@
+"""The job that a config describes: ranks, strategy, encoders and data sets, as NeMo and Lightning would take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+from nemo_patches.runtime.settings import Settings
+from nemo_patches.tools.doctor import datasets, encoders
+from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.encoders import Encoder
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config, and how it would run: with nemo_patches' settings, or (None) as stock NeMo."""
+
+    config: Config
+    settings: Settings | None = None
+
+    @property
+    def patched(self) -> bool:
+        """Whether every rank is to be run with nemo_patches."""
+        return self.settings is not None
+
+    @property
+    def headline(self) -> str:
+        """One line on what the rules go by."""
+        encoders, sets = len(self.encoders), len(self.datasets)
+        parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
+        if not self.has_trainer:
+            return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
+        ranks = (
+            "as many ranks as there are devices" if self.ranks is None else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        )
+        how = "with nemo_patches" if self.patched else "as stock NeMo"
+        return "; ".join((f"judged {how}", f"strategy {self.strategy.value}", ranks, *parts))
+
+    def trainer(self, key: str, default: Any = None) -> Value:
+        """A key of the trainer's section."""
+        return self.config.get(("trainer", key), default)
+
+    # --- ranks
+
+    @cached_property
+    def devices(self) -> Value:
+        """Devices per node; Lightning's default is all there are."""
+        return self.trainer("devices", "auto")
+
+    @cached_property
+    def nodes(self) -> Value:
+        """Nodes."""
+        return self.trainer("num_nodes", 1)
+
+    @cached_property
+    def ranks(self) -> int | None:
+        """How many ranks there will be; None where that depends on the machine."""
+        devices, nodes = _count(self.devices.value), _count(self.nodes.value)
+        if devices is None and self.devices.value == "auto" and self.accelerator.value == "cpu":
+            devices = 1  # Lightning's "auto" on the CPU
+        return devices * nodes if devices and nodes else None
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether the config says how Lightning's Trainer is made.
+
+        Not with a _target_, nor with a strategy beside the section, as NeMo's Megatron recipes have them.
+        """
+        section = self.config.tree.get("trainer")
+        return isinstance(section, dict) and "_target_" not in section and "strategy" not in self.config.tree
+
+    @property
+    def several(self) -> bool:
+        """Whether several ranks are meant, or possible: the config has a trainer, and not one device in all."""
+        return self.has_trainer and self.ranks != 1
+
+    @property
+    def ranks_text(self) -> str:
+        """For sentences: 4 ranks."""
+        return f"{self.ranks} ranks" if self.ranks else "several ranks"
+
+    @property
+    def all_ranks(self) -> str:
+        """For sentences: all 4 ranks."""
+        return f"all {self.ranks} ranks" if self.ranks else "all ranks"
+
+    @cached_property
+    def accelerator(self) -> Value:
+        """The accelerator's name."""
+        return self.trainer("accelerator", "auto")
+
+    # --- strategy
+
+    @cached_property
+    def strategy(self) -> Value:
+        """The strategy: its name, or with _target_ its class."""
+        found = self.trainer("strategy", "auto")
+        if isinstance(found.value, dict):
+            return self.config.get(("trainer", "strategy", "_target_"))
+        return found
+
+    @cached_property
+    def ddp(self) -> bool:
+        """Whether it is DistributedDataParallel, which "auto" is for several devices."""
+        name = _short(self.strategy.value)
+        return name == "auto" or name.startswith("ddp")
+
+    @cached_property
+    def broadcast_buffers(self) -> Value:
+        """Whether DDP broadcasts rank 0's buffers at every training step; its default is true."""
+        return self.config.get(("trainer", "strategy", "broadcast_buffers"), True)
+
+    @cached_property
+    def overwrites_buffers(self) -> bool:
+        """Whether ranks whose buffers differ in shape would overwrite each other's."""
+        return self.several and self.ddp and self.broadcast_buffers.value is not False
+
+    @cached_property
+    def group_timeout(self) -> timedelta | None:
+        """The process group's timeout, None where the config does not say it as a duration.
+
+        DDPStrategy wants a timedelta; in YAML, that is a mapping with _target_: datetime.timedelta.
+        """
+        found = self.config.get(("trainer", "strategy", "timeout")).value
+        if not isinstance(found, dict) or found.get("_target_") != "datetime.timedelta":
+            return None
+        parts = {key: value for key, value in found.items() if key != "_target_"}
+        try:
+            return timedelta(**parts)
+        except (TypeError, OverflowError):
+            return None
+
+    # --- what is trained, on what
+
+    @cached_property
+    def encoders(self) -> tuple[Encoder, ...]:
+        """Every encoder in the config whose length sync is known."""
+        return tuple(encoders.found_in(self.config))
+
+    @cached_property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """Every training, validation and test set that will be read."""
+        return tuple(found for found in datasets.found_in(self.config) if found.used)
+
+
+def _count(devices: Any) -> int | None:
+    """Lightning's ways to say how many."""
+    if isinstance(devices, bool) or devices is UNKNOWN:
+        return None
+    if isinstance(devices, int):
+        return devices if devices > 0 else None
+    if isinstance(devices, list):
+        return len(devices) or None
+    if isinstance(devices, str):
+        named = [part for part in devices.split(",") if part.strip()]
+        if len(named) == 1 and named[0].strip().isdigit() and "," not in devices:
+            return int(named[0]) or None
+        return len(named) if "," in devices else None
+    return None
+
+
+def _short(name: Any) -> str:
+    return str(name).rsplit(".", 1)[-1].lower() if isinstance(name, str) else ""

@@ -1,0 +1,429 @@
+"""`doctor --ranks`: every rank tells about itself through the job's store, and rank 0 collects it, in bounded time.
+
+In three steps, each with a time limit of its own, so that a rank which does not answer, or hangs, becomes a finding and
+no more: every rank tells its facts; rank 0 names those that have come; these make one Gloo group and measure it. What a
+rank tells is data: it is checked for its types and its size, and printed without control characters.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import msgspec
+
+from nemo_patches.runtime import settings
+from nemo_patches.runtime.naming import named, safe
+from nemo_patches.tools import status
+from nemo_patches.tools.doctor import gloo_probe, machine
+from nemo_patches.tools.doctor.examination import DoctorError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_Result = TypeVar("_Result")
+
+_TIMES = 20  # rounds and requests that are measured
+_LONGEST = 1 << 18  # bytes that a rank may tell
+_POLL = 0.02
+_SHOWN = 32  # ranks that are printed one by one
+# Of hosts, not of a job: these may differ between ranks.
+_OF_A_HOST = ("_IFNAME", "_HCA")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in the job, as its launcher has told it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+    has_server: bool  # rank 0, where the launcher has not started the store's server already
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank tells about itself.
+
+    unpatched: why NeMo would not be patched there, empty where it would. auto_apply: in the words of status.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    device_id: str
+    versions: dict[str, str]
+    settings: dict[str, str]
+    environment: dict[str, str]
+    unpatched: tuple[str, ...]
+    auto_apply: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank measured, in seconds: each sync, each request to the store, its clock (Unix time) after each sync.
+
+    problem: why there is no more. address: where Gloo listens there.
+    """
+
+    rank: int
+    syncs: tuple[float, ...] = ()
+    requests: tuple[float, ...] = ()
+    clocks: tuple[float, ...] = ()
+    address: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What rank 0 was told, by rank; a rank without facts has not answered within the timeout."""
+
+    size: int
+    timeout: timedelta
+    facts: Mapping[int, Facts] = field(default_factory=dict)
+    measured: Mapping[int, Measured] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """One line on what the rules go by."""
+        hosts = len({facts.host for facts in self.facts.values()})
+        return f"{len(self.facts)} of {self.size} ranks answered, on {hosts} host{'s' * (hosts != 1)}"
+
+    def clock_offset(self, rank: int) -> float | None:
+        """How far this rank's clock is ahead of rank 0's, in seconds; right to about the duration of a sync."""
+        own, first = self.measured.get(rank), self.measured.get(0)
+        if own is None or first is None or not own.clocks or len(own.clocks) != len(first.clocks):
+            return None
+        return statistics.median(mine - theirs for mine, theirs in zip(own.clocks, first.clocks, strict=True))
+
+    def grouped(self, what: Callable[[Facts], str]) -> dict[str, list[int]]:
+        """The ranks by what they told, the most frequent first."""
+        found: dict[str, list[int]] = {}
+        for rank, facts in sorted(self.facts.items()):
+            found.setdefault(what(facts), []).append(rank)
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    def lines(self) -> list[str]:
+        """One line for each rank, those with the slowest syncs first where there are many."""
+        ranks = sorted(self.facts, key=lambda rank: -_median(self.measured.get(rank, Measured(rank)).syncs))
+        shown = sorted(ranks[:_SHOWN])
+        rest = len(ranks) - len(shown)
+        return [self._line(rank) for rank in shown] + ([f"{rest} more ranks, with faster syncs"] if rest else [])
+
+    def _line(self, rank: int) -> str:
+        facts, measured = self.facts[rank], self.measured.get(rank, Measured(rank))
+        offset = self.clock_offset(rank)
+        parts = [
+            f"rank {rank}: {facts.host}, pid {facts.pid}, {facts.device}",
+            f"sync {_range(measured.syncs)}",
+            f"store {_range(measured.requests)}",
+            "clock not measured" if offset is None else f"clock {offset:+.3f} s",
+            "would not be patched" if facts.unpatched else f"auto-apply {facts.auto_apply.partition(' ')[0]}",
+        ]
+        return "; ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "ranks": [
+                {
+                    **msgspec.to_builtins(facts),
+                    "measured": msgspec.to_builtins(self.measured[rank]) if rank in self.measured else None,
+                    "clock_offset": self.clock_offset(rank),
+                }
+                for rank, facts in sorted(self.facts.items())
+            ]
+        }
+
+
+def differing(ranks: Ranks, what: Callable[[Facts], Mapping[str, str]]) -> Iterable[tuple[str, str]]:
+    """Each name under which not all ranks tell the same, with what they tell; the most frequent last."""
+    for name in sorted({name for facts in ranks.facts.values() for name in what(facts)}):
+        told = ranks.grouped(lambda facts, name=name: what(facts).get(name, "not set"))  # type: ignore[misc]
+        if len(told) > 1:
+            yield name, ", ".join(f"{safe(text)} on {named(which)}" for text, which in reversed(told.items()))
+
+
+def place(variables: Mapping[str, str] = os.environ) -> Place:
+    """From torchrun's variables, or Slurm's with MASTER_ADDR and MASTER_PORT. Raises DoctorError."""
+
+    def number(*names: str) -> int:
+        for name in names:
+            if text := variables.get(name):
+                if text.isdigit():
+                    return int(text)
+                raise DoctorError(f"{name}={text!r} is not allowed; allowed: a number, as torchrun sets it")
+        raise DoctorError(
+            f"--ranks: {names[0]} is not set; it is run on every rank: torchrun ... -m nemo_patches doctor --ranks"
+        )
+
+    rank, size = number("RANK", "SLURM_PROCID"), number("WORLD_SIZE", "SLURM_NTASKS")
+    if rank >= size:
+        raise DoctorError(f"RANK={rank} is not allowed with WORLD_SIZE={size}; allowed: 0 to {size - 1}")
+    address, port = variables.get("MASTER_ADDR"), number("MASTER_PORT")
+    if not address:
+        raise DoctorError("--ranks: MASTER_ADDR is not set; torchrun sets it")
+    by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_server = rank == 0 and not by_launcher
+    return Place(rank, size, number("LOCAL_RANK", "SLURM_LOCALID"), address, port, has_server)
+
+
+def examine(here: Place) -> Ranks | None:
+    """Take part as this rank. On rank 0, what all have told; None on the others. Raises DoctorError.
+
+    It takes the timeout of NEMO_PATCHES_TIMEOUT a few times, whatever other ranks do.
+    """
+    try:
+        timeout = settings.resolve().timeout
+    except settings.SettingsError as error:
+        raise DoctorError(str(error)) from None
+    own = _facts(here)  # imports torch, which the time limits must not count
+    part = _Part(here, own, timeout)
+    thread = threading.Thread(target=part.take, daemon=True)  # torch's calls cannot be interrupted
+    thread.start()
+    thread.join(5 * timeout.total_seconds() + 5)
+    problem = part.error or (f"rank {here.rank} came to no end; it was at {part.at}" if thread.is_alive() else "")
+    if problem and not part.facts:
+        raise DoctorError(problem)
+    if here.rank:
+        return None
+    measured = dict(part.measured)
+    if problem:
+        measured[0] = replace(measured.get(0, Measured(0)), problem=problem)
+    return Ranks(here.size, timeout, dict(part.facts), measured)
+
+
+class _Part:
+    """This rank's part, on a thread; what it has so far is read when its time is up."""
+
+    def __init__(self, here: Place, own: Facts, timeout: timedelta) -> None:
+        self.facts: dict[int, Facts] = {}
+        self.measured: dict[int, Measured] = {}
+        self.at, self.error = "its start", ""
+        self._here, self._own, self._timeout = here, own, timeout
+
+    def take(self) -> None:
+        try:
+            self._take()
+        except Exception as error:  # torch has no common class for what its stores raise
+            self.error = f"rank {self._here.rank}, at {self.at}: {_first_line(error)}"
+
+    def _take(self) -> None:
+        import torch.distributed as dist
+
+        here = self._here
+        self.at = f"connecting to the job's store at {here.address}:{here.port}"
+        whole = dist.TCPStore(
+            here.address,
+            here.port,
+            is_master=here.has_server,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            **({"multi_tenant": True} if here.has_server else {}),
+        )
+        store = dist.PrefixStore(f"nemo_patches/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
+        self.at = "telling its facts"
+        _tell(store, "facts", self._own)
+        if here.rank == 0:
+            self.at = "collecting the ranks' facts"
+            self.facts = _told(store, "facts", range(here.size), Facts, self._timeout)
+            self.facts[0] = self._own
+            store.set("present", msgspec.json.encode(sorted(self.facts)).decode())
+            present = sorted(self.facts)
+        else:
+            self.at = "waiting for rank 0 to say who is there"
+            present = _present(store, 2 * self._timeout)
+            if here.rank not in present:
+                raise DoctorError(f"rank {here.rank} came too late: rank 0 has stopped waiting")
+        self.at = "measuring"
+        began = time.monotonic()
+        own = self._measure(store, present)
+        _tell(store, "measured", own)
+        if here.rank == 0:
+            self.at = "collecting what the ranks measured"
+            self.measured[0] = own
+            others = [rank for rank in present if rank]
+            left = 2 * self._timeout - timedelta(seconds=time.monotonic() - began)  # each has a limit of its own
+            self.measured |= _told(store, "measured", others, Measured, left)
+        self.at = "its end"
+
+    def _measure(self, store: dist.Store, present: list[int]) -> Measured:
+        """Requests first: then no rank makes its group while another measures the store."""
+        requests = tuple(_timed(lambda: store.get("present")))
+        gloo = gloo_probe.probe()
+        found = Measured(self._here.rank, (), requests, (), gloo.address, gloo.problem)
+        if found.problem:
+            return found
+        limit = 1.5 * self._timeout  # Gloo can wait longer than its timeout for ranks that never connect
+        try:
+            syncs, clocks = _within(limit, lambda: _syncs(store, present, self._here.rank, self._timeout))
+        except (RuntimeError, ValueError) as error:  # Gloo's
+            return replace(found, problem=_first_line(error))
+        return replace(found, syncs=syncs, clocks=clocks)
+
+
+def _within(limit: timedelta, what: Callable[[], _Result]) -> _Result:
+    """What it returns or raises; RuntimeError where that takes too long, and it is left alone."""
+    outcome: list[_Result | Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(what())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not outcome:
+        raise RuntimeError(f"no end within {limit.total_seconds():g} s")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _syncs(
+    store: dist.Store, present: list[int], rank: int, timeout: timedelta
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The duration of each sync among these ranks, and the clock after it."""
+    import torch
+    import torch.distributed as dist
+
+    group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), present.index(rank), len(present), timeout)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # torch's stub calls it RedOpType
+    length = torch.zeros(1)
+    clocks: list[float] = []
+
+    def sync() -> None:
+        group.allreduce([length], options).wait(timeout)
+        clocks.append(time.time())
+
+    sync()  # the ranks come to the first one at different times
+    times = tuple(_timed(sync))
+    return times, tuple(clocks[1:])
+
+
+def _timed(what: Callable[[], object]) -> Iterable[float]:
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        what()
+        yield time.perf_counter() - began
+
+
+def _facts(here: Place) -> Facts:
+    versions = machine.versions()
+    try:
+        found = status.examine()
+        versions = {**found.versions, **{name: versions[name] for name in versions if "lightning" in name}}
+        chosen = {setting.name: setting.value for setting in found.settings}
+        unpatched, auto_apply = found.reasons, found.auto_apply
+    except status.StatusError as error:
+        chosen, unpatched, auto_apply = {}, (str(error),), "off"
+    device, identity = _device(here.local_rank)
+    return Facts(
+        rank=here.rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=device,
+        device_id=identity,
+        versions=versions,
+        settings=chosen,
+        environment=_comparable(os.environ),
+        unpatched=unpatched,
+        auto_apply=auto_apply,
+    )
+
+
+def _comparable(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ought to be the same on all ranks; our own are among the settings."""
+    return {
+        name: value
+        for name, value in machine.environment(variables).items()
+        if name.startswith(("NCCL_", "TORCH_", "GLOO_")) and not name.endswith(_OF_A_HOST)
+    }
+
+
+def _device(local_rank: int) -> tuple[str, str]:
+    """The GPU that Lightning would give this rank, and what tells it from others; or the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "CPU", ""
+    if local_rank >= torch.cuda.device_count():
+        return f"no GPU of its own: {torch.cuda.device_count()} on this host", ""
+    properties = torch.cuda.get_device_properties(local_rank)
+    return f"cuda:{local_rank} {properties.name}", str(getattr(properties, "uuid", ""))
+
+
+def _tell(store: dist.Store, what: str, content: Facts | Measured) -> None:
+    store.set(f"{what}/{content.rank}", msgspec.json.encode(content).decode())
+    store.add(what, 1)
+
+
+def _told(store: dist.Store, what: str, ranks: Iterable[int], kind: type[Any], timeout: timedelta) -> dict[int, Any]:
+    """What these ranks tell within the time, by rank. What is not of that kind, or too long, was not told."""
+    wanted = list(ranks)
+    end = time.monotonic() + timeout.total_seconds()
+    while store.add(what, 0) < len(wanted) + (0 not in wanted) and time.monotonic() < end:
+        time.sleep(_POLL)
+    found = {}
+    for rank in wanted:
+        if store.check([f"{what}/{rank}"]):
+            told = _decoded(store.get(f"{what}/{rank}"), kind)
+            if told is not None and told.rank == rank:
+                found[rank] = told
+    return found
+
+
+def _decoded(data: bytes, kind: type[Any]) -> Any:
+    if len(data) > _LONGEST:
+        return None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _present(store: dist.Store, timeout: timedelta) -> list[int]:
+    end = time.monotonic() + timeout.total_seconds()
+    while not store.check(["present"]):
+        if time.monotonic() > end:
+            raise DoctorError(f"rank 0 has not answered within {timeout.total_seconds():g} s")
+        time.sleep(_POLL)
+    present: list[int] = msgspec.json.decode(store.get("present"), type=list[int])
+    return present
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return safe(text[0]) if text else type(error).__name__
+
+
+def _median(times: Iterable[float]) -> float:
+    found = tuple(times)
+    return statistics.median(found) if found else float("inf")
+
+
+def _range(times: tuple[float, ...]) -> str:
+    if not times:
+        return "not measured"
+    return f"{1000 * min(times):.2f} ms, median {1000 * _median(times):.2f}"
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: a thread in one of torch's calls would keep it, or crash it, at an ordinary exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

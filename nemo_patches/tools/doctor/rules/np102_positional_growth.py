@@ -1,0 +1,118 @@
+"""The longest possible input against the positional encodings: whether the encoder may have to grow them.
+
+They start with pos_emb_max_len frames, counted before subsampling, and grow at the first longer input. Where ranks grow
+differently, DDP's broadcast of buffers overwrites rows without an error, or aborts the job.
+Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.datasets import Dataset, Longest
+from nemo_patches.tools.doctor.encoders import FLAG, Encoder, Frames
+from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.ERROR
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the sets can give to one encoder: those with more frames than its room, those without a limit, others."""
+
+    frames: Frames | None
+    beyond: tuple[tuple[Dataset, Longest], ...]
+    unlimited: tuple[Dataset, ...]
+    untold: tuple[Dataset, ...]
+    most: int
+    read: tuple[Value, ...]
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """For each encoder that can grow, where several ranks' buffers are broadcast."""
+    if not job.overwrites_buffers or not job.datasets:
+        return
+    for encoder in job.encoders:
+        if encoder.grows and encoder.room.number is not None and encoder.flag.known:
+            yield from _of(job, encoder, int(encoder.room.number), _inputs(job, encoder))
+
+
+def _inputs(job: Job, encoder: Encoder) -> _Inputs:
+    frames, room = encoder.frames(), encoder.room.number or 0
+    beyond, unlimited, untold, most = [], [], [], 0
+    read = [encoder.flag, encoder.room, *(frames.read if frames else ())]
+    for dataset in job.datasets:
+        longest = dataset.longest()
+        read += longest.read
+        if longest.seconds is None or (frames is None and math.isfinite(longest.seconds)):
+            untold.append(dataset)
+        elif math.isinf(longest.seconds):
+            unlimited.append(dataset)
+        elif frames is not None:
+            count = frames.of(longest.seconds)
+            most = max(most, count)
+            if count > room:
+                beyond.append((dataset, longest))
+    read += (job.strategy, job.broadcast_buffers)
+    return _Inputs(frames, tuple(beyond), tuple(unlimited), tuple(untold), most, tuple(read))
+
+
+def _of(job: Job, encoder: Encoder, room: int, inputs: _Inputs) -> Iterator[Finding]:
+    name = f"{encoder.where} ({encoder.name})"
+    if inputs.beyond and inputs.frames:
+        yield _reachable(job, encoder, f"{name}: {_beyond(inputs, inputs.frames, room)}", inputs)
+    elif inputs.unlimited or inputs.untold:
+        if not job.patched:
+            yield from _open(encoder, f"{name}: {_left_open(inputs, room)}", inputs)
+    elif not encoder.syncs:
+        what = f"{name}: {FLAG} is off, and safe: no input has more than {inputs.most} frames, the room is {room}"
+        yield Finding(Severity.NOTE, what, inputs.read)
+
+
+def _reachable(job: Job, encoder: Encoder, what: str, inputs: _Inputs) -> Finding:
+    change = Change((*encoder.keys, "pos_emb_max_len"), inputs.most)
+    instead = f"pos_emb_max_len: {inputs.most}, which changes no number that the model computes"
+    if inputs.unlimited:
+        instead += f"; and a max_duration for {_names(inputs.unlimited)}"
+    if job.patched:
+        what += "With nemo_patches each rank grows its own, which is safe"
+        return Finding(Severity.NOTE, what, inputs.read, instead, change)
+    if not encoder.syncs:
+        what += f"With {FLAG} off each rank grows by its own input, and DDP then overwrites rows or aborts the job"
+        return Finding(Severity.ERROR, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches", change)
+    what += "All ranks grow alike as long as each makes the same calls; with a call more on one rank"
+    what += f", or {FLAG} off," if encoder.cls and encoder.cls.has_flag else ""
+    return Finding(Severity.WARNING, f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)
+
+
+def _open(encoder: Encoder, what: str, inputs: _Inputs) -> Iterator[Finding]:
+    instead = "a max_duration that fits, also where the limit seems implied by the data"
+    if not encoder.syncs:
+        what += f"; with {FLAG} off a longer input on one rank makes DDP overwrite rows or abort the job"
+        yield Finding(Severity.WARNING, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches")
+    elif inputs.unlimited and encoder.cls and encoder.cls.has_flag:
+        yield Finding(Severity.NOTE, f"{what}: keep {FLAG} on", inputs.read, instead)
+
+
+def _beyond(inputs: _Inputs, frames: Frames, room: int) -> str:
+    sets = ", ".join(f"{dataset.where} {longest.seconds:g} s" for dataset, longest in inputs.beyond)
+    return (
+        f"an input may have {inputs.most} frames ({sets}), and its positional encodings start with {room} "
+        f"({room * frames.hop / frames.rate:g} s, as frames count before subsampling). "
+    )
+
+
+def _left_open(inputs: _Inputs, room: int) -> str:
+    if inputs.unlimited:
+        what = f"nothing limits {_names(inputs.unlimited)}"
+    else:
+        what = f"the config does not tell how long {_names(inputs.untold)} may be, in frames of this encoder"
+    return f"{what}, and its positional encodings start with {room} frames"
+
+
+def _names(sets: tuple[Dataset, ...]) -> str:
+    return " and ".join(dataset.where for dataset in sets)

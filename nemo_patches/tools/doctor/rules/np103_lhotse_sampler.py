@@ -1,0 +1,35 @@
+"""Lhotse's own sampler under Lightning's: use_distributed_sampler is not false.
+
+Lhotse shares the batches out to the ranks itself; Lightning would put its own sampler around that, which needs a length
+that Lhotse's does not have, and the job stops at its start.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """For sets that are no stream: those Lightning leaves alone."""
+    switch = job.trainer("use_distributed_sampler", True)
+    if not job.several or switch.value is not True:
+        return
+    sampled = [dataset for dataset in job.datasets if dataset.lhotse and dataset.tarred is False]
+    if not sampled:
+        return
+    names = ", ".join(dataset.where for dataset in sampled)
+    all_lhotse = all(dataset.lhotse for dataset in job.datasets)
+    yield Finding(
+        Severity.WARNING,
+        f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks the job stops at its start",
+        (switch, *(dataset.get("use_lhotse") for dataset in sampled)),
+        "trainer.use_distributed_sampler: false",
+        # Without it, every rank would read all of a set that is not Lhotse's.
+        Change(("trainer", "use_distributed_sampler"), False) if all_lhotse else None,
+    )

@@ -1,0 +1,33 @@
+"""force_finite for training on a stream, on several ranks.
+
+Every rank then reads its own order of the stream to its end, and those ends come after different numbers of batches:
+the other ranks wait in their next collective for one that has no batch left.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.ERROR
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """Lhotse equalises what is no stream by itself, and a limit in batches ends all ranks alike."""
+    limit = job.trainer("limit_train_batches", 1.0)
+    if not job.several or isinstance(limit.value, int):
+        return
+    for dataset in job.datasets:
+        switch = dataset.get("force_finite", False)
+        if dataset.training and dataset.lhotse and switch.value is True and dataset.tarred is not False:
+            severity = Severity.ERROR if dataset.tarred else Severity.WARNING
+            stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
+            yield Finding(
+                severity,
+                f"{dataset.where} is {stream} that ends on each of {job.ranks_text} after its own number of batches",
+                (switch, limit, job.devices),
+                "force_finite: false, with trainer.limit_train_batches as a whole number",
+            )

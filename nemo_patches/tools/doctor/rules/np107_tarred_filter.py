@@ -1,0 +1,37 @@
+"""A limit on duration for training on tar files that are shared out to the ranks.
+
+Which samples the limit leaves out differs from tar file to tar file, so a rank may run out of batches before the
+others, which then wait for it; NeMo's own code has this warning.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """Not where limit_train_batches says how many batches every rank has."""
+    limit = job.trainer("limit_train_batches", 1.0)
+    if not job.several or not limit.known or isinstance(limit.value, int):
+        return
+    for dataset in job.datasets:
+        if not dataset.training or not dataset.nemo or not dataset.tarred:
+            continue
+        limits = [dataset.get(key) for key in ("max_duration", "min_duration")]
+        given = [found for found in limits if found.number]
+        if given and dataset.get("tarred_shard_strategy", "scatter").value == "scatter":
+            names = " and ".join(found.key for found in given)
+            yield Finding(
+                Severity.WARNING,
+                f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with "
+                "fewer batches than the others",
+                (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit),
+                "the same limits when the tar files are made; or trainer.limit_train_batches: no more than the batches "
+                "of the rank with the fewest",
+            )

@@ -1,0 +1,34 @@
+"""bucketing_strategy: fully_randomized, with tar files in several buckets.
+
+Each rank then draws its buckets by itself: in one step one rank has short inputs and another long ones, and all wait
+for the slowest in every step.
+Link: https://github.com/NVIDIA-NeMo/Speech/pull/4348
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """The strategy is only used where there are several buckets; batch sizes differ, too, with bucketing_batch_size."""
+    if not job.several:
+        return
+    for dataset in job.datasets:
+        files, strategy = dataset.get("tarred_audio_filepaths"), dataset.get("bucketing_strategy", "synced_randomized")
+        buckets = isinstance(files.value, list) and len(files.value) > 1 and isinstance(files.value[0], list)
+        if not dataset.nemo or not dataset.tarred or not buckets or strategy.value != "fully_randomized":
+            continue
+        sizes = dataset.get("bucketing_batch_size")
+        other = ", and other batch sizes" if sizes.value is not None else ""
+        yield Finding(
+            Severity.WARNING if other else Severity.NOTE,
+            f"{dataset.where}: in one step ranks have inputs of different buckets{other}, and wait for the slowest",
+            (strategy, sizes, files),
+            "bucketing_strategy: synced_randomized",
+        )

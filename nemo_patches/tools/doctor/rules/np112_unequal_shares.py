@@ -1,0 +1,39 @@
+"""Sets that Lightning does not share out to the ranks, and evaluation that drops its last batch.
+
+With use_distributed_sampler: false, only Lhotse and tar files are shared out: of any other set every rank reads all.
+And drop_last in evaluation leaves entries out of the metrics.
+Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#use-distributed-sampler
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """Lightning's sampler gives every rank the same number of entries, so drop_last does not matter in training."""
+    if not job.several:
+        return
+    switch = job.trainer("use_distributed_sampler", True)
+    for dataset in job.datasets:
+        if switch.value is False and dataset.nemo and dataset.tarred is False:
+            yield Finding(
+                Severity.WARNING if dataset.training else Severity.NOTE,
+                f"{dataset.where}: each of {job.ranks_text} reads all of it, as use_distributed_sampler is false",
+                (switch, dataset.get("use_lhotse", False), dataset.get("is_tarred", False)),
+                "trainer.use_distributed_sampler: true, or use_lhotse: true for this set",
+            )
+        drop = dataset.get("drop_last", False)
+        if not dataset.training and drop.value is True:
+            yield Finding(
+                Severity.NOTE,
+                f"{dataset.where}: drop_last leaves up to a batch of entries on each rank out of the metrics; a set "
+                "that is smaller than a batch on each rank has no batch at all",
+                (drop, dataset.get("batch_size")),
+                "drop_last: false",
+            )

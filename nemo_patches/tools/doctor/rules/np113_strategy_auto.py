@@ -1,0 +1,27 @@
+"""strategy: auto, or none, for several devices.
+
+Lightning then takes plain ddp: buffers are broadcast, and a model with parameters that a step does not use stops with
+an error. What NP101 and NP102 say of ddp holds.
+Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.NOTE
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """The change is only offered where the config says that there are several."""
+    if job.several and job.strategy.value == "auto":
+        yield Finding(
+            Severity.NOTE,
+            f"strategy auto on {job.ranks_text} is ddp",
+            (job.strategy, job.devices, job.nodes),
+            "strategy: ddp, so that the config says it",
+            Change(("trainer", "strategy"), "ddp") if job.ranks else None,
+        )

@@ -1,0 +1,48 @@
+"""sync_batchnorm on the CPU, or for a model without batch normalisation.
+
+On the CPU the first training step stops with an error, as PyTorch has it for GPUs only. Without batch normalisation it
+does nothing; in no case has it to do with a hang in the length sync.
+Link: https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.encoders import Encoder
+from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """Against the normalisation of the encoders that are known."""
+    switch = job.trainer("sync_batchnorm", False)
+    if not job.several or switch.value is not True or not job.encoders:
+        return
+    normalisations = [_normalisation(encoder) for encoder in job.encoders]
+    batch = [value for value in normalisations if value.value in ("batch_norm", "batch")]
+    if batch and job.accelerator.value == "cpu":
+        yield Finding(
+            Severity.WARNING,
+            "sync_batchnorm on the CPU: the first training step stops with an error",
+            (switch, job.accelerator, *batch),
+            "sync_batchnorm: false",
+            Change(("trainer", "sync_batchnorm"), False),
+        )
+    elif not batch and all(value.known for value in normalisations):
+        yield Finding(
+            Severity.NOTE,
+            "sync_batchnorm has nothing to do: no encoder in the config has batch normalisation",
+            (switch, *normalisations),
+        )
+
+
+def _normalisation(encoder: Encoder) -> Value:
+    if encoder.cls and not encoder.cls.positional:  # ConvASREncoder
+        return encoder.get("normalization_mode", "batch")
+    if encoder.cls and encoder.cls.name == "TransformerEncoder":
+        return Value(f"{encoder.where} (TransformerEncoder)", "layer_norm", "default")
+    return encoder.get("conv_norm_type", "batch_norm")

@@ -1,0 +1,49 @@
+"""fuse_loss_wer, and validation batches that ranks split into different numbers of parts.
+
+RNNTJoint computes the word error rate once for each part of fused_batch_size, and in validation each is a collective: a
+rank with a smaller batch makes fewer, and the others wait for ever. No length fallback can help there.
+Link: https://github.com/NVIDIA-NeMo/Speech/issues/16003
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.ERROR
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """Lightning's sampler gives all ranks batches of one size; Lhotse and tar files do not."""
+    if not job.several:
+        return
+    for keys, section in job.config.mappings():
+        if section.get("fuse_loss_wer") is not True:
+            continue
+        part = job.config.get((*keys, "fused_batch_size"))
+        for dataset in job.datasets:
+            if not dataset.training and part.number:
+                yield from _of(job, dataset, job.config.get((*keys, "fuse_loss_wer")), part)
+
+
+def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Iterator[Finding]:
+    if not dataset.lhotse and not (dataset.nemo and dataset.tarred):
+        return
+    size = dataset.get("batch_size")
+    sizes = [dataset.get(key) for key in ("batch_duration", "bucket_batch_size")]
+    dynamic = [value for value in sizes if dataset.lhotse and value.value is not None]
+    if size.number is not None and size.number <= (part.number or 0):
+        return  # one part, whatever the others have; Lhotse takes batch_size as a limit, also with batch_duration
+    if not size.known and not dynamic:
+        return
+    yield Finding(
+        Severity.ERROR if dataset.lhotse and dataset.role == "validation" else Severity.WARNING,
+        f"{dataset.where}: ranks may have batches of different sizes, in which a joint of {part.value} at a time makes "
+        f"different numbers of collectives; {dataset.role} then hangs on {job.ranks_text}",
+        (switch, part, size, *dynamic, dataset.get("use_lhotse", False)),
+        f"{dataset.where}.batch_size no larger than fused_batch_size, or fuse_loss_wer: false",
+    )

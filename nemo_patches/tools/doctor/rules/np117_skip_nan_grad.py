@@ -1,0 +1,27 @@
+"""skip_nan_grad: another collective in every step, and a look at every gradient.
+
+After each backward pass it reduces over all ranks whether any gradient is NaN, without a time limit, and waits for the
+GPU once for each parameter. No length fallback can help there.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/models/asr_model.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.NOTE
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """In the model's section, where NeMo looks for it."""
+    switch = job.config.get(("model", "skip_nan_grad"), False)
+    if job.several and switch.known and switch.value:
+        yield Finding(
+            Severity.NOTE,
+            f"skip_nan_grad reduces over {job.all_ranks} after every backward pass, and waits there for a missing one",
+            (switch,),
+            "skip_nan_grad: false, unless gradients are known to be NaN at times",
+        )

@@ -1,0 +1,31 @@
+"""NeMo's preemption callback, which is on unless it is switched off.
+
+On GPUs it broadcasts from rank 0 at the end of every training batch and waits for the result, without a time limit: a
+rank that is late stalls the others there as well. No length fallback can help there.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/preemption.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.NOTE
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """exp_manager makes it together with the checkpoint callback, and on GPUs only."""
+    manager = job.config.tree.get("exp_manager")
+    if not job.several or not isinstance(manager, dict) or job.accelerator.value == "cpu":
+        return
+    switch = job.config.get(("exp_manager", "create_preemption_callback"), True)
+    checkpoints = job.config.get(("exp_manager", "create_checkpoint_callback"), True)
+    if switch.value is True and checkpoints.value is True:
+        yield Finding(
+            Severity.NOTE,
+            f"the preemption callback makes {job.ranks_text} wait for each other at the end of every training batch",
+            (switch, checkpoints),
+            "exp_manager.create_preemption_callback: false, where no scheduler preempts the job",
+        )

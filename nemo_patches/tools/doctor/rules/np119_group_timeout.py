@@ -1,0 +1,52 @@
+"""The process group's timeout: not a duration, or shorter than the wait of nemo_patches.
+
+When it passes, PyTorch ends the job. A wait of nemo_patches that lasts longer can never end by itself, so nobody is
+named; and a number is no duration, so the job stops at its start. A duration can be written in YAML for NeMo up to 2.7
+only: 3.0 refuses the _target_, and the training script must make the strategy.
+Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+
+_LONG = timedelta(hours=1)
+_AS_A_DURATION = (
+    "up to NeMo 2.7, timeout: {_target_: datetime.timedelta, minutes: 30}; "
+    "from 3.0 on, DDPStrategy(timeout=timedelta(minutes=30)) in the training script"
+)
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """Only where the config sets it, as DDPStrategy's keyword."""
+    value = job.config.get(("trainer", "strategy", "timeout"))
+    if not job.several or not job.ddp or not value.known or value.value is None:
+        return
+    timeout = job.group_timeout
+    if isinstance(value.value, (int, float, str)):
+        what = f"{value.key} is {value.value!r}, and DDPStrategy takes a timedelta: the job stops at its start"
+        yield Finding(Severity.WARNING, what, (value,), _AS_A_DURATION)
+    elif timeout is not None and job.settings is not None and timeout <= job.settings.timeout:
+        yield Finding(
+            Severity.WARNING,
+            f"the process group gives up after {timeout.total_seconds():g} s, before a wait of nemo_patches "
+            f"({job.settings.timeout.total_seconds():g} s) ends and the missing rank is named",
+            (value,),
+            f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}",
+        )
+    elif timeout is not None and timeout > _LONG and not job.patched:
+        yield Finding(
+            Severity.NOTE,
+            f"a hang lasts {timeout.total_seconds() / 3600:g} h on {job.ranks_text} before PyTorch ends the job",
+            (value,),
+            "nemo_patches, which says within seconds which rank is missing; or a shorter timeout",
+        )
+    elif timeout is not None:
+        what = f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job stops at its start there"
+        yield Finding(Severity.NOTE, what, (value,), _AS_A_DURATION)

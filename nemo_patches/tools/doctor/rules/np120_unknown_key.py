@@ -1,0 +1,64 @@
+"""A key that looks like a typing error for one that NeMo or Lightning knows.
+
+In a data set's section NeMo ignores keys that it does not know, so the setting is silently not made; an encoder or the
+trainer stops the job at its start.
+Link: docs/doctor.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
+
+from nemo_patches.tools.doctor import known_keys
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.datasets import ROLES
+from nemo_patches.tools.doctor.encoders import CLASS_NAMES, class_of
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+
+# Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder is there, too.
+_AS_CLOSE = 0.88
+_AS_CLOSE_CLASS = 0.95
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """In the sections whose keys are known, and of classes whose name is nearly an encoder's."""
+    for keys, section in job.config.mappings():
+        if keys and keys[-1] in ROLES:
+            yield from _close(job, keys, section, known_keys.DATASET, "NeMo ignores it")
+        elif keys == ("trainer",) and job.has_trainer:
+            yield from _close(job, keys, section, known_keys.TRAINER, "the job stops at its start")
+        elif keys == ("exp_manager",):
+            yield from _close(job, keys, section, known_keys.EXP_MANAGER, "the job stops at its start")
+        cls = class_of(section.get("_target_"))
+        if cls is not None and cls.name in known_keys.ENCODERS:
+            yield from _close(job, keys, section, known_keys.ENCODERS[cls.name], "the job stops at its start")
+        elif cls is None and "_target_" in section:
+            yield from _close_class(job.config.get((*keys, "_target_")))
+
+
+def _close(
+    job: Job, keys: tuple[str, ...], section: Collection[str], known: frozenset[str], consequence: str
+) -> Iterator[Finding]:
+    for key in section:
+        close = [] if key in known else get_close_matches(key, known - set(section), 1, _AS_CLOSE)
+        if close and not key.startswith(f"{close[0]}_") and not key.endswith(f"_{close[0]}"):
+            value = job.config.get((*keys, key))
+            what = f"{value.key} is not known, and looks like {close[0]}: {consequence}"
+            yield Finding(Severity.WARNING, what, (value,), f"{close[0]}: {value.value}")
+
+
+def _close_class(target: Value) -> Iterator[Finding]:
+    if not isinstance(target.value, str):
+        if target.known:
+            what = f"{target.key} is no name of a class: the job stops at its start"
+            yield Finding(Severity.WARNING, what, (target,), "the full name of a class, as package.module.Class")
+        return
+    module, _, name = target.value.rpartition(".")
+    close = get_close_matches(name, CLASS_NAMES, 1, _AS_CLOSE_CLASS)
+    if close and name not in CLASS_NAMES and module.startswith("nemo.collections.asr.modules"):
+        what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close[0]}"
+        yield Finding(Severity.WARNING, what, (target,), f"_target_: {module}.{close[0]}")

@@ -1,0 +1,27 @@
+"""Sortformer in streaming mode: another reduce of a length, at every validation batch.
+
+It pads every rank's features to the longest of all ranks, so it changes shapes and cannot be left out: no fallback can
+help there, and one rank with a batch more waits for ever.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/models/sortformer_diar_models.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.NOTE
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """A model that has Sortformer's modules."""
+    switch = job.config.get(("model", "streaming_mode"), False)
+    if job.several and switch.value is True and job.config.get(("model", "sortformer_modules")).given:
+        yield Finding(
+            Severity.NOTE,
+            f"streaming_mode reduces the longest input over {job.all_ranks}, beside the encoder's length sync",
+            (switch,),
+            "the same number of batches on every rank",
+        )

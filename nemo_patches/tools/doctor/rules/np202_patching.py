@@ -1,0 +1,43 @@
+"""Whether NeMo would be patched in this environment, and which sitecustomize is in force.
+
+A rank that is not patched still waits for every other one without a time limit, and the others cannot help it. Where
+another sitecustomize comes first on PYTHONPATH, ours never runs.
+Link: docs/design.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine, fact
+
+WORST = Severity.WARNING
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """By what `nemo-patches status` finds."""
+    found = machine.status
+    if found is None:
+        return
+    read = (
+        fact("auto-apply", found.auto_apply),
+        fact("sitecustomize that it runs after its own", found.chained or "none"),
+    )
+    for reason in found.reasons:
+        if "is not supported" not in reason:  # NP201 says that
+            yield Finding(Severity.WARNING, f"not all would be patched: {reason}", read, "see `nemo-patches status`")
+    if found.reasons:
+        return
+    after = f"; after its own it runs the sitecustomize {found.chained}" if found.chained else ""
+    if found.auto_apply == "on":
+        yield Finding(
+            Severity.NOTE, f"every Python process of this environment patches NeMo when it imports it{after}", read
+        )
+    else:
+        yield Finding(
+            Severity.NOTE,
+            "nothing patches NeMo here by itself: the training script must call nemo_patches.apply(), or be started "
+            "with `nemo-patches run --`",
+            read,
+        )

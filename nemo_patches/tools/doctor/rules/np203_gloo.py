@@ -1,0 +1,28 @@
+"""Gloo does not work here.
+
+The length sync runs on a Gloo group of its own. Without it no length is ever communicated: each encoder goes on with
+its own rank's, which is safe, after one timeout. Other tools that make CPU groups stop with an error.
+Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine
+
+WORST = Severity.WARNING
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """By a group of one rank, made in a process of its own."""
+    if not machine.gloo.problem or "torch" not in machine.versions:
+        return
+    interface = machine.variable("GLOO_SOCKET_IFNAME")
+    yield Finding(
+        Severity.WARNING,
+        f"Gloo does not work here: {machine.gloo.problem}",
+        (interface,),
+        "GLOO_SOCKET_IFNAME: the name of an interface of this machine (ip -brief addr)" if interface.given else "",
+    )

@@ -1,0 +1,30 @@
+"""Gloo takes a loopback address, which no other host can reach.
+
+It takes the address of the interface in GLOO_SOCKET_IFNAME, else the one that the host's own name resolves to, which on
+many systems is 127.0.1.1. Ranks on other hosts then cannot connect, and each host's length sync goes on by itself.
+Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine, fact
+
+WORST = Severity.WARNING
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """Of no concern to a job on one host, so without a sign of several hosts it is a note."""
+    address = machine.gloo.address
+    if not address or not ipaddress.ip_address(address).is_loopback:
+        return
+    yield Finding(
+        Severity.WARNING if machine.several_hosts else Severity.NOTE,
+        f"Gloo takes {address}, which ranks on other hosts cannot reach"
+        + ("" if machine.several_hosts else "; of no concern to a job on this host alone"),
+        (machine.variable("GLOO_SOCKET_IFNAME"), fact("Gloo's address", address)),
+        "GLOO_SOCKET_IFNAME: the interface that leads to the other hosts (ip -brief addr)",
+    )

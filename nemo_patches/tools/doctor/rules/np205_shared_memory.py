@@ -1,0 +1,29 @@
+"""/dev/shm has little room.
+
+Data loader workers hand their batches over in it. Where it is full, a worker is killed by a bus error, and its rank is
+late or dies. A container has 64 MiB unless told otherwise.
+Link: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine, fact, size
+
+WORST = Severity.WARNING
+
+_LITTLE = 1 << 30
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """What is free in it, whoever has filled the rest."""
+    free = machine.shared_memory
+    if free is not None and free < _LITTLE:
+        yield Finding(
+            Severity.WARNING,
+            f"{size(free)} are free in /dev/shm; a data loader with several workers may need more than {size(_LITTLE)}",
+            (fact("/dev/shm, free", size(free)),),
+            "docker run --shm-size=16g, or --ipc=host; or num_workers: 0",
+        )

@@ -1,0 +1,37 @@
+"""The limit on open files, against how many ranks there may be.
+
+nemo_patches has one connection to each other rank, and each rank has two to the job's store, beside torch's own: where
+the store's server is, that is four files for each rank. A process without files left cannot connect, nor read audio.
+Link: docs/design.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine, fact
+
+WORST = Severity.WARNING
+
+_OF_EACH_RANK = 4  # on the host of the store's server: Gloo's connection, two of ours to the store, torch's own
+_OF_THE_REST = 300  # torch, NeMo, the first encoders, audio, data loader workers
+_FEW_RANKS = 512
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """The soft limit, which a process may raise to the hard one."""
+    soft, hard = machine.open_files
+    if soft is None:
+        return
+    enough_for = max((soft - _OF_THE_REST) // _OF_EACH_RANK, 0)
+    ranks = machine.count("WORLD_SIZE")
+    if enough_for >= (ranks or _FEW_RANKS):
+        return
+    wanted = _OF_THE_REST + _OF_EACH_RANK * (ranks or _FEW_RANKS)
+    yield Finding(
+        Severity.WARNING if ranks or not enough_for else Severity.NOTE,
+        f"{soft} open files are enough for about {enough_for} ranks" + (f", and there are {ranks}" if ranks else ""),
+        (fact("open files, soft limit", soft), fact("hard limit", "unlimited" if hard is None else hard)),
+        f"ulimit -n {wanted}, before the job starts",
+    )

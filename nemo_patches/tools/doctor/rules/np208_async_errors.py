@@ -1,0 +1,39 @@
+"""What NCCL's watchdog does when a collective fails or times out.
+
+By default PyTorch ends the process when a collective took longer than the process group's timeout. With the error
+handling switched off it only logs that, and the job hangs for ever. TORCH_NCCL_BLOCKING_WAIT makes each wait block the
+host, which changes where a hang is seen.
+Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine
+
+WORST = Severity.ERROR
+
+_NAME, _OLD_NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
+_DEFAULT = "3"
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """The new name of a variable counts where both are set."""
+    new, old = machine.variable(_NAME, _DEFAULT), machine.variable(_OLD_NAME)
+    counts = old if old.given and not new.given else new
+    if counts.value == "0":
+        yield Finding(
+            Severity.ERROR,
+            f"{counts.key}=0: a collective that times out is only logged, and the job hangs for ever",
+            (counts,),
+            f"{_NAME} not set at all, or 3, the default of torch 2.2 and later",
+        )
+    elif old.given:
+        yield Finding(Severity.NOTE, f"{_OLD_NAME} is the old name of {_NAME}, which torch warns about", (old, new))
+    blocking = next((one for one in map(machine.variable, _BLOCKING) if one.given and one.value != "0"), None)
+    if blocking is not None:
+        what = f"{blocking.key}: every wait for NCCL blocks the host, which is slower"
+        yield Finding(Severity.NOTE, what, (blocking,), f"{blocking.key} not set")

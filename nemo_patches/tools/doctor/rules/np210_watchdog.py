@@ -1,0 +1,33 @@
+"""The thread that watches NCCL's watchdog.
+
+Where the watchdog itself hangs in a call of CUDA or NCCL, this thread ends the process when it has had no heartbeat for
+TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC. Without it such a hang has no end.
+Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine
+
+WORST = Severity.WARNING
+
+_MONITORING, _HEARTBEAT = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+_LONG = 3600
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """On by default, with 480 s in torch 2.5 and later, 600 before."""
+    monitoring, heartbeat = machine.variable(_MONITORING, "1"), machine.variable(_HEARTBEAT, "480")
+    if str(monitoring.value).lower() in ("0", "n", "no", "false", "f"):
+        what = f"{_MONITORING}={monitoring.value}: a watchdog that hangs is never ended, nor is its job"
+        yield Finding(Severity.WARNING, what, (monitoring,), f"{_MONITORING} not set, and a longer {_HEARTBEAT}")
+    elif heartbeat.given and not str(heartbeat.value).isdigit():
+        what = f"{_HEARTBEAT}={heartbeat.value!r} is no number of seconds: the job stops at its start"
+        yield Finding(Severity.WARNING, what, (heartbeat,), f"{_HEARTBEAT}=480")
+    elif heartbeat.given and int(str(heartbeat.value)) > _LONG:
+        hours = int(str(heartbeat.value)) / 3600
+        what = f"{_HEARTBEAT}={heartbeat.value}: a watchdog that hangs is ended after {hours:.3g} h"
+        yield Finding(Severity.NOTE, what, (heartbeat,), f"{_HEARTBEAT}=480")

@@ -1,0 +1,24 @@
+"""Settings that differ between ranks: nemo_patches', and the variables of NCCL, torch and Gloo.
+
+With other settings of nemo_patches, one rank waits where another goes on. Many of NCCL's must be equal for it to work
+at all; which interface a host uses (names ending in _IFNAME or _HCA) is its own affair and not compared.
+Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.ranks import Ranks, differing
+
+WORST = Severity.WARNING
+
+
+def check(ranks: Ranks) -> Iterator[Finding]:
+    """One finding for each setting or variable."""
+    instead = "the same environment on every rank (srun --export=ALL, or set it in the launch script)"
+    for name, told in differing(ranks, lambda facts: facts.settings):
+        yield Finding(Severity.WARNING, f"nemo_patches' {name} differs: {told}", (), instead)
+    for name, told in differing(ranks, lambda facts: facts.environment):
+        yield Finding(Severity.WARNING, f"{name} differs: {told}", (), instead)

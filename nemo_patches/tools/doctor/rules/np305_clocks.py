@@ -1,0 +1,28 @@
+"""Clocks that differ between hosts.
+
+Logs of several ranks then cannot be read side by side. Nothing in nemo_patches goes by another host's clock.
+Link: docs/diagnose.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.ranks import Ranks
+
+WORST = Severity.WARNING
+
+_MUCH = 1.0  # second
+
+
+def check(ranks: Ranks) -> Iterator[Finding]:
+    """Against rank 0's, one finding for each host."""
+    said = set()
+    for rank, facts in sorted(ranks.facts.items()):
+        offset = ranks.clock_offset(rank)
+        if offset is not None and abs(offset) > _MUCH and facts.host not in said:
+            said.add(facts.host)
+            ahead = "ahead of" if offset > 0 else "behind"
+            what = f"the clock of {facts.host} (rank {rank}) is {abs(offset):.1f} s {ahead} that of rank 0"
+            yield Finding(Severity.WARNING, what, (), "NTP or chrony on every host")

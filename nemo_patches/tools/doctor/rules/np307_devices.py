@@ -1,0 +1,28 @@
+"""The ranks' devices: two ranks on one GPU, a rank without one, or different ones.
+
+Two ranks on one GPU make NCCL stop with an error, or hang. The slowest device sets the pace of all: every other rank
+waits for it at each step.
+Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.runtime.naming import named
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.ranks import Ranks, differing
+
+WORST = Severity.ERROR
+
+
+def check(ranks: Ranks) -> Iterator[Finding]:
+    """By local rank, as Lightning gives each its device."""
+    for identity, which in ranks.grouped(
+        lambda facts: f"{facts.host} {facts.device_id}" * bool(facts.device_id)
+    ).items():
+        if identity and len(which) > 1:
+            what = f"{named(which)} have the same GPU, {ranks.facts[which[0]].device} of {ranks.facts[which[0]].host}"
+            yield Finding(Severity.ERROR, what, (), "as many processes per host as GPUs, and LOCAL_RANK by launcher")
+    for name, told in differing(ranks, lambda facts: {"the device": facts.device.partition(" ")[2] or facts.device}):
+        yield Finding(Severity.WARNING, f"{name} differs: {told}", (), "hosts of one kind")

@@ -1,0 +1,166 @@
+"""A YAML file, read with bounds on size, depth and aliases; nothing in it is executed."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+# libyaml where PyYAML was built with it, ten times as fast.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+LARGEST_FILE = 1 << 20  # bytes; NeMo's own configs have at most 40 KiB, one with a large vocabulary some 100 KiB
+LARGEST_TREE = (
+    50_000  # values, with every alias counted as often as it is used; one of NeMo's own, with aliases, has 21,000
+)
+DEEPEST = 50  # mappings and sequences in each other
+
+_PLAIN_TAGS = frozenset(
+    f"tag:yaml.org,2002:{name}"
+    for name in ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "merge", "value")
+)
+
+Keys = tuple[str, ...]  # the path of a value: names of mappings' keys, and indices of sequences
+
+
+class ConfigError(Exception):
+    """The config cannot be read. The text says which file, where in it, and why."""
+
+
+@dataclass(frozen=True)
+class YamlText:
+    """The text of one file, and the node of every key in it (`key_nodes`) and of every value (`nodes`)."""
+
+    path: Path
+    text: str
+    nodes: dict[Keys, yaml.Node]
+    key_nodes: dict[Keys, yaml.Node]
+
+    def line(self, keys: Keys) -> int | None:
+        """The line, from 1, of that key, or of the nearest one that holds it; None where there is none."""
+        while keys:
+            node = self.key_nodes.get(keys) or self.nodes.get(keys)
+            if node is not None:
+                return int(node.start_mark.line) + 1
+            keys = keys[:-1]
+        return None
+
+
+def read(path: Path) -> YamlText:
+    """Read one file. Raises ConfigError for whatever is not a YAML mapping of plain values within the bounds."""
+    return parse(path, _text(path))
+
+
+def parse(path: Path, text: str) -> YamlText:
+    """The same of a text, in the name of a file."""
+    try:
+        _check_events(path, text)
+        root = yaml.compose(text, Loader=_LOADER)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
+    if root is None:
+        raise ConfigError(f"{path}: empty; expected a mapping, as a NeMo config is")
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: the top level is a {root.id}; expected a mapping, as a NeMo config is")
+    nodes: dict[Keys, yaml.Node] = {}
+    key_nodes: dict[Keys, yaml.Node] = {}
+    for keys, key_node, node in _walk(path, root):
+        nodes[keys] = node
+        if key_node is not None:
+            key_nodes[keys] = key_node
+    return YamlText(path, text, nodes, key_nodes)
+
+
+def _text(path: Path) -> str:
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"{path}: a directory; expected a YAML file")
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
+            raise ConfigError(f"{path}: not a regular file; expected a YAML file")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if len(content) > LARGEST_FILE:
+        raise ConfigError(f"{path}: {status.st_size} bytes; a config may have {LARGEST_FILE}")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not text: byte {error.start} is not UTF-8") from None
+
+
+def _check_events(path: Path, text: str) -> None:
+    """Bound the depth and the size before anything recursive sees the text."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            depth += 1
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            depth -= 1
+        if depth > DEEPEST:
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: nested deeper than {DEEPEST}")
+        if count > 2 * LARGEST_TREE:
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: more than {LARGEST_TREE} values")
+
+
+def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
+    """Every value with its path and the node of its key, aliases expanded; checks what only the whole tree shows."""
+    waiting: list[tuple[Keys, yaml.Node | None, yaml.Node]] = [((), None, root)]
+    count = 0
+    while waiting:
+        keys, key_node, node = waiting.pop()
+        count += 1
+        if count > LARGEST_TREE:
+            raise ConfigError(f"{path}: more than {LARGEST_TREE} values, when its aliases are followed")
+        if len(keys) > DEEPEST:  # an alias to what holds it
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST}")
+        if node.tag not in _PLAIN_TAGS:
+            raise ConfigError(
+                f"{path}:{node.start_mark.line + 1}: the tag {node.tag!r} is not allowed; allowed: plain values"
+            )
+        yield keys, key_node, node
+        if isinstance(node, yaml.MappingNode):
+            for child in _children(path, keys, node):
+                waiting.append(child)
+                if len(waiting) > LARGEST_TREE:  # merged again and again
+                    raise ConfigError(f"{path}: more than {LARGEST_TREE} values, when its aliases are followed")
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [((*keys, str(index)), None, child) for index, child in enumerate(node.value)]
+
+
+def _children(
+    path: Path, keys: Keys, mapping: yaml.MappingNode, merges: int = 0
+) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
+    if merges > DEEPEST:
+        raise ConfigError(f"{path}:{mapping.start_mark.line + 1}: merged deeper than {DEEPEST}")
+    lines: dict[str, int] = {}
+    for key, child in mapping.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{path}:{line}: a key that is a {key.id}; expected a name")
+        if key.tag == "tag:yaml.org,2002:merge":
+            merged = child.value if isinstance(child, yaml.SequenceNode) else [child]
+            for source in merged:
+                if not isinstance(source, yaml.MappingNode):
+                    raise ConfigError(f"{path}:{line}: << merges a {source.id}; expected a mapping")
+                yield from _children(path, keys, source, merges + 1)
+            continue
+        if key.value in lines:
+            raise ConfigError(
+                f"{path}:{line}: {'.'.join((*keys, key.value))} is there twice, first in line {lines[key.value]}"
+            )
+        lines[key.value] = line
+        yield (*keys, key.value), key, child
+
+
+def _place(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)

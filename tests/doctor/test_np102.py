@@ -1,0 +1,202 @@
+"""NP102: the longest input against the positional encodings."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from configs import ERROR, LHOTSE, NEST, NOTE, WARNING, found
+
+from nemo_patches.tools.doctor.encoders import Frames
+from nemo_patches.tools.doctor.finding import Change
+
+pytestmark = pytest.mark.one_nemo
+
+OFF = "+model.encoder.sync_max_audio_length=false"
+STOCK = "model.train_ds.max_duration=60", "model.validation_ds.max_duration=60"  # what NeMo's NEST config has
+
+
+def test_the_stock_nest_config_is_reported(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, *STOCK)
+    assert finding.severity is WARNING
+    assert "may have 6016 frames (model.train_ds 60 s, model.validation_ds 60 s)" in finding.what
+    assert "start with 5000 (50 s, as frames count before subsampling)" in finding.what
+    assert finding.change == Change(("model", "encoder", "pos_emb_max_len"), 6016)
+
+
+def test_with_the_flag_off_it_is_an_error(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, *STOCK, OFF)
+    assert finding.severity is ERROR
+    assert "DDP then overwrites rows or aborts the job" in finding.what
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy,broadcast_buffers:false}",
+        "trainer.strategy=fsdp",
+        "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}",
+        "trainer.devices=1",
+        "model.encoder.pos_emb_max_len=6016",
+        "++model.encoder.self_attention_model=rel_pos_local_attn",
+    ],
+)
+def test_no_error_where_nothing_is_overwritten_or_nothing_grows(tmp_path: Path, override: str) -> None:
+    assert all(finding.severity is NOTE for finding in found(tmp_path, "NP102", NEST, *STOCK, OFF, override))
+
+
+def test_with_nemo_patches_it_is_safe(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, *STOCK, OFF, patched=True)
+    assert finding.severity is NOTE
+    assert "safe" in finding.what
+
+
+def test_proven_safe_says_so_where_the_flag_is_off_and_is_silent_where_it_is_on(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, OFF)
+    assert finding.severity is NOTE
+    assert "safe: no input has more than 4016 frames, the room is 5000" in finding.what
+    assert found(tmp_path, "NP102", NEST) == []
+
+
+def test_a_set_without_a_limit(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, "~model.validation_ds.max_duration", OFF)
+    assert finding.severity is WARNING
+    assert "nothing limits model.validation_ds" in finding.what
+    (finding,) = found(tmp_path, "NP102", NEST, "model.validation_ds.max_duration=null")
+    assert finding.severity is NOTE
+    assert "keep sync_max_audio_length on" in finding.what
+
+
+def test_a_limit_that_cannot_be_told_is_no_fault(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP102", NEST, "model.train_ds.max_duration=???") == []
+    (finding,) = found(tmp_path, "NP102", NEST, "model.train_ds.max_duration=???", OFF)
+    assert finding.severity is WARNING
+    assert "does not tell how long model.train_ds may be" in finding.what
+
+
+def test_a_set_that_is_not_read_does_not_count(tmp_path: Path) -> None:
+    unused = "+model.test_ds={manifest_filepath:null,max_duration:600}"
+    assert found(tmp_path, "NP102", NEST, unused) == []
+    (finding,) = found(tmp_path, "NP102", NEST, unused.replace("null", "x.json"))
+    assert "model.test_ds 600 s" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("override", "frames"),
+    [
+        ("+model.train_ds.augmentor={speed:{prob:0.5,min_speed_rate:0.5}}", 8016),
+        ("+model.train_ds.augmentor={time_stretch:{prob:0.5,min_speed_rate:0.75}}", 5344),
+        ("+model.train_ds.augmentor={silence:{prob:0.5,max_start_silence_secs:6,max_end_silence_secs:5}}", 5104),
+        ("+model.train_ds.random_padding={prob:1,max_total_duration:51}", 5104),
+        ("model.preprocessor.window_stride=0.005", 8016),
+        ("++model.preprocessor.n_window_stride=80", 8016),
+        ("model.train_ds.max_duration=50", 5008),  # one frame more than 50 s have, and then the padding
+    ],
+)
+def test_what_makes_an_input_longer(tmp_path: Path, override: str, frames: int) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, override)
+    assert f"may have {frames} frames" in finding.what
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+model.train_ds.augmentor={noise:{prob:0.5},white_noise:{prob:1}}",
+        "+model.train_ds.noise_manifest=noise.json",
+        "+model.train_ds.augmentor={speed:{prob:0.5,min_speed_rate:1.0,max_speed_rate:1.2}}",
+        "+model.train_ds.is_concat=true",  # manifests, not audio
+        "model.train_ds.max_duration=49.9",
+    ],
+)
+def test_what_does_not(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP102", NEST, override) == []
+
+
+def test_lhotse_limits_after_perturbing_speed_and_before_concatenation(tmp_path: Path) -> None:
+    assert (
+        found(tmp_path, "NP102", LHOTSE, "model.train_ds.max_duration=49", "+model.train_ds.perturb_speed=true") == []
+    )
+    more = "+model.train_ds.concatenate_samples=true", "+model.train_ds.concatenate_duration_factor=1.5"
+    (finding,) = found(tmp_path, "NP102", LHOTSE, *more)
+    assert "may have 6016 frames (model.train_ds 60 s)" in finding.what
+    shorter = "model.train_ds.max_duration=null", "+model.train_ds.truncate_duration=20"
+    assert found(tmp_path, "NP102", LHOTSE, *shorter) == []
+
+
+def test_sets_inside_a_set_inherit_and_an_adapter_is_not_measured_in_audio_frames(tmp_path: Path) -> None:
+    text = """\
+model:
+  perception:
+    modality_adapter:
+      _target_: nemo.collections.asr.modules.ConformerEncoder
+      sync_max_audio_length: false
+data:
+  validation_ds:
+    max_duration: 600
+    datasets:
+      one: {shar_path: x}
+trainer: {devices: 2}
+"""
+    (finding,) = found(tmp_path, "NP102", text)
+    assert finding.severity is WARNING
+    assert "does not tell how long data.validation_ds.datasets.one may be, in frames of this encoder" in finding.what
+
+
+def test_frames_are_those_of_nemos_own_preprocessor() -> None:
+    torch = pytest.importorskip("torch")
+    modules = pytest.importorskip("nemo.collections.asr.modules.audio_preprocessing")
+    for pad_to, exact_pad in itertools.product((0, 16), (False, True)):
+        real = modules.AudioToMelSpectrogramPreprocessor(pad_to=pad_to, exact_pad=exact_pad, n_fft=512)
+        for seconds in (1.0, 1.005, 1.59, 1.6):
+            samples = int(seconds * 16000)
+            made, _ = real(input_signal=torch.zeros(1, samples), length=torch.tensor([samples]))
+            assert Frames(16000.0, 160, not exact_pad, pad_to, ()).of(seconds) == made.shape[-1]
+
+
+def test_audio_models_count_in_frames_of_their_own_transform(tmp_path: Path) -> None:
+    text = """\
+model:
+  sample_rate: 16000
+  train_ds: {manifest_filepath: x, audio_duration: 4.0}
+  encoder: {_target_: nemo.collections.audio.modules.transforms.AudioToSpectrogram, hop_length: 128}
+  estimator: {_target_: nemo.collections.audio.parts.submodules.conformer.SpectrogramConformer, pos_emb_max_len: 500}
+trainer: {devices: 2}
+"""
+    (finding,) = found(tmp_path, "NP102", text)
+    assert "may have 501 frames (model.train_ds 4 s)" in finding.what
+    assert found(tmp_path, "NP102", text, "model.estimator.pos_emb_max_len=501") == []
+    assert found(tmp_path, "NP102", text, "model.train_ds.audio_duration=3.9") == []
+
+
+def test_nothing_is_said_of_what_the_config_leaves_open(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP102", NEST, *STOCK, OFF, "model.encoder.pos_emb_max_len=???") == []
+    assert found(tmp_path, "NP102", NEST, *STOCK, "+model.encoder.sync_max_audio_length=???") == []
+    assert found(tmp_path, "NP102", NEST, "~model.train_ds", "~model.validation_ds", OFF) == []
+
+
+def test_what_to_write_instead_names_the_sets_without_a_limit(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, STOCK[0], "~model.validation_ds.max_duration")
+    assert finding.instead.endswith("; and a max_duration for model.validation_ds")
+    (finding,) = found(tmp_path, "NP102", NEST, *STOCK)
+    assert "max_duration for" not in finding.instead
+
+
+def test_with_nemo_patches_a_set_without_a_limit_is_nothing(tmp_path: Path) -> None:
+    for flag in ((), (OFF,)):
+        assert found(tmp_path, "NP102", NEST, "~model.validation_ds.max_duration", *flag, patched=True) == []
+
+
+def test_without_a_preprocessor_frames_are_not_told(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, "~model.preprocessor", *STOCK, OFF)
+    assert finding.severity is WARNING
+    assert "does not tell how long model.train_ds and model.validation_ds may be" in finding.what
+    assert found(tmp_path, "NP102", NEST, "~model.preprocessor", *STOCK) == []
+
+
+def test_a_class_without_the_flag_is_not_told_to_set_it(tmp_path: Path) -> None:
+    squeezeformer = "model.encoder={_target_: nemo.collections.asr.modules.SqueezeformerEncoder}"
+    (finding,) = found(tmp_path, "NP102", NEST, squeezeformer, *STOCK)
+    assert finding.severity is WARNING
+    assert "sync_max_audio_length" not in finding.what
+    assert found(tmp_path, "NP102", NEST, squeezeformer, "~model.validation_ds.max_duration") == []

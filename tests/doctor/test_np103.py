@@ -1,0 +1,38 @@
+"""NP103: Lhotse's sampler under Lightning's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import LHOTSE, NEST, WARNING, found
+
+from nemo_patches.tools.doctor.finding import Change
+
+pytestmark = pytest.mark.one_nemo
+
+
+def test_lhotse_with_lightnings_sampler(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP103", LHOTSE, "~trainer.use_distributed_sampler")
+    assert finding.severity is WARNING
+    assert "Lhotse samples model.train_ds, model.validation_ds" in finding.what
+    assert finding.change == Change(("trainer", "use_distributed_sampler"), False)
+
+
+def test_no_safe_change_where_a_set_is_not_lhotses(tmp_path: Path) -> None:
+    mixed = "~trainer.use_distributed_sampler", "model.validation_ds.use_lhotse=false"
+    (finding,) = found(tmp_path, "NP103", LHOTSE, *mixed)
+    assert finding.change is None
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.use_distributed_sampler=false", "trainer.devices=1", "~model.train_ds", "++model.x=1"]
+)
+def test_none_otherwise(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP103", LHOTSE, override) == []
+    assert found(tmp_path, "NP103", NEST) == []
+
+
+def test_none_for_streams_which_lightning_leaves_alone(tmp_path: Path) -> None:
+    streams = [f"+model.{name}.shar_path=x" for name in ("train_ds", "validation_ds")]
+    assert found(tmp_path, "NP103", LHOTSE, "~trainer.use_distributed_sampler", *streams) == []

@@ -1,0 +1,58 @@
+"""NP104: Lhotse training on an endless stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import LHOTSE, WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+
+STREAM = "+model.train_ds.tarred_audio_filepaths=audio.tar"
+
+
+def test_a_stream_without_a_whole_number_of_batches(tmp_path: Path) -> None:
+    for overrides in ((), ("+trainer.limit_train_batches=1.0",)):
+        (finding,) = found(tmp_path, "NP104", LHOTSE, STREAM, *overrides)
+        assert finding.severity is WARNING
+
+
+def test_a_stream_named_in_input_cfg(tmp_path: Path) -> None:
+    given = "+model.train_ds.input_cfg=[{type: group, input_cfg: [{type: nemo_tarred, manifest_filepath: x}]}]"
+    assert len(found(tmp_path, "NP104", LHOTSE, given)) == 1
+    assert found(tmp_path, "NP104", LHOTSE, given.replace("nemo_tarred", "nemo")) == []
+
+
+@pytest.mark.parametrize("value", ["100", "???"])
+def test_none_with_a_number_or_one_that_is_to_be_given(tmp_path: Path, value: str) -> None:
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, f"+trainer.limit_train_batches={value}") == []
+
+
+def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP104", LHOTSE) == []
+
+
+def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP104", LHOTSE, STREAM.replace("train_ds", "validation_ds")) == []
+    assert (
+        found(tmp_path, "NP104", LHOTSE, STREAM, "model.train_ds.use_lhotse=false", "+model.train_ds.is_tarred=true")
+        == []
+    )
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, "+model.train_ds.force_finite=true") == []
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, "~trainer") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "endless"),
+    [
+        ("model.train_ds.manifest_filepath=[[a.json],[b.json]]", True),
+        ("+model.train_ds.input_cfg=[{type: nemo, manifest_filepath: a},{type: nemo, manifest_filepath: b}]", True),
+        ("+model.train_ds.input_cfg=[{type: lhotse_as_conversation, shar_path: a}]", True),
+        ("+model.train_ds.input_cfg=[{type: nemo, manifest_filepath: [a, b]}]", True),
+        ("+model.train_ds.input_cfg=[{type: lhotse, cuts_path: a}]", False),
+        ("+model.train_ds.input_cfg=other.yaml", False),  # not to be told
+    ],
+)
+def test_what_is_mixed_of_several_inputs_is_repeated_too(tmp_path: Path, override: str, endless: bool) -> None:
+    assert bool(found(tmp_path, "NP104", LHOTSE, override)) is endless

@@ -1,0 +1,62 @@
+"""NP108: evaluation on a stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import ERROR, LHOTSE, NEST, WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+
+
+def test_lhotse_never_ends_a_stream(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x")
+    assert finding.severity is ERROR
+    assert "validation never ends" in finding.what
+    (finding,) = found(tmp_path, "NP108", LHOTSE, "+model.test_ds={use_lhotse: true, shar_path: x}")
+    assert finding.severity is WARNING
+
+
+def test_nemos_tar_files_end_on_each_rank_by_itself(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true")
+    assert finding.severity is WARNING
+    assert "ends on each of 4 ranks after its own number of batches" in finding.what
+
+
+@pytest.mark.parametrize("override", ["+trainer.limit_val_batches=10", "+trainer.limit_val_batches=???"])
+def test_none_with_a_number_of_batches(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x", override) == []
+    assert found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true", override) == []
+
+
+def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP108", LHOTSE) == []
+    assert found(tmp_path, "NP108", NEST) == []
+
+
+def test_none_for_training_nor_where_counts_cannot_differ(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP108", LHOTSE, "+model.train_ds.shar_path=x") == []
+    finite = "+model.validation_ds.shar_path=x", "+model.validation_ds.force_finite=true"
+    assert found(tmp_path, "NP108", LHOTSE, *finite) == []
+    assert found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true", "trainer.devices=1") == []
+    assert found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x", "~trainer") == []
+
+
+def test_the_limit_is_that_of_the_sets_own_role(tmp_path: Path) -> None:
+    test = "+model.test_ds={use_lhotse: true, shar_path: x}"
+    assert found(tmp_path, "NP108", LHOTSE, test, "+trainer.limit_test_batches=3") == []
+    assert len(found(tmp_path, "NP108", LHOTSE, test, "+trainer.limit_val_batches=3")) == 1
+
+
+def test_speechlm2_makes_all_evaluation_finite_itself(tmp_path: Path) -> None:
+    text = "model: {a: 1}\ndata:\n  validation_ds:\n    datasets:\n      one: {shar_path: x}\ntrainer: {devices: 2}\n"
+    assert found(tmp_path, "NP108", text) == []
+    assert len(found(tmp_path, "NP108", text.replace("data:", "model2:"))) == 1
+
+
+def test_of_several_manifests_each_is_a_set_of_its_own_but_input_cfg_is_mixed(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP108", LHOTSE, "model.validation_ds.manifest_filepath=[a.json,b.json]") == []
+    mixed = "+model.validation_ds.input_cfg=[{type: nemo, manifest_filepath: a},{type: nemo, manifest_filepath: b}]"
+    (finding,) = found(tmp_path, "NP108", LHOTSE, mixed)
+    assert finding.severity is ERROR

@@ -1,0 +1,74 @@
+"""NP111: keys for the size of a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import LHOTSE, NEST, NOTE, WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+
+
+def test_keys_of_lhotse_that_nemos_loader_does_not_read(tmp_path: Path) -> None:
+    (finding,) = found(
+        tmp_path, "NP111", NEST, "+model.train_ds.batch_duration=360", "+model.train_ds.use_lhotse=false"
+    )
+    assert finding.severity is NOTE
+    assert "model.train_ds.batch_duration: only Lhotse reads that" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("model.train_ds.batch_duration=null",), "every key for the size of a batch is null"),
+        (("+model.train_ds.bucket_batch_size=[8,4]",), "without bucket_duration_bins"),
+        (
+            ("+model.train_ds.bucket_batch_size=[8,4]", "+model.train_ds.bucket_duration_bins=[10,20,40]"),
+            "2 batch sizes for 3 buckets",
+        ),
+        (("+model.train_ds.bucketing_batch_size=[8,4]",), "Lhotse does not read that"),
+    ],
+)
+def test_lhotse(tmp_path: Path, overrides: tuple[str, ...], said: str) -> None:
+    (finding,) = found(tmp_path, "NP111", LHOTSE, *overrides)
+    assert finding.severity is WARNING
+    assert said in finding.what
+
+
+def test_adaptive_buckets_want_a_batch_size_of_1(tmp_path: Path) -> None:
+    adaptive = "model.train_ds.is_tarred=true", "+model.train_ds.bucketing_batch_size=16"
+    assert found(tmp_path, "NP111", NEST, *adaptive) == []  # one bucket
+    adaptive = *adaptive, "model.train_ds.tarred_audio_filepaths=[[a.tar],[b.tar]]"
+    (finding,) = found(tmp_path, "NP111", NEST, *adaptive)
+    assert finding.severity is WARNING
+    assert found(tmp_path, "NP111", NEST, *adaptive, "model.train_ds.batch_size=1") == []
+
+
+def test_none_otherwise(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP111", NEST) == []
+    assert found(tmp_path, "NP111", LHOTSE) == []
+    fixed = "model.train_ds.batch_duration=null", "+model.train_ds.bucket_batch_size=[8,4]"
+    assert found(tmp_path, "NP111", LHOTSE, *fixed, "+model.train_ds.bucket_duration_bins=[10,20]") == []
+    assert found(tmp_path, "NP111", NEST, "+model.train_ds.bucketing_batch_size=null") == []
+
+
+def test_null_is_no_size_and_what_is_to_be_given_no_fault(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP111", NEST, "+model.train_ds.batch_duration=null") == []
+    assert found(tmp_path, "NP111", LHOTSE, "+model.train_ds.bucketing_batch_size=null") == []
+    assert found(tmp_path, "NP111", LHOTSE, "~model.train_ds.batch_duration") == []  # given on the command line
+    buckets = "model.train_ds.is_tarred=true", "model.train_ds.tarred_audio_filepaths=[[a.tar],[b.tar]]"
+    assert found(tmp_path, "NP111", NEST, *buckets) == []
+    assert found(tmp_path, "NP111", NEST, *buckets, "+model.train_ds.bucketing_batch_size=???") == []
+    untold = "+model.train_ds.bucketing_batch_size=[8,4]", "model.train_ds.batch_size=???"
+    assert found(tmp_path, "NP111", NEST, *buckets, *untold) == []
+    plain = "model.train_ds.tarred_audio_filepaths=[a.tar,b.tar]"  # one bucket of two files
+    assert found(tmp_path, "NP111", NEST, buckets[0], plain, untold[0]) == []
+    assert found(tmp_path, "NP111", NEST, buckets[1], untold[0]) == []  # not tarred
+
+
+def test_what_counts_of_several_sizes(tmp_path: Path) -> None:
+    fixed = "+model.train_ds.bucket_batch_size=[8,4]", "+model.train_ds.bucket_duration_bins=[10,20]"
+    (finding,) = found(tmp_path, "NP111", LHOTSE, *fixed)
+    assert finding.severity is NOTE
+    assert "bucket_batch_size counts" in finding.what

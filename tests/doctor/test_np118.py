@@ -1,0 +1,30 @@
+"""NP118: the preemption callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import NEST, NOTE, found
+
+pytestmark = pytest.mark.one_nemo
+
+
+def test_it_is_on_unless_switched_off(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP118", NEST, "exp_manager={exp_dir: null}")
+    assert finding.severity is NOTE
+    assert "create_preemption_callback: true (NOT SET, the default)" in str(finding.read[0])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "exp_manager={create_preemption_callback: false}",
+        "exp_manager={create_checkpoint_callback: false}",
+        "~exp_manager",
+    ],
+)
+def test_none_otherwise(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP118", NEST, override) == []
+    assert found(tmp_path, "NP118", NEST, "exp_manager={exp_dir: null}", "trainer.accelerator=cpu") == []
+    assert found(tmp_path, "NP118", NEST, "exp_manager={exp_dir: null}", "trainer.devices=1") == []

@@ -1,0 +1,73 @@
+"""NP119: the process group's timeout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import LHOTSE, NEST, NOTE, WARNING, found
+
+from nemo_patches.tools.doctor.finding import Finding
+
+pytestmark = pytest.mark.one_nemo
+
+
+def timeout(value: str) -> str:
+    return f"+trainer.strategy.timeout={value}"
+
+
+def only_refused(findings: list[Finding]) -> bool:
+    """Whether all that is said is that NeMo 3.0 takes no duration from YAML."""
+    (finding,) = findings
+    return finding.severity is NOTE and "NeMo 3.0 refuses _target_: datetime.timedelta" in finding.what
+
+
+def test_nemo_3_does_refuse_a_duration() -> None:
+    common = pytest.importorskip("nemo.core.classes.common")
+    if not hasattr(common, "UnsafeTargetError"):
+        pytest.skip("NeMo 2")
+    with pytest.raises(common.UnsafeTargetError):
+        common.safe_instantiate({"_target_": "datetime.timedelta", "minutes": 1})
+
+
+def test_what_is_no_duration(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP119", LHOTSE, timeout("3600"))
+    assert finding.severity is WARNING
+    assert "takes a timedelta: the job stops at its start" in finding.what
+
+
+def test_shorter_than_the_wait_of_nemo_patches(tmp_path: Path) -> None:
+    short = timeout("{_target_: datetime.timedelta, seconds: 5}")
+    (finding,) = found(tmp_path, "NP119", LHOTSE, short, patched=True)
+    assert finding.severity is WARNING
+    assert "gives up after 5 s, before a wait of nemo_patches (10 s) ends" in finding.what
+    assert only_refused(found(tmp_path, "NP119", LHOTSE, short))
+    assert only_refused(found(tmp_path, "NP119", LHOTSE, short.replace("5}", "11}"), patched=True))
+
+
+def test_so_long_that_a_hang_costs_hours(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 12}"))
+    assert finding.severity is NOTE
+    assert "a hang lasts 12 h" in finding.what
+
+
+def test_none_where_it_is_not_set(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP119", LHOTSE) == []
+    assert found(tmp_path, "NP119", NEST, patched=True) == []
+    assert found(tmp_path, "NP119", LHOTSE, timeout("${oc.env:TIMEOUT}")) == []
+
+
+@pytest.mark.parametrize("override", ["trainer.devices=1", "trainer.strategy._target_=FSDPStrategy"])
+def test_none_for_one_rank_or_other_strategies(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP119", LHOTSE, timeout("3600"), override) == []
+    assert found(tmp_path, "NP119", LHOTSE, timeout("null")) == []
+    assert found(tmp_path, "NP119", LHOTSE, timeout("{_target_: my.timeout}"), patched=True) == []
+
+
+def test_as_long_as_the_wait_is_too_short_and_one_hour_is_not_too_long(tmp_path: Path) -> None:
+    equal = timeout("{_target_: datetime.timedelta, seconds: 10}")
+    (finding,) = found(tmp_path, "NP119", LHOTSE, equal, patched=True)
+    assert finding.severity is WARNING
+    assert only_refused(found(tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 1}")))
+    long = timeout("{_target_: datetime.timedelta, hours: 2}")
+    assert only_refused(found(tmp_path, "NP119", LHOTSE, long, patched=True))

@@ -1,0 +1,93 @@
+"""NP120: keys that look like typing errors."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+from configs import LHOTSE, NEST, WARNING, found
+
+from nemo_patches.tools.doctor import known_keys
+
+pytestmark = pytest.mark.one_nemo
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("model.encoder.sync_max_audio_len", "sync_max_audio_length"),
+        ("model.encoder.pos_emb_maxlen", "pos_emb_max_len"),
+        ("model.train_ds.max_durations", "max_duration"),
+        ("model.train_ds.batchsize", "batch_size"),
+        ("trainer.use_distributed_samplers", "use_distributed_sampler"),
+        ("exp_manager.create_premption_callback", "create_preemption_callback"),
+    ],
+)
+def test_a_typing_error_is_named_with_what_was_meant(tmp_path: Path, key: str, meant: str) -> None:
+    text = LHOTSE.replace("    batch_size: 4\n", "    batch_duration: 1\n") + "exp_manager: {name: x}\n"
+    text = text.replace("    max_duration: 40.0\n", "")
+    text = text.replace("  use_distributed_sampler: false\n", "")
+    (finding,) = found(tmp_path, "NP120", text, f"+{key}=3")
+    assert finding.severity is WARNING
+    assert f"{key} is not known, and looks like {meant}" in finding.what
+
+
+def test_a_class_that_looks_like_an_encoder(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP120", NEST, "model.encoder._target_=nemo.collections.asr.modules.ConformerEncodr")
+    assert "looks like ConformerEncoder" in finding.what
+    (finding,) = found(tmp_path, "NP120", NEST, "model.encoder._target_=5")
+    assert "is no name of a class" in finding.what
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+model.train_ds.something_of_ones_own=1",
+        "+model.train_ds.num_workers_sv=1",  # of a TTS model
+        "+model.decoder={_target_: nemo.collections.asr.modules.TransformerDecoder}",
+        "+model.other.batchsize=1",
+        "+model.train_ds.sv_num_workers=1",
+        "+model.estimator={_target_: nemo.collections.audio.modules.SpectrogramConformer, sync_max_audio_len: 1}",
+        "+trainer={_target_: nemo.lightning.Trainer, device: 2}",
+        "+mine={devics: 1}",
+        "+model.train_ds.text_field=answer",
+        "model.encoder._target_=my.models.ConformerEncodr",
+        "model.encoder._target_=???",
+    ],
+)
+def test_none_for_keys_of_ones_own(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP120", NEST) == []
+    assert found(tmp_path, "NP120", NEST, override) == []
+
+
+def test_the_known_keys_are_those_of_the_installed_nemo_and_lightning() -> None:
+    """Read from the sources, so that a new release shows here and nothing is imported for it."""
+    nemo, lightning = (Path(str(importlib.util.find_spec(name).origin)).parent for name in ("nemo", "lightning"))  # type: ignore[union-attr]
+    asr = nemo / "collections" / "asr" / "modules"
+    for name, known in known_keys.ENCODERS.items():
+        for path in (asr / "conformer_encoder.py", asr / "squeezeformer_encoder.py", asr / "conv_asr.py"):
+            assert parameters(path, name) <= known, name
+    assert parameters(lightning / "pytorch" / "trainer" / "trainer.py", "Trainer") <= known_keys.TRAINER
+    assert fields(nemo / "utils" / "exp_manager.py", "ExpManagerConfig") <= known_keys.EXP_MANAGER
+    lhotse = nemo / "collections" / "common" / "data" / "lhotse" / "dataloader.py"
+    assert fields(lhotse, "LhotseDataLoadingConfig") <= known_keys.DATASET
+
+
+def body(path: Path, name: str) -> list[ast.stmt]:
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
+    return [inner for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name for inner in node.body]
+
+
+def parameters(path: Path, name: str) -> set[str]:
+    made = [node for node in body(path, name) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return {found.arg for node in made for found in (*node.args.args, *node.args.kwonlyargs)} - {"self"}
+
+
+def fields(path: Path, name: str) -> set[str]:
+    return {
+        node.target.id
+        for node in body(path, name)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }

@@ -1,0 +1,288 @@
+"""Reading a config: what it gives is what OmegaConf gives, and nothing in it runs, whatever it is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_patches.tools.doctor import config as reading
+from nemo_patches.tools.doctor import examination, yaml_text
+from nemo_patches.tools.doctor.config import UNKNOWN
+from nemo_patches.tools.doctor.yaml_text import ConfigError
+
+pytestmark = pytest.mark.one_nemo
+
+
+def load(folder: Path, text: str, *overrides: str) -> reading.Config:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return reading.load(path, overrides)
+
+
+def refused(folder: Path, content: str | bytes, *overrides: str) -> str:
+    """What a run of the doctor says of a file that it cannot read; it takes neither long nor much."""
+    path = folder / "config.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = examination.examine(path, overrides, examination.chosen())
+    assert report.exit_code == 2, report.found
+    assert time.monotonic() - start < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
+    assert str(path) in report.error or "override" in report.error
+    assert "\n" not in report.error
+    return report.error
+
+
+# --- what it gives
+
+
+INTERPOLATIONS = """\
+name: nest
+a: {b: 1, c: "${.b}", d: [1, "${...name}", {e: "${a.b}"}]}
+copy: ${a}
+text: pre-${name}-${a.b}
+element: ${a.d[1]}
+nested: ${a.${letter}}
+letter: b
+number: 1e-3
+switch: yes
+file: '{${name}:.3f}-{step}'
+chain: ${text}
+anchor: &x {k: [1, 2]}
+again: *x
+merged: {<<: *x, l: 3}
+1: {of: "${letter}", yes: "${1.of}"}
+"""
+
+
+def test_interpolations_anchors_and_types_are_omegaconfs_own(tmp_path: Path) -> None:
+    # OmegaConf reads keys that are numbers or switches as such, and cannot follow ${1.of}: here, keys are text.
+    expected: Any = OmegaConf.to_container(OmegaConf.create(INTERPOLATIONS.replace("${1.of}", "b")), resolve=True)
+    expected["1"] = {"of": "b", "True": "b"}
+    del expected[1]
+    config = load(tmp_path, INTERPOLATIONS)
+    assert config.tree == expected
+    assert config.broken == {}
+
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+TEXTS = st.lists(st.one_of(st.sampled_from(["x", "-", "1"]), NAMES.map("${{{}}}".format)), min_size=1, max_size=3).map(
+    "".join
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(NAMES, TEXTS, min_size=1))
+def test_any_web_of_interpolations_gives_what_omegaconf_gives(tree: dict[str, str]) -> None:
+    source = yaml_text.parse(Path("x"), OmegaConf.to_yaml(OmegaConf.create(tree)))
+    config = reading.with_overrides(source)
+    for key in tree:
+        try:
+            expected = OmegaConf.create(tree)[key]
+        except (OmegaConfBaseException, RecursionError):
+            expected = UNKNOWN
+        assert config.tree[key] == expected or config.tree[key] is expected
+        assert config.tree[key] is not UNKNOWN or config.broken
+
+
+def test_where_each_value_comes_from(tmp_path: Path) -> None:
+    config = load(tmp_path, "a:\n  b: 1\n  c:\n  - 5\n  - x: 6\n", "a.b=2", "+a.new=3")
+    assert config.get(("a", "b")).origin == "override"
+    assert config.get(("a", "new")).origin == "override"
+    assert config.get(("a", "c", "1", "x")) == reading.Value("a.c.1.x", 6, "line 5")
+    assert config.get(("a", "nope"), 7) == reading.Value("a.nope", 7, "default")
+
+
+def test_what_is_to_be_given_later_is_unknown_and_no_fault(tmp_path: Path) -> None:
+    config = load(tmp_path, "a: ???\nb: ${a}\nc: [1, '${b}/x']\nd:\n  e: ???\nf: ${d}\n")
+    assert config.tree == {"a": UNKNOWN, "b": UNKNOWN, "c": [1, UNKNOWN], "d": {"e": UNKNOWN}, "f": {"e": UNKNOWN}}
+    assert config.broken == {}
+    assert not config.get(("b", "deeper")).known
+
+
+# --- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("a.b=2", {"a": {"b": 2, "c": [1, 2]}}),
+        ("a.b=null", {"a": {"b": None, "c": [1, 2]}}),
+        ("a.b=", {"a": {"b": "", "c": [1, 2]}}),
+        ("a.b=${a.c}", {"a": {"b": [1, 2], "c": [1, 2]}}),
+        ("a.b=x=y", {"a": {"b": "x=y", "c": [1, 2]}}),
+        ("a.c.1=5", {"a": {"b": 1, "c": [1, 5]}}),
+        ("a.c=[3,4]", {"a": {"b": 1, "c": [3, 4]}}),
+        ("+a.new.deep=1", {"a": {"b": 1, "c": [1, 2], "new": {"deep": 1}}}),
+        ("++a.b={x:1,y:[true]}", {"a": {"b": {"x": 1, "y": [True]}, "c": [1, 2]}}),
+        ("~a.b", {"a": {"c": [1, 2]}}),
+    ],
+)
+def test_overrides_as_hydra_has_them(tmp_path: Path, override: str, expected: dict[str, Any]) -> None:
+    assert load(tmp_path, "a: {b: 1, c: [1, 2]}\n", override).tree == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("a.bb=2", "the config has no a.bb; did you mean a.b?"),
+        ("x.y=2", "the config has no x; Hydra adds a key with +key=value"),
+        ("a.b.c=2", "the config has no a.b.c"),
+        ("~nope", "the config has no nope"),
+        ("model/encoder=big", "is not allowed; allowed: key=value, +key=value, ++key=value, ~key"),
+        ("=1", "is not allowed"),
+        ("a.b=[1", "not YAML"),
+        ("a.b=!!python/object/apply:os.system [id]", "tag"),
+    ],
+)
+def test_overrides_that_do_not_fit(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refused(tmp_path, "a: {b: 1}\n", override)
+
+
+# --- nothing runs
+
+
+def test_no_resolver_is_called_and_no_variable_of_the_environment_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "hunter2")
+    calls: list[str] = []
+    OmegaConf.register_new_resolver("touch", lambda name: calls.append(name), replace=True)
+    try:
+        text = (
+            "a: ${oc.env:A_SECRET}\nb: ${touch:x}\nc: pre-${a}\nname: touch\nd: ${${name}:x}\ne: ${oc.decode:'1'}\n"
+            "f: '${oc.env:A_SECRET,default}'\ng: ${touch:${name}}\nh: {i: ['${touch:y}']}\nj: ${h}\n"
+        )
+        config = load(tmp_path, text, "+k=${touch:z}")
+    finally:
+        OmegaConf.clear_resolver("touch")
+    assert calls == []
+    assert "hunter2" not in str(config)
+    assert all(config.tree[key] is UNKNOWN for key in "abcdefgk")
+    assert config.tree["j"] == {"i": [UNKNOWN]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.system [touch {marker}]",
+        "!!python/name:os.system",
+        "!!python/object/new:subprocess.Popen [[touch, {marker}]]",
+        "!mine x",
+        "!!binary aGVsbG8=",
+        "!!set {{x}}",
+    ],
+)
+def test_tags_are_refused(tmp_path: Path, value: str) -> None:
+    marker = tmp_path / "marker"
+    said = refused(tmp_path, f"b: 1\na: {value.format(marker=marker)}\n")
+    assert ":2: the tag " in said
+    assert not marker.exists()
+
+
+def test_a_target_is_only_a_name(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    text = f"model: {{encoder: {{_target_: os.system, command: touch {marker}}}}}\ntrainer: {{devices: 2}}\n"
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    report = examination.examine(path, (), examination.chosen())
+    assert not marker.exists()
+    assert "a class that the doctor does not know" in str([found.finding.what for found in report.found])
+
+
+# --- whatever it is
+
+
+def bomb(depth: int) -> str:
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, depth)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a: [1", "not YAML"),
+        ("a: 1\n  b: 2\n", ":2:"),
+        ("a: b: c", "not YAML"),
+        ("\ta: 1", "not YAML"),
+        ("a: 1\n---\nb: 2\n", "not YAML"),
+        ("a: *nowhere\n", "undefined alias"),
+        ("", "empty"),
+        ("# only a comment\n", "empty"),
+        ("- a\n- b\n", "the top level is a sequence"),
+        ("just text", "the top level is a scalar"),
+        ("a: 1\nb: 2\na: 3\n", ":3: a is there twice, first in line 1"),
+        ("a: {b: 1, b: 2}\n", "a.b is there twice"),
+        ("? [a, b]\n: 1\n", "a key that is a sequence"),
+        ("a: ${b\n", ":1: a is no interpolation"),
+        ("x: 1\na: [{b: '${}'}]\n", ":2: a.0.b is no interpolation"),
+        (b"\x80\x81\xff", "not text"),
+        (b"a: \x00\n", "not YAML"),
+        (bytes(range(256)) * 40, "not text"),
+        ("a: 1\n" * 2_000_000, "10000000 bytes; a config may have 1048576"),
+        ("a: " + "[" * 400_000, "nested deeper than 50"),
+        ("a: " + "{b: " * 100_000, "nested deeper than 50"),
+        ("".join(f"{i}:\n" for i in range(90_000)), "more than 50000 values"),
+        (bomb(12), "more than 50000 values, when its aliases are followed"),
+        ("a: &x [*x]\n", "nested deeper than 50"),
+        ("a: &x {<<: *x}\n", "merged deeper than 50"),
+        (
+            "a0: &a0 {k: 1}\n"
+            + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 20)),
+            "values",
+        ),
+        ("b: &y {k: 1}\na: {<<: 5}\n", "<< merges a scalar"),
+    ],
+    ids=range(27),
+)
+def test_what_is_no_config_is_refused_with_its_place(tmp_path: Path, content: str | bytes, said: str) -> None:
+    assert said.lower() in refused(tmp_path, content).lower()
+
+
+def test_bombs_of_interpolations(tmp_path: Path) -> None:
+    texts = ["a0: lol"] + [f"a{i}: ${{a{i - 1}}}${{a{i - 1}}}" for i in range(1, 60)]
+    config = load(tmp_path, "\n".join(texts))
+    assert config.tree["a5"] == "lol" * 32
+    assert config.tree["a59"] is UNKNOWN
+    mappings = ["a0: {x: 1, y: 2}"] + [f"a{i}: {{x: '${{a{i - 1}}}', y: '${{a{i - 1}}}'}}" for i in range(1, 20)]
+    assert "when its interpolations are followed" in refused(tmp_path, "\n".join(mappings))
+    many = [f"a{i}: ${{a{i + 1}}}" for i in range(3000)]
+    assert "3000 interpolations; a config may have 1000" in refused(tmp_path, "\n".join(many))
+
+
+def test_a_chain_in_the_worst_order_ends_in_time(tmp_path: Path) -> None:
+    start = time.monotonic()
+    config = load(tmp_path, "\n".join([f"a{i}: ${{a{i + 1}}}" for i in range(200)] + ["a200: x"]))
+    assert time.monotonic() - start < 20
+    assert config.tree["a195"] == "x"
+    assert config.tree["a0"] is UNKNOWN
+    assert "through too many others" in config.broken[("a0",)]
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (("folder", "a directory"), ("pipe", "not a regular file"), ("nowhere", "No such file")):
+        with pytest.raises(ConfigError, match=said):
+            reading.load(tmp_path / name)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        reading.load(Path("/dev/zero"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(max_size=60), st.text(alphabet="ab:{}[]-&*!?<>|'\"\n #,${}.?\t", max_size=60)))
+def test_no_text_makes_it_raise_anything_else(text: str) -> None:
+    try:
+        reading.with_overrides(yaml_text.parse(Path("x"), text))
+    except ConfigError as error:
+        assert str(error).startswith("x")

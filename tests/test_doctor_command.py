@@ -1,0 +1,381 @@
+"""`nemo-patches doctor` as a command: what it prints, its exit codes, --fix, and that it is quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreters import CHECKOUT, python
+
+from nemo_patches.tools.doctor import command, report
+from nemo_patches.tools.doctor.rules import all_rules
+
+pytestmark = pytest.mark.one_nemo
+
+# What NeMo's own NEST config has of this, comments and uneven spaces included.
+STOCK = """\
+# NEST pre-training
+name: nest
+
+model:
+  train_ds:
+    manifest_filepath: ???   # yours
+    num_workers: 8
+    max_duration: 60.0
+  preprocessor:
+    _target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor
+  encoder:
+    _target_: nemo.collections.asr.modules.ConformerEncoder
+    pos_emb_max_len:  5000    # frames
+    n_layers: 17
+
+trainer:
+    # all of them
+    devices: 4
+    strategy: ddp  # as upstream
+"""
+CLEAN = STOCK.replace("60.0", "40.0")
+
+
+def write(folder: Path, text: str, name: str = "nest.yaml") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode())
+    return path
+
+
+def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, **options: Any) -> tuple[int, str, str]:
+    """In this process: the command without its option parser."""
+    code = command.carry_out(command.Request(tuple(map(str, arguments)), **options))
+    return code, *capfd.readouterr()
+
+
+# --- as a process
+
+
+def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
+    path = write(tmp_path, STOCK)
+    done = python("-m", "nemo_patches", "doctor", str(path), path=(CHECKOUT,), NO_COLOR="1")
+    assert done.returncode == 1, done
+    assert done.stderr == ""
+    assert (
+        f"{path}: judged as stock NeMo; strategy ddp; 4 ranks; 1 encoder with a length sync; 1 data set\n"
+        in done.stdout
+    )
+    assert f"{path}:13: NP102 warning: model.encoder (ConformerEncoder): an input may have 6016 frames" in done.stdout
+    assert "    read: model.encoder.sync_max_audio_length: true (NOT SET, the default); " in done.stdout
+    assert "model.encoder.pos_emb_max_len: 5000 (line 13)" in done.stdout
+    assert "    instead: pos_emb_max_len: 6016" in done.stdout
+    assert "https://github.com/NVIDIA-NeMo/Speech/pull/3304" in done.stdout
+    assert f"{path}:12: NP101 note: " in done.stdout
+    assert f"{path}: 1 warning, 1 note\n" in done.stdout
+
+
+def test_overrides_and_several_configs(tmp_path: Path) -> None:
+    stock, clean = write(tmp_path, STOCK), write(tmp_path, CLEAN, "clean.yaml")
+    done = python("-m", "nemo_patches", "doctor", str(clean), str(stock), "trainer.devices=1", path=(CHECKOUT,))
+    assert done.returncode == 0, done
+    done = python("-m", "nemo_patches", "doctor", str(clean), str(tmp_path / "no.yaml"), str(stock), path=(CHECKOUT,))
+    assert done.returncode == 2
+    assert done.stderr == f"nemo-patches doctor: {tmp_path / 'no.yaml'}: No such file or directory\n"
+    assert f"{stock}:13: NP102" in done.stdout
+
+
+def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
+    path = write(tmp_path, STOCK)
+    program = (
+        "import sys\n"
+        "from nemo_patches.tools.doctor import command\n"
+        f"code = command.carry_out(command.Request(({str(path)!r},)))\n"
+        "print(code, [name for name in ('torch', 'nemo', 'lightning', 'hydra') if name in sys.modules])"
+    )
+    start = time.monotonic()
+    assert python("-c", program, path=(CHECKOUT,)).stdout.endswith("1 []\n")
+    assert time.monotonic() - start < 2 * 3  # 0.3 s on an idle machine
+
+
+def test_colour_only_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
+    path = write(tmp_path, STOCK)
+    command_line = [sys.executable, "-m", "nemo_patches", "doctor", str(path)]
+    for no_color, coloured in (("", True), ("1", False)):
+        ours, theirs = os.openpty()
+        variables = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm", "NO_COLOR": no_color}
+        process = subprocess.Popen(command_line, stdout=theirs, stderr=theirs, env=variables)
+        os.close(theirs)
+        written = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                written += chunk
+        except OSError:  # Linux says so when the other end is closed
+            pass
+        os.close(ours)
+        assert process.wait(timeout=60) == 1
+        assert (b"\x1b[33mNP102" in written) is coloured, written
+
+
+def test_a_config_cannot_steer_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = STOCK.replace("strategy: ddp", 'strategy: "ddp\\e[2J\\a\\r"')
+    _, out, _ = doctor(capfd, write(tmp_path, text))
+    assert "ddp\\x1b[2J\\x07\\r" in out
+    assert "\x1b" not in out
+    _, _, err = doctor(capfd, tmp_path / "a\x1b[2Jb")
+    assert "\x1b" not in err
+
+
+# --- options
+
+
+def test_rules_are_listed_and_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = doctor(capfd, list_rules=True)
+    assert code == 0
+    assert len(out.splitlines()) == len(all_rules())
+    assert "NP102 (error): The longest possible input" in out
+    code, out, _ = doctor(capfd, explain="np102")
+    assert code == 0
+    assert "overwrites rows without an error" in out
+    code, _, err = doctor(capfd, explain="NP999")
+    assert code == 2
+    assert "no rule 'NP999'; allowed: NP001, " in err
+    assert doctor(capfd, explain="NP1")[0] == 2
+
+
+def test_rules_are_selected_and_ignored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK)
+    _, out, _ = doctor(capfd, path, select=("NP101",))
+    assert "NP101" in out
+    assert "NP102" not in out
+    code, out, _ = doctor(capfd, path, select=("NP1",), ignore=("NP102,np118",))
+    assert code == 0
+    assert "NP102" not in out
+    code, _, err = doctor(capfd, path, ignore=("X",))
+    assert code == 2
+    assert "no rule 'X'" in err
+
+
+def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK + "b: ${a}\na: ???\n")
+    code, out, err = doctor(capfd, path, tmp_path / "no.yaml", json=True)
+    assert code == 2
+    read, unreadable = json.loads(out)
+    assert unreadable["error"] in err
+    assert read["config"] == str(path)
+    assert read["error"] is None
+    finding = read["findings"][0]
+    assert (finding["rule"], finding["severity"], finding["line"], finding["safe_change"]) == (
+        "NP102",
+        "warning",
+        13,
+        True,
+    )
+    room = {"key": "model.encoder.pos_emb_max_len", "value": 5000, "known": True, "origin": "line 13"}
+    assert room in finding["read"]
+
+
+def test_json_has_no_infinity(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = STOCK.replace("max_duration: 60.0", "use_lhotse: true")
+    _, out, _ = doctor(capfd, write(tmp_path, text), json=True)
+    values = [
+        value for finding in json.loads(out, parse_constant=pytest.fail)[0]["findings"] for value in finding["read"]
+    ]
+    assert {"key": "model.train_ds.max_duration", "value": "inf", "known": True, "origin": "default"} in values
+
+
+def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, STOCK)
+    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false")
+    assert code == 1
+    assert "NP102 error" in out
+    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false", patched=True)
+    assert code == 0
+    assert "judged with nemo_patches" in out
+    monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "soon")
+    code, _, err = doctor(capfd, path, patched=True)
+    assert code == 2
+    assert "NEMO_PATCHES_TIMEOUT='soon' is not allowed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((), {"fix": True}, "no config; expected at least one file"),
+        ((), {"patched": True}, "no config"),
+        (("trainer.devices=8",), {}, "no config"),
+        (("x.yaml",), {"write": True}, "--write without --fix"),
+        (("x.yaml",), {"fix": True, "json": True}, "allowed is one of them"),
+    ],
+)
+def test_what_cannot_be_carried_out(
+    arguments: tuple[str, ...], options: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = doctor(capfd, *arguments, **options)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_rule_that_crashes_is_a_finding_and_not_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from nemo_patches.tools.doctor.rules import np101_length_sync
+
+    def crash(job: object) -> None:
+        raise ZeroDivisionError("as a test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np101_length_sync, "check", crash)
+        code, out, _ = doctor(capfd, write(tmp_path, STOCK))
+    assert code == 1
+    assert "NP001 warning: NP101 failed: ZeroDivisionError: as a test" in out
+    assert "NP102 warning" in out
+
+
+# --- --fix
+
+
+def fix(capfd: pytest.CaptureFixture[str], *arguments: object, write: bool = False) -> tuple[int, str, str]:
+    return doctor(capfd, *arguments, fix=True, write=write)
+
+
+def test_fix_prints_a_diff_and_writes_only_when_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK)
+    path.chmod(0o640)
+    code, out, _ = fix(capfd, path)
+    assert code == 1
+    changed = [line for line in out.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    assert changed == ["-    pos_emb_max_len:  5000    # frames", "+    pos_emb_max_len:  6016    # frames"]
+    assert path.read_text() == STOCK
+    _, again, err = fix(capfd, path, write=True)
+    assert again == out
+    assert err == f"nemo-patches doctor: {path}: written\n"
+    assert path.read_text() == STOCK.replace("5000", "6016")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["nest.yaml"]
+    code, out, err = fix(capfd, path, write=True)
+    assert (code, out) == (0, "")
+    assert "no safe change to make" in err
+
+
+LHOTSE = """\
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: ???}
+trainer:
+    # how many
+    devices: 2
+"""
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_what_is_not_there_is_put_in_with_the_sections_own_indentation(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], newline: str, mark: str
+) -> None:
+    text = mark + LHOTSE.replace(
+        "{use_lhotse: true, manifest_filepath: ???}", "{use_lhotse: true, manifest_filepath: x}"
+    )
+    path = write(tmp_path, text.replace("\n", newline))
+    fix(capfd, path, write=True)
+    expected = text.replace("    devices", "    use_distributed_sampler: false\n    devices").replace("\n", newline)
+    # strategy auto is ddp on two devices, and that may be said, too
+    assert path.read_bytes().decode().replace(f"    strategy: ddp{newline}", "") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        (STOCK, ("model.encoder.pos_emb_max_len=5001",), "its value is that of an override"),
+        (STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n", (), "the text cannot be read after it"),
+        (
+            STOCK.replace("trainer:\n    # all of them\n    devices: 4\n    strategy: ddp  # as upstream\n", "")
+            + "trainer: {devices: 4}\n",
+            (),
+            "its section is not written line by line",
+        ),
+    ],
+)
+def test_a_change_that_would_do_more_than_it_says_is_not_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, overrides: tuple[str, ...], said: str
+) -> None:
+    path = write(tmp_path, text)
+    _, out, err = fix(capfd, path, *overrides)
+    assert said in err
+    assert "write it yourself" in err
+    if "pos_emb_max_len" in err:
+        assert out == ""
+
+
+def test_what_two_sections_share_is_not_changed_for_one_of_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = STOCK.replace("  encoder:\n", "  encoder: &shared\n").replace("trainer:", "  teacher: *shared\n\ntrainer:")
+    path = write(tmp_path, text)
+    _, out, err = fix(capfd, path)
+    assert out == ""
+    assert "model.encoder.pos_emb_max_len: it would change other values, too; write it yourself: 6016" in err
+    assert "model.teacher.pos_emb_max_len: it would change other values, too" in err
+
+
+def test_a_section_that_only_an_override_makes_cannot_be_changed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, LHOTSE.partition("trainer:")[0].replace("???", "x"))
+    _, out, err = fix(capfd, path, "+trainer.devices=2")
+    assert out == ""
+    assert "trainer.use_distributed_sampler: there is no section for it" in err
+
+
+def test_a_file_without_a_last_newline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK.replace("    pos_emb_max_len:  5000    # frames\n", "") + "#\n#\n#end")
+    _, out, _ = fix(capfd, path)
+    assert "+    pos_emb_max_len: 6016\n     _target_" in out
+    path = write(tmp_path, "trainer:\n  devices: 2\n  strategy: auto")
+    _, out, _ = fix(capfd, path, write=True)
+    assert out.endswith(
+        "-  strategy: auto\n\\ No newline at end of file\n+  strategy: ddp\n\\ No newline at end of file\n"
+    )
+    assert path.read_text() == "trainer:\n  devices: 2\n  strategy: ddp"
+
+
+def test_a_file_that_changed_meanwhile_or_cannot_be_written_is_left_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from nemo_patches.tools.doctor import fixes
+    from nemo_patches.tools.doctor.yaml_text import ConfigError
+
+    path = write(tmp_path, CLEAN)
+    with pytest.raises(ConfigError, match="changed since it was read; nothing was written"):
+        fixes.write(path, STOCK, "x")
+    assert path.read_text() == CLEAN
+    with pytest.raises(ConfigError, match="not written"):
+        fixes.write(tmp_path / "gone" / "nest.yaml", STOCK, "x")
+
+
+def test_through_a_link_the_file_changes_and_the_link_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(path)
+    fix(capfd, link, write=True)
+    assert link.is_symlink()
+    assert "6016" in path.read_text()
+
+
+# --- the documentation
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
+    assert report.markdown(all_rules()) in (CHECKOUT / "docs" / "doctor.md").read_text()
+
+
+def test_every_rule_has_its_own_file_of_tests_and_a_complete_docstring() -> None:
+    rules = all_rules()
+    assert len({rule.identifier for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule.finds.endswith("."), rule
+        assert rule.why.endswith("."), rule
+        assert rule.link.startswith(("https://", "docs/")), rule
+        tested = CHECKOUT / "tests" / "doctor" / f"test_{rule.identifier.lower()}.py"
+        assert tested.exists() or rule.identifier == "NP001", rule

@@ -1,0 +1,227 @@
+"""`doctor --ranks` on real ranks: all well, ranks that differ, that are absent or hang, and two hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import ADDRESSES, CABLES, HOSTS, move_to, two_hosts
+from interpreters import CHECKOUT, environment, run
+from ranks import free_port
+
+import nemo_patches
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+
+DOCTOR = ["-m", "nemo_patches", "doctor", "--ranks"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LIMIT = 60.0
+
+
+def test_ranks_that_are_alike_are_measured_and_nothing_is_found() -> None:
+    done = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR], environment(CHECKOUT), LIMIT)
+    assert done.returncode == 0, done
+    first, *lines, last = done.stdout.splitlines()
+    assert first == "2 ranks: 2 of 2 ranks answered, on 1 host"
+    assert last == "2 ranks: nothing"
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"rank {rank}: {os.uname().nodename}, pid ")
+        assert "not measured" not in line
+        assert line.endswith("auto-apply on")
+
+
+@contextlib.contextmanager
+def started(size: int, *different: dict[str, str], port: int = 0) -> Iterator[list[subprocess.Popen[str]]]:
+    """The command on the first ranks of a job of so many, each with the variables that are its own."""
+    port = port or free_port()
+    processes = []
+    try:
+        for rank, own in enumerate(different):
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
+            common = {name: str(value) for name, value in {**variables, "MASTER_PORT": port}.items()}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *DOCTOR, "--json"],
+                    env={**environment(CHECKOUT), **common, **own},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def printed(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Rank 0's exit code, its report, and what each rule found, by rule."""
+    out, _ = process.communicate(timeout=LIMIT)
+    (report,) = json.loads(out)
+    found: dict[str, str] = {}
+    for finding in report["findings"]:
+        found[finding["rule"]] = found.get(finding["rule"], "") + finding["what"] + "\n"
+    return process.returncode, report, found
+
+
+def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "nemo").mkdir()
+    (tmp_path / "nemo" / "__init__.py").write_text("")
+    (tmp_path / "nemo" / "package_info.py").write_text("__shortversion__ = '9.9.0'\n")
+    short = {"NEMO_PATCHES_TIMEOUT": "3"}
+    other = {
+        **short,
+        "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{tmp_path}",
+        "NCCL_ALGO": "Tree",
+        "NCCL_SOCKET_IFNAME": "its own affair",
+        "NEMO_PATCHES_SYNC": "local",
+    }
+    with started(3, short, other) as (first, second):
+        code, report, found = printed(first)
+        out, error = second.communicate(timeout=LIMIT)
+        assert (second.returncode, out, error) == (0, "", "")
+    assert code == 1
+    assert "nemo differs: 9.9.0 on rank 1, " in found["NP302"]
+    assert found["NP303"].splitlines() == [
+        "nemo_patches' sync differs: local on rank 1, bounded on rank 0",
+        "NCCL_ALGO differs: Tree on rank 1, not set on rank 0",
+    ]
+    assert "NeMo would not be patched on rank 1: NeMo 9.9.0 is not supported" in found["NP304"]
+    assert found["NP301"] == "no answer from rank 2 of 3 within 3 s\n"
+    assert set(found) == {"NP301", "NP302", "NP303", "NP304"}
+    assert [rank["versions"]["nemo_patches"] for rank in report["ranks"]] == [nemo_patches.__version__] * 2
+    assert all(len(rank["measured"]["syncs"]) == 20 for rank in report["ranks"])
+    assert all(abs(rank["clock_offset"]) < 1 for rank in report["ranks"])
+
+
+STUCK = """
+import os, sys, time
+import torch.distributed as dist
+print("imported", flush=True)
+store = dist.TCPStore("localhost", int(sys.argv[1]), is_master=False, wait_for_workers=False)
+store = dist.PrefixStore("nemo_patches/doctor/0", store)
+facts = store.get("facts/0").decode().replace('"rank":0', '"rank":1')
+store.set("facts/1", facts)
+store.set("facts/2", facts.replace('"rank":1', '"rank":2').replace('"host":"', '"host":"' + "x" * 300000))
+store.set("facts/3", '{"rank": 3, "host": 7}')
+for _ in range(3):
+    store.add("facts", 1)
+print("told", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_hangs_or_tells_nonsense_holds_nobody_up() -> None:
+    port = free_port()
+    stuck = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(port)], env=environment(CHECKOUT), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert stuck.stdout is not None
+        assert stuck.stdout.readline() == "imported\n"  # pytest-timeout bounds this
+        with started(4, {"NEMO_PATCHES_TIMEOUT": "1.5"}, port=port) as (first,):
+            began = time.monotonic()
+            code, report, found = printed(first)
+            took = time.monotonic() - began
+    finally:
+        stuck.send_signal(signal.SIGKILL)
+        out, _ = stuck.communicate()
+    assert out == "told\n"
+    assert code == 1
+    assert found["NP301"] == "no answer from ranks 2-3 of 4 within 1.5 s\n"
+    assert "rank 1 did not come through the measurement" in found["NP306"]
+    assert "no sync on rank 0: " in found["NP306"]
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert took < 5 * 1.5 + 5 + 20  # its limits, and the start of Python and torch
+
+
+def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_its_own() -> None:
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "NEMO_PATCHES_TIMEOUT": "1"}
+    done = run([sys.executable, *DOCTOR], environment(CHECKOUT, **job, MASTER_PORT=str(free_port())), LIMIT)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "nemo-patches doctor: rank 1, at connecting to the job's store at localhost:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "RANK is not set; it is run on every rank: torchrun ... -m nemo_patches doctor --ranks"),
+        ({"RANK": "x"}, "RANK='x' is not allowed"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not allowed with WORLD_SIZE=2; allowed: 0 to 1"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "MASTER_PORT is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_a_place_in_a_job_that_is_none(variables: dict[str, str], said: str) -> None:
+    from nemo_patches.tools.doctor.examination import DoctorError
+    from nemo_patches.tools.doctor.ranks import place
+
+    with pytest.raises(DoctorError, match=said.replace("(", r"\(").replace(".", r"\.")):
+        place(variables)
+
+
+def test_slurms_variables_are_a_place() -> None:
+    from nemo_patches.tools.doctor.ranks import Place, place
+
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    assert place(slurm) == Place(3, 8, 1, "a", 9, False)
+    assert place({**slurm, "SLURM_PROCID": "0"}).has_server
+    assert not place({**slurm, "SLURM_PROCID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_server
+
+
+def on_two_hosts(commands: list[list[str]], variables: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    """The exit code, output and errors of each of two commands, one on each host."""
+    with two_hosts():
+        processes = []
+        try:
+            for host, command, own in zip(HOSTS, commands, variables, strict=True):
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**environment(CHECKOUT), **own},
+                        preexec_fn=lambda host=host: move_to(host),
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        start_new_session=True,
+                    )
+                )
+            texts = [process.communicate(timeout=LIMIT) for process in processes]
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def test_two_hosts_under_torchrun() -> None:
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29500"]
+    commands = [[*TORCHRUN, *where, "--node-rank", node, *DOCTOR] for node in ("0", "1")]
+    (code, out, error), (other, *_) = on_two_hosts(commands, [{"GLOO_SOCKET_IFNAME": cable} for cable in CABLES])
+    assert (code, other) == (0, 0), error
+    assert out.startswith("2 ranks: 2 of 2 ranks answered, on 2 hosts\n")
+    assert f"rank 1: {HOSTS[1]}, pid " in out
+    assert "not measured" not in out
+    assert out.endswith("2 ranks: nothing\n")
+
+
+def test_two_hosts_whose_names_lead_to_a_loopback_address() -> None:
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NEMO_PATCHES_TIMEOUT": "3"}
+    own = [{**job, "RANK": rank, "LOCAL_RANK": "0"} for rank in ("0", "1")]
+    (code, out, error), (other, *_) = on_two_hosts([[sys.executable, *DOCTOR]] * 2, own)
+    assert (code, other) == (1, 0), error
+    assert out.startswith("2 ranks: 2 of 2 ranks answered, on 2 hosts\n")
+    assert "NP306 warning: no sync on rank" in out
+    assert "ranks 0-1: Gloo takes a loopback address, which other hosts cannot reach" in out
+    assert "store not measured" not in out
