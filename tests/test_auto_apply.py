@@ -39,11 +39,12 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
     assert all((end["size"], end["steps"]) == (2, STEPS) for end in ends)
     assert len(lines(done, "INFO", "patched", "ConformerEncoder", "timeout=3 s")) == 2
     assert len(lines(done, "WARNING", "training call 2: not every rank's length came within 3.0", "[rank 0/2")) == 1
-    (recovered,) = lines(done, "recovered", "[rank 0/2")
+    recovered, *_ = lines(done, "recovered", "[rank 0/2")  # a busy machine may have shorter stalls after it
     assert STALL - 2 <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 3
     assert lines(done, "ERROR") == []
 
 
+@pytest.mark.alone
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(
@@ -64,6 +65,7 @@ def test_torchrun(folder: Path, tmp_path: Path) -> None:
         assert len(lines(done, "INFO", "patched", f"[rank {rank}/2")) == 1
 
 
+@pytest.mark.alone
 @pytest.mark.one_nemo
 def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(folder: Path) -> None:
     command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", "3", "--", sys.executable, SCRIPT]
