@@ -149,6 +149,14 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+def all_have_come() -> bool:
+    """Whether this rank knows that every rank has announced itself, and where each is."""
+    from nemo_patches.runtime import length_sync
+
+    world = length_sync._world
+    return world is not None and world.helper.roll_call is not None and bool(world.helper.roll_call.peers)
+
+
 def wait_for_others(event: str, count: int) -> None:
     """Until `count` ranks have come here; rank 0, which has the store's server, until the others have seen that."""
     import torch.distributed as dist

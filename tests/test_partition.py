@@ -15,7 +15,7 @@ from typing import Any
 import encoders
 import pytest
 from hosts import HOSTS, ip, move_to, two_hosts
-from ranks import free_port, join_group, run_ranks, wait_until
+from ranks import all_have_come, free_port, join_group, run_ranks, wait_until
 
 import nemo_patches
 
@@ -56,13 +56,6 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
     (stall,) = nemo_patches.status().stalls
     meet(folder, "said", rank, size)
     return call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
-
-
-def all_have_come() -> bool:
-    from nemo_patches.runtime import length_sync
-
-    world = length_sync._world
-    return world is not None and world.helper.roll_call is not None and bool(world.helper.roll_call.peers)
 
 
 def meet(folder: str, event: str, rank: int, size: int) -> None:

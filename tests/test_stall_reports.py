@@ -18,7 +18,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Result, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
+from ranks import Result, Said, all_have_come, free_port, join_group, run_ranks, wait_for_others, wait_until
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
@@ -600,13 +600,6 @@ def differing(rank: int, size: int) -> None:
     if rank == 0:
         wait_until(all_have_come)
     dist.barrier()
-
-
-def all_have_come() -> bool:
-    from nemo_patches.runtime import length_sync
-
-    assert length_sync._world is not None and length_sync._world.helper.roll_call is not None
-    return bool(length_sync._world.helper.roll_call.peers)
 
 
 def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks, wait_until
+from ranks import all_have_come, run_ranks, wait_until
 
 import nemo_patches
 
@@ -124,13 +124,6 @@ def change(file: Path, text: str) -> None:
     """At once: a reader sees the text before, or this one."""
     file.with_suffix(".new").write_text(text)
     file.with_suffix(".new").replace(file)
-
-
-def all_have_come() -> bool:
-    from nemo_patches.runtime import length_sync
-
-    world = length_sync._world
-    return world is not None and world.helper.roll_call is not None and bool(world.helper.roll_call.peers)
 
 
 def wait_for_files(files: list[Path]) -> None:

@@ -89,9 +89,10 @@ class Inquiry:
 
     @property
     def done(self) -> bool:
+        if self._missing is not None or not self._trouble():
+            return self._missing is not None
         direct = self._direct
-        asked = direct.done if direct is not None else not self._asker.peers()
-        return self._missing is not None or (asked and bool(self._trouble()))
+        return direct.done if direct is not None else not self._asker.peers()
 
     def answer(self) -> Answer:
         """What is known by now."""

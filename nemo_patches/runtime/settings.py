@@ -62,18 +62,19 @@ def resolve(
     """
     defaults = Settings()
     return Settings(
-        sync=_word("sync", sync, SYNC_VARIABLE, environment, SYNC_MODES, defaults.sync),
+        sync=word("sync", sync, SYNC_VARIABLE, environment, SYNC_MODES, defaults.sync),
         timeout=_seconds("timeout", timeout, TIMEOUT_VARIABLE, environment, defaults.timeout),
-        on_timeout=_word("on_timeout", on_timeout, ON_TIMEOUT_VARIABLE, environment, ON_TIMEOUT, defaults.on_timeout),
+        on_timeout=word("on_timeout", on_timeout, ON_TIMEOUT_VARIABLE, environment, ON_TIMEOUT, defaults.on_timeout),
         call_timeout=_seconds(
             "call_timeout", call_timeout, CALL_TIMEOUT_VARIABLE, environment, defaults.call_timeout, or_zero=True
         ),
     )
 
 
-def _word(
+def word(
     name: str, given: object, variable: str, environment: Mapping[str, str], allowed: tuple[str, ...], default: str
 ) -> str:
+    """The setting `name` as `given`, else (None) from its variable, else the default. Raises SettingsError."""
     if given is None:
         name, given = variable, environment.get(variable) or default
     if given not in allowed:

@@ -29,7 +29,7 @@ from .heartbeats import Beat, MissingRank, innermost, own_connection, send, told
 from .inquiry import END, Answer, Census, Inquiry, LateCheck
 from .naming import LATE, LEFT, named
 from .peers import Listener, Peer
-from .reporting import first_line, report
+from .reporting import report
 from .roll_call import RollCall
 from .settings import Settings
 
@@ -137,7 +137,7 @@ class StallMonitor:
         self._stalls: dict[Watched, _Stall] = {}
         self._thread: threading.Thread | None = None
         self._stopped = False
-        self._broken = ""
+        self._broken = False  # the store takes no heartbeats any more; what that means, an inquiry tells
         self._number = 0
         self._next_beat = 0.0
         self._latest: Beat | None = None
@@ -349,8 +349,8 @@ class StallMonitor:
             self._next_beat = time.monotonic() + self.period
             self._latest = self.beat(phase)
             send(self._store, self._latest)
-        except Exception as error:
-            self._broken = first_line(error)
+        except Exception:
+            self._broken = True
         finally:
             self.lock.release()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.runtime.settings import SettingsError, word
 
 INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
 CONTINUE, RAISE = ON_FINDING = ("continue", "raise")
@@ -67,7 +67,7 @@ def resolve(
         size=_size(*_given("trace_size", size, SIZE_VARIABLE, environment), defaults.size),
         # Who switches the trace off by keyword has no use for the variable's checks.
         checks=() if trace == "" and checks is None else _checks(*given_checks),
-        on_finding=_on_finding(*_given("on_finding", on_finding, ON_FINDING_VARIABLE, environment)),
+        on_finding=word("on_finding", on_finding, ON_FINDING_VARIABLE, environment, ON_FINDING, CONTINUE),
     )
     if found.checks and found.folder is None:
         name, value = given_checks
@@ -103,11 +103,3 @@ def _checks(name: str, value: object) -> tuple[str, ...]:
             return tuple(check for check in CHECKS if check in words)
     allowed = ", ".join(map(repr, CHECKS))
     raise SettingsError(f"{name}={value!r} is not allowed; allowed, also several, with commas: {allowed}")
-
-
-def _on_finding(name: str, value: object) -> str:
-    if value is None:
-        return CONTINUE
-    if value not in ON_FINDING:
-        raise SettingsError(f"{name}={value!r} is not allowed; allowed: {', '.join(map(repr, ON_FINDING))}")
-    return str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from nemo_patches.runtime.naming import LEFT, SILENT, named, safe
 from nemo_patches.tools.diagnose import findings as ids
@@ -77,20 +78,10 @@ def _behind(case: Case, behind: list[Ending], at_top: list[Ending], reports: Sta
     for kind, endings in groups.items():
         if kind == ids.EXCEPTION:
             continue  # a finding of its own
-        ranks = tuple(ending.rank for ending in endings)
+        one = _one(case, kind, endings, at_top, reports)
         found.append(
-            Finding(
-                id=kind,
-                severity=CRITICAL,
-                ranks=ranks,
-                text=_text(case, kind, endings, at_top, reports),
-                next_step=_next_step(kind, ranks, case),
-                encoder=case.name,
-                call=endings[0].call + (0 if endings[0].inside else 1),
-                phase=endings[0].phase,
-                evidence=tuple(_evidence(case, endings, at_top, reports)),
-            )
-        )
+            one if endings[0].inside else replace(one, call=one.call + 1)
+        )  # the call that they have not entered
     return found
 
 
