@@ -21,11 +21,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_patches.runtime import heartbeats
-from nemo_patches.runtime.heartbeats import Beat
-from nemo_patches.runtime.inquiry import Inquiry
-from nemo_patches.runtime.peers import Listener, Peer, ask, encode_peers
-from nemo_patches.runtime.stall_monitor import period_for
+from nemo_patches.stall import heartbeats
+from nemo_patches.stall.heartbeats import Beat
+from nemo_patches.stall.missing_query import Inquiry
+from nemo_patches.stall.peers import Listener, Peer, ask, encode_peers
+from nemo_patches.stall.stall_monitor import period_for
 
 TIMEOUT = 10.0
 HEALTHY = 6.0  # seconds for which heartbeats alone are counted

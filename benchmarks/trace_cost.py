@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import nemo_patches
-from nemo_patches.runtime import activity
+from nemo_patches.sync import events as activity
 from nemo_patches.tracing import recorder
 from nemo_patches.tracing.settings import TraceSettings
 

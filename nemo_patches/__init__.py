@@ -45,7 +45,7 @@ def apply(
     supported range, DriftError where NeMo's code is not as expected (nothing is patched then), ModuleNotFoundError
     where NeMo is not installed.
     """
-    from nemo_patches.runtime.settings import resolve
+    from nemo_patches.sync.settings import resolve
     from nemo_patches.tracing.settings import resolve as resolve_trace
 
     settings = resolve(sync, timeout, on_timeout, call_timeout)

@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from nemo_patches.runtime import length_sync
-from nemo_patches.runtime.heartbeats import Beat
-from nemo_patches.runtime.reporting import report
+from nemo_patches.stall.heartbeats import Beat
+from nemo_patches.sync import length_sync
+from nemo_patches.sync.rank_log import report
 
 _RANKS = 64  # with more, every rank's own figures would be thousands of series
 

@@ -412,7 +412,7 @@ def uneven(make: Callable[[], Any], rank: int) -> Any:
 
 def come_in(encoder: torch.nn.Module) -> None:
     """Wait until the round has come in that ran out of time; a barrier on the ranks' own group does not tell."""
-    from nemo_patches.runtime import length_sync
+    from nemo_patches.sync import length_sync
 
     assert length_sync._world is not None
     rounds = length_sync._world.syncs[encoder]._rounds

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nemo_patches import runtime
-from nemo_patches.patching import diffs
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.vendoring import diffs
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("series", "release", "git apply", "patch -p1", "reversed", "compiles", "same as `nemo-patches diff`")

@@ -125,7 +125,7 @@ def _rank(
 
 def _say_what_is_left() -> None:
     """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet."""
-    from nemo_patches.runtime import stall_monitor
+    from nemo_patches.stall import stall_monitor
 
     stall_monitor._at_exit()
 
@@ -151,7 +151,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 def all_have_come() -> bool:
     """Whether this rank knows that every rank has announced itself, and where each is."""
-    from nemo_patches.runtime import length_sync
+    from nemo_patches.sync import length_sync
 
     world = length_sync._world
     return world is not None and world.helper.roll_call is not None and bool(world.helper.roll_call.peers)
@@ -180,7 +180,7 @@ class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
-        from nemo_patches.runtime import reporting
+        from nemo_patches.sync import rank_log as reporting
 
         reporting.enable()  # first: a handler of the user's own would take the lines away from stderr
         logging.getLogger("nemo_patches").addHandler(self)

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from nemo_patches.runtime.protocol import LengthProtocol
+from nemo_patches.sync.protocol import LengthProtocol
 
 TIMEOUT = timedelta(seconds=10)
 

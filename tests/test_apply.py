@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 import nemo_patches
 from nemo_patches.patching.targets import TARGETS, DriftError
-from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.sync.settings import SettingsError
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +75,13 @@ class listening:
         self.caplog = caplog
 
     def __enter__(self) -> None:
-        from nemo_patches.runtime.reporting import logger
+        from nemo_patches.sync.rank_log import logger
 
         self.caplog.clear()
         logger.addHandler(self.caplog.handler)
 
     def __exit__(self, *_: object) -> None:
-        from nemo_patches.runtime.reporting import logger
+        from nemo_patches.sync.rank_log import logger
 
         logger.removeHandler(self.caplog.handler)
 
@@ -194,7 +194,7 @@ def test_ours_inside_somebody_elses_wrapper_does_nothing_after_revert() -> None:
 
 
 def errors_of_ours(rank: int, size: int) -> int:
-    from nemo_patches.runtime import length_sync
+    from nemo_patches.sync import length_sync
 
     nemo_patches.apply()
     encoder = encoders.conformer()
@@ -221,7 +221,7 @@ def test_importing_the_encoders_without_nemo_says_so(tmp_path: Path) -> None:
 def test_lines_are_visible_once_whatever_logging_is_set_up_to() -> None:
     program = (
         "import logging, logging.config\n"
-        "from nemo_patches.runtime.reporting import report\n"
+        "from nemo_patches.sync.rank_log import report\n"
         "report(logging.INFO, 'without any set-up')\n"
         "logging.config.dictConfig({'version': 1})  # disables every logger that it is not told of\n"
         "report(logging.INFO, 'after dictConfig')\n"

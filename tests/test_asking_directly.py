@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_heartbeats import BEAT, anything
 
-from nemo_patches.runtime.heartbeats import LONGEST, Beat, encode
-from nemo_patches.runtime.peers import Listener, Peer, ask, decode_peers, encode_peers
+from nemo_patches.stall.heartbeats import LONGEST, Beat, encode
+from nemo_patches.stall.peers import Listener, Peer, ask, decode_peers, encode_peers
 
 pytestmark = pytest.mark.one_nemo
 PATIENCE = 1.0

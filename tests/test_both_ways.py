@@ -23,9 +23,9 @@ from encoders import POSITIONS
 from interpreters import environment, run
 
 from nemo_patches import __version__
-from nemo_patches.patching import diffs
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.runtime.settings import TIMEOUT_VARIABLE
+from nemo_patches.sync.settings import TIMEOUT_VARIABLE
+from nemo_patches.vendoring import diffs
 
 TESTS = Path(__file__).parent
 LIMIT = 200  # seconds, for what takes 20 to 30

@@ -21,7 +21,7 @@ from nemo_patches.tools.demo import data
 pytestmark = pytest.mark.one_nemo  # `make demo` has one
 
 LIMIT = 240  # seconds, for what takes 20 to 40
-DEMO = [sys.executable, "-m", "nemo_patches.tools.cli", "demo"]
+DEMO = [sys.executable, "-m", "nemo_patches.cli", "demo"]
 
 
 def start(*arguments: str, temporary: Path, **environment: str) -> subprocess.Popen[str]:
@@ -246,5 +246,5 @@ def test_without_nemo(tmp_path: Path) -> None:
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, nemo_patches.tools.cli; sys.exit(bool({'torch', 'nemo', 'numpy'} & set(sys.modules)))"
+    code = "import sys, nemo_patches.cli; sys.exit(bool({'torch', 'nemo', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

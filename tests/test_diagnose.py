@@ -776,7 +776,7 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None; sys.modules['nemo'] = None\n"
         f"sys.argv[1:] = ['diagnose', {str(tmp_path)!r}]\n"
-        "from nemo_patches.tools.cli import main; main()"
+        "from nemo_patches.cli import main; main()"
     )
     done = python("-c", program)
     assert (done.returncode, done.stderr) == (0, "")

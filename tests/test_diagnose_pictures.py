@@ -162,7 +162,7 @@ def test_without_matplotlib_the_plot_says_what_is_needed(tmp_path: Path) -> None
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
         f"sys.argv[1:] = ['diagnose', {str(tmp_path / 'job')!r}, '--plot', 'x.png']\n"
-        "from nemo_patches.tools.cli import main; main()"
+        "from nemo_patches.cli import main; main()"
     )
     done = python("-c", program)
     assert done.returncode == 2

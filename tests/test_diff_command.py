@@ -17,9 +17,10 @@ import pytest
 from interpreters import CHECKOUT, environment, run
 from typer.testing import CliRunner, Result
 
-from nemo_patches.patching import diffs, vendoring
+from nemo_patches.cli import app
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.tools.cli import app
+from nemo_patches.vendoring import command as vendoring
+from nemo_patches.vendoring import diffs
 
 one_nemo = pytest.mark.one_nemo
 SPEC = importlib.util.find_spec("nemo")  # finds the files, imports nothing

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from interpreters import CHECKOUT, environment, run
 
-from nemo_patches.patching import diffs
 from nemo_patches.patching.admission import SUPPORTED_SERIES
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.vendoring import diffs
 
 COMMITTED = sorted((CHECKOUT / "patches").glob("*.diff"))
 RUNTIME = CHECKOUT / "nemo_patches" / "runtime"

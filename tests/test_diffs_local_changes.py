@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_patches.patching import diffs
 from nemo_patches.patching.targets import TARGETS, Target
+from nemo_patches.vendoring import diffs
 
 SPEC = importlib.util.find_spec("nemo")  # finds the files, imports nothing
 SITE = Path(next(iter((SPEC and SPEC.submodule_search_locations) or ["."]))).parent

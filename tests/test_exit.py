@@ -18,8 +18,8 @@ import torch, torch.distributed as dist
 rank, port, ending, done = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
                         timeout=datetime.timedelta(seconds=30))
-from nemo_patches.runtime.length_sync import synced_length, use
-from nemo_patches.runtime.settings import Settings
+from nemo_patches.sync.length_sync import synced_length, use
+from nemo_patches.sync.settings import Settings
 use(Settings(timeout=datetime.timedelta(seconds=0.3)))
 encoder = torch.nn.Linear(1, 1)
 if rank == 1:
@@ -76,7 +76,7 @@ HALF_CONNECTED = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from nemo_patches.runtime.gloo_rounds import Helper, Rounds
+from nemo_patches.sync.gloo_rounds import Helper, Rounds
 server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
 rounds = Rounds(Helper(server, rank=0, size=2, prefix="job"), "encoder")
 # Rank 1 has said that it has come, and died before it connected: Gloo's constructor waits for it.

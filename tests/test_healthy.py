@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 
 import nemo_patches
-from nemo_patches.runtime.length_sync import EncoderCounters
+from nemo_patches.sync.length_sync import EncoderCounters
 
 STEPS = 30
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_patches.runtime import stacks
-from nemo_patches.runtime.heartbeats import (
+from nemo_patches.stall import stacks
+from nemo_patches.stall.heartbeats import (
     DETAILED,
     LONGEST,
     Beat,
@@ -25,7 +25,7 @@ from nemo_patches.runtime.heartbeats import (
     encode_texts,
     told,
 )
-from nemo_patches.runtime.naming import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
+from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
 
 pytestmark = pytest.mark.one_nemo
 BEAT = Beat(

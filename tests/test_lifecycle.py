@@ -205,7 +205,7 @@ class Handlers:
     "handler", [lambda *_: Handlers().method(), Handlers().method, Handlers(), functools.partial(Handlers().method, 1)]
 )
 def test_an_exception_of_a_signal_handler_is_told_from_our_own(handler: Any) -> None:
-    from nemo_patches.runtime.reporting import raised_by_signal_handler
+    from nemo_patches.sync.rank_log import raised_by_signal_handler
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -243,7 +243,7 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
 
 
 def announced_all() -> bool:
-    from nemo_patches.runtime import length_sync
+    from nemo_patches.sync import length_sync
 
     assert length_sync._world is not None
     return all(entry.store is not None for entry in length_sync._world.helper._connecting)
@@ -256,7 +256,7 @@ def test_an_encoder_that_one_rank_drops_does_not_hold_up_the_next(tmp_path: Path
 
 
 def many_encoders(rank: int, size: int) -> Any:
-    from nemo_patches.runtime.length_sync import synced_length
+    from nemo_patches.sync.length_sync import synced_length
 
     nemo_patches.apply(timeout=20.0)
     encoder = encoders.conformer()

@@ -17,7 +17,7 @@ from ranks import Result, free_port, run_ranks
 
 import nemo_patches
 from nemo_patches.lightning import LengthSyncCallback
-from nemo_patches.runtime import length_sync
+from nemo_patches.sync import length_sync
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STEPS, LAG, TIMEOUT, STALL = 60, 0.1, 2.0, 3.0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import TIMEOUT, Call, Event, Gradients, Rank, run
 
-from nemo_patches.runtime.protocol import (
+from nemo_patches.sync.protocol import (
     CALM_ROUNDS,
     MAX_EVALUATION,
     MAX_LENGTH,

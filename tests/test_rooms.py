@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nemo_patches.sync
 import pytest
-
-import nemo_patches.runtime
 
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
@@ -32,7 +31,7 @@ def imports(path: Path) -> set[str]:
             # The diffs vendor runtime/ under another name, so there, and only there, imports are relative.
             inside = room(path) == "runtime" and node.level == 1
             assert inside or node.level == 0, f"{path}: a relative import hides its room"
-            module = "nemo_patches.runtime" + (f".{node.module}" if node.module else "") if inside else node.module
+            module = "nemo_patches.sync" + (f".{node.module}" if node.module else "") if inside else node.module
             found |= {f"{module}.{alias.name}" for alias in node.names}
     return found
 
@@ -65,7 +64,7 @@ def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
 def test_the_runtime_says_its_licence_and_where_it_comes_from() -> None:
     for path in (PACKAGE / "runtime").glob("*.py"):
         assert "\n# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0\n" in path.read_text(), path
-    assert nemo_patches.runtime.__version__ == nemo_patches.__version__
+    assert nemo_patches.sync.__version__ == nemo_patches.__version__
 
 
 def test_the_runtime_imports_under_another_name_where_only_torch_is_there(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from nemo_patches.runtime.settings import Settings, SettingsError, resolve
+from nemo_patches.sync.settings import Settings, SettingsError, resolve
 
 
 def test_defaults() -> None:

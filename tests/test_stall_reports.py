@@ -22,7 +22,7 @@ from ranks import Result, Said, all_have_come, free_port, join_group, run_ranks,
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.runtime.heartbeats import MissingRank
+from nemo_patches.stall.heartbeats import MissingRank
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -355,7 +355,7 @@ def test_a_healthy_run_says_nothing_and_leaves_nothing() -> None:
 
 
 def raising(rank: int, size: int, folder: str) -> Any:
-    from nemo_patches.runtime.length_sync import LengthSyncTimeout
+    from nemo_patches.sync.length_sync import LengthSyncTimeout
 
     nemo_patches.apply(timeout=4.0, on_timeout="raise")
     encoder = in_step()
@@ -384,7 +384,7 @@ def test_the_exception_carries_who_is_missing_and_where_it_is(tmp_path: Path) ->
 
 
 def raising_for_a_killed_rank(rank: int, size: int) -> Any:
-    from nemo_patches.runtime.length_sync import LengthSyncTimeout
+    from nemo_patches.sync.length_sync import LengthSyncTimeout
 
     nemo_patches.apply(timeout=6.0, on_timeout="raise")
     encoder = in_step()
@@ -503,7 +503,7 @@ def long_calls(rank: int, size: int, folder: str) -> list[str]:
 
 def touch_when(file: Path, condition: Callable[[], object]) -> None:
     """When the condition holds and the monitor has looked several times since: once is to be once."""
-    from nemo_patches.runtime import length_sync
+    from nemo_patches.sync import length_sync
 
     wait_until(condition)
     assert length_sync._world is not None
@@ -532,7 +532,7 @@ def test_a_long_call_is_said_once_with_all_stacks_and_not_interrupted(tmp_path: 
 
 
 def permanent(rank: int, size: int, folder: str) -> list[str]:
-    from nemo_patches.runtime import stall_monitor
+    from nemo_patches.stall import stall_monitor
 
     stall_monitor._FIRST_REPEAT = 1.0  # a minute, for a test that can wait
     nemo_patches.apply(timeout=1.0)

@@ -133,8 +133,7 @@ def test_exit_code_2_where_it_cannot_be_told(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "conformer_encoder.py: invalid syntax" in done.stderr
     program = (
-        "import sys; sys.modules['nemo'] = None; sys.argv[1:] = ['status']\n"
-        "from nemo_patches.tools.cli import main; main()"
+        "import sys; sys.modules['nemo'] = None; sys.argv[1:] = ['status']\nfrom nemo_patches.cli import main; main()"
     )
     done = python("-c", program)
     assert done.returncode == 2

@@ -66,7 +66,7 @@ def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
 def come_in(encoder: torch.nn.Module) -> None:
     """Until the round has come on every rank. On a busy machine the barrier may be first, and a rank that does not see
     its round yet at the next call issues none: the others then wait in vain once more."""
-    from nemo_patches.runtime import length_sync
+    from nemo_patches.sync import length_sync
 
     assert length_sync._world is not None
     sync = length_sync._world.syncs[encoder]
@@ -203,7 +203,7 @@ def test_overlapped_and_local_never_wait() -> None:
 
 
 def raises(rank: int, size: int) -> Any:
-    from nemo_patches.runtime.length_sync import LengthSyncTimeout
+    from nemo_patches.sync.length_sync import LengthSyncTimeout
 
     nemo_patches.apply(timeout=0.5, on_timeout="raise")
     encoder = encoders.conformer()

@@ -325,7 +325,7 @@ def without_its_parent(self: Any, audio_signal: torch.Tensor, length: torch.Tens
 
 def come_together(encoder: torch.nn.Module) -> None:
     """Until the round has come on both ranks, so that the next calls find it."""
-    from nemo_patches.runtime import length_sync
+    from nemo_patches.sync import length_sync
 
     sync = length_sync.sync_of(encoder)
     assert sync is not None

@@ -19,8 +19,8 @@ import torch
 import traces
 from ranks import wait_until
 
-from nemo_patches.runtime import activity
-from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.sync import events as activity
+from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import recorder
 from nemo_patches.tracing import writer as writer_module
 from nemo_patches.tracing.records import FORMAT, Encoder, Enter, Header, Memory, PreEncoded

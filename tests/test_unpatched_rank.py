@@ -12,8 +12,8 @@ import pytest
 from ranks import run_ranks, wait_for_others, wait_until
 
 import nemo_patches
-from nemo_patches.runtime import length_sync
-from nemo_patches.runtime.roll_call import RollCall
+from nemo_patches.stall.roll_call import RollCall
+from nemo_patches.sync import length_sync
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from nemo_patches.patching.start_up import DISABLE_VARIABLE
-from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.sync.settings import SettingsError
 
 # The one place that says which NeMo is supported; `make test-matrix` runs the last release of each of these series.
 SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")

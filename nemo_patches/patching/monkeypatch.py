@@ -19,15 +19,15 @@ import wrapt
 from nemo_patches.patching import admission, start_up
 from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
-from nemo_patches.runtime import length_sync
-from nemo_patches.runtime.encoder_methods import bounded, following_apply, private_setter
-from nemo_patches.runtime.heartbeats import told
-from nemo_patches.runtime.length_sync import EncoderCounters
-from nemo_patches.runtime.naming import named
-from nemo_patches.runtime.private_growth import give_back_all
-from nemo_patches.runtime.reporting import report
-from nemo_patches.runtime.settings import Settings, SettingsError, resolve
-from nemo_patches.runtime.stall_monitor import Stall
+from nemo_patches.stall.heartbeats import told
+from nemo_patches.stall.rank_text import named
+from nemo_patches.stall.stall_monitor import Stall
+from nemo_patches.sync import length_sync
+from nemo_patches.sync.encoder_methods import bounded, following_apply, private_setter
+from nemo_patches.sync.length_sync import EncoderCounters
+from nemo_patches.sync.private_growth import give_back_all
+from nemo_patches.sync.rank_log import report
+from nemo_patches.sync.settings import Settings, SettingsError, resolve
 from nemo_patches.tracing import recorder
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.tracing.settings import TraceSettings

@@ -91,7 +91,7 @@ def _tell(name: str) -> None:
 
         monkeypatch.on_import(name)
     except Exception as error:
-        reporting = sys.modules.get("nemo_patches.runtime.reporting")
+        reporting = sys.modules.get("nemo_patches.sync.rank_log")
         if reporting is not None and reporting.raised_by_signal_handler(error):
             raise  # the user's own, not ours
         _failed = True

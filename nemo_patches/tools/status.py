@@ -16,8 +16,8 @@ from rich.console import Console
 import nemo_patches
 from nemo_patches.patching import admission, start_up
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.runtime import settings as runtime_settings
-from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.sync import settings as runtime_settings
+from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import settings as trace_settings
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_patches.runtime import length_sync
-from nemo_patches.runtime.heartbeats import MissingRank, told
-from nemo_patches.runtime.length_sync import EncoderSync, LengthSyncTimeout
-from nemo_patches.runtime.reporting import first_line, raised_by_signal_handler, report
-from nemo_patches.runtime.stall_monitor import OpenRound
+from nemo_patches.stall.heartbeats import MissingRank, told
+from nemo_patches.stall.stall_monitor import OpenRound
+from nemo_patches.sync import length_sync
+from nemo_patches.sync.length_sync import EncoderSync, LengthSyncTimeout
+from nemo_patches.sync.rank_log import first_line, raised_by_signal_handler, report
 from nemo_patches.tracing.settings import BARRIER, CUDA, INPUTS
 
 _PATIENCE = 2.0  # seconds, for a stall report

@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
-from nemo_patches.runtime import __version__, activity, length_sync
-from nemo_patches.runtime.activity import Synced
-from nemo_patches.runtime.heartbeats import MissingRank
-from nemo_patches.runtime.reporting import raised_by_signal_handler, report
-from nemo_patches.runtime.settings import Settings
+from nemo_patches.stall.heartbeats import MissingRank
+from nemo_patches.sync import __version__, length_sync
+from nemo_patches.sync import events as activity
+from nemo_patches.sync.events import Synced
+from nemo_patches.sync.rank_log import raised_by_signal_handler, report
+from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks, FindingError, Found, Inputs, say_once
 from nemo_patches.tracing.encoder_facts import active_ddp, facts, first_layer

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 # The outcomes of a length sync.
-from nemo_patches.runtime.protocol import CAME as CAME
-from nemo_patches.runtime.protocol import ENDED as ENDED
-from nemo_patches.runtime.protocol import LOCAL as LOCAL
-from nemo_patches.runtime.protocol import SERVED as SERVED
-from nemo_patches.runtime.protocol import TIMEOUT as TIMEOUT
-from nemo_patches.runtime.protocol import UNWAITED as UNWAITED
+from nemo_patches.sync.protocol import CAME as CAME
+from nemo_patches.sync.protocol import ENDED as ENDED
+from nemo_patches.sync.protocol import LOCAL as LOCAL
+from nemo_patches.sync.protocol import SERVED as SERVED
+from nemo_patches.sync.protocol import TIMEOUT as TIMEOUT
+from nemo_patches.sync.protocol import UNWAITED as UNWAITED
 
 FORMAT = 1
 

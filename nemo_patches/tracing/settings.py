@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches.runtime.settings import SettingsError, word
+from nemo_patches.sync.settings import SettingsError, word
 
 INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
 CONTINUE, RAISE = ON_FINDING = ("continue", "raise")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_patches.runtime.reporting import report
+from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.records import Encoder, End, Header, Lost, Record, Stopped, encode
 
 MOST_WAITING = 20_000  # records that wait for the disk; what comes then is lost, and counted

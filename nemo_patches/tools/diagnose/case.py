@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from nemo_patches.runtime.naming import named, safe
+from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.tools.diagnose.aligning import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.columns import Track
 from nemo_patches.tools.diagnose.endings import Ending, endings

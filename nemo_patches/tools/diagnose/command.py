@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_patches.runtime.naming import safe
+from nemo_patches.stall.rank_text import safe
 from nemo_patches.tools.diagnose import watching
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.reading import Job, UnreadableError

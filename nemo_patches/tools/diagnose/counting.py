@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_patches.runtime.naming import named
+from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.columns import UNKNOWN

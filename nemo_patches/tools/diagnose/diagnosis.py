@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_patches.runtime.naming import named, safe
+from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.counting import Uneven, uneven_calls

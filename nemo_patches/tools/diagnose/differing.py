@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 
-from nemo_patches.runtime.naming import named, safe
-from nemo_patches.runtime.settings import SYNC_MODES
+from nemo_patches.stall.rank_text import named, safe
+from nemo_patches.sync.settings import SYNC_MODES
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.columns import Input, Track

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from nemo_patches.runtime.naming import named, safe
+from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding

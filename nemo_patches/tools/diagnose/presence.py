@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_patches.runtime.naming import UNANNOUNCED, named
+from nemo_patches.stall.rank_text import UNANNOUNCED, named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, whom
 from nemo_patches.tools.diagnose.columns import CAME

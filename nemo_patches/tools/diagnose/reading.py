@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_patches.runtime.naming import safe
+from nemo_patches.stall.rank_text import safe
 from nemo_patches.tools.diagnose.columns import RankTrace
 from nemo_patches.tools.diagnose.decoding import LONGEST_LINE, decode, header_in
 from nemo_patches.tracing import records

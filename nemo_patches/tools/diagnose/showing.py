@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from nemo_patches.runtime.naming import ranges
+from nemo_patches.stall.rank_text import ranges
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
 
 _MOST_RANKS = 32  # of which a line each is printed

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_patches.runtime.naming import named, safe
+from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.tools.diagnose.decoding import header_in
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report
 from nemo_patches.tools.diagnose.reading import UnreadableError

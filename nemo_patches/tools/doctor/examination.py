@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.runtime import settings
+from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import machine
 from nemo_patches.tools.doctor.config import Config

@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from nemo_patches.runtime.settings import Settings
+from nemo_patches.sync.settings import Settings
 from nemo_patches.tools.doctor import datasets, encoders
 from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from nemo_patches.runtime import settings
-from nemo_patches.runtime.naming import named, safe
+from nemo_patches.stall.rank_text import named, safe
+from nemo_patches.sync import settings
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import gloo_probe, machine
 from nemo_patches.tools.doctor.examination import DoctorError

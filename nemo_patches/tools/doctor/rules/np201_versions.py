@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 
 from nemo_patches.patching import admission
-from nemo_patches.runtime.settings import SettingsError
+from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine, fact
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
-from nemo_patches.runtime.naming import named
+from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.ranks import Measured, Ranks
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from . import __version__, activity
+from . import __version__
+from . import events as activity
 from .length_sync import synced_length
 from .private_growth import apply_to_grown, grown_privately, happened
 

@@ -16,10 +16,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..sync.rank_log import first_line, report
 from .heartbeats import UNPATCHED, Beat, announce, announced, present, read
-from .naming import named
 from .peers import Peer, decode_peers, encode_peers
-from .reporting import first_line, report
+from .rank_text import named
 
 # Seconds from one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
 _FIRST_PAUSE, _PAUSE_PER_RANK, _LONGEST_PAUSE = 0.05, 0.001, 5.0

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .reporting import raised_by_signal_handler, report
+from .rank_log import raised_by_signal_handler, report
 
 if TYPE_CHECKING:
     import torch
 
-    from .heartbeats import MissingRank
+    from ..stall.heartbeats import MissingRank
 
 LENGTH_SYNC = "length sync"
 GROWTH = "growth of the positional encoding"

@@ -54,7 +54,7 @@ def run(
     """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
     from nemo_patches.patching import admission
     from nemo_patches.patching.start_up import DISABLE_VARIABLE
-    from nemo_patches.runtime import settings
+    from nemo_patches.sync import settings
     from nemo_patches.tools import launch
     from nemo_patches.tracing import settings as trace_settings
 
@@ -109,8 +109,8 @@ def diff(
     Exit code 0: done. 1: there is nothing to do (--check: none applies, or it is in; --apply: it is in; --reverse: it
     is not in). 2: refused; nothing was changed.
     """
-    from nemo_patches.patching import vendoring
-    from nemo_patches.patching.diffs import DiffError
+    from nemo_patches.vendoring import command as vendoring
+    from nemo_patches.vendoring.diffs import DiffError
 
     given = [name for name, wanted in (("--check", check), ("--apply", apply), ("--reverse", reverse)) if wanted]
     try:

@@ -23,15 +23,17 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from . import __version__, activity, stacks
-from .gloo_rounds import leak, stop_helpers
+from ..sync import __version__
+from ..sync import events as activity
+from ..sync.gloo_rounds import leak, stop_helpers
+from ..sync.rank_log import report
+from ..sync.settings import Settings
+from . import stacks
 from .heartbeats import Beat, MissingRank, innermost, own_connection, send, told
-from .inquiry import END, Answer, Census, Inquiry, LateCheck
-from .naming import LATE, LEFT, named
+from .missing_query import END, Answer, Census, Inquiry, LateCheck
 from .peers import Listener, Peer
-from .reporting import report
+from .rank_text import LATE, LEFT, named
 from .roll_call import RollCall
-from .settings import Settings
 
 # Seconds. Many ranks beat less often, for the sake of the one store server; a file that only grows, much less often.
 _PERIOD, _PERIOD_PER_RANK, _PERIOD_OF_A_FILE = 1.0, 1 / 400, 30.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .naming import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named, ranges, safe
+from .rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named, ranges, safe
 
 LONGEST = 4096  # bytes of a heartbeat; a longer one is not taken
 LONGEST_REPORT = 1 << 18

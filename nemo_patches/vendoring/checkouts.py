@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_patches import runtime
-from nemo_patches.patching import diffs
-from nemo_patches.patching.diffs import FOLDER, DiffError
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.vendoring import diffs
+from nemo_patches.vendoring.diffs import FOLDER, DiffError
 
 Files = Mapping[str, bytes]  # by path from the checkout's root, with slashes
 PATHS = (*map(diffs.path_of, TARGETS), FOLDER)  # all that a diff may be about

@@ -20,15 +20,16 @@ from datetime import timedelta
 
 import torch
 
-from . import activity, stacks
+from ..stall import stacks
+from ..stall.heartbeats import Beat, MissingRank
+from ..stall.roll_call import RollCall
+from ..stall.stall_monitor import OpenRound, Stall, StallMonitor
+from . import events as activity
 from . import settings as _settings
 from .gloo_rounds import Helper, RoundFailed, Rounds
-from .heartbeats import Beat, MissingRank
 from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
-from .reporting import raised_by_signal_handler, report
-from .roll_call import RollCall
+from .rank_log import raised_by_signal_handler, report
 from .settings import Settings
-from .stall_monitor import OpenRound, Stall, StallMonitor
 
 
 class LengthSyncTimeout(RuntimeError):

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .heartbeats import own_connection
+from ..stall.heartbeats import own_connection
+from ..stall.roll_call import RollCall
 from .protocol import SHORTEST_WAIT
-from .reporting import first_line, raised_by_signal_handler
-from .roll_call import RollCall
+from .rank_log import first_line, raised_by_signal_handler
 
 # Gloo closes a group for good once an operation is older than the group's timeout, so this must outlast any straggler.
 _GROUP_TIMEOUT = timedelta(days=7)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from ..sync.rank_log import first_line, report
 from .heartbeats import (
     DETAILED,
     Beat,
@@ -30,9 +31,8 @@ from .heartbeats import (
     present,
     read,
 )
-from .naming import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from .peers import Peer, ask
-from .reporting import first_line, report
+from .rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
 
 END = "end"  # in place of an encoder's key: its group is gone, and so is some rank
 _BEATS_TO_SEE = 1.75  # periods after which a heart that beats has been seen to

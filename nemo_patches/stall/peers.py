@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .heartbeats import LONGEST, LONGEST_REPORT, Beat, decode, encode
-from .naming import safe
+from .rank_text import safe
 
 _AT_ONCE = 256  # connections of one rank: it may have few files left
 _SLICE = 0.05  # seconds between two looks whether the answers are still wanted

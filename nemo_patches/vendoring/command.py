@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches.patching import checkouts, diffs
-from nemo_patches.patching.checkouts import Files
-from nemo_patches.patching.diffs import FOLDER, DiffError
+from nemo_patches.vendoring import checkouts, diffs
+from nemo_patches.vendoring.checkouts import Files
+from nemo_patches.vendoring.diffs import FOLDER, DiffError
 
 COMMITTED = Path(__file__).parent.parent / "patches"  # a checkout of nemo_patches has a link there to its patches/
 

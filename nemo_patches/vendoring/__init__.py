@@ -1,0 +1,1 @@
+"""The diffs for teams that vendor NeMo: the edit, a checkout, the command."""
