@@ -16,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nemo_patches import runtime
+from nemo_patches import sync as runtime
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.vendoring import diffs
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches import runtime
+from nemo_patches import sync as runtime
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.vendoring import diffs
 from nemo_patches.vendoring.diffs import FOLDER, DiffError

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
-from nemo_patches import runtime
+from nemo_patches import sync as runtime
 from nemo_patches.patching.targets import TARGETS, Target
 
 VENDORED = "nemo.collections.asr.parts.nemo_patches"
