@@ -414,10 +414,10 @@ def come_in(encoder: torch.nn.Module) -> None:
     """Wait until the round has come in that ran out of time; a barrier on the ranks' own group does not tell."""
     from nemo_patches.sync import length_sync
 
-    assert length_sync._world is not None
-    rounds = length_sync._world.syncs[encoder]._rounds
+    sync = length_sync.sync_of(encoder)
+    assert sync is not None and sync.handle.round is not None
     deadline = time.monotonic() + PATIENT
-    while not rounds.has_come():
+    while not sync.handle.has_come(sync.handle.round):
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

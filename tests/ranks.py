@@ -151,10 +151,19 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 def all_have_come() -> bool:
     """Whether this rank knows that every rank has announced itself, and where each is."""
-    from nemo_patches.sync import length_sync
+    from nemo_patches.stall import subscriber
 
-    world = length_sync._world
-    return world is not None and world.helper.roll_call is not None and bool(world.helper.roll_call.peers)
+    monitor = subscriber.monitor()
+    return monitor is not None and bool(monitor.roll_call.peers)
+
+
+def stall_monitor() -> Any:
+    """This rank's; there is one since its first encoder call."""
+    from nemo_patches.stall import subscriber
+
+    monitor = subscriber.monitor()
+    assert monitor is not None
+    return monitor
 
 
 def wait_for_others(event: str, count: int) -> None:

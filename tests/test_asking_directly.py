@@ -15,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_heartbeats import BEAT, anything
 
-from nemo_patches.stall.heartbeats import LONGEST, Beat, encode
-from nemo_patches.stall.peers import Listener, Peer, ask, decode_peers, encode_peers
+from nemo_patches.stall.heartbeat import Heartbeat
+from nemo_patches.stall.peers import Listener, ask
+from nemo_patches.stall.wire import LONGEST_HEARTBEAT as LONGEST
+from nemo_patches.stall.wire import Peer, decode_peers, encode_peers
+from nemo_patches.stall.wire import encode_heartbeat as encode
 
 pytestmark = pytest.mark.one_nemo
 PATIENCE = 1.0
@@ -47,7 +50,7 @@ def answering(listeners: dict[int, Listener]) -> Iterator[None]:
             listener.close()
 
 
-def asked(peers: dict[int, Peer]) -> tuple[dict[int, Beat], float]:
+def asked(peers: dict[int, Peer]) -> tuple[dict[int, Heartbeat], float]:
     began = time.monotonic()
     return ask(peers, PATIENCE, lambda: False), time.monotonic() - began
 

@@ -77,8 +77,9 @@ import sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from nemo_patches.sync.gloo_rounds import Helper, Rounds
+from nemo_patches.sync.store import JobStore
 server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-rounds = Rounds(Helper(server, rank=0, size=2, prefix="job"), "encoder")
+rounds = Rounds(Helper(JobStore(server, "job"), rank=0, size=2), "encoder")
 # Rank 1 has said that it has come, and died before it connected: Gloo's constructor waits for it.
 dist.PrefixStore("encoder", dist.PrefixStore("job", server)).add("arrived", 1)
 rounds.issue(5)

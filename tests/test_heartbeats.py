@@ -12,23 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_patches.stall import stacks
-from nemo_patches.stall.heartbeats import (
-    DETAILED,
-    LONGEST,
-    Beat,
-    MissingRank,
-    decode,
-    decode_missing,
-    decode_texts,
-    encode,
-    encode_missing,
-    encode_texts,
-    told,
-)
+from nemo_patches.stall.heartbeat import Heartbeat
+from nemo_patches.stall.missing_rank import DETAILED, MissingRank, described
 from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
+from nemo_patches.stall.wire import LONGEST_HEARTBEAT as LONGEST
+from nemo_patches.stall.wire import decode_heartbeat as decode
+from nemo_patches.stall.wire import decode_missing, decode_texts, encode_missing, encode_texts
+from nemo_patches.stall.wire import encode_heartbeat as encode
 
 pytestmark = pytest.mark.one_nemo
-BEAT = Beat(
+BEAT = Heartbeat(
     rank=3,
     number=7,
     host="node7",
@@ -45,7 +38,7 @@ BEAT = Beat(
 
 texts = st.text(max_size=2000)
 beats = st.builds(
-    Beat,
+    Heartbeat,
     rank=st.integers(0, 5000),
     number=st.integers(0, 1 << 40),
     host=texts,
@@ -68,13 +61,13 @@ anything = st.recursive(
 )
 
 
-def printable(beat: Beat) -> bool:
+def printable(beat: Heartbeat) -> bool:
     texts = (beat.host, beat.versions, beat.settings, beat.phase, beat.encoder, beat.where, *beat.rounds)
     return all(text.isprintable() for text in texts)
 
 
 @given(beats)
-def test_a_heartbeat_is_of_bounded_size_and_is_read_back_safe_to_print(beat: Beat) -> None:
+def test_a_heartbeat_is_of_bounded_size_and_is_read_back_safe_to_print(beat: Heartbeat) -> None:
     data = encode(beat)
     assert len(data) <= LONGEST
     back = decode(data)
@@ -134,7 +127,7 @@ def test_a_report_names_every_missing_rank_and_tells_of_the_first_few(found: dic
     assert back is not None
     assert [(one.rank, one.kind) for one in back] == sorted(found.items())
     assert [bool(one.host) for one in back] == [number < DETAILED for number in range(len(back))]
-    text = told(back, 1024)
+    text = described(back, 1024)
     assert named(sorted(found)) in text
     assert text.isprintable()
 

@@ -245,8 +245,9 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
 def announced_all() -> bool:
     from nemo_patches.sync import length_sync
 
-    assert length_sync._world is not None
-    return all(entry.store is not None for entry in length_sync._world.helper._connecting)
+    group_syncs = length_sync.process.group_syncs
+    assert group_syncs is not None
+    return all(entry.store is not None for entry in group_syncs.helper._connecting)
 
 
 @pytest.mark.alone

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nemo_patches.sync
 import pytest
+
+import nemo_patches.sync
 
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {

@@ -18,11 +18,21 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Result, Said, all_have_come, free_port, join_group, run_ranks, wait_for_others, wait_until
+from ranks import (
+    Result,
+    Said,
+    all_have_come,
+    free_port,
+    join_group,
+    run_ranks,
+    stall_monitor,
+    wait_for_others,
+    wait_until,
+)
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.stall.heartbeats import MissingRank
+from nemo_patches.stall.missing_rank import MissingRank
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -503,13 +513,9 @@ def long_calls(rank: int, size: int, folder: str) -> list[str]:
 
 def touch_when(file: Path, condition: Callable[[], object]) -> None:
     """When the condition holds and the monitor has looked several times since: once is to be once."""
-    from nemo_patches.sync import length_sync
-
     wait_until(condition)
-    assert length_sync._world is not None
-    monitor = length_sync._world.monitor
-    beats = monitor._number
-    wait_until(lambda: monitor._number > beats)
+    before = stall_monitor().latest
+    wait_until(lambda: stall_monitor().latest != before)
     file.touch()
 
 
@@ -532,9 +538,9 @@ def test_a_long_call_is_said_once_with_all_stacks_and_not_interrupted(tmp_path: 
 
 
 def permanent(rank: int, size: int, folder: str) -> list[str]:
-    from nemo_patches.stall import stall_monitor
+    from nemo_patches.stall import encoder_watch
 
-    stall_monitor._FIRST_REPEAT = 1.0  # a minute, for a test that can wait
+    encoder_watch.FIRST_REPEAT_S = 1.0  # a minute, for a test that can wait
     nemo_patches.apply(timeout=1.0)
     said = Said()
     encoder = encoders.conformer()

@@ -68,9 +68,9 @@ def come_in(encoder: torch.nn.Module) -> None:
     its round yet at the next call issues none: the others then wait in vain once more."""
     from nemo_patches.sync import length_sync
 
-    assert length_sync._world is not None
-    sync = length_sync._world.syncs[encoder]
-    wait_until(lambda: sync.open_round is not None and sync.has_come(sync.open_round))
+    sync = length_sync.sync_of(encoder)
+    assert sync is not None
+    wait_until(lambda: sync.handle.round is not None and sync.handle.has_come(sync.handle.round))
     dist.barrier()
 
 

@@ -19,7 +19,7 @@ import torch
 import traces
 from ranks import wait_until
 
-from nemo_patches.sync import events as activity
+from nemo_patches.sync.events import Grown, bus
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import recorder
 from nemo_patches.tracing import writer as writer_module
@@ -200,19 +200,19 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_is_raised(tmp_
     assert "[rank " in line
 
 
-def test_an_observers_error_is_said_once_and_it_is_told_no_more(said: list[str]) -> None:
+def test_a_subscribers_error_is_said_once_and_it_gets_no_more(said: list[str]) -> None:
     class Broken:
         calls = 0
 
-        def grown(self, *_: object) -> None:
+        def handle(self, event: object) -> None:
             self.calls += 1
             raise KeyError("a bug")
 
-    broken: Any = Broken()
-    activity.observer = broken
+    broken = Broken()
+    bus.subscribe("tracing", broken.handle)
     for _ in range(3):
-        activity.tell(lambda observer: observer.grown(torch.nn.Identity(), 1, 2))
-    assert (broken.calls, activity.observer) == (1, None)
+        bus.publish(Grown(torch.nn.Identity(), 1, 2))
+    assert broken.calls == 1
     (line,) = said
     assert "tracing has ended by an error of its own" in line and "a bug" in line
 

@@ -12,8 +12,8 @@ import pytest
 from ranks import run_ranks, wait_for_others, wait_until
 
 import nemo_patches
+from nemo_patches.stall import subscriber
 from nemo_patches.stall.roll_call import RollCall
-from nemo_patches.sync import length_sync
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
@@ -39,9 +39,9 @@ def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[floa
 
 
 def roll_call() -> RollCall:
-    world = length_sync._world
-    assert world is not None and world.helper.roll_call is not None
-    return world.helper.roll_call
+    monitor = subscriber.monitor()
+    assert monitor is not None
+    return monitor.roll_call
 
 
 @pytest.mark.parametrize("mode", ["bounded", "overlapped", "local"])
@@ -83,7 +83,7 @@ def flag_is_off(rank: int, size: int) -> Any:
     encoder = encoders.conformer()
     encoder.sync_max_audio_length = False
     encoders.sync(encoder, 100)
-    return length_sync._world is None or length_sync._world.helper.roll_call is None
+    return subscriber.monitor() is None
 
 
 def test_an_encoder_without_a_length_sync_calls_no_roll() -> None:

@@ -19,9 +19,9 @@ import wrapt
 from nemo_patches.patching import admission, start_up
 from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
-from nemo_patches.stall.heartbeats import told
+from nemo_patches.stall import subscriber
+from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.rank_text import named
-from nemo_patches.stall.stall_monitor import Stall
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.encoder_methods import bounded, following_apply, private_setter
 from nemo_patches.sync.length_sync import EncoderCounters
@@ -75,9 +75,7 @@ class Status:
         ]
         if self.unannounced:
             lines.append(f"not patched, or not at a first encoder call yet: {named(self.unannounced)}")
-        for stall in self.stalls:
-            who = f"not told: {stall.unknown}" if stall.unknown else told(stall.missing, stall.size)
-            lines.append(f"{stall.encoder}: call {stall.call}, {stall.since.total_seconds():.0f} s ago, missing: {who}")
+        lines += map(str, self.stalls)
         return "\n".join(lines)
 
 
@@ -207,8 +205,8 @@ def status() -> Status:
         trace=recorder.settings_in_force(),
         trace_file=recorder.where(),
         encoders=length_sync.counters(),
-        unannounced=length_sync.unannounced(),
-        stalls=length_sync.stalls(),
+        unannounced=subscriber.unannounced(),
+        stalls=subscriber.stalls(),
     )
 
 
@@ -225,6 +223,7 @@ def _leave_alone(built_in: str, trace: TraceSettings) -> None:
 def _begin(settings: Settings) -> None:
     global _applied, _by_import
     length_sync.use(settings)
+    subscriber.subscribe()
     _skipped.clear()
     _applied = _by_import = True
 

@@ -1,4 +1,4 @@
-"""Heartbeats asked from the ranks themselves, each over a connection of its own: the way around a store that fails.
+"""Heartbeats asked from the peers themselves, each over a connection of its own: the way around a store that fails.
 
 Each rank's stall monitor listens on a port, which the ranks learn at the roll call. Who connects is sent the heartbeat;
 nothing that it sends is read.
@@ -9,35 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
-from .heartbeats import LONGEST, LONGEST_REPORT, Beat, decode, encode
-from .rank_text import safe
+from .heartbeat import Heartbeat
+from .wire import LONGEST_HEARTBEAT, Peer, decode_heartbeat, encode_heartbeat
 
-_AT_ONCE = 256  # connections of one rank: it may have few files left
-_SLICE = 0.05  # seconds between two looks whether the answers are still wanted
-_BACKLOG = 1024
-
-
-class Peer(NamedTuple):
-    """Where a rank's process is, and where it listens. The address is empty where it does not."""
-
-    host: str
-    pid: int
-    address: str
-    port: int
+_CONNECTIONS_AT_ONCE = 256  # of one rank: it may have few files left
+_SLICE_S = 0.05  # between two looks whether the answers are still wanted
+_BACKLOG = 1024  # connections
 
 
 class Listener:
-    """This rank's port. Raises OSError where there can be none. `answer` is called again and again; it never waits."""
+    """This rank's port. `answer` is called again and again; it never waits."""
 
     def __init__(self, server: tuple[str, int]) -> None:
-        """server: the store's. The address that this host has on the way there is for the others; no packet is sent."""
+        """server: the store's. Peers get the address that this host has on the way there; no packet is sent.
+
+        Raises OSError where there can be no port.
+        """
         family, _, _, _, address = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as way:
             way.connect(address)
@@ -49,55 +41,39 @@ class Listener:
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
 
-    def answer(self, beat: Callable[[], Beat]) -> None:
+    def answer(self, make_heartbeat: Callable[[], Heartbeat]) -> None:
+        """Send the heartbeat to everybody who has connected."""
         data = b""
         with contextlib.suppress(OSError):  # nobody asks, or closed
             while True:
                 client, _ = self._socket.accept()
                 with client, contextlib.suppress(OSError):
-                    data = data or encode(beat())
+                    data = data or encode_heartbeat(make_heartbeat())
                     client.setblocking(False)
                     client.send(data)  # of a size that every socket's buffer takes
 
     def from_here(self, peer: Peer) -> Peer:
-        """With the address that it has from this host: who reaches the store at a loopback address is beside it."""
-        beside = peer.address and ipaddress.ip_address(peer.address).is_loopback
-        return peer._replace(address=self._store_address) if beside else peer
+        """A peer with a loopback address runs on the store's host: use the store's address."""
+        on_stores_host = peer.address and ipaddress.ip_address(peer.address).is_loopback
+        return peer._replace(address=self._store_address) if on_stores_host else peer
 
     def close(self) -> None:
         self._socket.close()
 
 
-def encode_peers(peers: Mapping[int, Peer]) -> str:
-    return json.dumps({str(rank): peer for rank, peer in peers.items()})
-
-
-def decode_peers(data: bytes, size: int) -> dict[int, Peer]:
-    """What `encode_peers` made a text of, for `size` ranks in all; empty for another text."""
-    try:
-        content = json.loads(data) if len(data) <= LONGEST_REPORT else {}
-        found = {int(rank): _peer(*peer) for rank, peer in content.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
-    return {rank: peer for rank, peer in found.items() if 0 <= rank < size}
-
-
-def _peer(host: str, pid: int, address: str, port: int) -> Peer:
-    return Peer(safe(host), int(pid), str(ipaddress.ip_address(address)) if address else "", int(port) & 0xFFFF)
-
-
-def ask(peers: Mapping[int, Peer], patience: float, cancelled: Callable[[], bool]) -> dict[int, Beat]:
-    """The present heartbeats of those that answer, by rank; each is given so many seconds."""
-    found: dict[int, Beat] = {}
+def ask(peers: Mapping[int, Peer], patience_s: float, cancelled: Callable[[], bool]) -> dict[int, Heartbeat]:
+    """The present heartbeats of those that answer, by rank; each is given `patience_s`."""
+    heartbeats: dict[int, Heartbeat] = {}
     ranks = sorted(peers)
-    for start in range(0, len(ranks), _AT_ONCE):
-        found |= _ask({rank: peers[rank] for rank in ranks[start : start + _AT_ONCE]}, patience, cancelled)
-    return found
+    for start in range(0, len(ranks), _CONNECTIONS_AT_ONCE):
+        some = {rank: peers[rank] for rank in ranks[start : start + _CONNECTIONS_AT_ONCE]}
+        heartbeats |= _ask(some, patience_s, cancelled)
+    return heartbeats
 
 
-def _ask(peers: Mapping[int, Peer], patience: float, cancelled: Callable[[], bool]) -> dict[int, Beat]:
-    found: dict[int, Beat] = {}
-    end = time.monotonic() + patience
+def _ask(peers: Mapping[int, Peer], patience_s: float, cancelled: Callable[[], bool]) -> dict[int, Heartbeat]:
+    heartbeats: dict[int, Heartbeat] = {}
+    end = time.monotonic() + patience_s
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as pending:
         for rank, peer in peers.items():
             with contextlib.suppress(OSError):  # no more files: as one that does not answer
@@ -107,16 +83,16 @@ def _ask(peers: Mapping[int, Peer], patience: float, cancelled: Callable[[], boo
                 client.connect_ex((peer.address, peer.port))
                 pending.register(client, selectors.EVENT_READ, (rank, client, bytearray()))
         while pending.get_map() and not cancelled() and (left := end - time.monotonic()) > 0:
-            for key, _ in pending.select(min(left, _SLICE)):
+            for key, _ in pending.select(min(left, _SLICE_S)):
                 rank, client, data = key.data
                 more = b""
                 with contextlib.suppress(OSError):  # refused, or unreachable
-                    more = client.recv(LONGEST)
+                    more = client.recv(LONGEST_HEARTBEAT)
                 data += more
-                if more and len(data) <= LONGEST:
+                if more and len(data) <= LONGEST_HEARTBEAT:
                     continue
                 pending.unregister(client)
-                beat = decode(bytes(data))
-                if beat is not None and beat.rank == rank:
-                    found[rank] = beat
-    return found
+                heartbeat = decode_heartbeat(bytes(data))
+                if heartbeat is not None and heartbeat.rank == rank:
+                    heartbeats[rank] = heartbeat
+    return heartbeats

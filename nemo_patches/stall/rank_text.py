@@ -1,4 +1,4 @@
-"""How ranks, and what they told, are put into words: by stall reports, and by tools that run without torch."""
+"""Format rank lists and kinds of missing ranks for log lines; needs no torch, so tools use it too."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ SILENT = "no heartbeat"
 LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # no sign of nemo_patches
 LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
+KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE)
 
 _LONGEST_TEXT = 600  # characters of any text that a peer sent
 
 
 def safe(text: str) -> str:
     """A peer's text as it may be printed: one line, no control characters, of bounded length."""
-    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_TEXT])
+    return "".join(character if character.isprintable() else "?" for character in text[:_LONGEST_TEXT])
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """Ranks in rising order as (first, last) of each run."""
-    found = []
+    runs = []
     for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in pairs]
-        found.append((run[0], run[-1]))
-    return found
+        runs.append((run[0], run[-1]))
+    return runs
 
 
 def named(ranks: Iterable[int]) -> str:

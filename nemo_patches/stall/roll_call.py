@@ -8,106 +8,131 @@ settings, and leaves for all where each rank is, and where it listens.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..sync import store as keys
+from ..sync.events import Group
 from ..sync.rank_log import first_line, report
-from .heartbeats import UNPATCHED, Beat, announce, announced, present, read
-from .peers import Peer, decode_peers, encode_peers
+from .heartbeat import Heartbeat
+from .missing_rank import UNPATCHED
+from .own_heartbeat import OwnHeartbeat
+from .peers import Listener
 from .rank_text import named
+from .store_client import StoreClient, announce, announced_ranks, count_announced, read_heartbeats
+from .wire import Peer, decode_peers, encode_peers
 
-# Seconds from one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
-_FIRST_PAUSE, _PAUSE_PER_RANK, _LONGEST_PAUSE = 0.05, 0.001, 5.0
+# From one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
+_FIRST_PAUSE_S, _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S = 0.05, 0.001, 5.0
+_SLICE_S = 0.05  # between two looks whether the roll call is still wanted
 
 
 class RollCall:
-    """One process group's roll call as this rank sees it. Its helper thread calls `look`, and nobody else."""
+    """One process group's roll call as this rank sees it. `run` is a thread's; nobody else writes the fields."""
 
     def __init__(
-        self, rank: int, size: int, limit: timedelta, first_beat: Callable[[], Beat], told_elsewhere: Callable[[], bool]
+        self,
+        group: Group,
+        client: StoreClient,
+        own_heartbeat: OwnHeartbeat,
+        limit: timedelta,
+        stall_reported: Callable[[], bool],
     ) -> None:
-        """told_elsewhere: whether the stall monitor tells of the ranks that are missing, so that this need not."""
+        """limit: after which missing ranks are named, unless a stall report names them (`stall_reported`)."""
         self.missing: tuple[int, ...] = ()  # as it was at the last look
         self.peers: dict[int, Peer] = {}  # by rank, once all have come
+        self.listener: Listener | None = None  # this rank's; None where it cannot listen
         self.done = False
-        self._rank, self._size, self._limit = rank, size, limit
-        self._first_beat, self._told_elsewhere = first_beat, told_elsewhere
+        self._group, self._client, self._own_heartbeat = group, client, own_heartbeat
+        self._limit, self._stall_reported = limit, stall_reported
         self._began = time.monotonic()
         self._announced = self._due = self._said = False
-        self._pause = _FIRST_PAUSE + size * _PAUSE_PER_RANK
+        self._pause = _FIRST_PAUSE_S + group.size * _PAUSE_PER_RANK_S
         self._next_look = 0.0
         self._broken = ""  # why the store cannot be asked any more
 
-    def look(self, connect: Callable[[], dist.Store]) -> None:
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Announce this rank, and look who else has, until all have or `stopped`."""
+        while not self.done and not stopped():
+            self._look()
+            wake = self._next_look if self._due else min(self._next_look, self._began + self._limit.total_seconds())
+            while not self.done and not stopped() and (left := wake - time.monotonic()) > 0:
+                time.sleep(min(left, _SLICE_S))
+        if stopped() and self.listener is not None:
+            self.listener.close()
+
+    def _look(self) -> None:
         """Announce this rank, once, and see who else has; name those who have not when `limit` has passed."""
-        took = timedelta(seconds=time.monotonic() - self._began)
-        due_now = took >= self._limit and not self._due
-        if not due_now and time.monotonic() < self._next_look:
-            return
+        due_now = time.monotonic() - self._began >= self._limit.total_seconds() and not self._due
         self._due = self._due or due_now
         try:
             if not self._broken:
-                self._see(connect())
+                with self._client.asking() as store:
+                    self._see(store)
         except Exception as error:
             # At the end of a short job the store goes before everybody was seen. Only if this one goes on is it said.
             self._broken, self._next_look = first_line(error), math.inf
             self.done = self._due
         if due_now and (self.missing or self._broken):
             self.done = bool(self._broken)
-            if self._broken or not self._told_elsewhere():
+            if self._broken or not self._stall_reported():
                 self._said = True
                 report(logging.WARNING, self._warning())
 
     def _see(self, store: dist.Store) -> None:
         if not self._announced:
-            announce(store, self._first_beat())
+            if self._group.store.server is not None:
+                with contextlib.suppress(OSError):  # without a listener, peers report this rank as unreachable
+                    self.listener = Listener(self._group.store.server)
+            announce(store, self._own_heartbeat.make(self.listener))
             self._announced = True
-        if announced(store) == self._size:
+        if count_announced(store) == self._group.size:
             self._all_have_come(store)
         elif self._due or time.monotonic() - self._began > self._limit.total_seconds() / 2:
             # Who it is that is missing takes more requests, so only then.
-            self.missing = tuple(sorted(set(range(self._size)) - present(store, self._size)))
+            self.missing = tuple(sorted(set(range(self._group.size)) - announced_ranks(store, self._group.size)))
         self._next_look = time.monotonic() + self._pause
-        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
+        self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
 
     def _all_have_come(self, store: dist.Store) -> None:
         if self._said and self.missing:
             late_by = f"{time.monotonic() - self._began:.2f} s after this one"
             report(logging.WARNING, f"every rank has announced itself now, {late_by}")
         self.missing = ()
-        if self._rank == 0:
-            beats = read(store, range(self._size))
-            self._compare(list(beats.values()))
-            self.peers = {rank: Peer(beat.host, beat.pid, beat.address, beat.port) for rank, beat in beats.items()}
-            store.set("peers", encode_peers(self.peers))
-        elif store.check(["peers"]):
-            self.peers = decode_peers(store.get("peers"), self._size)
+        if self._group.rank == 0:
+            heartbeats = read_heartbeats(store, range(self._group.size))
+            self._compare(heartbeats.values())
+            self.peers = {rank: Peer(one.host, one.pid, one.address, one.port) for rank, one in heartbeats.items()}
+            store.set(keys.PEERS, encode_peers(self.peers))
+        elif store.check([keys.PEERS]):
+            self.peers = decode_peers(store.get(keys.PEERS), self._group.size)
         else:
             return
         self.done = True
 
-    def _compare(self, beats: list[Beat]) -> None:
+    def _compare(self, heartbeats: Iterable[Heartbeat]) -> None:
         """Say where ranks differ in what should be the same on all."""
-        mine = next(beat for beat in beats if beat.rank == self._rank)
+        own = next(heartbeat for heartbeat in heartbeats if heartbeat.rank == self._group.rank)
         for name in ("versions", "settings"):
             others: dict[str, list[int]] = {}
-            for beat in beats:
-                if getattr(beat, name) != getattr(mine, name):
-                    others.setdefault(getattr(beat, name), []).append(beat.rank)
+            for heartbeat in heartbeats:
+                if getattr(heartbeat, name) != getattr(own, name):
+                    others.setdefault(getattr(heartbeat, name), []).append(heartbeat.rank)
             if others:
-                found = "; ".join(f"{named(ranks)}: {value}" for value, ranks in list(others.items())[:8])
-                report(logging.WARNING, f"ranks differ in their {name}: here {getattr(mine, name)}; {found}")
+                differing = "; ".join(f"{named(ranks)}: {value}" for value, ranks in list(others.items())[:8])
+                report(logging.WARNING, f"ranks differ in their {name}: here {getattr(own, name)}; {differing}")
 
     def _warning(self) -> str:
         if self._broken:
             return f"cannot see whether every rank is patched: {self._broken}"
         verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
         return (
-            f"{named(self.missing)} of {self._size} {verb} within {self._limit.total_seconds():g} s: not patched, not "
-            f"started, or not yet at a first encoder call. {UNPATCHED}"
+            f"{named(self.missing)} of {self._group.size} {verb} within {self._limit.total_seconds():g} s: not "
+            f"patched, not started, or not yet at a first encoder call. {UNPATCHED}"
         )

@@ -15,8 +15,9 @@ LONGEST = 600  # characters
 _OWN_FRAMES, _FOLDS = 5, 4
 _LIBRARIES = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_OURS = (_HERE, os.path.join(os.path.dirname(_HERE), "tracing"))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = tuple(os.path.join(_PACKAGE, room) for room in ("sync", "stall", "tracing"))
+_ENCODER_METHODS = os.path.join(_PACKAGE, "sync", "encoder_methods.py")
 
 
 def where(thread: int) -> str:
@@ -54,15 +55,15 @@ def runs(thread: int, place: tuple[str, str]) -> bool:
     return any((frame.f_code.co_filename, frame.f_code.co_name) == place for frame in _frames(thread))
 
 
-def caller_of(file: str) -> tuple[str, str]:
-    """The file and the name of the innermost function outside this folder and torch that called into `file`."""
+def encoder_function() -> tuple[str, str]:
+    """The file and name of the encoder's function that has called the length sync on this thread: its forward."""
     frame: FrameType | None = sys._getframe(1)
-    been_there = False
+    inside_the_sync = True
     while frame is not None:
-        name = frame.f_code.co_filename
-        if been_there and os.path.dirname(name) != _HERE and _library(name)[0] != "torch":
-            return name, frame.f_code.co_name
-        been_there = been_there or name == file
+        file = frame.f_code.co_filename
+        if not inside_the_sync and os.path.dirname(file) not in _OURS and _library(file)[0] != "torch":
+            return file, frame.f_code.co_name
+        inside_the_sync = inside_the_sync and file != _ENCODER_METHODS
         frame = frame.f_back
     return "", ""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from . import events as activity
+from .events import Grown, GrowthBegan, bus
 from .length_sync import synced_length
 from .private_growth import apply_to_grown, grown_privately, happened
 
@@ -32,13 +32,11 @@ def bounded(
     def sync_and_grow(encoder: Any, seq_length: int, device: torch.device) -> None:
         length = synced_length(encoder, seq_length)
         if length > encoder.max_audio_length:
-            activity.current.phase = activity.GROWTH
             before = encoder.max_audio_length
+            bus.publish(GrowthBegan(encoder))
             with grown_privately(encoder):
                 grow(encoder, length, device)
-            activity.current.phase = activity.FORWARD
-            if activity.observer is not None:
-                activity.tell(lambda observer: observer.grown(encoder, before, encoder.max_audio_length))
+            bus.publish(Grown(encoder, before, encoder.max_audio_length))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:

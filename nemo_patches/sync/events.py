@@ -1,87 +1,177 @@
-"""What this process's encoder calls do: noted for the stall monitor's thread, and told to the observer, if any."""
+"""What the length sync does on this rank, as small immutable events: the sync publishes them, who watches subscribes.
+
+An event is published on the thread on which it happens, mostly the training thread, so a subscriber does little there:
+it notes the event, or hands it to a thread of its own. Without a subscriber the sync works and logs the same.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
+import torch
+
+from .gloo_rounds import Rounds
 from .rank_log import raised_by_signal_handler, report
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..stall.heartbeats import MissingRank
-
-LENGTH_SYNC = "length sync"
-GROWTH = "growth of the positional encoding"
-FORWARD = "forward, after the length sync"
+from .store import JobStore
 
 
-class EncoderCall(NamedTuple):
-    """One encoder call of this process under a process group."""
+class Group:
+    """One default process group, as this rank sees it. Only its `GroupSyncs` writes `closed`."""
 
-    encoder: str = ""
-    call: int = 0  # of that encoder
-    clock: tuple[int, int] = (0, 0)  # of that encoder, before the call: training calls, evaluation calls since
-    calls: int = 0  # of all encoders
-    since: float = 0.0  # time.monotonic() at which it began; 0.0 before the first
-    thread: int = 0
-    place: tuple[str, str] = ("", "")  # the function that called into us: file and name
+    def __init__(self, rank: int, size: int, store: JobStore) -> None:
+        self.rank, self.size, self.store = rank, size, store
+        self.closed = False  # the process group was destroyed, or another one has taken its place
 
 
-@dataclass
-class Activity:
-    last: EncoderCall  # replaced as a whole, so that a reader in another thread never sees half of it
-    phase: str = ""
+class Round:
+    """One round of an encoder on this rank. Only the training thread writes it. Times are monotonic; 0.0: not yet."""
 
-    def begin(self, encoder: str, call: int, clock: tuple[int, int], place: tuple[str, str]) -> None:
-        self.phase = LENGTH_SYNC
-        calls, thread = self.last.calls + 1, threading.get_ident()
-        self.last = EncoderCall(encoder, call, clock, calls, time.monotonic(), thread, place)
+    __slots__ = ("call", "came_at", "gave_up_at", "issued_at", "length", "number", "training")
 
-
-current = Activity(EncoderCall())
+    def __init__(self, number: int, call: int, training: bool, length: int) -> None:
+        self.number, self.call, self.training, self.length = number, call, training, length
+        self.issued_at = time.monotonic()
+        self.gave_up_at = 0.0  # the call that issued it stopped waiting
+        self.came_at = 0.0  # the training thread saw that it had come
 
 
-class Synced(NamedTuple):
-    """How a call's length sync has ended. outcome: one of protocol.py's."""
+class SyncHandle:
+    """What a subscriber may read of one encoder's sync, on any thread. Only the training thread writes it."""
 
+    def __init__(self, title: str, key: str, group: Group, rounds: Rounds, late_text: str) -> None:
+        """title: for people, "ConformerEncoder #2". key: the same on all ranks, in the store. late_text: of `late`."""
+        self.title, self.key, self.group = title, key, group
+        self.round: Round | None = None  # the latest that was issued
+        self.ended = ""  # why there are no more rounds
+        self._rounds, self._late_text = rounds, late_text
+
+    def late(self, round_: Round, waited_s: float) -> str:
+        """What a report says of a call that has waited so long for this round."""
+        return self._late_text.format(waited=waited_s, length=round_.length)
+
+    def has_come(self, round_: Round) -> bool:
+        """Whether a round of this encoder has come, also where the training thread has not looked yet."""
+        return round_.came_at > 0 or self.round is not round_ or self._rounds.has_come()
+
+    def has_failed(self) -> bool:
+        """Whether a round has failed, so that there will be no more."""
+        return bool(self.ended) or self._rounds.has_failed()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the encoder is gone, or its process group."""
+        return self._rounds.closed
+
+
+class Report(NamedTuple):
+    """What a subscriber adds to an exception: the line that it logs, and the nemo_patches.MissingRank of each."""
+
+    text: str = ""
+    missing: tuple[Any, ...] = ()
+
+
+class GroupBegan(NamedTuple):
+    """The first call of an encoder that syncs, under this process group."""
+
+    group: Group
+
+
+class CallBegan(NamedTuple):
+    sync: SyncHandle
+    call: int  # of this encoder, from 1
+    clock: tuple[int, int]  # before the call: training calls, evaluation calls since the last of them
+
+
+class RoundIssued(NamedTuple):
+    sync: SyncHandle
+    round: Round
+
+
+class RoundCame(NamedTuple):
+    """The training thread has taken a round's result. in_time: the call that waits for it has it, or no call waits."""
+
+    sync: SyncHandle
+    round: Round
+    in_time: bool
+
+
+class WaitTimedOut(NamedTuple):
+    """A call has stopped waiting for its round and uses this rank's own length.
+
+    report: for on_timeout="raise". A subscriber that will report who is missing says so before it returns
+    (`set_running_or_notify_cancel`) and gives its Report soon; the call waits for it a short time.
+    """
+
+    sync: SyncHandle
+    round: Round
+    report: Future[Report] | None
+
+
+class SyncEnded(NamedTuple):
+    """A round has failed, because a rank has gone: the encoder has no more. report: as of WaitTimedOut."""
+
+    sync: SyncHandle
+    reason: str
+    report: Future[Report] | None
+
+
+class CallLeft(NamedTuple):
+    """A call has its length. `encoder` is for now, not to be kept.
+
+    outcome: one of protocol.py's; empty where a signal handler's exception came through. round: the latest that was
+    issued. local, result: this rank's own length and the one that the encoder grows to.
+    """
+
+    encoder: torch.nn.Module
+    sync: SyncHandle
     outcome: str
-    round: int  # the latest that this rank has issued for this encoder, from 1
-    waited: float  # seconds
+    round: int
+    waited_s: float
     local: int
     result: int
 
 
-class Observer(Protocol):
-    """Who is told of what happens, on the thread where it does; a trace (nemo_patches/tracing). One at a time."""
-
-    def length_synced(self, encoder: torch.nn.Module, title: str, synced: Synced) -> None: ...
-
-    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None: ...
-
-    def stalled(self, title: str, call: int, missing: tuple[MissingRank, ...], unknown: str) -> None:
-        """A stall report was logged. call: 0 where the length sync has ended."""
+class GrowthBegan(NamedTuple):
+    encoder: torch.nn.Module  # not to be kept
 
 
-observer: Observer | None = None
+class Grown(NamedTuple):
+    """An encoder's length-sized buffers have grown from `old` to `new` positions; it may have no sync."""
+
+    encoder: torch.nn.Module  # not to be kept
+    old: int
+    new: int
 
 
-def tell(happening: Callable[[Observer], None]) -> None:
-    """Tell the observer. Its errors must not reach training: the first is said, and no more is told."""
-    global observer
-    told = observer
-    if told is None:
-        return
-    try:
-        happening(told)
-    except Exception as error:
-        if raised_by_signal_handler(error):
-            raise
-        observer = None
-        report(logging.ERROR, f"tracing has ended by an error of its own, please report it: {error!r}")
+class EventBus:
+    """Hands each event to every subscriber. What goes wrong in a subscriber is said once, and it gets no more."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[tuple[str, Callable[[Any], None]], ...] = ()
+
+    def subscribe(self, name: str, handle: Callable[[Any], None]) -> None:
+        """Have `handle` called with each event from now on; a second time: nothing. An error is said of `name`."""
+        if (name, handle) not in self._subscribers:
+            self._subscribers += ((name, handle),)
+
+    def unsubscribe(self, handle: Callable[[Any], None]) -> None:
+        self._subscribers = tuple(pair for pair in self._subscribers if pair[1] != handle)
+
+    def publish(self, event: object) -> None:
+        """Raises only what a signal handler of the user's raises meanwhile."""
+        for name, handle in self._subscribers:
+            try:
+                handle(event)
+            except Exception as error:
+                if raised_by_signal_handler(error):
+                    raise
+                self.unsubscribe(handle)
+                report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
+
+
+bus = EventBus()  # of this process

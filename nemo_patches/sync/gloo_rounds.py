@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import atexit
-import ctypes
 import os
 import threading
 import time
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..stall.heartbeats import own_connection
-from ..stall.roll_call import RollCall
+from . import store as keys
 from .protocol import SHORTEST_WAIT
 from .rank_log import first_line, raised_by_signal_handler
+from .store import JobStore, leak
 
 # Gloo closes a group for good once an operation is older than the group's timeout, so this must outlast any straggler.
 _GROUP_TIMEOUT = timedelta(days=7)
@@ -57,13 +56,13 @@ class Rounds:
         self._queued = False
         self.closed = False  # nobody wants these rounds any more
         self._error = ""
-        self._came_at = 0.0
+        self._came = False  # the training thread has taken the last round's result
         _live.add(self)
 
     def issue(self, value: int) -> None:
         """Enqueue a round; raises RoundFailed where the group is gone. `value` is an int64."""
         with self._lock:
-            self._came_at = 0.0
+            self._came = False
             self._cell[0] = value
             if self._group is not None:
                 self._start()
@@ -91,8 +90,7 @@ class Rounds:
                 if self._work.is_completed():  # it failed, or it came just now
                     break
             else:
-                self._work = None
-                return self._cell[0]
+                return self._take()
             left = timedelta(seconds=deadline - time.monotonic())
         return self.poll()
 
@@ -109,21 +107,16 @@ class Rounds:
                 raise
             self._error = first_line(error)
             raise RoundFailed(self._error) from None
-        self._came_at = self._came_at or time.monotonic()
-        self._work = None
-        return self._cell[0]
+        return self._take()
 
-    @property
-    def came_at(self) -> float:
-        """time.monotonic() at which the last round was first seen to have come; 0.0 while it has not."""
-        return self._came_at
+    def _take(self) -> int:
+        self._came, self._work = True, None
+        return self._cell[0]
 
     def has_come(self) -> bool:
         """Whether the outstanding round has come; any thread may ask."""
         work = self._work
-        if not self._came_at and work is not None and work.is_completed() and not _failure(work):
-            self._came_at = time.monotonic()
-        return self._came_at > 0
+        return self._came or (work is not None and work.is_completed() and not _failure(work))
 
     def has_failed(self) -> bool:
         """Whether a round has failed, so that there will be no more; any thread may ask."""
@@ -154,17 +147,17 @@ class Rounds:
         try:
             _require_gloo()
         except Exception as error:
-            mine.set("failed", f"rank {self._helper.rank}: {first_line(error)}")
-            mine.add("arrived", _FAILED)
+            mine.set(keys.FAILED, f"rank {self._helper.rank}: {first_line(error)}")
+            mine.add(keys.ARRIVED, _FAILED)
             raise
-        mine.add("arrived", 1)
+        mine.add(keys.ARRIVED, 1)
         return mine
 
     def connect(self, store: dist.Store) -> bool:
         """Connect if every rank has come; False: not yet."""
-        arrived = store.add("arrived", 0)
+        arrived = store.add(keys.ARRIVED, 0)
         if arrived < 0:
-            raise RoundFailed(store.get("failed").decode(errors="replace"))
+            raise RoundFailed(store.get(keys.FAILED).decode(errors="replace"))
         if arrived < self._helper.size:
             return False
         # Two threads, as Gloo has: with one, rounds were faster on an idle machine, at times far slower on a busy one.
@@ -197,30 +190,21 @@ class Rounds:
 
 
 class Helper:
-    """One daemon thread per process group: connects encoders' groups and calls the roll.
+    """One daemon thread per process group, which connects encoders' groups, over a connection of its own to the store.
 
-    It talks to the store on a connection of its own: a blocking call on the shared default store would hold up c10d's
-    own use of it. The thread ends when there is nothing to do and is started again when there is.
+    The thread ends when there is nothing to do and is started again when there is.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, prefix: str) -> None:
+    def __init__(self, store: JobStore, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        # Weak: a strong reference would keep rank 0's server, and its port, after destroy_process_group.
-        self._default_store = weakref.ref(store)
+        self._job_store = store
         self._store: dist.Store | None = None
-        self._prefix = prefix
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._connecting: list[_Connecting] = []
-        self.roll_call: RollCall | None = None
         self._stopped = False
         _helpers.add(self)
-
-    def call_roll(self, roll_call: RollCall) -> None:
-        """Have this rank announce itself, and see who else does."""
-        self.roll_call = roll_call
-        self._run()
 
     def connect(self, rounds: Rounds) -> None:
         with self._lock:
@@ -243,7 +227,7 @@ class Helper:
         if (thread := self._thread) is not None:
             thread.join(limit.total_seconds())
             if thread.is_alive():
-                leak(self._default_store())
+                self._job_store.outlive_interpreter()
 
     def _run(self) -> None:
         self._wake.set()
@@ -258,12 +242,9 @@ class Helper:
             self._wake.clear()
             with self._lock:
                 connecting = list(self._connecting)
-                roll = self.roll_call if self.roll_call and not self.roll_call.done else None
-                if not connecting and not roll:
+                if not connecting:
                     self._thread = None
                     return
-            if roll:
-                roll.look(self._connection)
             done = [entry for entry in connecting if self._advance(entry)]
             with self._lock:
                 self._connecting = [entry for entry in self._connecting if entry not in done]
@@ -288,10 +269,7 @@ class Helper:
 
     def _connection(self) -> dist.Store:
         if self._store is None:
-            default_store = self._default_store()
-            if default_store is None:
-                raise RoundFailed("the process group was destroyed before every rank had come")
-            self._store = dist.PrefixStore(self._prefix, own_connection(default_store))
+            self._store = self._job_store.connect()
         return self._store
 
 
@@ -347,12 +325,6 @@ def _failure(completed: Any) -> str:
     return ""
 
 
-def leak(thing: object) -> None:
-    """One reference too many: the destructor, which would wait for a pending round, never runs (docs/design.md)."""
-    if thing is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
 def _keep_groups() -> None:
     for rounds in list(_live):
         rounds.keep_at_exit()
@@ -360,13 +332,13 @@ def _keep_groups() -> None:
         leak(pair)
 
 
-def stop_helpers() -> None:
+def _stop_helpers() -> None:
     for helper in list(_helpers):
         helper.stop()
 
 
 def _at_exit() -> None:
-    stop_helpers()
+    _stop_helpers()
     for helper in list(_helpers):
         helper.join(timedelta(seconds=0.5))
     _keep_groups()
@@ -375,7 +347,7 @@ def _at_exit() -> None:
 def _in_forked_child() -> None:
     # The group's threads do not exist here, so its destructor would wait for them without end.
     _keep_groups()
-    stop_helpers()
+    _stop_helpers()
 
 
 atexit.register(_at_exit)

@@ -2,7 +2,8 @@
 
 `synced_length` is the whole interface to NeMo. It replaces the reduce of `ConformerEncoder.update_max_seq_length`
 (nemo/collections/asr/modules/conformer_encoder.py, NeMo 1.20 to 3.0) and of its likes. State lives here, beside the
-encoders, so that state_dict, deepcopy, pickle and export see none of it.
+encoders, so that state_dict, deepcopy, pickle and export see none of it. Who is missing from a round is none of this
+module's business: it publishes what happens (events.py), and stall/ and tracing/ subscribe.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -11,34 +12,38 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import threading
 import time
 import weakref
 from collections import Counter
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 
-from ..stall import stacks
-from ..stall.heartbeats import Beat, MissingRank
-from ..stall.roll_call import RollCall
-from ..stall.stall_monitor import OpenRound, Stall, StallMonitor
-from . import events as activity
+from . import events
 from . import settings as _settings
+from .events import Group, Report, Round, SyncHandle, bus
 from .gloo_rounds import Helper, RoundFailed, Rounds
 from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import raised_by_signal_handler, report
 from .settings import Settings
+from .store import JobStore, group_prefix
+
+# With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
+_REPORT_PATIENCE = timedelta(seconds=0.45)
+_END_PATIENCE = timedelta(seconds=0.4)
+_LATE_TEXT = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
 
 class LengthSyncTimeout(RuntimeError):
     """Not every rank's length came in time, or a round failed (a rank has gone), and on_timeout="raise" was chosen.
 
-    missing: the ranks that were waited for and what each does, as far as it was known in time.
+    missing: the ranks that were waited for (nemo_patches.MissingRank), as far as they were known in time.
     """
 
-    def __init__(self, text: str, missing: tuple[MissingRank, ...] = ()) -> None:
+    def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
         super().__init__(text, missing)
         self.missing = missing
 
@@ -63,255 +68,94 @@ class EncoderCounters:
     ended: str  # why there are no more rounds; empty while there are
 
 
-def synced_length(encoder: torch.nn.Module, seq_length: int) -> int:
-    """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks; never below this rank's own.
+class ProcessSync:
+    """The length sync of this process: its settings, and the encoders of the present process group."""
 
-    Waits at most the timeout (and half a second for the report, where on_timeout="raise" was chosen). This rank's own
-    length where the others are late, where the encoder's own `sync_max_audio_length` is false, and where there is no
-    process group or only one rank. Raises LengthSyncTimeout if that was chosen, what a signal handler raises meanwhile,
-    and nothing else.
-    """
-    length = int(seq_length)
-    try:
-        sync = sync_of(encoder)
-        if sync is None:
-            return length
+    def __init__(self) -> None:
+        self.group_syncs: GroupSyncs | None = None
+        self._settings: Settings | None = None
+        self._generation = 0  # process groups so far
+        self._given_up = False
+
+    def synced_length(self, encoder: torch.nn.Module, seq_length: int) -> int:
+        """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks, and never below its own.
+
+        Waits at most the timeout (and half a second for the report, where on_timeout="raise" was chosen). This rank's
+        own length where the others are late, where the encoder's own `sync_max_audio_length` is false, and where there
+        is no process group or only one rank. Raises LengthSyncTimeout if that was chosen, what a signal handler raises
+        meanwhile, and nothing else.
+        """
+        length = int(seq_length)
         try:
-            return sync.call(length, encoder)
-        finally:
-            activity.current.phase = activity.FORWARD
-    except LengthSyncTimeout:
-        raise
-    except Exception as error:
-        if raised_by_signal_handler(error):
+            sync = self.sync_of(encoder)
+            return length if sync is None else sync.call(length, encoder)
+        except LengthSyncTimeout:
             raise
-        _give_up(error)
-        return length
-
-
-def use(settings: Settings) -> None:
-    """Set the settings of this process; they hold from the next encoder call on."""
-    global _current
-    _current = settings
-
-
-def current() -> Settings:
-    """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
-    global _current
-    if _current is None:
-        try:
-            _current = _settings.resolve()
-        except _settings.SettingsError as error:
-            _current = Settings()
-            report(logging.ERROR, f"{error}; using {_current}")
-    return _current
-
-
-def counters() -> tuple[EncoderCounters, ...]:
-    """The counters of every encoder that lives and was called under the present (or last) process group."""
-    return () if _world is None else tuple(sync.counters() for sync in _world.syncs.values())
-
-
-def unannounced() -> tuple[int, ...]:
-    """The ranks that have not announced themselves under the present process group: unpatched, or not here yet."""
-    roll_call = None if _world is None else _world.helper.roll_call
-    return () if roll_call is None else roll_call.missing
-
-
-def stalls() -> tuple[Stall, ...]:
-    """The encoders' rounds that this rank waits for, or has given up, with the ranks that are missing from each."""
-    return () if _world is None else _world.monitor.stalls()
-
-
-def beats() -> dict[int, Beat]:
-    """All ranks' heartbeats, by rank, as they were soon after the last time that this was called; empty before.
-
-    Asks for new ones, in a thread: it waits for nothing.
-    """
-    return {} if _world is None else _world.monitor.beats()
-
-
-def sync_of(encoder: torch.nn.Module) -> EncoderSync | None:
-    """The encoder's sync under the present process group; None where no other rank is, or after an error of ours."""
-    global _world, _generation
-    # Looked up at each call: some NeMo code replaces is_initialized for a while.
-    if _given_up or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    default_group = torch.distributed.group.WORLD
-    if default_group is None:
-        return None
-    if _world is None or _world.group() is not default_group:
-        if _world is not None:
-            _world.close()
-        _world = World(default_group, _generation)
-        _generation += 1
-    return _world.sync_of(encoder) if _world.size > 1 else None
-
-
-class EncoderSync:
-    """One encoder's length sync on this rank: the protocol and its rounds. The stall monitor looks at it."""
-
-    def __init__(self, title: str, key: str, world: World) -> None:
-        self.title, self.key = title, key
-        self.open_round: OpenRound | None = None
-        self.gave_up: OpenRound | None = None
-        self.calm = True
-        self.ended = ""
-        self.outcome = ""  # of the last call; empty while it is not known
-        self.world = world
-        self._place: tuple[str, str] | None = None
-        self._rounds = Rounds(world.helper, key)
-        self._protocol = LengthProtocol()
-        self.fallbacks = 0
-        self.waited = timedelta(0)
-
-    def call(self, length: int, encoder: torch.nn.Module) -> int:
-        if activity.observer is None:
-            return self._call(length, encoder)
-        before, result, self.outcome = self.waited, length, ""
-        try:
-            result = self._call(length, encoder)
-        finally:
-            if self.outcome:
-                waited = (self.waited - before).total_seconds()
-                synced = activity.Synced(self.outcome, self._protocol.rounds, waited, length, result)
-                activity.tell(lambda observer: observer.length_synced(encoder, self.title, synced))
-        return result
-
-    def _call(self, length: int, encoder: torch.nn.Module) -> int:
-        settings, protocol, training = current(), self._protocol, encoder.training
-        self._place = self._place or stacks.caller_of(_METHODS)
-        activity.current.begin(self.title, protocol.calls + 1, protocol.clock, self._place)
-        wanted = getattr(encoder, "sync_max_audio_length", True)
-        if wanted:
-            self.world.begin()  # in every mode: a rank of stock NeMo would wait for all
-        if not wanted or settings.sync == "local" or self.ended:
-            protocol.calls += 1
-            self.outcome = LOCAL if not wanted or settings.sync == "local" else ENDED
+        except Exception as error:
+            if raised_by_signal_handler(error):
+                raise
+            self._give_up(error)
             return length
-        return self.sync(length, training, settings)
 
-    def sync(self, length: int, training: bool, settings: Settings) -> int:
-        """One call's part in the rounds, while there are any (`ended` is empty)."""
-        protocol, self.outcome = self._protocol, ""
-        try:
-            completed = self._rounds.poll() if protocol.outstanding else None
-            if completed is not None and self.open_round is not None:
-                self.open_round.came_at = self._rounds.came_at
-                self.calm = self.calm or settings.sync == "overlapped"
-            if protocol.begin(length, training, completed):
-                value = protocol.value()
-                one = OpenRound(protocol.rounds, protocol.calls, training, length)
-                self._rounds.issue(value)
-                self.open_round = one  # only now: the monitor takes what the rounds tell for this one's
-                if settings.sync == "bounded":
-                    self._wait(settings, training, one)
-        except RoundFailed as error:
-            self.outcome = ENDED
-            self._end(str(error), settings)
-            return length
-        if settings.sync == "overlapped":
-            self.outcome = SERVED
-            return protocol.latest()
-        self.outcome = self.outcome or (SERVED if protocol.served else UNWAITED)
-        self.fallbacks += not protocol.served
-        return protocol.agreed()
+    def use(self, settings: Settings) -> None:
+        """Set the settings of this process; they hold from the next encoder call on."""
+        self._settings = settings
 
-    def late(self, one: OpenRound, waited: float) -> str:
-        """What a stall report says of a call that has waited so many seconds."""
-        return f"not every rank's length came within {waited:.2f} s; using this rank's own, {one.length}"
+    def current(self) -> Settings:
+        """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
+        if self._settings is None:
+            try:
+                self._settings = _settings.resolve()
+            except _settings.SettingsError as error:
+                self._settings = Settings()
+                report(logging.ERROR, f"{error}; using {self._settings}")
+        return self._settings
 
-    def has_come(self, one: OpenRound) -> bool:
-        """Whether a round of this encoder has come; asked by the stall monitor's thread."""
-        if not one.came_at and (self.open_round is not one or self._rounds.has_come()):
-            one.came_at = self._rounds.came_at or time.monotonic()
-        return one.came_at > 0
+    def counters(self) -> tuple[EncoderCounters, ...]:
+        """The counters of every encoder that lives and was called under the present (or last) process group."""
+        group_syncs = self.group_syncs
+        return () if group_syncs is None else tuple(sync.counters() for sync in group_syncs.by_encoder.values())
 
-    def has_failed(self) -> bool:
-        """Whether a round has failed, so that there will be no more."""
-        return bool(self.ended) or self._rounds.has_failed()
+    def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
+        """The encoder's sync under the present process group; None without other ranks, or after an error of ours."""
+        # Looked up at each call: some NeMo code replaces is_initialized for a while.
+        if self._given_up or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
+        default_group = torch.distributed.group.WORLD
+        if default_group is None:
+            return None
+        group_syncs = self.group_syncs
+        if group_syncs is None or group_syncs.default_group() is not default_group:
+            if group_syncs is not None:
+                group_syncs.close()
+            self.group_syncs = group_syncs = GroupSyncs(default_group, self._generation)
+            self._generation += 1
+        return group_syncs.sync_of(encoder) if group_syncs.group.size > 1 else None
 
-    @property
-    def rounds(self) -> int:
-        return self._protocol.rounds
-
-    @property
-    def closed(self) -> bool:
-        """Whether the encoder is gone, or its process group."""
-        return self._rounds.closed
-
-    def counters(self) -> EncoderCounters:
-        protocol = self._protocol
-        return EncoderCounters(
-            encoder=self.title,
-            calls=protocol.calls,
-            rounds=protocol.rounds,
-            fallbacks=self.fallbacks,
-            timeouts=protocol.timeouts,
-            waited=self.waited,
-            ended=self.ended,
-        )
-
-    def close(self) -> None:
-        self._rounds.close()
-
-    def _wait(self, settings: Settings, training: bool, one: OpenRound) -> None:
-        limit = self._protocol.wait_limit(settings.timeout)
-        if limit is None:
-            return
-        try:
-            completed = self._rounds.wait(limit)
-        finally:  # also where a signal handler raised
-            self.waited += timedelta(seconds=time.monotonic() - one.issued_at)
-        if completed is not None:
-            one.came_at = time.monotonic()
-            self._protocol.came_in_time(completed, training)
-            self.calm = True
-            self.outcome = CAME
-            return
-        self._protocol.timed_out()
-        self.outcome = TIMEOUT
-        if settings.on_timeout == "raise":
-            one.told = threading.Event()
-        one.gave_up_at = time.monotonic()
-        if self.calm:
-            self.gave_up = one  # the stall monitor reports it
-        if settings.on_timeout == "raise":
-            self.world.monitor.wait_for_report(one)
-            late = self.late(one, one.gave_up_at - one.issued_at)
-            text = one.text or f"{self.title}: call {one.call}: {late}"
-            raise LengthSyncTimeout(text, one.missing)
-
-    def _end(self, reason: str, settings: Settings) -> None:
-        text = f"{self.title}: the length sync has ended at call {self._protocol.calls}"
-        self.ended = reason
-        self._rounds.close()
-        report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        if settings.on_timeout == "raise":
-            since = timedelta(seconds=time.monotonic() - activity.current.last.since)
-            missing = self.world.monitor.wait_for_end(settings.timeout - since + _END_PATIENCE)
-            raise LengthSyncTimeout(f"{text}: {reason}", missing)
+    def _give_up(self, error: Exception) -> None:
+        """An error of ours must not reach training: say it once, and use local lengths from now on."""
+        if not self._given_up:
+            self._given_up = True
+            report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
 
 
-class World:
-    """One default process group as this rank sees it, and its encoders' syncs."""
+class GroupSyncs:
+    """The encoders' syncs under one default process group."""
 
     def __init__(self, default_group: torch.distributed.ProcessGroup, generation: int) -> None:
         # Weak: a strong reference would keep NCCL's communicators. It also tells us of destroy_process_group.
-        self.group = weakref.ref(default_group, lambda _: self.close())
-        self.size = torch.distributed.get_world_size()
-        self.syncs: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
+        self.default_group = weakref.ref(default_group, lambda _: self.close())
+        prefix = group_prefix(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), generation)
+        store = JobStore(torch.distributed.distributed_c10d._get_default_store(), prefix)
+        self.group = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), store)
+        self.helper = Helper(store, self.group.rank, self.group.size)
+        self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
         self._all: weakref.WeakSet[EncoderSync] = weakref.WeakSet()
         self._seen: Counter[str] = Counter()
-        # torchrun keeps one store over restarts, and a script may make a second process group on the same store.
-        prefix = f"nemo_patches/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
-        store = torch.distributed.distributed_c10d._get_default_store()
-        rank = torch.distributed.get_rank()
-        self.helper = Helper(store, rank, self.size, prefix)
-        self.monitor = StallMonitor(store, rank, self.size, prefix, current)
+        self._begun = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
-        sync = self.syncs.get(encoder)
+        sync = self.by_encoder.get(encoder)
         if sync is None:
             name = type(encoder).__name__
             # Ranks must agree on which encoder is which without asking each other: by its kind, its parameters' names
@@ -321,45 +165,161 @@ class World:
             self._seen[kind] += 1
             self._seen[name] += 1
             title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-            sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self)
-            self.syncs[encoder] = sync
+            sync = self.by_encoder[encoder] = EncoderSync(title, f"{kind}-{self._seen[kind]}", self)
             self.add(encoder, sync)
         return sync
 
     def add(self, encoder: torch.nn.Module, sync: EncoderSync) -> None:
-        """Have the monitor watch a sync, and let it go with its encoder and with the process group."""
+        """Let a sync go with its encoder and with the process group."""
         self._all.add(sync)
-        self.monitor.watch(sync)
         weakref.finalize(encoder, sync.close).atexit = False
 
     def begin(self) -> None:
-        """At the first call of an encoder that has a length sync: call the roll, start the monitor."""
-        if self.helper.roll_call is None:
-            monitor = self.monitor
-            limit = current().timeout
-            roll = RollCall(monitor.rank, self.size, limit, monitor.first_beat, monitor.has_stall)
-            self.helper.call_roll(roll)
-            monitor.start(roll)
+        """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
+        if not self._begun:
+            self._begun = True
+            bus.publish(events.GroupBegan(self.group))
 
     def close(self) -> None:
-        self.monitor.stop()
+        """Takes no lock: the garbage collector may call this anywhere."""
+        self.group.closed = True
         self.helper.stop()
         for sync in list(self._all):
             sync.close()
 
 
-_END_PATIENCE = timedelta(seconds=0.4)
-_METHODS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "encoder_methods.py")
+class EncoderSync:
+    """One encoder's length sync on this rank: the protocol and its rounds. Others read its `handle`."""
 
-_current: Settings | None = None
-_world: World | None = None
-_generation = 0
-_given_up = False
+    def __init__(
+        self,
+        title: str,
+        key: str,
+        group_syncs: GroupSyncs,
+        late_text: str = _LATE_TEXT,
+        report_patience: timedelta = _REPORT_PATIENCE,
+    ) -> None:
+        self.group_syncs = group_syncs
+        self._rounds = Rounds(group_syncs.helper, key)
+        self.handle = SyncHandle(title, key, group_syncs.group, self._rounds, late_text)
+        self._report_patience = report_patience
+        self._protocol = LengthProtocol()
+        self._outcome = ""  # of the last call; empty while it is not known
+        self._fallbacks = 0
+        self._waited = timedelta(0)
+
+    def call(self, length: int, encoder: torch.nn.Module) -> int:
+        """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
+        began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
+        settings, protocol = current(), self._protocol
+        bus.publish(events.CallBegan(self.handle, protocol.calls + 1, protocol.clock))
+        try:
+            wanted = getattr(encoder, "sync_max_audio_length", True)
+            if wanted:
+                self.group_syncs.begin()
+            if not wanted or settings.sync == "local" or self.handle.ended:
+                protocol.calls += 1
+                self._outcome = LOCAL if not wanted or settings.sync == "local" else ENDED
+            else:
+                result = self.take_part(length, encoder.training, settings, began_at)
+        finally:
+            waited_s = (self._waited - waited_before).total_seconds()
+            bus.publish(events.CallLeft(encoder, self.handle, self._outcome, protocol.rounds, waited_s, length, result))
+        return result
+
+    def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
+        """One call's part in the rounds, while there are any. began_at: time.monotonic() at which the call began."""
+        protocol, self._outcome = self._protocol, ""
+        try:
+            completed = self._rounds.poll() if protocol.outstanding else None
+            if completed is not None:
+                self._round_came(in_time=settings.sync == "overlapped")
+            if protocol.begin(length, training, completed):
+                value = protocol.value()
+                round_ = Round(protocol.rounds, protocol.calls, training, length)
+                self._rounds.issue(value)
+                self.handle.round = round_  # after issue(): `handle.has_come` takes the rounds' state for this round's
+                bus.publish(events.RoundIssued(self.handle, round_))
+                if settings.sync == "bounded":
+                    self._wait(settings, round_)
+        except RoundFailed as error:
+            self._outcome = ENDED
+            self._end(str(error), settings, began_at)
+            return length
+        if settings.sync == "overlapped":
+            self._outcome = SERVED
+            return protocol.latest()
+        self._outcome = self._outcome or (SERVED if protocol.served else UNWAITED)
+        self._fallbacks += not protocol.served
+        return protocol.agreed()
+
+    def counters(self) -> EncoderCounters:
+        protocol = self._protocol
+        return EncoderCounters(
+            encoder=self.handle.title,
+            calls=protocol.calls,
+            rounds=protocol.rounds,
+            fallbacks=self._fallbacks,
+            timeouts=protocol.timeouts,
+            waited=self._waited,
+            ended=self.handle.ended,
+        )
+
+    def close(self) -> None:
+        self._rounds.close()
+
+    def _round_came(self, in_time: bool) -> None:
+        if (round_ := self.handle.round) is not None:
+            round_.came_at = time.monotonic()
+            bus.publish(events.RoundCame(self.handle, round_, in_time))
+
+    def _wait(self, settings: Settings, round_: Round) -> None:
+        limit = self._protocol.wait_limit(settings.timeout)
+        if limit is None:
+            return
+        try:
+            completed = self._rounds.wait(limit)
+        finally:  # also where a signal handler raised
+            self._waited += timedelta(seconds=time.monotonic() - round_.issued_at)
+        if completed is not None:
+            self._protocol.came_in_time(completed, round_.training)
+            self._outcome = CAME
+            self._round_came(in_time=True)
+            return
+        self._protocol.timed_out()
+        self._outcome = TIMEOUT
+        round_.gave_up_at = time.monotonic()
+        raises = settings.on_timeout == "raise"
+        promise: futures.Future[Report] | None = futures.Future() if raises else None
+        bus.publish(events.WaitTimedOut(self.handle, round_, promise))
+        if promise is not None:
+            late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
+            told = _promised(promise, self._report_patience)
+            raise LengthSyncTimeout(told.text or f"{self.handle.title}: call {round_.call}: {late}", told.missing)
+
+    def _end(self, reason: str, settings: Settings, began_at: float) -> None:
+        text = f"{self.handle.title}: the length sync has ended at call {self._protocol.calls}"
+        self.handle.ended = reason
+        self._rounds.close()
+        report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
+        raises = settings.on_timeout == "raise"
+        promise: futures.Future[Report] | None = futures.Future() if raises else None
+        bus.publish(events.SyncEnded(self.handle, reason, promise))
+        if promise is not None:
+            left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
+            raise LengthSyncTimeout(f"{text}: {reason}", _promised(promise, left + _END_PATIENCE).missing)
 
 
-def _give_up(error: Exception) -> None:
-    """An error of ours must not reach training: say it once, and use local lengths from now on."""
-    global _given_up
-    if not _given_up:
-        _given_up = True
-        report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
+def _promised(promise: futures.Future[Report], patience: timedelta) -> Report:
+    """The report, if a subscriber has promised one and gives it in time."""
+    if promise.running() or promise.done():
+        try:
+            return promise.result(max(patience.total_seconds(), 0.0))
+        except futures.TimeoutError:
+            pass
+    return Report()
+
+
+process = ProcessSync()
+synced_length, use, current = process.synced_length, process.use, process.current
+counters, sync_of = process.counters, process.sync_of

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 
-from nemo_patches.stall.heartbeats import MissingRank, told
-from nemo_patches.stall.stall_monitor import OpenRound
+from nemo_patches.stall.missing_rank import described
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.length_sync import EncoderSync, LengthSyncTimeout
 from nemo_patches.sync.rank_log import first_line, raised_by_signal_handler, report
 from nemo_patches.tracing.settings import BARRIER, CUDA, INPUTS
 
-_PATIENCE = 2.0  # seconds, for a stall report
+_REPORT_PATIENCE = timedelta(seconds=2.5)
 
 
 class FindingError(RuntimeError):
@@ -47,7 +48,7 @@ class EncoderChecks:
     def __init__(self, words: tuple[str, ...], encoder: torch.nn.Module) -> None:
         self._words, self._encoder = words, encoder
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._barrier: _Barrier | None = None
+        self._barrier: EncoderSync | None = None
 
     def before(self, inputs: Inputs) -> list[Found]:
         """What is found before the call. `inputs` and `cuda` wait for the device, `barrier` waits for the ranks."""
@@ -76,40 +77,28 @@ class EncoderChecks:
         if sync is None:
             say_once("check barrier: does nothing, there is no other rank to wait for")
             return
-        if self._barrier is None or self._barrier.world is not sync.world:
-            self._barrier = _Barrier(f"{sync.title}, barrier", f"{sync.key}-barrier", sync.world)
-            sync.world.add(self._encoder, self._barrier)
-        barrier = self._barrier
-        if barrier.ended:
+        barrier = self._barrier_beside(sync)
+        if barrier.handle.ended:
             return
-        sync.world.begin()
+        sync.group_syncs.begin()
         bounded = replace(length_sync.current(), sync="bounded", on_timeout="raise")
         try:
-            barrier.sync(inputs.frames or 0, self._encoder.training, bounded)
+            barrier.take_part(inputs.frames or 0, self._encoder.training, bounded, time.monotonic())
         except LengthSyncTimeout as error:
-            missing = error.missing or barrier.reported()
-            who = told(missing, sync.world.size) if missing else "who is missing, a stall report says"
-            why = (
-                f"the barrier has ended: {barrier.ended}"
-                if barrier.ended
-                else "not every rank came to this call in time"
-            )
-            yield Found(BARRIER, "ended" if barrier.ended else "missing", f"{why}; {who}")
+            size = sync.group_syncs.group.size
+            who = described(error.missing, size) if error.missing else "who is missing, a stall report says"
+            ended = barrier.handle.ended
+            why = f"the barrier has ended: {ended}" if ended else "not every rank came to this call in time"
+            yield Found(BARRIER, "ended" if ended else "missing", f"{why}; {who}")
 
-
-class _Barrier(EncoderSync):
-    """A round of its own before the length sync: who waits in it has all its earlier work done."""
-
-    def late(self, one: OpenRound, waited: float) -> str:
-        return f"not every rank came within {waited:.2f} s"
-
-    def reported(self) -> tuple[MissingRank, ...]:
-        """The missing ranks, where the stall monitor needs more time; it reports a stall that lasts only once."""
-        one = self.open_round
-        if one is None or one.told is None or self.ended:
-            return ()
-        one.told.wait(_PATIENCE if self.calm else _PATIENCE / 10)
-        return one.missing
+    def _barrier_beside(self, sync: EncoderSync) -> EncoderSync:
+        """A sync of its own before the length sync: a rank that waits in it has all its earlier work done."""
+        if self._barrier is None or self._barrier.group_syncs is not sync.group_syncs:
+            title, key = f"{sync.handle.title}, barrier", f"{sync.handle.key}-barrier"
+            late_text = "not every rank came within {waited:.2f} s"
+            self._barrier = EncoderSync(title, key, sync.group_syncs, late_text, _REPORT_PATIENCE)
+            sync.group_syncs.add(self._encoder, self._barrier)
+        return self._barrier
 
 
 def _inputs(encoder: torch.nn.Module, inputs: Inputs) -> Iterator[Found]:

@@ -1,4 +1,4 @@
-"""Records this process's encoder calls while a trace is on: what stands in for a target's `forward`, and the observer.
+"""Records encoder calls while a trace is on: what stands in for a target's `forward`, and the events' subscriber.
 
 On the training thread: a few small objects for each call, one enqueue for each record, once per encoder a walk through
 its modules, the text of an exception, and what the user has asked for with checks. The rest is the writer's thread's.
@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 
-from nemo_patches.stall.heartbeats import MissingRank
+from nemo_patches.stall.missing_rank import StallReported
 from nemo_patches.sync import __version__, length_sync
-from nemo_patches.sync import events as activity
-from nemo_patches.sync.events import Synced
+from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
@@ -50,7 +49,8 @@ def start(settings: TraceSettings) -> None:
     """Trace from the next encoder call on; one trace at a time."""
     global _recorder
     stop()
-    activity.observer = _recorder = Recorder(settings)
+    _recorder = Recorder(settings)
+    bus.subscribe("tracing", _recorder.handle)
 
 
 def stop() -> None:
@@ -58,8 +58,7 @@ def stop() -> None:
     global _recorder
     ending, _recorder = _recorder, None
     if ending is not None:
-        if activity.observer is ending:
-            activity.observer = None
+        bus.unsubscribe(ending.handle)
         ending.close("revert(), or apply() with another trace")
 
 
@@ -157,34 +156,43 @@ class Recorder:
             writer.put_later(lambda: _memory(t, device))
         self._calls += 1
 
-    # The observer's side: the length sync's news, and the stall monitor's, from its thread.
-
-    def length_synced(self, encoder: torch.nn.Module, title: str, synced: Synced) -> None:
+    def handle(self, event: object) -> None:
+        """An event of the sync, on the training thread, or a stall report, on the stall monitor's."""
         with self.guard:
-            self._length_synced(encoder, title, synced)
+            if isinstance(event, CallLeft):
+                self._call_left(event)
+            elif isinstance(event, Grown):
+                self.grown(event.encoder, event.old, event.new)
+            elif isinstance(event, StallReported) and (writer := self.writer) is not None:
+                ranks, kinds, where = (
+                    [getattr(rank, name) for rank in event.missing] for name in ("rank", "kind", "where")
+                )
+                missing = records.Missing(writer.now(), event.encoder, event.call, ranks, kinds, where, event.unknown)
+                writer.put(missing)
 
-    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
-        with self.guard:
-            self._grown(encoder, old, new)
-
-    def stalled(self, title: str, call: int, missing: tuple[MissingRank, ...], unknown: str) -> None:
-        with self.guard:
-            if (writer := self.writer) is not None:
-                ranks, kinds, where = ([getattr(one, name) for one in missing] for name in ("rank", "kind", "where"))
-                writer.put(records.Missing(writer.now(), title, call, ranks, kinds, where, unknown))
-
-    def _length_synced(self, encoder: torch.nn.Module, title: str, synced: Synced) -> None:
-        state = self._state_of(encoder)
-        if state is None or (writer := self.writer) is None:
+    def _call_left(self, event: CallLeft) -> None:
+        state = self._state_of(event.encoder)
+        if not event.outcome or state is None or (writer := self.writer) is None:
             return
         if state.call is None:  # a compiled call, or a class whose forward does not call its parent's
             state.number += 1
-        if state.name != title:
-            state.name = title
-            self._describe(encoder, state)
-        writer.put(records.Sync(writer.now(), state.e, state.number, *synced._replace(waited=round(synced.waited, 6))))
+        if state.name != event.sync.title:  # it counts the encoders of this process group
+            state.name = event.sync.title
+            self._describe(event.encoder, state)
+        writer.put(
+            records.Sync(
+                t=writer.now(),
+                e=state.e,
+                n=state.number,
+                outcome=event.outcome,
+                round=event.round,
+                waited=round(event.waited_s, 6),
+                local=event.local,
+                result=event.result,
+            )
+        )
 
-    def _grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
         state = self._state_of(encoder)
         if state is None or (writer := self.writer) is None:
             return
@@ -210,10 +218,9 @@ class Recorder:
         return state
 
     def _first_call(self, encoder: torch.nn.Module) -> _EncoderState:
-        sync = length_sync.sync_of(encoder)
         name = type(encoder).__name__
         self._seen[name] += 1
-        title = sync.title if sync else name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
+        title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
         state = _EncoderState(self._seen.total(), title, _positions(encoder))
         state.is_now_inside_ddp(encoder)
         if self.settings.checks:

@@ -1,0 +1,32 @@
+"""Logs all threads' stacks, once, where an encoder call lasts longer than call_timeout; interrupts nothing."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+
+from ..sync.rank_log import report
+from . import stacks
+from .training_notes import FORWARD, TrainingNotes
+
+
+class CallWatchdog:
+    """The stall monitor's thread calls `look`, and alone writes the fields."""
+
+    def __init__(self, notes: TrainingNotes) -> None:
+        self._notes = notes
+        self._said_since = 0.0  # the begin of the call that was reported last
+
+    def look(self, now: float, limit_s: float) -> None:
+        """limit_s: 0.0 for never."""
+        last, phase = self._notes.last, self._notes.phase
+        if not limit_s or not last.since or self._said_since == last.since or now - last.since < limit_s:
+            return
+        if phase == FORWARD and not last.in_forward():
+            return
+        self._said_since = last.since
+        report(
+            logging.WARNING,
+            f"{last.encoder}: call {last.call} has lasted {now - last.since:.1f} s, more than call_timeout; it is in: "
+            f"{phase}. Nothing is interrupted. | " + " | ".join(stacks.all_threads()),
+        )

@@ -1,0 +1,175 @@
+"""Watches one encoder's rounds: reports a round that is late, with who is missing from it, and that it came."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from ..sync.events import Report, Round, bus
+from ..sync.rank_log import report
+from .missing_query import Answer, MissingQuery, Question, Surroundings
+from .missing_rank import MissingRank, Stall, StallReported
+from .rank_text import LATE, named
+from .training_notes import EncoderNotes, TimedOut
+
+_QUERY_PATIENCE_S = 2.6  # for a query that is not done when its report is due
+_RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
+FIRST_REPEAT_S = 60.0
+
+
+class EncoderWatch:
+    """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
+
+    def __init__(self, notes: EncoderNotes, surroundings: Surroundings, send_heartbeat: Callable[[], None]) -> None:
+        self._notes, self._sync = notes, notes.sync
+        self._surroundings, self._send_heartbeat = surroundings, send_heartbeat
+        self._late: _LateRound | None = None
+        self._said_at = 0.0  # time.monotonic() of the last report
+        self._seen: TimedOut | None = None  # the timeout that was taken last
+        self._pending: TimedOut | None = None  # taken, and its round is not the one that is being reported
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round is late enough to be looked into, or a timeout is still to be."""
+        return self._late is not None or self._pending is not None
+
+    def stall(self) -> Stall | None:
+        """The round that was reported and has not come."""
+        late = self._late
+        if late is None or not late.said_at:
+            return None
+        since = timedelta(seconds=time.monotonic() - late.round.issued_at)
+        answer = late.answer
+        size = self._surroundings.size
+        return Stall(self._sync.title, late.round.call, since, answer.missing, size, answer.unknown)
+
+    def queries(self) -> list[MissingQuery]:
+        return [self._late.query] if self._late is not None and self._late.query is not None else []
+
+    def look(self, now: float, timeout_s: float, is_last: bool) -> None:
+        """is_last: this process ends, or its process group: say what is due, and ask nobody any more."""
+        self._take_timeout()
+        late, pending = self._late, self._pending
+        if late is None:
+            round_ = pending.event.round if pending is not None else self._sync.round
+            if round_ is None:
+                return
+            if pending is None and (self._is_over(round_) or now - round_.issued_at < timeout_s / 2):
+                return
+            self._send_heartbeat()  # with this round, before anybody is asked
+            # An open incident was reported already: then it takes the whole timeout to make another one.
+            heeds_wait = not self._incident_open(self._notes.in_time_at if pending is None else pending.in_time_at)
+            late = self._late = _LateRound(round_, heeds_wait)
+            if not is_last:
+                late.query = self._ask(late, timeout_s, 0)
+        if pending is not None and pending.event.round is late.round:
+            late.promise, self._pending = pending.event.report, None
+        self._step(late, now, timeout_s, is_last)
+
+    def drop(self) -> None:
+        """The round has come, or nobody waits for it any more."""
+        if self._late is not None and self._late.query is not None:
+            self._late.query.cancel()
+        self._late = None
+
+    def _take_timeout(self) -> None:
+        timed_out = self._notes.timed_out
+        if timed_out is None or timed_out is self._seen:
+            return
+        self._seen = timed_out
+        if self._incident_open(timed_out.in_time_at):
+            _keep(timed_out.event.report, Report())
+        else:
+            self._pending = timed_out
+
+    def _incident_open(self, in_time_at: float) -> bool:
+        """Whether the last report is of later than the last round that came in time."""
+        return self._said_at > in_time_at
+
+    def _is_over(self, round_: Round) -> bool:
+        return self._sync.has_come(round_) or self._sync.has_failed() or self._sync.closed
+
+    def _ask(self, late: _LateRound, timeout_s: float, repeat: int) -> MissingQuery:
+        due_at, number = late.due_at(timeout_s), late.round.number
+        question = Question(self._sync.key, number, due_at, repeat, self._title(late.round))
+        return MissingQuery(self._surroundings, question)
+
+    def _step(self, late: _LateRound, now: float, timeout_s: float, is_last: bool) -> None:
+        came = self._sync.has_come(late.round)
+        if came and not late.came_at:
+            late.came_at = late.round.came_at or now
+        over = came or self._is_over(late.round)
+        due_at = late.due_at(timeout_s)
+        due = due_at <= (late.came_at or now)
+        if over and not due:
+            self.drop()
+            return
+        query = late.query
+        if due and not late.said_at:
+            patience_s = _QUERY_PATIENCE_S if late.promise is None else _RAISE_PATIENCE_S
+            if query is None or query.done or now >= due_at + patience_s or is_last:
+                self._say(late, now)
+        if late.said_at and over:
+            if came:
+                self._say_recovered(late)
+            self.drop()
+        elif late.said_at and now >= late.said_at + FIRST_REPEAT_S * 2**late.repeats:
+            if query is None or query.question.repeat <= late.repeats:
+                late.query = self._ask(late, timeout_s, late.repeats + 1)
+            elif query.done or query.age_s > _QUERY_PATIENCE_S + self._surroundings.period_s * 2:
+                late.repeats += 1
+                self._say(late, now)
+
+    def _say(self, late: _LateRound, now: float) -> None:
+        round_, query = late.round, late.query
+        answer = query.answer() if query is not None else Answer(unknown="this process ends")
+        if answer.unknown and not answer.missing and self._surroundings.size == 2:
+            # Whatever else is not known: it is the other one.
+            answer = replace(answer, missing=(MissingRank(1 - self._surroundings.rank, LATE),))
+        late.answer = answer
+        late.said_at = self._said_at = now  # after the answer: `stall` may be looking
+        waited_s = (round_.gave_up_at or late.came_at or now) - round_.issued_at
+        still = f"still (after {timedelta(seconds=round(now - round_.issued_at))}) " if late.repeats else ""
+        missing = answer.text(self._surroundings.size)
+        text = f"{self._title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
+        _keep(late.promise, Report(text, answer.missing))
+        bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
+        report(logging.WARNING, text)
+
+    def _say_recovered(self, late: _LateRound) -> None:
+        missing = late.answer.missing
+        who = named(rank.rank for rank in missing) if missing else "the missing length"
+        been = "".join(f"; rank {rank.rank} had been in {rank.where}" for rank in missing if rank.where)
+        late_s = (late.came_at or time.monotonic()) - late.round.issued_at
+        report(logging.WARNING, f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been}")
+
+    def _title(self, round_: Round) -> str:
+        return f"{self._sync.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"
+
+
+@dataclass(eq=False)
+class _LateRound:
+    """A round that is late, from half the timeout on, or from a wait that timed out."""
+
+    round: Round
+    heeds_wait: bool  # whether a wait that timed out makes it one to report, or only the whole timeout
+    query: MissingQuery | None = None  # None at exit, when nobody is asked any more
+    promise: Future[Report] | None = None  # for the exception of on_timeout="raise"
+    answer: Answer = Answer()  # noqa: RUF009  # frozen; replaced as a whole, other threads read it
+    came_at: float = 0.0  # as soon as the monitor or the training thread has seen it
+    said_at: float = 0.0
+    repeats: int = 0
+
+    def due_at(self, timeout_s: float) -> float:
+        end = self.round.issued_at + timeout_s
+        return min(self.round.gave_up_at, end) if self.heeds_wait and self.round.gave_up_at else end
+
+
+def _keep(promise: Future[Report] | None, kept: Report) -> None:
+    if promise is not None and not promise.done():
+        promise.set_result(kept)

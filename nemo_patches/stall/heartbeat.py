@@ -1,0 +1,41 @@
+"""A rank's heartbeat: what it says of itself, again and again, to whoever waits for it."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One heartbeat. `number` rises from one to the next: where it stands still, the heart has stopped."""
+
+    rank: int
+    number: int
+    host: str
+    pid: int
+    versions: str
+    settings: str
+    phase: str
+    encoder: str  # of the last call; empty before the first
+    calls: int  # of all encoders
+    clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
+    idle: float  # seconds since the last encoder call began; -1 before the first
+    rounds: dict[str, int]  # by encoder, those called last: the rounds that this rank has come to
+    address: str = ""  # where this rank listens for direct questions; empty: nowhere
+    port: int = 0
+    where: str = ""  # what its training thread does, where the last call is long ago
+    workers: tuple[int, ...] = ()  # process ids of data loader workers, then
+
+    def has_come(self, encoder_key: str, round_number: int) -> bool:
+        """Whether its rank has come to this round of this encoder."""
+        return self.rounds.get(encoder_key, 0) >= round_number > 0
+
+
+def period_for_s(size: int) -> float:
+    """Seconds from one heartbeat of a rank to the next, of so many ranks. Many beat less often, for the one store."""
+    return max(_PERIOD_S, size * _PERIOD_PER_RANK_S)
+
+
+_PERIOD_S, _PERIOD_PER_RANK_S = 1.0, 1 / 400
+PERIOD_ON_A_FILE_S = 30.0  # a file store only grows

@@ -1,0 +1,92 @@
+"""A missing rank, and how a log line describes the missing ranks."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+from .rank_text import ELSEWHERE, KINDS, LEFT, SILENT, UNANNOUNCED, named
+
+DETAILED = 4  # missing ranks of which a report says where they are; of the others it says which they are
+
+UNPATCHED = (
+    "A rank that is not patched waits in the default process group, where the other ranks' next collective meets its "
+    "reduce: the job then hangs, dies or reduces wrong numbers. What keeps it from being patched is on its stderr, and "
+    "`nemo-patches status` says it there"
+)
+
+
+@dataclass(frozen=True)
+class MissingRank:
+    """A rank that the others wait for.
+
+    kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late". The rest is what it last said of itself: empty,
+    0 and -1 where it said nothing, or where too many ranks are missing to describe each. idle: seconds since its last
+    encoder call began. where: what its training thread does, only if its heart beats. workers: process ids of its data
+    loader's workers.
+    """
+
+    rank: int
+    kind: str
+    host: str = ""
+    pid: int = 0
+    calls: int = 0
+    idle: float = -1.0
+    where: str = ""
+    workers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        place = [*([self.host] if self.host else []), *([f"pid {self.pid}"] if self.pid else [])]
+        who = f"rank {self.rank}" + (f" ({', '.join(place)})" if place else "")
+        least = "at least " if self.kind == SILENT else ""
+        last = f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago" if self.idle >= 0 else ""
+        workers = f"; its data loader's workers: pids {', '.join(map(str, self.workers))}" if self.workers else ""
+        if self.kind == UNANNOUNCED:
+            return f"{who} has not announced itself: not patched, not started, or not yet at a first encoder call"
+        if self.kind == LEFT:
+            return f"{who} has left: it ended, or destroyed its process group{last}"
+        if self.kind == SILENT:
+            meaning = "stopped, killed, its host unreachable, or something in it holds Python's lock (GIL)"
+            return f"{who} has no heartbeat: {meaning}{last}"
+        has = "is elsewhere" if self.kind == ELSEWHERE else "is late"
+        return f"{who} {has}{': ' if self.where else ''}{self.where}{last}{workers}"
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Ranks that this one waits, or has stopped waiting, for: `status().stalls` has those that last."""
+
+    encoder: str
+    call: int  # 0 where the encoder's length sync has ended, because the missing ranks have gone
+    since: timedelta  # since this rank came to the round
+    missing: tuple[MissingRank, ...]
+    size: int  # ranks in all
+    unknown: str  # why `missing` is not known; empty where it is
+
+    def __str__(self) -> str:
+        who = f"not told: {self.unknown}" if self.unknown else described(self.missing, self.size)
+        return f"{self.encoder}: call {self.call}, {self.since.total_seconds():.0f} s ago, missing: {who}"
+
+
+class StallReported(NamedTuple):
+    """An event: this rank has logged who is missing. call: 0 where the length sync has ended. unknown: as of Stall."""
+
+    encoder: str
+    call: int
+    missing: tuple[MissingRank, ...]
+    unknown: str
+
+
+def described(missing: tuple[MissingRank, ...], size: int) -> str:
+    """The missing ranks, at least one, of `size` in all: all named, and what the first DETAILED do."""
+    lines = [str(rank) for rank in missing[:DETAILED]]
+    rest = missing[DETAILED:]
+    for kind in KINDS:
+        ranks = [missing_rank.rank for missing_rank in rest if missing_rank.kind == kind]
+        if ranks:
+            lines.append(f"{len(ranks)} more {kind}: {named(ranks)}")
+    if any(rank.kind == UNANNOUNCED for rank in missing):
+        lines.append(UNPATCHED)
+    return f"{named(rank.rank for rank in missing)} of {size} | " + " | ".join(lines)

@@ -1,0 +1,63 @@
+"""Makes this rank's heartbeats, from what the training thread has noted."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import time
+
+from ..sync import __version__
+from ..sync.events import Group
+from ..sync.length_sync import current
+from . import stacks
+from .heartbeat import Heartbeat
+from .peers import Listener
+from .rank_text import LEFT
+from .training_notes import FORWARD, TrainingNotes
+
+
+class OwnHeartbeat:
+    """Any thread may have one made."""
+
+    def __init__(self, group: Group, notes: TrainingNotes) -> None:
+        self._group, self._notes = group, notes
+        self._numbers = itertools.count(1)
+
+    def make(self, listener: Listener | None, phase: str = "") -> Heartbeat:
+        """This rank's next heartbeat. phase: in place of the noted one."""
+        now, settings, last = time.monotonic(), current(), self._notes.last
+        idle = now - last.since if last.since else -1.0
+        if not phase:
+            phase = self._notes.phase
+            if phase == FORWARD and not last.in_forward():
+                phase = "between encoder calls"
+        # A rank that is long away says where it is by itself: one that is asked may be unable to answer.
+        away = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
+        syncs = [notes.sync for notes in self._notes.encoders(self._group)]
+        rounds = [(round_.issued_at, sync.key, round_.number) for sync in syncs if (round_ := sync.round) is not None]
+        return Heartbeat(
+            rank=self._group.rank,
+            number=next(self._numbers),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            versions=_versions(),
+            settings=str(settings),
+            phase=phase,
+            encoder=last.encoder,
+            calls=last.calls,
+            clock=last.clock,
+            idle=idle,
+            rounds={key: number for _, key, number in sorted(rounds)},
+            address=listener.address if listener is not None else "",
+            port=listener.port if listener is not None else 0,
+            where=stacks.where(last.thread) if away else "",
+            workers=stacks.loader_workers() if away else (),
+        )
+
+
+def _versions() -> str:
+    nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
+    return f"nemo_patches {__version__}, nemo {nemo}"

@@ -1,0 +1,118 @@
+"""This rank's one connection to the job's store for stall reports, and the short-lived threads that ask over it.
+
+A question may stay unanswered for minutes where a network is cut. So each is asked in a thread of its own, and the
+connection is used by one thread at a time, under its lock.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..sync import store as keys
+from ..sync.store import JobStore
+from .heartbeat import Heartbeat
+from .wire import decode_heartbeat, encode_heartbeat
+
+_KEYS_PER_REQUEST = 256
+_SEND_PATIENCE_S = 0.05  # for the lock: a heartbeat waits for nobody's answer
+
+
+class StoreClient:
+    """`asking` for requests that wait for an answer, `send` for a heartbeat, which does not; `ask_in_thread`."""
+
+    def __init__(self, job_store: JobStore) -> None:
+        self._job_store = job_store
+        self._lock = threading.Lock()
+        self._store: dist.Store | None = None  # written under the lock
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    @contextmanager
+    def asking(self) -> Iterator[dist.Store]:
+        """The store, for requests by this thread alone. May block; raises the store's errors."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._job_store.connect()
+            yield self._store
+
+    def send(self, make_heartbeat: Callable[[], Heartbeat]) -> Heartbeat | None:
+        """Leave this rank's heartbeat; None where another thread waits for an answer. Raises the store's errors."""
+        store = self._store
+        if store is None or not self._lock.acquire(timeout=_SEND_PATIENCE_S):
+            return None
+        try:
+            heartbeat = make_heartbeat()
+            send(store, heartbeat)
+            return heartbeat
+        finally:
+            self._lock.release()
+
+    def ask_in_thread(self, ask: Callable[[], None], name: str = "nemo_patches query") -> threading.Thread:
+        """Run `ask` in a daemon thread, which `join` knows."""
+        thread = threading.Thread(target=ask, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return thread
+
+    def disconnect(self) -> None:
+        """Let the connection go, unless a thread is still asking over it; then that thread does, at its end."""
+        self._store = None
+
+    def join(self, also: Iterable[threading.Thread], limit: timedelta) -> None:
+        """At exit: wait for the threads' ends, for a short while; c10d must not return into a dying interpreter.
+
+        A thread that the store still has not answered then stays there.
+        """
+        end = time.monotonic() + limit.total_seconds()
+        for thread in (*also, *list(self._threads)):
+            thread.join(max(end - time.monotonic(), 0.0))
+            if thread.is_alive():
+                self._job_store.outlive_interpreter()
+
+
+def announce(store: dist.Store, heartbeat: Heartbeat) -> None:
+    """The first heartbeat, and then the sign that there is one."""
+    send(store, heartbeat)
+    store.add(keys.presence_key(heartbeat.rank), 1 << heartbeat.rank % keys.RANKS_PER_PRESENCE_KEY)
+    store.add(keys.ANNOUNCED, 1)
+
+
+def count_announced(store: dist.Store) -> int:
+    """How many ranks have announced themselves, in one request."""
+    return int(store.add(keys.ANNOUNCED, 0))
+
+
+def announced_ranks(store: dist.Store, size: int) -> set[int]:
+    """The ranks that have announced themselves: one request for each 62 ranks."""
+    ranks: set[int] = set()
+    step = keys.RANKS_PER_PRESENCE_KEY
+    for first in range(0, size, step):
+        bits = store.add(keys.presence_key(first), 0)
+        ranks.update(rank for rank in range(first, min(first + step, size)) if bits >> rank - first & 1)
+    return ranks
+
+
+def send(store: dist.Store, heartbeat: Heartbeat) -> None:
+    """Waits for no answer."""
+    store.set(keys.heartbeat_key(heartbeat.rank), encode_heartbeat(heartbeat).decode())
+
+
+def read_heartbeats(store: dist.Store, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+    """The latest heartbeats of ranks that have announced themselves, by rank."""
+    wanted = sorted(ranks)
+    heartbeats: dict[int, Heartbeat] = {}
+    for start in range(0, len(wanted), _KEYS_PER_REQUEST):
+        some = wanted[start : start + _KEYS_PER_REQUEST]
+        answers = store.multi_get([keys.heartbeat_key(rank) for rank in some])
+        for rank, data in zip(some, answers, strict=True):
+            heartbeat = decode_heartbeat(data)
+            if heartbeat is not None and heartbeat.rank == rank:
+                heartbeats[rank] = heartbeat
+    return heartbeats

@@ -1,0 +1,106 @@
+"""What the training thread does, noted from the sync's events on that thread, and read by the stall monitor's."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..sync import events
+from ..sync.events import Group, Report, SyncHandle, WaitTimedOut
+from . import stacks
+
+LENGTH_SYNC = "length sync"
+GROWTH = "growth of the positional encoding"
+FORWARD = "forward, after the length sync"
+
+
+class LastCall(NamedTuple):
+    """The encoder call of this process that began last, under a process group."""
+
+    encoder: str = ""
+    call: int = 0  # of that encoder
+    clock: tuple[int, int] = (0, 0)  # of that encoder, before the call: training calls, evaluation calls since
+    calls: int = 0  # of all encoders
+    since: float = 0.0  # time.monotonic() at which it began; 0.0 before the first
+    thread: int = 0
+    place: tuple[str, str] = ("", "")  # the function that called the length sync: file and name
+
+    def in_forward(self) -> bool:
+        """Whether the encoder's forward, which made this call, is still running."""
+        return stacks.runs(self.thread, self.place)
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """A wait that timed out. in_time_at: when, before that, a round had last come in time; 0.0: never."""
+
+    event: WaitTimedOut
+    in_time_at: float
+
+
+class EncoderNotes:
+    """Of one encoder's sync. Only the training thread writes them."""
+
+    def __init__(self, sync: SyncHandle) -> None:
+        self.sync = sync
+        self.timed_out: TimedOut | None = None  # the latest
+        self.in_time_at = 0.0  # time.monotonic() at which a round last came in time
+        self.place = stacks.encoder_function()
+
+
+class TrainingNotes:
+    """Of this process. Only the training thread writes them; what it writes is replaced as a whole."""
+
+    def __init__(self) -> None:
+        self.last = LastCall()
+        self.phase = ""  # of that call
+        self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
+        self._encoders: dict[SyncHandle, EncoderNotes] = {}
+
+    def encoders(self, group: Group) -> list[EncoderNotes]:
+        """Those of one process group, also of encoders that have gone just now."""
+        return [notes for notes in list(self._encoders.values()) if notes.sync.group is group]
+
+    def note(self, event: object) -> None:
+        if isinstance(event, events.CallBegan):
+            self._call_began(event)
+        elif isinstance(event, events.CallLeft | events.Grown):
+            self.phase = FORWARD
+        elif isinstance(event, events.GrowthBegan):
+            self.phase = GROWTH
+        elif isinstance(event, events.RoundCame) and event.in_time:
+            self._of(event.sync).in_time_at = time.monotonic()
+        elif isinstance(event, events.WaitTimedOut):
+            notes = self._of(event.sync)
+            _promise(event.report)
+            notes.timed_out = TimedOut(event, notes.in_time_at)
+        elif isinstance(event, events.RoundIssued):
+            self._of(event.sync)
+        elif isinstance(event, events.SyncEnded) and event.report is not None:
+            _promise(event.report)
+            self.end_promises.put(event.report)
+
+    def _call_began(self, event: events.CallBegan) -> None:
+        self.phase = LENGTH_SYNC
+        title, place = event.sync.title, self._of(event.sync).place
+        calls, thread = self.last.calls + 1, threading.get_ident()
+        self.last = LastCall(title, event.call, event.clock, calls, time.monotonic(), thread, place)
+
+    def _of(self, sync: SyncHandle) -> EncoderNotes:
+        notes = self._encoders.get(sync)
+        if notes is None:
+            # A new encoder is the time to forget those that have gone.
+            kept = {sync: notes for sync, notes in self._encoders.items() if not sync.closed}
+            notes = kept[sync] = EncoderNotes(sync)
+            self._encoders = kept
+        return notes
+
+
+def _promise(report: Future[Report] | None) -> None:
+    if report is not None:
+        report.set_running_or_notify_cancel()

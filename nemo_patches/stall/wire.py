@@ -1,0 +1,165 @@
+"""What ranks send each other, as JSON of bounded size: heartbeats, missing ranks, addresses and short texts.
+
+What a peer has sent is data: its types are checked, its size is bounded, it is printed without control characters, and
+nothing of it is evaluated.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any, NamedTuple
+
+from .heartbeat import Heartbeat
+from .missing_rank import DETAILED, MissingRank
+from .rank_text import KINDS, ranges, safe
+
+LONGEST_HEARTBEAT = 4096  # bytes; a longer one is not taken
+LONGEST_REPORT = 1 << 18  # bytes
+_MOST_ENCODERS = 16
+_MOST_WORKERS = 32
+
+
+class Peer(NamedTuple):
+    """Where a rank's process is, and where it listens. The address is empty where it does not."""
+
+    host: str
+    pid: int
+    address: str
+    port: int
+
+
+def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
+    """At most LONGEST_HEARTBEAT bytes: what a reader can do without goes first."""
+    rounds = dict(list(heartbeat.rounds.items())[-_MOST_ENCODERS:])
+    short = replace(heartbeat, rounds=rounds, workers=heartbeat.workers[:_MOST_WORKERS])
+    for candidate in (short, replace(short, workers=()), replace(short, workers=(), where="")):
+        data = _bytes(asdict(candidate))
+        if len(data) <= LONGEST_HEARTBEAT:
+            return data
+    return _bytes(asdict(replace(short, workers=(), where="", rounds={}, settings="", encoder="")))
+
+
+def decode_heartbeat(data: bytes) -> Heartbeat | None:
+    """A peer's heartbeat; None if malformed."""
+    heartbeat: Heartbeat | None = _checked(Heartbeat, _json(data, LONGEST_HEARTBEAT))
+    return heartbeat
+
+
+def encode_missing(missing: Iterable[MissingRank]) -> bytes:
+    """What one waiting rank found out, for the others. All ranks are named, and the first DETAILED described."""
+    in_order = sorted(missing, key=lambda rank: rank.rank)
+    kinds = {kind: ranges(rank.rank for rank in in_order if rank.kind == kind) for kind in KINDS}
+    return _bytes({"kinds": kinds, "details": [asdict(rank) for rank in in_order[:DETAILED]]})
+
+
+def decode_missing(data: bytes, size: int) -> tuple[MissingRank, ...] | None:
+    """The missing ranks, in rising order, of `size` ranks in all; None if malformed."""
+    content = _json(data, LONGEST_REPORT)
+    try:
+        details = [_checked(MissingRank, detail) for detail in content["details"][:DETAILED]]
+        detailed = {detail.rank: detail for detail in details if detail}
+        missing = {
+            rank: detailed.get(rank) or MissingRank(rank, kind)
+            for kind in KINDS
+            for first, last in content["kinds"][kind]
+            for rank in range(max(int(first), 0), min(int(last), size - 1) + 1)
+        }
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return tuple(missing[rank] for rank in sorted(missing))
+
+
+def encode_texts(texts: Mapping[str, str]) -> bytes:
+    return _bytes(dict(texts))
+
+
+def decode_texts(data: bytes) -> dict[str, str]:
+    """Short texts by name; empty if malformed."""
+    content = _json(data, LONGEST_REPORT)
+    if not isinstance(content, dict):
+        return {}
+    return {safe(name): safe(text) for name, text in content.items() if isinstance(text, str)}
+
+
+def encode_peers(peers: Mapping[int, Peer]) -> str:
+    return json.dumps({str(rank): peer for rank, peer in peers.items()})
+
+
+def decode_peers(data: bytes, size: int) -> dict[int, Peer]:
+    """The peers by rank, for `size` ranks in all; empty if malformed."""
+    try:
+        content = json.loads(data) if len(data) <= LONGEST_REPORT else {}
+        peers = {int(rank): _peer(*peer) for rank, peer in content.items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+    return {rank: peer for rank, peer in peers.items() if 0 <= rank < size}
+
+
+def _peer(host: str, pid: int, address: str, port: int) -> Peer:
+    return Peer(safe(host), int(pid), str(ipaddress.ip_address(address)) if address else "", int(port) & 0xFFFF)
+
+
+def _bytes(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")  # a file's name may be no text at all
+
+
+def _json(data: bytes, longest: int) -> Any:
+    if len(data) > longest:
+        return None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checked(kind: type[Any], content: Any) -> Any:
+    """An instance of the dataclass with every field of the type that it should have; None where one is not."""
+    if not isinstance(content, dict):
+        return None
+    checked: dict[str, Any] = {}
+    for field in fields(kind):
+        value = content.get(field.name)
+        try:
+            checked[field.name] = _CHECKS[str(field.type)](value)
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            return None
+    return kind(**checked)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return safe(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise TypeError
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not -1 <= value < 1e12:
+        raise TypeError
+    return float(value)
+
+
+def _whole_numbers(value: Any) -> tuple[int, ...]:
+    return tuple(map(_whole, list(value)[:_MOST_WORKERS]))
+
+
+def _rounds(value: Any) -> dict[str, int]:
+    return {_text(key): _whole(number) for key, number in list(value.items())[:_MOST_ENCODERS]}
+
+
+_CHECKS: dict[str, Any] = {
+    "int": _whole,
+    "str": _text,
+    "float": _seconds,
+    "tuple[int, ...]": _whole_numbers,
+    "dict[str, int]": _rounds,
+}
