@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -121,9 +120,9 @@ class _Exchange:
         self.thread: threading.Thread = client.ask_in_thread(self._run)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):
+        try:
             with self._client.asking() as store:
-                store.set(keys.figures_key(self._rank), json.dumps(astuple(self._figures)))
+                store.set(keys.FIGURES.format(rank=self._rank), json.dumps(astuple(self._figures)))
             while self._rank == 0 and self.exchanged is None and time.monotonic() < self._began + _EXCHANGE_LIMIT_S:
                 with self._client.asking() as store:
                     figures = self._read(store)
@@ -131,10 +130,14 @@ class _Exchange:
                     self.exchanged = _Exchanged(figures, self._began)
                 else:
                     time.sleep(_LOOK_S)
+        except RuntimeError:
+            pass  # a store that has gone is a stall report's to say
+        except Exception as error:
+            report(logging.ERROR, f"LengthSyncCallback: figures that cannot be read: {error!r}")
 
     def _read(self, store: dist.Store) -> dict[int, _Figures]:
         """Empty while not every rank has left its first."""
-        wanted = [keys.figures_key(rank) for rank in range(self._size)]
+        wanted = [keys.FIGURES.format(rank=rank) for rank in range(self._size)]
         if not store.check(wanted):
             return {}
         figures = (_Figures(*json.loads(data)) for data in store.multi_get(wanted))

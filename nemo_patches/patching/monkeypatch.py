@@ -17,6 +17,7 @@ import torch
 import wrapt
 
 from nemo_patches.patching import admission, start_up
+from nemo_patches.patching.give_back import give_back_all
 from nemo_patches.patching.start_up import COLLECTION, DISABLE_VARIABLE
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import subscriber
@@ -25,7 +26,6 @@ from nemo_patches.stall.rank_text import named
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.encoder_methods import bounded, following_apply, private_setter
 from nemo_patches.sync.length_sync import EncoderCounters
-from nemo_patches.sync.private_growth import give_back_all
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
 from nemo_patches.tracing import recorder

@@ -57,7 +57,7 @@ class _Question:
     def _run(self) -> None:
         # Errors are nobody's concern: a store that is gone is the waiting ranks' to report.
         with contextlib.suppress(Exception):
-            key = keys.waited_for_key(self._rank)
+            key = keys.WAITED_FOR.format(rank=self._rank)
             for seconds in _LOOKS_S:
                 sleep_until(self._began + seconds, lambda: self.cancelled)
                 with self._client.asking() as store:

@@ -160,12 +160,14 @@ class StoreQuery:
             attempt = 0
             while not self.cancelled and self.missing is None:
                 attempt += 1
-                self._ask(keys.query_topic(*self._identity(), attempt))
+                self._ask(self._topic(attempt))
         except Exception as error:
             self._error = first_line(error)
 
-    def _identity(self) -> tuple[str, int, int]:
-        return self._question.key, self._question.round_number, self._question.repeat
+    def _topic(self, attempt: int) -> str:
+        """Under which ranks agree on who finds out, and where that rank leaves it."""
+        key, number, repeat = self._question.key, self._question.round_number, self._question.repeat
+        return keys.QUERY.format(encoder=key, round=number, repeat=repeat, attempt=attempt)
 
     def _ask(self, topic: str) -> None:
         """The first to ask under a topic finds out for all; the others wait for that, and not for long."""
@@ -196,7 +198,7 @@ class StoreQuery:
         store.set(f"{topic}/missing", encode_missing(missing).decode())
         for rank in missing:
             texts = encode_texts({"id": topic, "incident": self._question.incident, "where": rank.where})
-            store.set(keys.waited_for_key(rank.rank), texts.decode())
+            store.set(keys.WAITED_FOR.format(rank=rank.rank), texts.decode())
 
     def _find_out(self) -> tuple[MissingRank, ...]:
         """Looks when it begins, when the report is due, and when a heart that beats must have been seen to."""

@@ -79,8 +79,9 @@ class StoreClient:
 
 def announce(store: dist.Store, heartbeat: Heartbeat) -> None:
     """The first heartbeat, and then the sign that there is one."""
+    step = keys.RANKS_PER_BLOCK
     send(store, heartbeat)
-    store.add(keys.presence_key(heartbeat.rank), 1 << heartbeat.rank % keys.RANKS_PER_PRESENCE_KEY)
+    store.add(keys.PRESENT.format(block=heartbeat.rank // step), 1 << heartbeat.rank % step)
     store.add(keys.ANNOUNCED, 1)
 
 
@@ -92,16 +93,16 @@ def count_announced(store: dist.Store) -> int:
 def announced_ranks(store: dist.Store, size: int) -> set[int]:
     """The ranks that have announced themselves: one request for each 62 ranks."""
     ranks: set[int] = set()
-    step = keys.RANKS_PER_PRESENCE_KEY
+    step = keys.RANKS_PER_BLOCK
     for first in range(0, size, step):
-        bits = store.add(keys.presence_key(first), 0)
+        bits = store.add(keys.PRESENT.format(block=first // step), 0)
         ranks.update(rank for rank in range(first, min(first + step, size)) if bits >> rank - first & 1)
     return ranks
 
 
 def send(store: dist.Store, heartbeat: Heartbeat) -> None:
     """Waits for no answer."""
-    store.set(keys.heartbeat_key(heartbeat.rank), encode_heartbeat(heartbeat).decode())
+    store.set(keys.HEARTBEAT.format(rank=heartbeat.rank), encode_heartbeat(heartbeat).decode())
 
 
 def read_heartbeats(store: dist.Store, ranks: Iterable[int]) -> dict[int, Heartbeat]:
@@ -110,7 +111,7 @@ def read_heartbeats(store: dist.Store, ranks: Iterable[int]) -> dict[int, Heartb
     heartbeats: dict[int, Heartbeat] = {}
     for start in range(0, len(wanted), _KEYS_PER_REQUEST):
         some = wanted[start : start + _KEYS_PER_REQUEST]
-        answers = store.multi_get([keys.heartbeat_key(rank) for rank in some])
+        answers = store.multi_get([keys.HEARTBEAT.format(rank=rank) for rank in some])
         for rank, data in zip(some, answers, strict=True):
             heartbeat = decode_heartbeat(data)
             if heartbeat is not None and heartbeat.rank == rank:

@@ -16,7 +16,7 @@ import torch
 from . import __version__
 from .events import Grown, GrowthBegan, bus
 from .length_sync import synced_length
-from .private_growth import apply_to_grown, grown_privately, happened
+from .private_growth import apply_to_grown, grown_privately, growth
 
 
 def bounded(
@@ -47,7 +47,7 @@ def bounded(
     def update(self: Any, seq_length: int, device: torch.device) -> None:
         if in_force() and _distributed():
             sync_and_grow(self, seq_length, device)
-        elif happened():  # the process group is gone, or hidden for a while: what is private must stay so
+        elif growth.happened:  # the process group is gone, or hidden for a while: what is private must stay so
             grow_alone(self, seq_length, device)
         else:
             original(self, seq_length, device)
@@ -65,7 +65,7 @@ def private_setter(original: Callable[..., None], in_force: Callable[[], bool]) 
 
     @functools.wraps(original)
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:
-        if happened() or (in_force() and _distributed()):
+        if growth.happened or (in_force() and _distributed()):
             set_privately(self, max_audio_length)
         else:
             original(self, max_audio_length)

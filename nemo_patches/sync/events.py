@@ -21,7 +21,7 @@ from .store import JobStore
 
 
 class Group:
-    """One default process group, as this rank sees it. Only its `GroupSyncs` writes `closed`."""
+    """One default process group, as this rank sees it."""
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
         self.rank, self.size, self.store = rank, size, store
@@ -44,7 +44,7 @@ class SyncHandle:
     """What a subscriber may read of one encoder's sync, on any thread. Only the training thread writes it."""
 
     def __init__(self, title: str, key: str, group: Group, rounds: Rounds, late_text: str) -> None:
-        """title: for people, "ConformerEncoder #2". key: the same on all ranks, in the store. late_text: of `late`."""
+        """title: for people, "ConformerEncoder #2". key: the same on all ranks. late_text: the format of `late`."""
         self.title, self.key, self.group = title, key, group
         self.round: Round | None = None  # the latest that was issued
         self.ended = ""  # why there are no more rounds
@@ -93,11 +93,9 @@ class RoundIssued(NamedTuple):
 
 
 class RoundCame(NamedTuple):
-    """The training thread has taken a round's result. in_time: the call that waits for it has it, or no call waits."""
-
     sync: SyncHandle
     round: Round
-    in_time: bool
+    in_time: bool  # the call that waited for it has it, or no call waits (sync="overlapped")
 
 
 class WaitTimedOut(NamedTuple):
@@ -121,19 +119,15 @@ class SyncEnded(NamedTuple):
 
 
 class CallLeft(NamedTuple):
-    """A call has its length. `encoder` is for now, not to be kept.
+    """A call has its length."""
 
-    outcome: one of protocol.py's; empty where a signal handler's exception came through. round: the latest that was
-    issued. local, result: this rank's own length and the one that the encoder grows to.
-    """
-
-    encoder: torch.nn.Module
+    encoder: torch.nn.Module  # not to be kept
     sync: SyncHandle
-    outcome: str
-    round: int
+    outcome: str  # one of protocol.py's; empty where an exception of a signal handler came through
+    round: int  # the latest that was issued
     waited_s: float
-    local: int
-    result: int
+    local: int  # this rank's own length
+    result: int  # the one that the encoder grows to
 
 
 class GrowthBegan(NamedTuple):
@@ -141,10 +135,8 @@ class GrowthBegan(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """An encoder's length-sized buffers have grown from `old` to `new` positions; it may have no sync."""
-
-    encoder: torch.nn.Module  # not to be kept
-    old: int
+    encoder: torch.nn.Module  # not to be kept; it may have no sync
+    old: int  # positions
     new: int
 
 

@@ -1,6 +1,6 @@
 """The rounds of one encoder on a Gloo group of its own: connected off the training thread, waited for in bounded time.
 
-What Gloo does with a late, dead or exiting rank, and how each was measured, is in docs/design.md, "Facts about Gloo".
+docs/design.md, "Facts about Gloo", has what Gloo does with a late, dead or exiting rank, and how that was measured.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -41,7 +41,7 @@ class RoundFailed(Exception):
 class Rounds:
     """At most one outstanding round: `issue`, then `wait` or `poll` until it gives the round's result.
 
-    A round may be issued before the group is connected; it is then queued, and runs as soon as every rank has come.
+    A round that is issued before the group is connected runs as soon as every rank has come.
     """
 
     def __init__(self, helper: Helper, key: str) -> None:
@@ -116,14 +116,14 @@ class Rounds:
     def has_come(self) -> bool:
         """Whether the outstanding round has come; any thread may ask."""
         work = self._work
-        return self._came or (work is not None and work.is_completed() and not _failure(work))
+        return self._came or (work is not None and work.is_completed() and not _failed(work))
 
     def has_failed(self) -> bool:
         """Whether a round has failed, so that there will be no more; any thread may ask."""
         work = self._work
         if self.closed:
             return False
-        return bool(self._error) or (work is not None and work.is_completed() and bool(_failure(work)))
+        return bool(self._error) or (work is not None and work.is_completed() and _failed(work))
 
     def close(self) -> None:
         """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block.
@@ -184,16 +184,9 @@ class Rounds:
         except RuntimeError as error:
             self._error = first_line(error)
 
-    def keep_at_exit(self) -> None:
-        for thing in (self._group, self._work):
-            leak(thing)
-
 
 class Helper:
-    """One daemon thread per process group, which connects encoders' groups, over a connection of its own to the store.
-
-    The thread ends when there is nothing to do and is started again when there is.
-    """
+    """Connects encoders' groups, in a daemon thread per process group that runs while there is something to connect."""
 
     def __init__(self, store: JobStore, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -218,11 +211,7 @@ class Helper:
         self._connecting = []
 
     def join(self, limit: timedelta) -> None:
-        """At exit: wait for the thread's end, for a short while; c10d must not return into a dying interpreter.
-
-        A thread that is still in Gloo's constructor then stays there: the store's server, where this process has it,
-        must not end before the process does, or the constructor would fail and return.
-        """
+        """At exit: wait for the thread's end, for a short while. One that is in Gloo's constructor then stays there."""
         self._wake.set()
         if (thread := self._thread) is not None:
             thread.join(limit.total_seconds())
@@ -260,17 +249,12 @@ class Helper:
             return False
         try:
             if entry.store is None:
-                entry.store = rounds.announce(self._connection())
-                entry.promised = rounds
+                self._store = self._store or self._job_store.connect()
+                entry.store, entry.promised = rounds.announce(self._store), rounds
             return rounds.connect(entry.store)
         except Exception as error:
             rounds.fail(first_line(error))
             return True
-
-    def _connection(self) -> dist.Store:
-        if self._store is None:
-            self._store = self._job_store.connect()
-        return self._store
 
 
 @dataclass(eq=False)
@@ -316,39 +300,23 @@ def _require_gloo() -> None:
         dist.ProcessGroupGloo.create_device(interface=interface)
 
 
-def _failure(completed: Any) -> str:
-    """What a completed round failed with; empty where it came."""
+def _failed(completed: Any) -> bool:
     try:
         completed.wait(SHORTEST_WAIT)
-    except RuntimeError as error:
-        return first_line(error)
-    return ""
+    except RuntimeError:
+        return True
+    return False
 
 
-def _keep_groups() -> None:
-    for rounds in list(_live):
-        rounds.keep_at_exit()
-    for pair in _abandoned.values():
+def _stop(join: bool) -> None:
+    """At exit; and in a forked child, where a group's threads do not exist: its destructor would wait for them."""
+    for helper in list(_helpers):
+        helper.stop()
+    for helper in list(_helpers) if join else ():
+        helper.join(timedelta(seconds=0.5))
+    for pair in (*((rounds._group, rounds._work) for rounds in list(_live)), *_abandoned.values()):
         leak(pair)
 
 
-def _stop_helpers() -> None:
-    for helper in list(_helpers):
-        helper.stop()
-
-
-def _at_exit() -> None:
-    _stop_helpers()
-    for helper in list(_helpers):
-        helper.join(timedelta(seconds=0.5))
-    _keep_groups()
-
-
-def _in_forked_child() -> None:
-    # The group's threads do not exist here, so its destructor would wait for them without end.
-    _keep_groups()
-    _stop_helpers()
-
-
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_in_forked_child)
+atexit.register(_stop, join=True)
+os.register_at_fork(after_in_child=lambda: _stop(join=False))

@@ -2,8 +2,7 @@
 
 `synced_length` is the whole interface to NeMo. It replaces the reduce of `ConformerEncoder.update_max_seq_length`
 (nemo/collections/asr/modules/conformer_encoder.py, NeMo 1.20 to 3.0) and of its likes. State lives here, beside the
-encoders, so that state_dict, deepcopy, pickle and export see none of it. Who is missing from a round is none of this
-module's business: it publishes what happens (events.py), and stall/ and tracing/ subscribe.
+encoders: state_dict, deepcopy, pickle and export see none of it. Who is missing from a round, subscribers say.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -29,7 +28,7 @@ from .gloo_rounds import Helper, RoundFailed, Rounds
 from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import raised_by_signal_handler, report
 from .settings import Settings
-from .store import JobStore, group_prefix
+from .store import PREFIX, JobStore
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _REPORT_PATIENCE = timedelta(seconds=0.45)
@@ -80,10 +79,10 @@ class ProcessSync:
     def synced_length(self, encoder: torch.nn.Module, seq_length: int) -> int:
         """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks, and never below its own.
 
-        Waits at most the timeout (and half a second for the report, where on_timeout="raise" was chosen). This rank's
-        own length where the others are late, where the encoder's own `sync_max_audio_length` is false, and where there
-        is no process group or only one rank. Raises LengthSyncTimeout if that was chosen, what a signal handler raises
-        meanwhile, and nothing else.
+        This rank's own where the others are late, where the encoder's own `sync_max_audio_length` is false, and where
+        there is no process group or only one rank. Waits at most the timeout (and half a second more for the report
+        of on_timeout="raise"). Raises LengthSyncTimeout if that was chosen, what a signal handler raises meanwhile,
+        and nothing else.
         """
         length = int(seq_length)
         try:
@@ -98,7 +97,7 @@ class ProcessSync:
             return length
 
     def use(self, settings: Settings) -> None:
-        """Set the settings of this process; they hold from the next encoder call on."""
+        """These settings hold from the next encoder call on."""
         self._settings = settings
 
     def current(self) -> Settings:
@@ -145,7 +144,7 @@ class GroupSyncs:
     def __init__(self, default_group: torch.distributed.ProcessGroup, generation: int) -> None:
         # Weak: a strong reference would keep NCCL's communicators. It also tells us of destroy_process_group.
         self.default_group = weakref.ref(default_group, lambda _: self.close())
-        prefix = group_prefix(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), generation)
+        prefix = PREFIX.format(restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), generation=generation)
         store = JobStore(torch.distributed.distributed_c10d._get_default_store(), prefix)
         self.group = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), store)
         self.helper = Helper(store, self.group.rank, self.group.size)
@@ -255,15 +254,8 @@ class EncoderSync:
 
     def counters(self) -> EncoderCounters:
         protocol = self._protocol
-        return EncoderCounters(
-            encoder=self.handle.title,
-            calls=protocol.calls,
-            rounds=protocol.rounds,
-            fallbacks=self._fallbacks,
-            timeouts=protocol.timeouts,
-            waited=self._waited,
-            ended=self.handle.ended,
-        )
+        counts = (protocol.calls, protocol.rounds, self._fallbacks, protocol.timeouts)
+        return EncoderCounters(self.handle.title, *counts, waited=self._waited, ended=self.handle.ended)
 
     def close(self) -> None:
         self._rounds.close()
@@ -289,28 +281,30 @@ class EncoderSync:
         self._protocol.timed_out()
         self._outcome = TIMEOUT
         round_.gave_up_at = time.monotonic()
-        raises = settings.on_timeout == "raise"
-        promise: futures.Future[Report] | None = futures.Future() if raises else None
+        promise = _promise(settings)
         bus.publish(events.WaitTimedOut(self.handle, round_, promise))
         if promise is not None:
+            kept = _kept(promise, self._report_patience)
             late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
-            told = _promised(promise, self._report_patience)
-            raise LengthSyncTimeout(told.text or f"{self.handle.title}: call {round_.call}: {late}", told.missing)
+            raise LengthSyncTimeout(kept.text or f"{self.handle.title}: call {round_.call}: {late}", kept.missing)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
         text = f"{self.handle.title}: the length sync has ended at call {self._protocol.calls}"
         self.handle.ended = reason
         self._rounds.close()
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        raises = settings.on_timeout == "raise"
-        promise: futures.Future[Report] | None = futures.Future() if raises else None
+        promise = _promise(settings)
         bus.publish(events.SyncEnded(self.handle, reason, promise))
         if promise is not None:
             left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
-            raise LengthSyncTimeout(f"{text}: {reason}", _promised(promise, left + _END_PATIENCE).missing)
+            raise LengthSyncTimeout(f"{text}: {reason}", _kept(promise, left + _END_PATIENCE).missing)
 
 
-def _promised(promise: futures.Future[Report], patience: timedelta) -> Report:
+def _promise(settings: Settings) -> futures.Future[Report] | None:
+    return futures.Future() if settings.on_timeout == "raise" else None
+
+
+def _kept(promise: futures.Future[Report], patience: timedelta) -> Report:
     """The report, if a subscriber has promised one and gives it in time."""
     if promise.running() or promise.done():
         try:

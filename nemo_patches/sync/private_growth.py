@@ -11,7 +11,6 @@ and the buffer keeps the shape it was built with.
 from __future__ import annotations
 
 import copyreg
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,14 +21,17 @@ import torch
 
 LENGTH_SIZED = ("pe", "seq_range")
 
-_growing: set[int] = set()  # encoders inside grown_privately, by id
-_unregistered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # NeMo would have registered their buffer
-_happened = False
+
+class Growth:
+    """What has grown privately in this process."""
+
+    def __init__(self) -> None:
+        self.happened = False  # whether any buffer has
+        self.unregistered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # NeMo would have registered theirs
+        self.growing: set[int] = set()  # encoders inside grown_privately, by id
 
 
-def happened() -> bool:
-    """Whether any buffer has grown privately in this process."""
-    return _happened
+growth = Growth()
 
 
 @contextmanager
@@ -39,11 +41,10 @@ def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Ite
     Afterwards what has grown is private. A buffer that was registered just now, at the encoder's first call, becomes
     private too, unless `register_new`: an encoder that is being built registers as in stock.
     """
-    global _happened
-    if id(encoder) in _growing:  # set_max_audio_length within update_max_seq_length
+    if id(encoder) in growth.growing:  # set_max_audio_length within update_max_seq_length
         yield
         return
-    _growing.add(id(encoder))
+    growth.growing.add(id(encoder))
     registered = {(module, name): module._buffers.get(name) for module, name in _places(encoder)}
     for (module, name), buffer in registered.items():
         if buffer is not None and name in module.__dict__:
@@ -51,7 +52,7 @@ def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Ite
     try:
         yield
     finally:
-        _growing.discard(id(encoder))
+        growth.growing.discard(id(encoder))
         for (module, name), buffer in registered.items():
             grown = module._buffers.get(name)
             if grown is buffer or (buffer is None and register_new):
@@ -59,12 +60,12 @@ def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Ite
             if buffer is None:
                 del module._buffers[name]
                 module._non_persistent_buffers_set.discard(name)
-                _unregistered.add(module)
+                growth.unregistered.add(module)
             else:
                 module._buffers[name] = buffer
             module.__dict__[name] = grown
-            copyreg.dispatch_table.setdefault(type(module), _reduce)
-            _happened = True
+            copyreg.dispatch_table.setdefault(type(module), reduce_as_registered)
+            growth.happened = True
 
 
 def apply_to_grown(
@@ -79,28 +80,7 @@ def apply_to_grown(
     return result
 
 
-def give_back_all() -> None:
-    """Make every private tensor of this process the registered buffer, as stock would have it."""
-    global _happened
-    if not _happened:
-        return
-    # Copies of an encoder were never seen by us; only the collector knows them all.
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.nn.Module):
-            for name in LENGTH_SIZED:
-                if name in thing.__dict__ and name in thing._buffers:
-                    thing._buffers[name] = thing.__dict__.pop(name)
-    for module in list(_unregistered):
-        for name in LENGTH_SIZED:
-            if name in module.__dict__:
-                module.register_buffer(name, module.__dict__.pop(name), persistent=False)
-    _unregistered.clear()
-    for owner in [owner for owner, reduce in copyreg.dispatch_table.items() if reduce is _reduce]:
-        del copyreg.dispatch_table[owner]
-    _happened = False
-
-
-def _reduce(module: torch.nn.Module) -> tuple[Any, ...]:
+def reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
     """How a module with a private tensor is pickled: with that tensor in the buffer, as stock's would be.
 
     A process without nemo_patches, which may load it, grows the buffer and would go on reading a private tensor. A

@@ -1,4 +1,4 @@
-"""The job's store: connections of our own to it, and every key that nemo_patches has in it."""
+"""The job's store: every key that nemo_patches has in it, and connections of our own to it."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -9,44 +9,22 @@ import weakref
 
 import torch.distributed as dist
 
-# One bit for each rank in a number that ranks add to: every kind of store can add.
-RANKS_PER_PRESENCE_KEY = 62
-
-# Keys of the roll call.
-ANNOUNCED = "announced"  # how many ranks have announced themselves
-PEERS = "peers"  # where each rank's process is, and where it listens; of rank 0, once all have announced themselves
-# Keys below an encoder's own prefix, for connecting its group.
+# Above all other keys of a process group: torchrun keeps one store over restarts; a script may use one for several.
+PREFIX = "nemo_patches/{restart}/{generation}"
+# Below an encoder's own prefix, for connecting its group.
 ARRIVED = "arrived"  # how many ranks have come
 FAILED = "failed"  # why a rank cannot take part
-
-
-def group_prefix(restart: str, generation: int) -> str:
-    """Above all keys of one process group. torchrun keeps one store over restarts; a script may use one for several."""
-    return f"nemo_patches/{restart}/{generation}"
-
-
-def presence_key(rank: int) -> str:
-    """The number with a bit for each rank that has announced itself, for this rank and its neighbours."""
-    return f"present/{rank // RANKS_PER_PRESENCE_KEY}"
-
-
-def heartbeat_key(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def query_topic(encoder_key: str, round_number: int, repeat: int, attempt: int) -> str:
-    """Under which ranks agree on who finds out who is missing from a round, and where that rank leaves it."""
-    return f"stall/{encoder_key}/{round_number}/{repeat}.{attempt}"
-
-
-def waited_for_key(rank: int) -> str:
-    """What the ranks that waited for this rank have left for it."""
-    return f"waited_for/{rank}"
-
-
-def figures_key(rank: int) -> str:
-    """A rank's figures for Lightning's loggers."""
-    return f"figures/{rank}"
+# Of the roll call.
+ANNOUNCED = "announced"  # how many ranks have announced themselves
+PRESENT = "present/{block}"  # one bit for each rank of a block, in a number that ranks add to: every store can add
+RANKS_PER_BLOCK = 62
+PEERS = "peers"  # where each rank's process is, and where it listens: rank 0's, once all have announced themselves
+# Of stall reports.
+HEARTBEAT = "beat/{rank}"
+QUERY = "stall/{encoder}/{round}/{repeat}.{attempt}"  # who finds out who is missing, and what that rank has found
+WAITED_FOR = "waited_for/{rank}"  # what the ranks that waited for this one have left for it
+# Of the Lightning callback.
+FIGURES = "figures/{rank}"
 
 
 class JobStore:
@@ -68,7 +46,7 @@ class JobStore:
         return dist.PrefixStore(self._prefix, _own_connection(default_store))
 
     def outlive_interpreter(self) -> None:
-        """At exit: a thread that still waits for the store must not return into a dying interpreter.
+        """At exit, where a thread still waits for the store: it must not return into a dying interpreter.
 
         So the store's server, where this process has it, must not end before the process does.
         """
@@ -89,10 +67,8 @@ def _innermost(store: dist.Store) -> dist.Store:
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
-    """A connection to the same store that no one else uses; the store itself where its kind has none.
-
-    A blocking request holds its client's lock: on the default store's client it would hold up c10d's own requests.
-    """
+    """A connection that no one else uses, for a blocking request holds its client's lock; the store itself where its
+    kind has no other."""
     if hasattr(store, "clone"):  # newer torch; keeps the prefixes
         with contextlib.suppress(RuntimeError, NotImplementedError):
             return store.clone()  # type: ignore[no-any-return]
