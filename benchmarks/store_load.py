@@ -21,11 +21,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_patches.stall import heartbeats
-from nemo_patches.stall.heartbeats import Beat
-from nemo_patches.stall.missing_query import Inquiry
-from nemo_patches.stall.peers import Listener, Peer, ask, encode_peers
-from nemo_patches.stall.stall_monitor import period_for
+from nemo_patches.stall import store_client
+from nemo_patches.stall.heartbeat import Heartbeat, period_for_s
+from nemo_patches.stall.missing_query import MissingQuery, Question, Surroundings
+from nemo_patches.stall.peers import Listener, ask
+from nemo_patches.stall.rank_text import SILENT
+from nemo_patches.stall.wire import Peer, encode_peers
 
 TIMEOUT = 10.0
 HEALTHY = 6.0  # seconds for which heartbeats alone are counted
@@ -73,19 +74,29 @@ class Counted:
         return values
 
 
+class CountedStore:
+    """Stands for the job's store: every connection to it counts."""
+
+    def __init__(self, port: int, traffic: Traffic) -> None:
+        self._port, self._traffic = port, traffic
+
+    def connect(self) -> Any:
+        return Counted(dist.TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False), self._traffic)
+
+
 class SimulatedRank:
-    """What an inquiry needs of a rank's stall monitor."""
+    """What a query needs of a rank, and its heartbeat."""
 
     def __init__(self, rank: int, size: int, port: int, traffic: Traffic) -> None:
-        self.rank, self.size, self.period = rank, size, period_for(size)
-        self.lock = threading.Lock()
-        self._store: Any = Counted(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), traffic)
-        self.beat = self.beat_of(rank)
+        self.rank = rank
+        client = store_client.StoreClient(CountedStore(port, traffic))  # type: ignore[arg-type]
+        self.surroundings = Surroundings(rank, size, period_for_s(size), client, dict)
+        self.heartbeat = self.heartbeat_of(rank)
 
     @staticmethod
-    def beat_of(rank: int) -> Beat:
+    def heartbeat_of(rank: int) -> Heartbeat:
         where = "load (data/manifest.py:88) < __getitem__ (data/manifest.py:41) < main (train.py:120)"
-        return Beat(
+        return Heartbeat(
             rank=rank,
             number=0,
             host=f"node-{rank // 8:03}",
@@ -101,16 +112,15 @@ class SimulatedRank:
             where=where,
         )
 
-    def connection(self) -> dist.Store:
-        return self._store  # type: ignore[no-any-return]
-
-    def peers(self) -> dict[int, Peer]:
-        return {}
+    def announce(self) -> None:
+        with self.surroundings.client.asking() as store:
+            store_client.announce(store, self.heartbeat)
 
     def send(self, come_to: int) -> None:
-        key = next(iter(self.beat.rounds))
-        self.beat = replace(self.beat, number=self.beat.number + 1, rounds={key: come_to})
-        heartbeats.send(self.connection(), self.beat)
+        key = next(iter(self.heartbeat.rounds))
+        self.heartbeat = replace(self.heartbeat, number=self.heartbeat.number + 1, rounds={key: come_to})
+        with self.surroundings.client.asking() as store:
+            store_client.send(store, self.heartbeat)
 
 
 def serve(pipe: Connection) -> None:
@@ -124,7 +134,7 @@ def measure(size: int, port: int) -> str:
     ranks = [SimulatedRank(rank, size, port, traffic) for rank in range(size)]
     stopped = set(range(3, 3 + MISSING * 7, 7))
     for one in ranks:
-        heartbeats.announce(one.connection(), one.beat)
+        one.announce()
     come_to, ended = [7], threading.Event()
 
     def beat() -> None:
@@ -133,7 +143,7 @@ def measure(size: int, port: int) -> str:
             for one in ranks:
                 if one.rank not in stopped or come_to[0] == 7:
                     one.send(come_to[0])
-                ended.wait(max(began + ranks[0].period * (one.rank + 1) / size - time.monotonic(), 0.0))
+                ended.wait(max(began + ranks[0].surroundings.period_s * (one.rank + 1) / size - time.monotonic(), 0.0))
 
     beating = threading.Thread(target=beat)
     beating.start()
@@ -148,10 +158,11 @@ def measure(size: int, port: int) -> str:
             one.send(8)
     before = replace(traffic)
     due = issued + TIMEOUT
-    key = next(iter(ranks[0].beat.rounds))
-    inquiries = [Inquiry(one, key, 8, due, 0, "benchmark") for one in ranks if one.rank not in stopped]
+    key = next(iter(ranks[0].heartbeat.rounds))
+    question = Question(key, 8, due, 0, "benchmark")
+    queries = [MissingQuery(one.surroundings, question) for one in ranks if one.rank not in stopped]
     done: list[float] = []
-    pending = list(inquiries)
+    pending = list(queries)
     while pending and time.monotonic() < due + 30:
         done += [time.monotonic() - due for one in pending if one.done]
         pending = [one for one in pending if not one.done]
@@ -161,22 +172,21 @@ def measure(size: int, port: int) -> str:
     beating.join()
     right = sum(
         one.done
-        and {(absent.rank, absent.kind) for absent in one.answer().missing}
-        == {(rank, heartbeats.SILENT) for rank in stopped}
-        for one in inquiries
+        and {(absent.rank, absent.kind) for absent in one.answer().missing} == {(rank, SILENT) for rank in stopped}
+        for one in queries
     )
     rate, both = healthy.requests / HEALTHY, (healthy.sent + healthy.received) / HEALTHY / 1024
     first, last = (f"{done[0]:.2f}", f"{done[-1]:.2f}") if done else ("none", "none")
     return (
         f"| {size} | {rate:.0f} | {both:.0f} | {report.requests} | {report.requests / size:.1f} | "
-        f"{(report.sent + report.received) / 1024:.0f} | {first} | {last} | {right} of {len(inquiries)} |"
+        f"{(report.sent + report.received) / 1024:.0f} | {first} | {last} | {right} of {len(queries)} |"
     )
 
 
 def directly(size: int) -> str:
     """KiB that each rank reads once, of the others' addresses; and seconds in which one rank has asked them all."""
     listeners = [Listener(("127.0.0.1", 1)) for _ in range(size)]
-    beat = SimulatedRank.beat_of(0)
+    beat = SimulatedRank.heartbeat_of(0)
     ended = threading.Event()
 
     def answer() -> None:

@@ -21,8 +21,9 @@ from ranks import wait_until
 
 from nemo_patches.sync.events import Grown, bus
 from nemo_patches.sync.settings import SettingsError
-from nemo_patches.tracing import recorder
+from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing import writer as writer_module
+from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.records import FORMAT, Encoder, Enter, Header, Memory, PreEncoded
 from nemo_patches.tracing.settings import TraceSettings, resolve
 from nemo_patches.tracing.writer import TraceWriter
@@ -218,7 +219,7 @@ def test_a_subscribers_error_is_said_once_and_it_gets_no_more(said: list[str]) -
 
 
 def recorded_class(forward: Any) -> Any:
-    name, replacement = recorder.recorded(forward)
+    name, replacement = recorded_forward.recorded(forward)
     return type("Encoder", (torch.nn.Module,), {name: forward, "forward": replacement, "max_audio_length": 5})
 
 
@@ -228,9 +229,9 @@ def test_growth_in_a_class_without_layers_and_without_a_process_group(tmp_path: 
         return features
 
     encoder = recorded_class(forward)()
-    recorder.start(TraceSettings(tmp_path))
+    tracing.start(TraceSettings(tmp_path))
     encoder(torch.ones(2, 9), torch.tensor([9, 3]))  # by position
-    recorder.stop()
+    tracing.stop()
     found = traces.records(*traces.files(tmp_path))
     assert traces.kinds(found)[2:] == ["enter", "memory", "grow", "encoder", "leave", "stopped"]
     assert (found[2]["shape"], found[2]["lengths"]) == ([2, 9], [3, 9])
@@ -243,13 +244,13 @@ def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(tmp_
 
     encoder = recorded_class(forward)()
     encoder.max_audio_length = "long"
-    recorder.start(TraceSettings(tmp_path))
+    tracing.start(TraceSettings(tmp_path))
     try:
         for _ in range(3):
             assert encoder(torch.ones(2), length=torch.ones(2)).tolist() == [2, 2]
-        assert "an error of its own" in recorder.where()
+        assert "an error of its own" in tracing.where()
     finally:
-        recorder.stop()
+        tracing.stop()
     (line,) = said
     assert "tracing has ended: an error of its own, please report it: ValueError" in line
     assert traces.kinds(traces.records(*traces.files(tmp_path))) == ["header", "stopped"]
@@ -261,7 +262,8 @@ ENCODER = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from nemo_patches.tracing import recorder
+from nemo_patches.tracing import recorded_forward
+from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
 folder = Path(sys.argv[1])
 class Encoder(torch.nn.Module):
@@ -271,12 +273,12 @@ class Encoder(torch.nn.Module):
     def forward(self, audio_signal, length):
         return self.layers[0](audio_signal), length
 original = Encoder.forward
-name, Encoder.forward = recorder.recorded(original)
+name, Encoder.forward = recorded_forward.recorded(original)
 setattr(Encoder, name, original)
 encoder = Encoder()
 def call():
     return encoder(audio_signal=torch.ones(2, 3, 4), length=torch.tensor([4, 3]))
-recorder.start(TraceSettings(folder, size=float(os.environ.get("SIZE", "1"))))
+tracing.start(TraceSettings(folder, size=float(os.environ.get("SIZE", "1"))))
 """
 
 
@@ -303,10 +305,10 @@ ENDINGS = {
     "sys.exit": ("sys.exit(7)", 7),
     "exception": ("raise KeyError('the user\\'s own')", 1),
     "multiprocessing": (  # a forked process leaves without the interpreter's exit
-        "recorder.stop()\n"
+        "tracing.stop()\n"
         "import multiprocessing\n"
         "def rank():\n"
-        "    recorder.start(TraceSettings(folder))\n"
+        "    tracing.start(TraceSettings(folder))\n"
         "    call()\n"
         "process = multiprocessing.get_context('fork').Process(target=rank)\n"
         "process.start(); process.join(30); sys.exit(process.exitcode)",
@@ -354,7 +356,7 @@ for _ in range(500):
     call()
     time.sleep(0.0005)
 print("trained")
-print(recorder.where())
+print(tracing.where())
 """
 
 
@@ -373,7 +375,7 @@ call()
 child = os.fork()
 if child == 0:
     call()
-    recorder.stop()
+    tracing.stop()
     os._exit(0)
 os.waitpid(child, 0)
 class Items(torch.utils.data.Dataset):

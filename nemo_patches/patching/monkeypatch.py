@@ -28,8 +28,9 @@ from nemo_patches.sync.encoder_methods import bounded, following_apply, private_
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
-from nemo_patches.tracing import recorder
+from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
 
 _ABSENT = object()
@@ -108,9 +109,9 @@ def apply(settings: Settings, trace: TraceSettings) -> None:
         report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
         return
     if _applied:
-        before = length_sync.current(), recorder.settings_in_force()
+        before = length_sync.current(), tracing.settings_in_force()
         length_sync.use(settings)
-        recorder.length_sync_changed(settings)
+        tracing.length_sync_changed(settings)
         _trace(trace)
         if before != (settings, trace):
             report(logging.INFO, f"settings changed: {settings}{_and(trace)} (before: {before[0]}{_and(before[1])})")
@@ -157,7 +158,7 @@ def on_import(name: str) -> None:
             _leave_alone(built_in, trace_settings.resolve())
             return
         settings = length_sync.current() if _applied else resolve()
-        trace = recorder.settings_in_force() if _applied else trace_settings.resolve()
+        trace = tracing.settings_in_force() if _applied else trace_settings.resolve()
         admission.require_supported(admission.nemo_version())
         if problem := target.drift(module):
             raise DriftError(problem)
@@ -182,7 +183,7 @@ def revert() -> None:
     """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
     global _applied, _by_import, _complete
     _applied = _by_import = _complete = False
-    recorder.stop()
+    tracing.stop()
     _restore_forwards()
     while _patches:
         _restore(_patches.pop())
@@ -202,8 +203,8 @@ def status() -> Status:
         patched=tuple(map(str, _patched)),
         skipped=tuple(Skipped(str(target), reason) for target, reason in _skipped.items()),
         settings=length_sync.current(),
-        trace=recorder.settings_in_force(),
-        trace_file=recorder.where(),
+        trace=tracing.settings_in_force(),
+        trace_file=tracing.where(),
         encoders=length_sync.counters(),
         unannounced=subscriber.unannounced(),
         stalls=subscriber.stalls(),
@@ -248,7 +249,7 @@ def _collection_is_complete() -> None:
 def _say_patched(targets: Iterable[Target], without: str = "") -> None:
     names = ", ".join(map(str, targets)) or "nothing yet"
     versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-    _say(f"patched {names} ({versions}; {length_sync.current()}{_and(recorder.settings_in_force())}){without}")
+    _say(f"patched {names} ({versions}; {length_sync.current()}{_and(tracing.settings_in_force())}){without}")
 
 
 def _and(trace: TraceSettings) -> str:
@@ -300,15 +301,15 @@ def _patch(target: Target, module: ModuleType) -> None:
 
 def _trace(trace: TraceSettings) -> None:
     """Have the targets' `forward` recorded, or not, as `trace` says; the same trace goes on."""
-    if trace != recorder.settings_in_force():
-        recorder.stop()
+    if trace != tracing.settings_in_force():
+        tracing.stop()
         if trace.folder:
-            recorder.start(trace)
+            tracing.start(trace)
     recorded = {patch.owner for patch in _patches if patch.name == _FORWARD}
     if trace.folder:
         for owner in [patch.owner for patch in _patches if patch.name == "_apply" and patch.owner not in recorded]:
             original = inspect.getattr_static(owner, _FORWARD)
-            name, replacement = recorder.recorded(original)
+            name, replacement = recorded_forward.recorded(original)
             _replace(owner, name, original)
             _replace(owner, _FORWARD, replacement)
     else:

@@ -24,7 +24,7 @@ _NORMALISATIONS = {
 def facts(encoder: torch.nn.Module, t: float, e: int, name: str, ddp: bool) -> Encoder:
     """Walks the encoder's modules, so not for every call."""
     flag = getattr(encoder, "sync_max_audio_length", None)
-    positions = getattr(encoder, "pos_emb_max_len", None)
+    pos_emb_max_len = getattr(encoder, "pos_emb_max_len", None)
     registered, grown = {}, {}
     for path, module in encoder.named_modules():
         for buffer in LENGTH_SIZED:
@@ -39,12 +39,17 @@ def facts(encoder: torch.nn.Module, t: float, e: int, name: str, ddp: bool) -> E
         name=name,
         flag=flag if isinstance(flag, bool) else None,
         configured=_configured(encoder),
-        pos_emb_max_len=positions if isinstance(positions, int) else None,
+        pos_emb_max_len=pos_emb_max_len if isinstance(pos_emb_max_len, int) else None,
         normalisation=_normalisation(encoder),
         ddp=ddp,
         registered=registered,
         grown=grown,
     )
+
+
+def positions(encoder: torch.nn.Module) -> int:
+    """For how long a signal the encoder's length-sized buffers are; 0 where it has none."""
+    return int(getattr(encoder, "max_audio_length", 0))
 
 
 def active_ddp() -> torch.nn.Module | None:

@@ -1,0 +1,61 @@
+"""What the first line of a trace says of its rank: who it is, where it runs, with which versions and settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+
+import torch
+
+from nemo_patches.sync import __version__
+from nemo_patches.sync.settings import Settings
+from nemo_patches.tracing import records
+from nemo_patches.tracing.records import Header
+from nemo_patches.tracing.settings import TraceSettings
+
+
+def make_header(trace: TraceSettings, settings: Settings, started: float) -> Header:
+    rank, size = _rank_and_size()
+    return Header(
+        format=records.FORMAT,
+        rank=rank,
+        world_size=size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=started,
+        part=0,
+        restart=_number("TORCHELASTIC_RESTART_COUNT") or 0,
+        bound=trace.bound,
+        versions=_versions(),
+        settings={
+            "sync": settings.sync,
+            "timeout": f"{settings.timeout.total_seconds():g}",
+            "on_timeout": settings.on_timeout,
+            "call_timeout": f"{settings.call_timeout.total_seconds():g}",
+            "on_finding": trace.on_finding,
+        },
+        checks=list(trace.checks),
+    )
+
+
+def _rank_and_size() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = next((found for name in ("RANK", "SLURM_PROCID") if (found := _number(name)) is not None), 0)
+    size = next((found for name in ("WORLD_SIZE", "SLURM_NTASKS") if (found := _number(name)) is not None), 1)
+    return rank, size
+
+
+def _number(variable: str) -> int | None:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else None
+
+
+def _versions() -> dict[str, str]:
+    found = {"nemo_patches": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in ("nemo", "lightning"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "?"))
+    return found
