@@ -221,7 +221,7 @@ def test_what_cannot_be_carried_out(
 
 
 def test_a_rule_that_crashes_is_a_finding_and_not_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from nemo_patches.tools.doctor.rules import np101_length_sync
+    from nemo_patches.tools.doctor.rules.config import np101_length_sync
 
     def crash(job: object) -> None:
         raise ZeroDivisionError("as a test")
@@ -379,3 +379,10 @@ def test_every_rule_has_its_own_file_of_tests_and_a_complete_docstring() -> None
         assert rule.link.startswith(("https://", "docs/")), rule
         tested = CHECKOUT / "tests" / "doctor" / f"test_{rule.identifier.lower()}.py"
         assert tested.exists() or rule.identifier == "NP001", rule
+
+
+def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
+    numbers = {"config": "01", "machine": "2", "ranks": "3"}  # the third character of the names, as the docs have them
+    for rule in all_rules():
+        assert f".rules.{rule.about}.{rule.identifier.lower()}_" in rule.check.__module__
+        assert rule.identifier[2] in numbers[rule.about], f"{rule.identifier} is in {rule.about}/"

@@ -163,7 +163,7 @@ def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_it
     ],
 )
 def test_a_place_in_a_job_that_is_none(variables: dict[str, str], said: str) -> None:
-    from nemo_patches.tools.doctor.examination import DoctorError
+    from nemo_patches.tools.doctor.errors import DoctorError
     from nemo_patches.tools.doctor.ranks import place
 
     with pytest.raises(DoctorError, match=said.replace("(", r"\(").replace(".", r"\.")):

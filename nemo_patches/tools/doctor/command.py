@@ -11,7 +11,8 @@ from typing import NoReturn
 from rich.console import Console
 
 from nemo_patches.tools.doctor import examination, fixes, report
-from nemo_patches.tools.doctor.examination import DoctorError, Report
+from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Rule
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 

@@ -13,16 +13,13 @@ from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import machine
 from nemo_patches.tools.doctor.config import Config
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 CRASHED = "NP001"
-
-
-class DoctorError(Exception):
-    """The command cannot be carried out as it was given. The text says why."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.sync import settings
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import gloo_probe, machine
-from nemo_patches.tools.doctor.examination import DoctorError
+from nemo_patches.tools.doctor.errors import DoctorError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
