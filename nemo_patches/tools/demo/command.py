@@ -1,7 +1,6 @@
-"""`nemo-patches demo`: trains stock NeMo and NeMo with nemo_patches on this machine's CPU, and compares them.
+"""The demo's own process: makes the data, starts one process per rank, ends those that hang, and prints the comparison.
 
-This process makes the data, starts one process per rank, ends those that hang, and prints what came of it. It imports
-neither torch nor NeMo; what a rank does is in rank.py, and in what that imports.
+It imports neither torch nor NeMo; what a rank does is in rank.py, and in what that imports.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from rich.markup import escape
 
 from nemo_patches.tools.demo import data, processes, report
 from nemo_patches.tools.demo.errors import DemoError
-
-__all__ = ["DemoError", "run"]
 
 FEWEST_DEVICES, MOST_DEVICES = 2, 8
 SHORTEST_STALL, LONGEST_STALL = 3, 120  # seconds

@@ -14,6 +14,7 @@ VALIDATE_EVERY = 3
 VALIDATION_BATCHES = 2  # in each evaluation; UNEVEN_RANK has one more
 UNEVEN_RANK = 0
 LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
+IMPORT_LIMIT = timedelta(minutes=3)
 LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; and the stall twice on top
 
 Task = Literal["training", "positional encoding"]
