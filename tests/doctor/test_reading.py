@@ -34,7 +34,7 @@ def refused(folder: Path, content: str | bytes, *overrides: str) -> str:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report = examination.examine(path, overrides, examination.chosen())
-    assert report.exit_code == 2, report.found
+    assert report.exit_code == 2, report.findings
     assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
     assert str(path) in report.error or "override" in report.error
@@ -196,7 +196,7 @@ def test_a_target_is_only_a_name(tmp_path: Path) -> None:
     path.write_text(text)
     report = examination.examine(path, (), examination.chosen())
     assert not marker.exists()
-    assert "a class that the doctor does not know" in str([found.finding.what for found in report.found])
+    assert "a class that the doctor does not know" in str([finding.what for _, finding in report.findings])
 
 
 # --- whatever it is

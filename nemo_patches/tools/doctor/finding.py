@@ -1,4 +1,4 @@
-"""What a rule returns, and what a rule is: one file in rules/, with its docstring as its explanation."""
+"""The types of a rule (a file in rules/, explained by its docstring) and of the findings that it returns."""
 
 from __future__ import annotations
 
