@@ -20,18 +20,18 @@ from nemo_patches.tools.demo import data, processes, report
 from nemo_patches.tools.demo.errors import DemoError
 
 FEWEST_DEVICES, MOST_DEVICES = 2, 8
-SHORTEST_STALL, LONGEST_STALL = 3, 120  # seconds
+SHORTEST_STALL_S, LONGEST_STALL_S = 3, 120
 
 
 def run(manifest: Path | None, devices: int, seconds: float) -> int:
-    """Run the demo and print the comparison; returns the exit code: 0 if it came out as it should, else 1.
+    """Run the demo and print the comparison; return the exit code: 0 if it came out as it should, else 1.
 
     seconds: how long one rank stalls. Raises DemoError for bad input.
     """
     if not FEWEST_DEVICES <= devices <= MOST_DEVICES:
         raise DemoError(f"--devices={devices} is not allowed; allowed: {FEWEST_DEVICES} to {MOST_DEVICES}")
-    if not SHORTEST_STALL <= seconds <= LONGEST_STALL:
-        raise DemoError(f"--seconds={seconds:g} is not allowed; allowed: {SHORTEST_STALL} to {LONGEST_STALL}")
+    if not SHORTEST_STALL_S <= seconds <= LONGEST_STALL_S:
+        raise DemoError(f"--seconds={seconds:g} is not allowed; allowed: {SHORTEST_STALL_S} to {LONGEST_STALL_S}")
     if importlib.util.find_spec("nemo") is None:
         raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
     console = Console(highlight=False)
@@ -66,7 +66,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _compare(console: Console, folder: Path, devices: int, stall: timedelta) -> list[str]:
-    """The four runs, one after the other, and the report. Returns what did not come out as it should."""
+    """Do the four runs, one after the other, and print the report; return what did not come out as it should."""
     began = time.monotonic()
     with processes.fork_server(console, folder / "import.log"):
         runs = report.Runs(

@@ -1,4 +1,4 @@
-"""What the demo's parent and its ranks tell each other: the job, the events of a rank, and what they add up to."""
+"""What goes between the demo's own process and its ranks: a rank's job, its events, and its outcome."""
 
 from __future__ import annotations
 
