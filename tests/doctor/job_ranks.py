@@ -1,4 +1,4 @@
-"""What ranks told each other, for the doctor's tests, described by hand; and what one rule finds in it."""
+"""What a job's ranks publish, described by hand for the doctor's tests, and what one rule finds in it."""
 
 from __future__ import annotations
 

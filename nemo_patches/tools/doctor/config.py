@@ -26,7 +26,7 @@ _LARGEST_NUMBER = 1e15
 
 
 class Unknown:
-    """The value of a key that is set, where only the job will know to what."""
+    """A value that only the job will know."""
 
     def __repr__(self) -> str:
         return "not known before the job runs"
@@ -55,7 +55,7 @@ class Value:
 
     @property
     def number(self) -> float | None:
-        """As a finite number, None where it is none; a switch is not a number."""
+        """As a finite number; None if it is none, and a boolean is none."""
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
             return None
         return float(self.value) if abs(self.value) < _LARGEST_NUMBER else None  # not so for NaN

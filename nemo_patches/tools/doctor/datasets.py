@@ -29,7 +29,7 @@ class Longest:
 
 @dataclass(frozen=True)
 class Dataset:
-    """One set. keys: where its own keys are; outer: where those are looked up that it does not have (or None)."""
+    """One data set. keys: its path in the config; outer: the path where keys are looked up that it does not have."""
 
     config: Config
     keys: Keys
@@ -55,7 +55,7 @@ class Dataset:
 
     @property
     def used(self) -> bool:
-        """Whether it is speech that is read at all: NeMo leaves out a set whose manifest is null."""
+        """Whether it has any input: NeMo leaves out a set whose manifest is null."""
         return any(self.get(key).value is not None for key in _INPUTS)
 
     @property

@@ -52,7 +52,7 @@ class Job:
 
     @cached_property
     def nodes(self) -> Value:
-        """Nodes."""
+        """How many nodes; Lightning's default is one."""
         return self.trainer("num_nodes", 1)
 
     @cached_property
