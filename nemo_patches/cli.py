@@ -29,11 +29,12 @@ def demo(
     seconds: Annotated[float, typer.Option(help="How long one rank stalls before the encoder, 3 to 120.")] = 6.0,
 ) -> None:
     """Train stock NeMo and NeMo with nemo_patches on this machine's CPU, the same way, and compare them."""
-    from nemo_patches.tools import demo as demo_command
+    from nemo_patches.tools.demo import command
+    from nemo_patches.tools.demo.errors import DemoError
 
     try:
-        code = demo_command.run(manifest, devices, seconds)
-    except demo_command.DemoError as error:
+        code = command.run(manifest, devices, seconds)
+    except DemoError as error:
         typer.echo(f"nemo-patches demo: {error}", err=True)
         code = 2
     except KeyboardInterrupt:

@@ -1,11 +1,16 @@
-"""What hypothesis draws: the same each time, so that a test that fails fails for the change that broke it.
+"""Before any test: Ctrl-C works in whatever a test starts, and hypothesis draws the same examples each time.
 
-`HYPOTHESIS_PROFILE=free pytest ...` draws anew, to look for more.
+A test that fails then fails for the change that broke it. `HYPOTHESIS_PROFILE=free pytest ...` draws anew, for more.
 """
 
 import os
+import signal
 
 from hypothesis import settings
+
+# A script's background job (`make test &`) starts with SIGINT ignored, and all its processes inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("free")

@@ -70,7 +70,7 @@ def refused(*arguments: str, temporary: Path, **environment: str) -> str:
 def output(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """What a whole demo prints."""
     temporary = tmp_path_factory.mktemp("demo")
-    process = start("--seconds", "4", temporary=temporary)
+    process = start("--seconds", "6", temporary=temporary)
     try:
         output, error = process.communicate(timeout=LIMIT)
         assert process.returncode == 0, output + error
@@ -102,8 +102,8 @@ def test_losses_equal_stocks(output: str) -> None:
 
 def test_the_encoder_waits_for_a_stalled_rank_only_so_long(output: str) -> None:
     (stock, patched), _ = cells(output, "longest encoder call")
-    assert float(stock.removesuffix(" s")) > 3.5
-    assert 1.9 < float(patched.removesuffix(" s")) < 3.5
+    assert float(stock.removesuffix(" s")) > 5.5
+    assert 1.9 < float(patched.removesuffix(" s")) < 5.5
     assert re.search(r"rank 0/2 .*not every rank's length came", output)
 
 

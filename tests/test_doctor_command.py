@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +94,11 @@ def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
         f"code = command.carry_out(command.Request(({str(path)!r},)))\n"
         "print(code, [name for name in ('torch', 'nemo', 'lightning', 'hydra') if name in sys.modules])"
     )
-    start = time.monotonic()
+    before = os.times()
     assert python("-c", program, path=(CHECKOUT,)).stdout.endswith("1 []\n")
-    assert time.monotonic() - start < 2 * 3  # 0.3 s on an idle machine
+    after = os.times()  # of the CPU: a busy machine's other work does not count
+    took = after.children_user + after.children_system - before.children_user - before.children_system
+    assert took < 2 * 3  # 0.3 s
 
 
 def test_colour_only_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_what_cannot_be_carried_out(
 
 
 def test_a_rule_that_crashes_is_a_finding_and_not_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from nemo_patches.tools.doctor.rules import np101_length_sync
+    from nemo_patches.tools.doctor.rules.config import np101_length_sync
 
     def crash(job: object) -> None:
         raise ZeroDivisionError("as a test")
@@ -379,3 +380,10 @@ def test_every_rule_has_its_own_file_of_tests_and_a_complete_docstring() -> None
         assert rule.link.startswith(("https://", "docs/")), rule
         tested = CHECKOUT / "tests" / "doctor" / f"test_{rule.identifier.lower()}.py"
         assert tested.exists() or rule.identifier == "NP001", rule
+
+
+def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
+    numbers = {"config": "01", "machine": "2", "ranks": "3"}  # the third character of the names, as the docs have them
+    for rule in all_rules():
+        assert f".rules.{rule.about}.{rule.identifier.lower()}_" in rule.check.__module__
+        assert rule.identifier[2] in numbers[rule.about], f"{rule.identifier} is in {rule.about}/"

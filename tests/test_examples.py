@@ -29,7 +29,7 @@ CONFIGS = sorted(EXAMPLES.glob("*/*.yaml"))
 def test_the_doctor_finds_nothing(path: Path) -> None:
     for patched in (None, examination.as_patched({})):
         report = examination.examine(path, (), examination.chosen(), patched)
-        assert (report.error, report.exit_code) == ("", 0), report.found
+        assert (report.error, report.exit_code) == ("", 0), report.findings
 
 
 def test_with_the_tests_own_overrides_it_says_what_is_particular_to_them(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_with_the_tests_own_overrides_it_says_what_is_particular_to_them(tmp_pat
         EXAMPLES / "nest" / "nest_ddp.yaml", nest_training.overrides(tmp_path), examination.chosen()
     )
     # Each rank has manifests of its own, by an environment variable that the doctor does not read.
-    assert {one.rule.identifier for one in report.found if one.finding.severity > Severity.NOTE} == {"NP112"}
+    assert {rule.identifier for rule, finding in report.findings if finding.severity > Severity.NOTE} == {"NP112"}
 
 
 def test_both_nest_configs_are_the_same_but_for_the_trainer() -> None:

@@ -89,5 +89,5 @@ def found(folder: Path, rule: str, text: str, *overrides: str, patched: bool = F
     """What one rule finds in a text; the others must not fail on it, either."""
     done = report(folder, text, *overrides, patched=patched)
     assert not done.error, done.error
-    assert not [each.finding for each in done.found if each.rule.identifier == "NP001"]
-    return [each.finding for each in done.found if each.rule.identifier == rule]
+    assert not [finding for checked, finding in done.findings if checked.identifier == "NP001"]
+    return [finding for checked, finding in done.findings if checked.identifier == rule]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from told import WARNING, found, ranks
+from job_ranks import WARNING, found, ranks
 
 pytestmark = pytest.mark.one_nemo
 

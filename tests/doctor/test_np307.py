@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from told import ERROR, WARNING, found, ranks
+from job_ranks import ERROR, WARNING, found, ranks
 
 pytestmark = pytest.mark.one_nemo
 

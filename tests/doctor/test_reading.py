@@ -32,10 +32,10 @@ def refused(folder: Path, content: str | bytes, *overrides: str) -> str:
     """What a run of the doctor says of a file that it cannot read; it takes neither long nor much."""
     path = folder / "config.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report = examination.examine(path, overrides, examination.chosen())
-    assert report.exit_code == 2, report.found
-    assert time.monotonic() - start < 20
+    assert report.exit_code == 2, report.findings
+    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
     assert str(path) in report.error or "override" in report.error
     assert "\n" not in report.error
@@ -196,7 +196,7 @@ def test_a_target_is_only_a_name(tmp_path: Path) -> None:
     path.write_text(text)
     report = examination.examine(path, (), examination.chosen())
     assert not marker.exists()
-    assert "a class that the doctor does not know" in str([found.finding.what for found in report.found])
+    assert "a class that the doctor does not know" in str([finding.what for _, finding in report.findings])
 
 
 # --- whatever it is
@@ -261,9 +261,9 @@ def test_bombs_of_interpolations(tmp_path: Path) -> None:
 
 
 def test_a_chain_in_the_worst_order_ends_in_time(tmp_path: Path) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     config = load(tmp_path, "\n".join([f"a{i}: ${{a{i + 1}}}" for i in range(200)] + ["a200: x"]))
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     assert config.tree["a195"] == "x"
     assert config.tree["a0"] is UNKNOWN
     assert "through too many others" in config.broken[("a0",)]

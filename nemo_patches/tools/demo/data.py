@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_patches.tools.demo.errors import DemoError
 from nemo_patches.tools.demo.jobs import BATCH_SIZE, TRAINING_STEPS, UNEVEN_RANK, VALIDATION_BATCHES
 
-SHORTEST_AUDIO, LONGEST_AUDIO = 0.5, 10.0  # seconds; longer files are cut, to keep the demo short
+SHORTEST_AUDIO_S, LONGEST_AUDIO_S = 0.5, 10.0  # longer files are cut, to keep the demo short
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,25 @@ def entries_needed(devices: int) -> int:
 
 
 def from_manifest(manifest: Path, needed: int) -> tuple[list[Entry], list[str]]:
-    """The usable entries of the user's manifest, at most `needed`, and a sentence on each thing that is not as there.
+    """The usable entries of the user's manifest, at most `needed`, and a sentence on each change to them.
 
     Raises DemoError where the manifest cannot be used.
     """
     entries = _read(manifest)
-    usable = [entry for entry in entries if entry.duration >= SHORTEST_AUDIO]
+    usable = [entry for entry in entries if entry.duration >= SHORTEST_AUDIO_S]
     if not usable:
-        raise DemoError(f"--manifest={manifest}: no entry of {SHORTEST_AUDIO:g} s or longer; at least one is needed")
+        raise DemoError(f"--manifest={manifest}: no entry of {SHORTEST_AUDIO_S:g} s or longer; at least one is needed")
     used = usable[:needed]
-    cut = sum(entry.duration > LONGEST_AUDIO for entry in used)
+    cut = sum(entry.duration > LONGEST_AUDIO_S for entry in used)
     changes = []
     if skipped := len(entries) - len(usable):
-        changes.append(f"{skipped} of {len(entries)} entries skipped, shorter than {SHORTEST_AUDIO:g} s")
+        changes.append(f"{skipped} of {len(entries)} entries skipped, shorter than {SHORTEST_AUDIO_S:g} s")
     if unused := len(usable) - len(used):
         changes.append(f"{unused} of {len(entries)} entries not used, the demo needs only {needed}")
     if len(used) < needed:
         changes.append(f"the demo needs {needed} entries, so it repeats the {len(used)} it has")
     if cut:
-        changes.append(f"{cut} of {len(used)} entries used only in part, the first {LONGEST_AUDIO:g} s")
+        changes.append(f"{cut} of {len(used)} entries used only in part, the first {LONGEST_AUDIO_S:g} s")
     return used, changes
 
 
@@ -131,6 +131,6 @@ def write_shards(entries: Sequence[Entry], devices: int, folder: Path, uneven: b
 def _write_manifest(path: Path, entries: Iterable[Entry]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for entry in entries:
-            duration = min(entry.duration, LONGEST_AUDIO)
+            duration = min(entry.duration, LONGEST_AUDIO_S)
             line = {"audio_filepath": str(entry.audio), "offset": entry.offset, "duration": duration, "text": ""}
             file.write(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""What the demo's parent and its ranks tell each other: the job, the events of a rank, and what they add up to."""
+"""What goes between the demo's own process and its ranks: a rank's job, its events, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ VALIDATE_EVERY = 3
 VALIDATION_BATCHES = 2  # in each evaluation; UNEVEN_RANK has one more
 UNEVEN_RANK = 0
 LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
+IMPORT_LIMIT = timedelta(minutes=3)
 LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; and the stall twice on top
 
 Task = Literal["training", "positional encoding"]

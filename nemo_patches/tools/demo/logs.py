@@ -1,4 +1,4 @@
-"""The logs of the demo's processes: writing to one, and what is read from it."""
+"""The logs of the demo's processes: write to one, and read warnings and the cause of a death from it."""
 
 from __future__ import annotations
 

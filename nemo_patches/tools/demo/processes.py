@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -21,10 +20,9 @@ from rich.console import Console
 
 from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.errors import DemoError
-from nemo_patches.tools.demo.jobs import Job, RankOutcome, RunOutcome, Task
+from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Job, RankOutcome, RunOutcome, Task
 from nemo_patches.tools.demo.progress import progress
 
-IMPORT_LIMIT = timedelta(minutes=3)
 GRACE = timedelta(seconds=15)  # for the other ranks once one has died
 
 # For the ranks. One thread each: they share this machine's cores. Hidden GPUs: the demo is the same everywhere.
@@ -40,24 +38,13 @@ _context = multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
-def ends_after(limit: timedelta) -> Iterator[None]:
-    """The kernel ends this process if the block takes longer: it may be waiting in C++, and its parent may be gone."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(math.ceil(limit.total_seconds()))
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
-@contextlib.contextmanager
 def fork_server(console: Console, log: Path) -> Iterator[None]:
     """A process that imports NeMo, once; every rank is forked from it. Raises DemoError if the import fails.
 
     For a process that does nothing else: its environment is changed, and it cannot start a second fork server.
     """
     os.environ.update(RANK_ENVIRONMENT)  # the fork server inherits it, and every rank from there
-    _context.set_forkserver_preload(["nemo_patches.tools.demo.rank"])
+    _context.set_forkserver_preload(["nemo_patches.tools.demo.rank", __name__])
     with logs.written_to(log):
         multiprocessing.forkserver.ensure_running()
     server, sender = _context.Pipe(duplex=False)

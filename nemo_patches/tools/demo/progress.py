@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-PLAIN_LINE_EVERY = 5.0  # seconds
+PLAIN_LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """What is going on, kept up to date."""
+    """The line that says what is going on."""
 
     def __init__(self, console: Console, status: Status | None) -> None:
         self._console = console
@@ -25,7 +25,7 @@ class Progress:
         if self._status:
             self._status.update(Text(text, no_wrap=True, overflow="ellipsis"))
         elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + PLAIN_LINE_EVERY
+            self._next_line = time.monotonic() + PLAIN_LINE_EVERY_S
             self.say(text)
 
     def say(self, text: str) -> None:

@@ -5,17 +5,32 @@ Imported once by the demo's fork server; every rank is forked from there, so tha
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import resource
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import nemo_patches
 from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.jobs import LENGTH_SYNC_TIMEOUT, Failed, Finished, Job
-from nemo_patches.tools.demo.processes import IMPORT_LIMIT, ends_after
+from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, LENGTH_SYNC_TIMEOUT, Failed, Finished, Job
+
+
+@contextlib.contextmanager
+def ends_after(limit: timedelta) -> Iterator[None]:
+    """The kernel ends this process if the block takes longer: it may be waiting in C++, and its parent may be gone."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(limit.total_seconds()))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
 
 with ends_after(IMPORT_LIMIT):
     import torch

@@ -1,4 +1,4 @@
-"""What the demo says in the end: a sentence on each finding, a table, and what did not come out as it should."""
+"""The demo's result: a sentence on each of its two findings, a table, and what did not come out as it should."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def show(console: Console, runs: Runs) -> None:
     console.print(_sentence_on_rows(runs.stock_rows, runs.patched_rows))
     console.print()
     console.print(_table(runs))
-    if said := [line for rank in runs.patched.ranks for line in logs.warnings(rank.job.log)]:
+    if logged := [line for rank in runs.patched.ranks for line in logs.warnings(rank.job.log)]:
         console.print("What nemo_patches said meanwhile:")
-        for line in said:
+        for line in logged:
             console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
 
 
 def problems(runs: Runs) -> list[str]:
     """What did not come out as it should."""
-    found = []
+    deviations = []
     for name, run in (("the training run", runs.patched), ("the positional-encoding run", runs.patched_rows)):
         for rank in run.ranks:
             if not rank.completed:
-                found.append(f"{name} with nemo_patches: rank {rank.job.rank} {rank.ended} (log: {rank.job.log})")
+                deviations.append(f"{name} with nemo_patches: rank {rank.job.rank} {rank.ended} (log: {rank.job.log})")
     if runs.stock.fewest_steps < VALIDATE_EVERY:
         log = runs.stock.ranks[0].job.log
-        found.append(f"stock ended before its first evaluation, so it shows nothing (log: {log})")
+        deviations.append(f"stock ended before its first evaluation, so it shows nothing (log: {log})")
     same, compared = _equal_losses(runs.stock, runs.patched)
     if same < compared:
-        found.append(f"{compared - same} of {compared} training losses differ from stock's")
+        deviations.append(f"{compared - same} of {compared} training losses differ from stock's")
     if (rows := runs.patched_rows.worst_rows) and rows.wrong:
-        found.append(f"{rows.wrong} positional rows are wrong with nemo_patches")
+        deviations.append(f"{rows.wrong} positional rows are wrong with nemo_patches")
     if runs.stock.completed:
-        found.append("stock completed too, so it shows no difference")
+        deviations.append("stock completed too, so it shows no difference")
     if not (runs.stock_rows.worst_rows and runs.stock_rows.worst_rows.wrong):
-        found.append("stock had no wrong positional row, so it shows no difference")
-    return found
+        deviations.append("stock had no wrong positional row, so it shows no difference")
+    return deviations
 
 
 def _sentence_on_hang(stock: RunOutcome, patched: RunOutcome) -> Text:
@@ -122,8 +122,8 @@ def _equal_losses(stock: RunOutcome, patched: RunOutcome) -> tuple[int, int]:
     """Of the training losses that both runs have: how many are equal to the last bit, and how many there are."""
     pairs = [
         (left.hex(), right.hex())
-        for one, other in zip(stock.ranks, patched.ranks, strict=True)
-        for left, right in zip(one.losses, other.losses, strict=False)  # stock has fewer
+        for stock_rank, patched_rank in zip(stock.ranks, patched.ranks, strict=True)
+        for left, right in zip(stock_rank.losses, patched_rank.losses, strict=False)  # stock has fewer
     ]
     return sum(left == right for left, right in pairs), len(pairs)
 

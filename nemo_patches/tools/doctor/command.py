@@ -1,4 +1,4 @@
-"""What `nemo-patches doctor` does with its arguments."""
+"""Carry out `nemo-patches doctor`: check its arguments, examine, print, and return the exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import NoReturn
 from rich.console import Console
 
 from nemo_patches.tools.doctor import examination, fixes, report
-from nemo_patches.tools.doctor.examination import DoctorError, Report
+from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Rule
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
@@ -77,17 +78,17 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request) -> NoReturn:
 
     here, code = ranks.place(), 0
     try:
-        found = ranks.examine(here)
-        if found is not None:
-            of_ranks = Report(
+        job_ranks = ranks.examine(here)
+        if job_ranks is not None:
+            ranks_report = Report(
                 f"{here.size} ranks",
-                found.headline,
-                examination.checked(found, rules, "ranks"),
-                lines=tuple(found.lines()),
-                details=found.as_json(),
+                job_ranks.headline,
+                examination.checked(job_ranks, rules, "ranks"),
+                lines=tuple(job_ranks.lines()),
+                details=job_ranks.as_json(),
             )
-            _print([of_ranks], request)
-            code = of_ranks.exit_code
+            _print([ranks_report], request)
+            code = ranks_report.exit_code
     except DoctorError as error:
         _complain(str(error))
         code = 0 if here.rank else 2
@@ -111,7 +112,7 @@ def _print(reports: Sequence[Report], request: Request) -> None:
 def _fix(each: Report, write: bool) -> None:
     if each.config is None:
         return
-    changes = [found.finding.change for found in each.found if found.finding.change is not None]
+    changes = [finding.change for _, finding in each.findings if finding.change is not None]
     path, before = each.config.source.path, each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
     sys.stdout.write(fixes.diff(path, before, after))

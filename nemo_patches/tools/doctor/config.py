@@ -14,21 +14,19 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_patches.tools.doctor import yaml_text
-from nemo_patches.tools.doctor.yaml_text import LARGEST_TREE, ConfigError, Keys, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, Keys, YamlText
 
 MISSING = "???"  # OmegaConf's word for a value that is still to be given
 
-# How many interpolations there may be (NeMo's own configs have at most 200), how often one may lead to another further
-# down, and how long a text they may make.
-_MOST_INTERPOLATIONS = 1_000
-_ROUNDS = 10
-_LONGEST_TEXT = 10_000
-_LONGEST_SHOWN = 100
+_MOST_INTERPOLATIONS = 1_000  # NeMo's own configs have at most 200
+_ROUNDS = 10  # so often an interpolation may lead to another one further down
+_LONGEST_TEXT = 10_000  # characters that interpolations may make
+_LONGEST_SHOWN = 100  # characters of a value in a finding
 _LARGEST_NUMBER = 1e15
 
 
 class Unknown:
-    """The one value that is there, but that nobody can tell before the job runs."""
+    """A value that only the job will know."""
 
     def __repr__(self) -> str:
         return "not known before the job runs"
@@ -47,7 +45,7 @@ class Value:
 
     @property
     def known(self) -> bool:
-        """Whether it can be told from the config: not ???, nor from the environment, nor from where nothing is."""
+        """False for ???, for what a resolver gives, and for an interpolation that leads nowhere."""
         return self.value is not UNKNOWN
 
     @property
@@ -57,7 +55,7 @@ class Value:
 
     @property
     def number(self) -> float | None:
-        """As a finite number, None where it is none; a switch is not a number."""
+        """As a finite number; None if it is none, and a boolean is none."""
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
             return None
         return float(self.value) if abs(self.value) < _LARGEST_NUMBER else None  # not so for NaN
@@ -83,17 +81,17 @@ class Config:
 
     def get(self, keys: Keys, default: Any = None) -> Value:
         """The value at a path; `default`, what NeMo or Lightning takes instead, where the config does not have it."""
-        found: Any = self.tree
+        node: Any = self.tree
         for key in keys:
-            if found is UNKNOWN:
+            if node is UNKNOWN:
                 break
-            if isinstance(found, dict) and key in found:
-                found = found[key]
-            elif isinstance(found, list) and key.isdigit() and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(node, dict) and key in node:
+                node = node[key]
+            elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
+                node = node[int(key)]
             else:
                 return Value(".".join(keys), default, "default")
-        return Value(".".join(keys), found, self.origin(keys))
+        return Value(".".join(keys), node, self.origin(keys))
 
     def origin(self, keys: Keys) -> str:
         """Where the value at a path comes from."""
@@ -106,12 +104,12 @@ class Config:
         """Every mapping in it with its path, outer before inner."""
         waiting: list[tuple[Keys, Any]] = [((), self.tree)]
         while waiting:
-            keys, found = waiting.pop(0)
-            if isinstance(found, dict):
-                yield keys, found
-                waiting += [((*keys, key), child) for key, child in found.items()]
-            elif isinstance(found, list):
-                waiting += [((*keys, str(index)), child) for index, child in enumerate(found)]
+            keys, node = waiting.pop(0)
+            if isinstance(node, dict):
+                yield keys, node
+                waiting += [((*keys, key), child) for key, child in node.items()]
+            elif isinstance(node, list):
+                waiting += [((*keys, str(index)), child) for index, child in enumerate(node)]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -145,7 +143,7 @@ def _created(source: YamlText) -> DictConfig:
 
 
 def _place_of_grammar(source: YamlText) -> str:
-    """Where the interpolation is that OmegaConf cannot parse, which it does not tell."""
+    """Line and key of the interpolation that OmegaConf cannot parse; its error has neither."""
     for keys, node in source.nodes.items():
         if isinstance(node, yaml.ScalarNode) and "${" in node.value:
             try:
@@ -156,18 +154,18 @@ def _place_of_grammar(source: YamlText) -> str:
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    found = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(found, dict)
-    return {str(key): _with_names(value) for key, value in found.items()}
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): _with_names(value) for key, value in plain.items()}
 
 
-def _with_names(found: Any) -> Any:
+def _with_names(node: Any) -> Any:
     """With every key as text, as paths have them."""
-    if isinstance(found, dict):
-        return {str(key): _with_names(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [_with_names(value) for value in found]
-    return found
+    if isinstance(node, dict):
+        return {str(key): _with_names(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_with_names(value) for value in node]
+    return node
 
 
 # --- overrides
@@ -234,26 +232,26 @@ def _resolve(path: Path, tree: dict[str, Any], config: DictConfig) -> dict[Keys,
     if len(waiting) > _MOST_INTERPOLATIONS:
         raise ConfigError(f"{path}: {len(waiting)} interpolations; a config may have {_MOST_INTERPOLATIONS}")
     broken: dict[Keys, str] = {}
-    room = LARGEST_TREE
+    room = MOST_VALUES
     for part_of_it_may_be_unknown in (False, True):
         for _ in range(_ROUNDS):
             before = len(waiting)
             for keys, text in list(waiting.items()):
                 try:
-                    found = _evaluated(config, keys, text)
+                    value = _evaluated(config, keys, text)
                 except OmegaConfBaseException as error:
                     if isinstance(error, (MissingMandatoryValue, InterpolationToMissingValueError)):
                         continue
                     broken[keys] = _first_line(error)
                     del waiting[keys]
                     continue
-                if _holds_missing(found) and not part_of_it_may_be_unknown:
+                if _holds_missing(value) and not part_of_it_may_be_unknown:
                     continue
-                room -= _size(found)
+                room -= _size(value)
                 if room < 0:
-                    raise ConfigError(f"{path}: more than {LARGEST_TREE} values, when its interpolations are followed")
-                _put(tree, keys, found)
-                _node(config, keys[:-1])[_last(keys, config)] = found
+                    raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its interpolations are followed")
+                _put(tree, keys, value)
+                _node(config, keys[:-1])[_last(keys, config)] = value
                 del waiting[keys]
             if len(waiting) == before:
                 break
@@ -262,14 +260,14 @@ def _resolve(path: Path, tree: dict[str, Any], config: DictConfig) -> dict[Keys,
     return broken
 
 
-def _take_out(found: Any, config: DictConfig, keys: Keys, waiting: dict[Keys, str]) -> None:
+def _take_out(node: Any, config: DictConfig, keys: Keys, waiting: dict[Keys, str]) -> None:
     """Put ??? in the place of every interpolation, in both; those that may be followed into `waiting`."""
-    for key, child in list(found.items() if isinstance(found, dict) else enumerate(found)):
+    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
         here = (*keys, str(key))
         if isinstance(child, (dict, list)):
             _take_out(child, config, here, waiting)
         elif isinstance(child, str) and "${" in child:
-            found[key] = _node(config, keys)[_last(here, config)] = MISSING
+            node[key] = _node(config, keys)[_last(here, config)] = MISSING
             if not _calls_a_resolver(child):
                 waiting[here] = child
 
@@ -292,18 +290,18 @@ def _evaluated(config: DictConfig, keys: Keys, text: str) -> Any:
     holder, last = _node(config, keys[:-1]), _last(keys, config)
     try:
         holder[last] = text
-        found = holder[last]
+        value = holder[last]
     finally:
         holder[last] = MISSING
-    if isinstance(found, (DictConfig, ListConfig)):
-        return _with_names(OmegaConf.to_container(found, resolve=False))
-    if isinstance(found, str) and ("${" in found or len(found) > _LONGEST_TEXT):
+    if isinstance(value, (DictConfig, ListConfig)):
+        return _with_names(OmegaConf.to_container(value, resolve=False))
+    if isinstance(value, str) and ("${" in value or len(value) > _LONGEST_TEXT):
         return MISSING  # it was escaped, and others would take it for an interpolation; or it is a bomb
-    return found
+    return value
 
 
 def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> list[Keys]:
-    """Those of the ones that are left that would be left, too, if every ??? were given."""
+    """Of the interpolations left over, those that stay so if every ??? is given: they lead in a circle."""
     left = dict(waiting)
     if not left:
         return []  # OmegaConf takes a second for a copy of a large tree
@@ -321,13 +319,13 @@ def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> list[Keys]:
     return list(left)
 
 
-def _filled(found: Any, keys: Keys, kept: Mapping[Keys, str]) -> Any:
+def _filled(node: Any, keys: Keys, kept: Mapping[Keys, str]) -> Any:
     """With 0 for every ??? but the kept ones."""
-    if isinstance(found, dict):
-        return {key: _filled(value, (*keys, str(key)), kept) for key, value in found.items()}
-    if isinstance(found, list):
-        return [_filled(value, (*keys, str(index)), kept) for index, value in enumerate(found)]
-    return 0 if found == MISSING and keys not in kept else found
+    if isinstance(node, dict):
+        return {key: _filled(value, (*keys, str(key)), kept) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_filled(value, (*keys, str(index)), kept) for index, value in enumerate(node)]
+    return 0 if node == MISSING and keys not in kept else node
 
 
 def _node(config: Any, keys: Keys) -> Any:
@@ -340,26 +338,26 @@ def _last(keys: Keys, config: Any) -> Any:
     return int(keys[-1]) if isinstance(_node(config, keys[:-1]), (list, ListConfig)) else keys[-1]
 
 
-def _put(tree: Any, keys: Keys, found: Any) -> None:
-    _node(tree, keys[:-1])[_last(keys, tree)] = found
+def _put(tree: Any, keys: Keys, value: Any) -> None:
+    _node(tree, keys[:-1])[_last(keys, tree)] = value
 
 
-def _size(found: Any) -> int:
-    children = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+def _size(node: Any) -> int:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     return 1 + sum(map(_size, children))
 
 
-def _holds_missing(found: Any) -> bool:
-    children = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
-    return found == MISSING or any(map(_holds_missing, children))
+def _holds_missing(node: Any) -> bool:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return node == MISSING or any(map(_holds_missing, children))
 
 
-def _mark_unknown(found: Any) -> None:
-    for key, child in list(found.items() if isinstance(found, dict) else enumerate(found)):
+def _mark_unknown(node: Any) -> None:
+    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
         if isinstance(child, (dict, list)):
             _mark_unknown(child)
         elif child == MISSING:
-            found[key] = UNKNOWN
+            node[key] = UNKNOWN
 
 
 def _first_line(error: Exception) -> str:

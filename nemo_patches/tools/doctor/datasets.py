@@ -29,7 +29,7 @@ class Longest:
 
 @dataclass(frozen=True)
 class Dataset:
-    """One set. keys: where its own keys are; outer: where those are looked up that it does not have (or None)."""
+    """One data set. keys: its path in the config; outer: the path where keys are looked up that it does not have."""
 
     config: Config
     keys: Keys
@@ -43,10 +43,10 @@ class Dataset:
 
     def get(self, key: str, default: Any = None) -> Value:
         """A key of it."""
-        found = self.config.get((*self.keys, key), default)
-        if not found.given and self.outer is not None:
+        own = self.config.get((*self.keys, key), default)
+        if not own.given and self.outer is not None:
             return self.config.get((*self.outer, key), default)
-        return found
+        return own
 
     @property
     def training(self) -> bool:
@@ -55,7 +55,7 @@ class Dataset:
 
     @property
     def used(self) -> bool:
-        """Whether it is speech that is read at all: NeMo leaves out a set whose manifest is null."""
+        """Whether it has any input: NeMo leaves out a set whose manifest is null."""
         return any(self.get(key).value is not None for key in _INPUTS)
 
     @property
@@ -109,13 +109,13 @@ class Dataset:
 
     def longest(self) -> Longest:
         """The longest input that the encoder can get from it."""
-        found = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
+        unpadded = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
         padding = self.config.get((*self.keys, "random_padding"))  # of NeMo's end-of-utterance sets
-        if not isinstance(padding.value, dict) or found.seconds is None:
-            return found
+        if not isinstance(padding.value, dict) or unpadded.seconds is None:
+            return unpadded
         padded = self.config.get((*self.keys, "random_padding", "max_total_duration"))
-        seconds = None if padded.number is None else max(found.seconds, padded.number)
-        return Longest(seconds, (*found.read, padded))
+        seconds = None if padded.number is None else max(unpadded.seconds, padded.number)
+        return Longest(seconds, (*unpadded.read, padded))
 
     def _longest_of_lhotse(self) -> Longest:
         """Speed is perturbed before, noise is mixed in without a change, and only concatenation is after the limit."""
@@ -183,22 +183,22 @@ def _smallest(limits: list[Value]) -> float | None:
     return math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
 
 
-def _streams(found: Any, key: str) -> bool | None:
+def _streams(inputs: Any, key: str) -> bool | None:
     """Whether an input is read as a stream."""
     if key == "input_cfg":
-        return _of_entries(found, _is_stream)
-    return found is not None and key in ("shar_path", "tarred_audio_filepaths")
+        return _of_entries(inputs, _is_stream)
+    return inputs is not None and key in ("shar_path", "tarred_audio_filepaths")
 
 
-def _repeats(found: Any, key: str, training: bool) -> bool | None:
+def _repeats(inputs: Any, key: str, training: bool) -> bool | None:
     """Whether an input is repeated for ever; of a list of manifests, each is a set of its own in evaluation."""
     if key == "input_cfg":
-        if isinstance(found, list) and len(found) > 1:
+        if isinstance(inputs, list) and len(inputs) > 1:
             return True
-        return _of_entries(found, lambda entry: _is_stream(entry) or isinstance(entry.get("manifest_filepath"), list))
+        return _of_entries(inputs, lambda entry: _is_stream(entry) or isinstance(entry.get("manifest_filepath"), list))
     if key == "manifest_filepath":
-        return training and isinstance(found, list)
-    return _streams(found, key)
+        return training and isinstance(inputs, list)
+    return _streams(inputs, key)
 
 
 def _is_stream(entry: Mapping[str, Any]) -> bool:
@@ -207,11 +207,11 @@ def _is_stream(entry: Mapping[str, Any]) -> bool:
     )
 
 
-def _of_entries(found: Any, answer: Callable[[Mapping[str, Any]], bool]) -> bool | None:
+def _of_entries(inputs: Any, answer: Callable[[Mapping[str, Any]], bool]) -> bool | None:
     """An answer for Lhotse's input_cfg, whose groups hold others; None for a path to more YAML."""
-    if not isinstance(found, list):
-        return None if found is not None else False
-    entries = [entry for entry in found if isinstance(entry, dict)]
+    if not isinstance(inputs, list):
+        return None if inputs is not None else False
+    entries = [entry for entry in inputs if isinstance(entry, dict)]
     return _any_known(answer(entry) or _of_entries(entry.get("input_cfg"), answer) for entry in entries)
 
 

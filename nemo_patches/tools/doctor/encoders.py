@@ -27,8 +27,8 @@ class EncoderClass:
 
 
 _CLASSES = {
-    found.name: found
-    for found in (
+    known.name: known
+    for known in (
         EncoderClass("ConformerEncoder", True, True),
         EncoderClass("ConformerEncoderAdapter", True, True),
         EncoderClass("ConformerEncoderUNet", True, True),
@@ -132,9 +132,9 @@ class Encoder:
             return None
         for depth in range(len(self.keys) - 1, -1, -1):
             holder = self.keys[:depth]
-            found = self._mel(holder) or self._spectrogram(holder)
-            if found:
-                return found
+            frames = self._mel(holder) or self._spectrogram(holder)
+            if frames:
+                return frames
         return None
 
     def _mel(self, holder: Keys) -> Frames | None:

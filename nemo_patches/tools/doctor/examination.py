@@ -1,4 +1,4 @@
-"""One run of the doctor: rules chosen, what they are about read, each checked on it, and what was found."""
+"""One run of the doctor: choose the rules, check them on a config, a machine or ranks, and sort the findings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import machine
 from nemo_patches.tools.doctor.config import Config
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
@@ -21,29 +22,17 @@ from nemo_patches.tools.doctor.yaml_text import ConfigError
 CRASHED = "NP001"
 
 
-class DoctorError(Exception):
-    """The command cannot be carried out as it was given. The text says why."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A finding, and the rule that it is of."""
-
-    rule: Rule
-    finding: Finding
-
-
 @dataclass(frozen=True)
 class Report:
-    """What was found in one config, on this machine or between ranks, worst first; or why it cannot be read.
+    """The findings in one config, on this machine or between ranks, worst first; or why it cannot be read.
 
-    headline: one line on what the rules went by. lines: what else is to be printed before the findings. config: None
-    where none was read. details: for programs.
+    headline: one line on what the rules went by. lines: printed before the findings. config: None where none was read.
+    details: for programs.
     """
 
     name: str
     headline: str
-    found: tuple[Found, ...]
+    findings: tuple[tuple[Rule, Finding], ...]
     error: str = ""
     config: Config | None = None
     lines: tuple[str, ...] = ()
@@ -54,11 +43,11 @@ class Report:
         """0: nothing but notes; 1: findings; 2: it cannot be read."""
         if self.error:
             return 2
-        return 1 if any(found.finding.severity > Severity.NOTE for found in self.found) else 0
+        return 1 if any(finding.severity > Severity.NOTE for _, finding in self.findings) else 0
 
 
 def split(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The configs and the overrides among the command's arguments: what has a = or a leading ~ is an override."""
+    """The command's arguments as configs and overrides: an argument with a = or a leading ~ is an override."""
     overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not Path(text).exists())]
     return [Path(text) for text in arguments if text not in overrides], overrides
 
@@ -114,22 +103,22 @@ def examine_machine(rules: Sequence[Rule]) -> Report:
     return Report(facts.host, facts.headline, checked(facts, rules, "machine"))
 
 
-def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[Found, ...]:
-    """What the rules about a Job, a Machine ("machine") or Ranks ("ranks") find in it, worst first.
+def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[tuple[Rule, Finding], ...]:
+    """The findings of the rules about a Job ("config"), a Machine ("machine") or Ranks ("ranks"), worst first.
 
-    A rule that fails is found by NP001.
+    A rule that raises becomes a finding of NP001.
     """
-    found = [one for rule in rules if rule.about == about for one in _checked(rule, subject)]
-    found.sort(key=lambda one: (-one.finding.severity, one.rule.identifier, one.finding.line or 0))
-    return tuple(found)
+    findings = [pair for rule in rules if rule.about == about for pair in _checked(rule, subject)]
+    findings.sort(key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0))
+    return tuple(findings)
 
 
-def _checked(rule: Rule, subject: object) -> list[Found]:
+def _checked(rule: Rule, subject: object) -> list[tuple[Rule, Finding]]:
     try:
-        return [Found(rule, finding) for finding in rule.check(subject)]
+        return [(rule, finding) for finding in rule.check(subject)]
     except Exception as error:  # one rule's fault must not hide what the others find
         what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
-        return [Found(named(CRASHED), Finding(Severity.WARNING, what, (), "a report of this, with what was examined"))]
+        return [(named(CRASHED), Finding(Severity.WARNING, what, (), "a report of this, with what was examined"))]
 
 
 def _no_rule(identifier: str) -> DoctorError:

@@ -1,4 +1,4 @@
-"""What a rule returns, and what a rule is: one file in rules/, with its docstring as its explanation."""
+"""The types of a rule (a file in rules/, explained by its docstring) and of the findings that it returns."""
 
 from __future__ import annotations
 
@@ -57,17 +57,13 @@ class Finding:
 class Rule:
     """One rule: `finds` and `why` are a sentence each, `link` is where to read on, `worst` its highest severity.
 
-    `check` takes what the rule is about: a Job, a Machine or the Ranks.
+    about: "config", "machine" or "ranks", the folder that the rule is in; `check` takes a Job, a Machine or the Ranks.
     """
 
     identifier: str
+    about: str
     finds: str
     why: str
     link: str
     worst: Severity
     check: Callable[[Any], Iterable[Finding]]
-
-    @property
-    def about(self) -> str:
-        """What the rule looks at: "config", "machine" or "ranks"; its identifier says so."""
-        return {"2": "machine", "3": "ranks"}.get(self.identifier[2], "config")

@@ -1,4 +1,4 @@
-"""The safe changes, made in the text of a config: comments, order and everything else stay as they are."""
+"""Make the safe changes in the text of a config: comments, order and everything else stay as they are."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def _with(source: YamlText, change: Change) -> YamlText:
     text = _replaced(source, node, change.value) if node is not None else _inserted(source, change)
     try:
         after = yaml_text.parse(source.path, text)
-        wanted, found = _tree(source), _tree(after)
+        wanted, got = _tree(source), _tree(after)
     except ConfigError:
         raise _CannotBeMade("the text cannot be read after it") from None
     _set(wanted, change)
-    if wanted != found:  # an anchor that others share, a merge, a style that was not foreseen
+    if got != wanted:  # an anchor that others share, a merge, a style that was not foreseen
         raise _CannotBeMade("it would change other values, too")
     return after
 
@@ -83,11 +83,11 @@ def _tree(source: YamlText) -> Any:
     return _unshared(yaml.safe_load(source.text))
 
 
-def _unshared(found: Any) -> Any:
+def _unshared(node: Any) -> Any:
     """With a value of its own at every place; PyYAML has one value for an anchor and all its aliases."""
-    if isinstance(found, dict):
-        return {key: _unshared(value) for key, value in found.items()}
-    return [_unshared(value) for value in found] if isinstance(found, list) else found
+    if isinstance(node, dict):
+        return {key: _unshared(value) for key, value in node.items()}
+    return [_unshared(value) for value in node] if isinstance(node, list) else node
 
 
 def _set(tree: Any, change: Change) -> None:

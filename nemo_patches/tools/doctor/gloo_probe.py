@@ -1,4 +1,4 @@
-"""Tries Gloo: `python -m nemo_patches.tools.doctor.gloo_probe` prints what came of it, for machine.py.
+"""Try Gloo: `python -m nemo_patches.tools.doctor.gloo_probe` prints the result, for machine.py.
 
 Which address Gloo has taken is read from the kernel (Linux), as torch does not tell it.
 """
@@ -22,9 +22,9 @@ _ORDER = sys.byteorder
 
 @dataclass(frozen=True)
 class Gloo:
-    """What became of it: `problem` why Gloo does not work, empty where it does.
+    """The result. problem: why Gloo does not work, empty where it does.
 
-    address: where it listens, as other ranks would be told; empty where that cannot be told.
+    address: where it listens, as other ranks get it; empty where the system does not tell.
     """
 
     problem: str = ""
@@ -44,9 +44,9 @@ def probe() -> Gloo:
         group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     except RuntimeError as error:
         return Gloo(str(error).strip().splitlines()[0])
-    found = Gloo(address=next((address for address, _ in sorted(set(listening()) - before)), ""))
+    address = next((address for address, _ in sorted(set(listening()) - before)), "")
     del group
-    return found
+    return Gloo(address=address)
 
 
 def listening() -> list[tuple[str, int]]:
@@ -57,15 +57,15 @@ def listening() -> list[tuple[str, int]]:
             with contextlib.suppress(OSError):
                 if socket := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{name}")):
                     inodes.add(socket[1])
-    found = []
+    addresses = []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENING and fields[9] in inodes:
                     address, _, port = fields[1].partition(":")
-                    found.append((_address(address), int(port, 16)))
-    return found
+                    addresses.append((_address(address), int(port, 16)))
+    return addresses
 
 
 def _address(text: str) -> str:

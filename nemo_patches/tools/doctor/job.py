@@ -52,7 +52,7 @@ class Job:
 
     @cached_property
     def nodes(self) -> Value:
-        """Nodes."""
+        """How many nodes; Lightning's default is one."""
         return self.trainer("num_nodes", 1)
 
     @cached_property
@@ -97,10 +97,10 @@ class Job:
     @cached_property
     def strategy(self) -> Value:
         """The strategy: its name, or with _target_ its class."""
-        found = self.trainer("strategy", "auto")
-        if isinstance(found.value, dict):
+        strategy = self.trainer("strategy", "auto")
+        if isinstance(strategy.value, dict):
             return self.config.get(("trainer", "strategy", "_target_"))
-        return found
+        return strategy
 
     @cached_property
     def ddp(self) -> bool:
@@ -124,10 +124,10 @@ class Job:
 
         DDPStrategy wants a timedelta; in YAML, that is a mapping with _target_: datetime.timedelta.
         """
-        found = self.config.get(("trainer", "strategy", "timeout")).value
-        if not isinstance(found, dict) or found.get("_target_") != "datetime.timedelta":
+        timeout = self.config.get(("trainer", "strategy", "timeout")).value
+        if not isinstance(timeout, dict) or timeout.get("_target_") != "datetime.timedelta":
             return None
-        parts = {key: value for key, value in found.items() if key != "_target_"}
+        parts = {key: value for key, value in timeout.items() if key != "_target_"}
         try:
             return timedelta(**parts)
         except (TypeError, OverflowError):
@@ -143,7 +143,7 @@ class Job:
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
         """Every training, validation and test set that will be read."""
-        return tuple(found for found in datasets.found_in(self.config) if found.used)
+        return tuple(dataset for dataset in datasets.found_in(self.config) if dataset.used)
 
 
 def _count(devices: Any) -> int | None:

@@ -1,6 +1,6 @@
 """The facts about this machine and its Python environment that rules go by; torch and NeMo are not imported here.
 
-What only torch can tell (whether Gloo works, and at which address) a process of its own finds out, in bounded time.
+What only torch can tell (whether Gloo works, and at which address), gloo_probe.py finds out in a process of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GIBIBYTE = 1 << 30
 
 @dataclass(frozen=True)
 class Memory:
-    """This process's cgroup, in bytes: its limit, what is used without the page cache; and how many it has killed."""
+    """The memory of this process's cgroup, in bytes; used: without the page cache. killed: processes, at the limit."""
 
     limit: int
     used: int = 0
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as far as a rule wants to know it. None and empty: cannot be told, or there is none.
+    """What rules may know of this machine. None or empty: there is none, or it cannot be told.
 
     versions, needs: installed version, and NeMo's own requirement, by package. environment: the variables that rules
     may read. shared_memory: free bytes of /dev/shm. open_files: soft and hard limit, None for unlimited.
@@ -113,11 +113,11 @@ def gather() -> Machine:
 
 def versions() -> dict[str, str]:
     """The installed packages of PACKAGES."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -145,8 +145,8 @@ def gloo(limit: timedelta = GLOO_LIMIT) -> Gloo:
     for line in done.stdout.splitlines():
         if line.startswith(gloo_probe.MARK):
             return Gloo(**json.loads(line.removeprefix(gloo_probe.MARK)))
-    said = done.stderr.strip().splitlines()
-    return Gloo(said[-1] if said else f"the process that tried it ended with code {done.returncode}")
+    errors = done.stderr.strip().splitlines()
+    return Gloo(errors[-1] if errors else f"the process that tried it ended with code {done.returncode}")
 
 
 def _status() -> status.Report | None:
@@ -160,14 +160,14 @@ def _needs() -> dict[str, str]:
     """What NeMo's own metadata asks for, by package, for its speech collection."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    found: dict[str, str] = {}
+    needs: dict[str, str] = {}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for text in importlib.metadata.requires("nemo_toolkit") or ():
             with contextlib.suppress(InvalidRequirement):
-                one = Requirement(text)
-                if one.name in PACKAGES and (one.marker is None or one.marker.evaluate({"extra": "asr"})):
-                    found[one.name] = str(one.specifier)
-    return found
+                need = Requirement(text)
+                if need.name in PACKAGES and (need.marker is None or need.marker.evaluate({"extra": "asr"})):
+                    needs[need.name] = str(need.specifier)
+    return needs
 
 
 def _shared_memory() -> int | None:
@@ -178,13 +178,14 @@ def _shared_memory() -> int | None:
 
 
 def _open_files() -> tuple[int | None, int | None]:
-    soft, hard = (None if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
     return soft, hard
 
 
 def memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Memory | None:
     """The tightest limit of the cgroups that this process is in, version 1 or 2; None where there is none."""
-    found = None
+    tightest = None
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -198,13 +199,13 @@ def memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgr
         # In a container, the path is that of the host, and what is mounted is the container's own.
         for place in (folder, *(each for each in folder.parents if each == top or top in each.parents)):
             limit = _number(place / ("memory.max" if second else "memory.limit_in_bytes"))
-            if limit is None or limit >= _physical_memory() or (found is not None and limit >= found.limit):
+            if limit is None or limit >= _physical_memory() or (tightest is not None and limit >= tightest.limit):
                 continue
             used = _number(place / ("memory.current" if second else "memory.usage_in_bytes")) or 0
             cache = _entry(place / "memory.stat", "inactive_file" if second else "total_inactive_file")
             killed = _entry(place / ("memory.events" if second else "memory.oom_control"), "oom_kill")
-            found = Memory(limit, max(used - cache, 0), killed)
-    return found
+            tightest = Memory(limit, max(used - cache, 0), killed)
+    return tightest
 
 
 def _physical_memory() -> int:

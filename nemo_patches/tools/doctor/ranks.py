@@ -1,8 +1,8 @@
-"""`doctor --ranks`: every rank tells about itself through the job's store, and rank 0 collects it, in bounded time.
+"""`doctor --ranks`: every rank publishes facts in the job's store, and rank 0 collects them, in bounded time.
 
 In three steps, each with a time limit of its own, so that a rank which does not answer, or hangs, becomes a finding and
-no more: every rank tells its facts; rank 0 names those that have come; these make one Gloo group and measure it. What a
-rank tells is data: it is checked for its types and its size, and printed without control characters.
+no more: every rank publishes its facts; rank 0 names those that have come; these make one Gloo group and measure it.
+What a rank publishes is checked for its types and its size, and printed without control characters.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.sync import settings
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import gloo_probe, machine
-from nemo_patches.tools.doctor.examination import DoctorError
+from nemo_patches.tools.doctor.errors import DoctorError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 _Result = TypeVar("_Result")
 
-_TIMES = 20  # rounds and requests that are measured
-_LONGEST = 1 << 18  # bytes that a rank may tell
-_POLL = 0.02
-_SHOWN = 32  # ranks that are printed one by one
-# Of hosts, not of a job: these may differ between ranks.
-_OF_A_HOST = ("_IFNAME", "_HCA")
+_MEASUREMENTS = 20  # syncs, and requests to the store
+_MOST_BYTES = 1 << 18  # that a rank may publish at once
+_POLL_S = 0.02
+_SHOWN_RANKS = 32  # ranks that are printed one by one
+_OF_A_HOST = ("_IFNAME", "_HCA")  # variables that end so are a host's own, and may differ
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place in the job, as its launcher has told it."""
+    """This process's place in the job, by its launcher's variables."""
 
     rank: int
     size: int
@@ -53,9 +52,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank tells about itself.
+    """What a rank publishes about itself.
 
-    unpatched: why NeMo would not be patched there, empty where it would. auto_apply: in the words of status.
+    unpatched: why NeMo would not be patched there, empty where it would. auto_apply: as `nemo-patches status` has it.
     """
 
     rank: int
@@ -87,7 +86,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What rank 0 was told, by rank; a rank without facts has not answered within the timeout."""
+    """What rank 0 collected, by rank; a rank without facts has not answered within the timeout."""
 
     size: int
     timeout: timedelta
@@ -108,16 +107,16 @@ class Ranks:
         return statistics.median(mine - theirs for mine, theirs in zip(own.clocks, first.clocks, strict=True))
 
     def grouped(self, what: Callable[[Facts], str]) -> dict[str, list[int]]:
-        """The ranks by what they told, the most frequent first."""
-        found: dict[str, list[int]] = {}
+        """The ranks by what `what` makes of their facts, the most frequent first."""
+        ranks: dict[str, list[int]] = {}
         for rank, facts in sorted(self.facts.items()):
-            found.setdefault(what(facts), []).append(rank)
-        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+            ranks.setdefault(what(facts), []).append(rank)
+        return dict(sorted(ranks.items(), key=lambda item: -len(item[1])))
 
     def lines(self) -> list[str]:
         """One line for each rank, those with the slowest syncs first where there are many."""
         ranks = sorted(self.facts, key=lambda rank: -_median(self.measured.get(rank, Measured(rank)).syncs))
-        shown = sorted(ranks[:_SHOWN])
+        shown = sorted(ranks[:_SHOWN_RANKS])
         rest = len(ranks) - len(shown)
         return [self._line(rank) for rank in shown] + ([f"{rest} more ranks, with faster syncs"] if rest else [])
 
@@ -148,11 +147,11 @@ class Ranks:
 
 
 def differing(ranks: Ranks, what: Callable[[Facts], Mapping[str, str]]) -> Iterable[tuple[str, str]]:
-    """Each name under which not all ranks tell the same, with what they tell; the most frequent last."""
+    """Each name whose value differs between ranks, with its values and their ranks; the most frequent value last."""
     for name in sorted({name for facts in ranks.facts.values() for name in what(facts)}):
-        told = ranks.grouped(lambda facts, name=name: what(facts).get(name, "not set"))  # type: ignore[misc]
-        if len(told) > 1:
-            yield name, ", ".join(f"{safe(text)} on {named(which)}" for text, which in reversed(told.items()))
+        groups = ranks.grouped(lambda facts, name=name: what(facts).get(name, "not set"))  # type: ignore[misc]
+        if len(groups) > 1:
+            yield name, ", ".join(f"{safe(text)} on {named(which)}" for text, which in reversed(groups.items()))
 
 
 def place(variables: Mapping[str, str] = os.environ) -> Place:
@@ -180,7 +179,7 @@ def place(variables: Mapping[str, str] = os.environ) -> Place:
 
 
 def examine(here: Place) -> Ranks | None:
-    """Take part as this rank. On rank 0, what all have told; None on the others. Raises DoctorError.
+    """Take part as this rank; return what all ranks published on rank 0, None on the others. Raises DoctorError.
 
     It takes the timeout of NEMO_PATCHES_TIMEOUT a few times, whatever other ranks do.
     """
@@ -224,7 +223,7 @@ class _Part:
 
         here = self._here
         self.at = f"connecting to the job's store at {here.address}:{here.port}"
-        whole = dist.TCPStore(
+        tcp_store = dist.TCPStore(
             here.address,
             here.port,
             is_master=here.has_server,
@@ -232,45 +231,45 @@ class _Part:
             wait_for_workers=False,
             **({"multi_tenant": True} if here.has_server else {}),
         )
-        store = dist.PrefixStore(f"nemo_patches/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
-        self.at = "telling its facts"
-        _tell(store, "facts", self._own)
+        store = dist.PrefixStore(f"nemo_patches/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)
+        self.at = "publishing its facts"
+        _publish(store, "facts", self._own)
         if here.rank == 0:
             self.at = "collecting the ranks' facts"
-            self.facts = _told(store, "facts", range(here.size), Facts, self._timeout)
+            self.facts = _collect(store, "facts", range(here.size), Facts, self._timeout)
             self.facts[0] = self._own
             store.set("present", msgspec.json.encode(sorted(self.facts)).decode())
             present = sorted(self.facts)
         else:
             self.at = "waiting for rank 0 to say who is there"
-            present = _present(store, 2 * self._timeout)
+            present = _ranks_present(store, 2 * self._timeout)
             if here.rank not in present:
                 raise DoctorError(f"rank {here.rank} came too late: rank 0 has stopped waiting")
         self.at = "measuring"
         began = time.monotonic()
         own = self._measure(store, present)
-        _tell(store, "measured", own)
+        _publish(store, "measured", own)
         if here.rank == 0:
             self.at = "collecting what the ranks measured"
             self.measured[0] = own
             others = [rank for rank in present if rank]
             left = 2 * self._timeout - timedelta(seconds=time.monotonic() - began)  # each has a limit of its own
-            self.measured |= _told(store, "measured", others, Measured, left)
+            self.measured |= _collect(store, "measured", others, Measured, left)
         self.at = "its end"
 
     def _measure(self, store: dist.Store, present: list[int]) -> Measured:
         """Requests first: then no rank makes its group while another measures the store."""
         requests = tuple(_timed(lambda: store.get("present")))
         gloo = gloo_probe.probe()
-        found = Measured(self._here.rank, (), requests, (), gloo.address, gloo.problem)
-        if found.problem:
-            return found
+        measured = Measured(self._here.rank, (), requests, (), gloo.address, gloo.problem)
+        if measured.problem:
+            return measured
         limit = 1.5 * self._timeout  # Gloo can wait longer than its timeout for ranks that never connect
         try:
             syncs, clocks = _within(limit, lambda: _syncs(store, present, self._here.rank, self._timeout))
         except (RuntimeError, ValueError) as error:  # Gloo's
-            return replace(found, problem=_first_line(error))
-        return replace(found, syncs=syncs, clocks=clocks)
+            return replace(measured, problem=_first_line(error))
+        return replace(measured, syncs=syncs, clocks=clocks)
 
 
 def _within(limit: timedelta, what: Callable[[], _Result]) -> _Result:
@@ -316,7 +315,7 @@ def _syncs(
 
 
 def _timed(what: Callable[[], object]) -> Iterable[float]:
-    for _ in range(_TIMES):
+    for _ in range(_MEASUREMENTS):
         began = time.perf_counter()
         what()
         yield time.perf_counter() - began
@@ -325,10 +324,10 @@ def _timed(what: Callable[[], object]) -> Iterable[float]:
 def _facts(here: Place) -> Facts:
     versions = machine.versions()
     try:
-        found = status.examine()
-        versions = {**found.versions, **{name: versions[name] for name in versions if "lightning" in name}}
-        chosen = {setting.name: setting.value for setting in found.settings}
-        unpatched, auto_apply = found.reasons, found.auto_apply
+        report = status.examine()
+        versions = {**report.versions, **{name: versions[name] for name in versions if "lightning" in name}}
+        chosen = {setting.name: setting.value for setting in report.settings}
+        unpatched, auto_apply = report.reasons, report.auto_apply
     except status.StatusError as error:
         chosen, unpatched, auto_apply = {}, (str(error),), "off"
     device, identity = _device(here.local_rank)
@@ -367,28 +366,28 @@ def _device(local_rank: int) -> tuple[str, str]:
     return f"cuda:{local_rank} {properties.name}", str(getattr(properties, "uuid", ""))
 
 
-def _tell(store: dist.Store, what: str, content: Facts | Measured) -> None:
+def _publish(store: dist.Store, what: str, content: Facts | Measured) -> None:
     store.set(f"{what}/{content.rank}", msgspec.json.encode(content).decode())
     store.add(what, 1)
 
 
-def _told(store: dist.Store, what: str, ranks: Iterable[int], kind: type[Any], timeout: timedelta) -> dict[int, Any]:
-    """What these ranks tell within the time, by rank. What is not of that kind, or too long, was not told."""
+def _collect(store: dist.Store, what: str, ranks: Iterable[int], kind: type[Any], timeout: timedelta) -> dict[int, Any]:
+    """What these ranks publish in time, by rank; without what is not of that kind, or too long."""
     wanted = list(ranks)
     end = time.monotonic() + timeout.total_seconds()
     while store.add(what, 0) < len(wanted) + (0 not in wanted) and time.monotonic() < end:
-        time.sleep(_POLL)
-    found = {}
+        time.sleep(_POLL_S)
+    contents = {}
     for rank in wanted:
         if store.check([f"{what}/{rank}"]):
-            told = _decoded(store.get(f"{what}/{rank}"), kind)
-            if told is not None and told.rank == rank:
-                found[rank] = told
-    return found
+            content = _decoded(store.get(f"{what}/{rank}"), kind)
+            if content is not None and content.rank == rank:
+                contents[rank] = content
+    return contents
 
 
 def _decoded(data: bytes, kind: type[Any]) -> Any:
-    if len(data) > _LONGEST:
+    if len(data) > _MOST_BYTES:
         return None
     try:
         return msgspec.json.decode(data, type=kind)
@@ -396,12 +395,12 @@ def _decoded(data: bytes, kind: type[Any]) -> Any:
         return None
 
 
-def _present(store: dist.Store, timeout: timedelta) -> list[int]:
+def _ranks_present(store: dist.Store, timeout: timedelta) -> list[int]:
     end = time.monotonic() + timeout.total_seconds()
     while not store.check(["present"]):
         if time.monotonic() > end:
             raise DoctorError(f"rank 0 has not answered within {timeout.total_seconds():g} s")
-        time.sleep(_POLL)
+        time.sleep(_POLL_S)
     present: list[int] = msgspec.json.decode(store.get("present"), type=list[int])
     return present
 
@@ -411,9 +410,8 @@ def _first_line(error: BaseException) -> str:
     return safe(text[0]) if text else type(error).__name__
 
 
-def _median(times: Iterable[float]) -> float:
-    found = tuple(times)
-    return statistics.median(found) if found else float("inf")
+def _median(times: tuple[float, ...]) -> float:
+    return statistics.median(times) if times else float("inf")
 
 
 def _range(times: tuple[float, ...]) -> str:

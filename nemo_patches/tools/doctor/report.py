@@ -1,4 +1,4 @@
-"""What the doctor prints: for a person, for programs, and about its rules."""
+"""Print the doctor's reports, for a person or for programs, and its rules."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_patches.tools.doctor.config import UNKNOWN, Value
-from nemo_patches.tools.doctor.examination import Found, Report
+from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Rule, Severity
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
 def show(report: Report, console: Console) -> None:
-    """Print one report; of a note one line, of any other finding all."""
+    """Print one report; a note takes one line, any other finding all of its lines."""
     if report.error:
         return
     _print(console, f"{report.name}: {report.headline}")
     for line in report.lines:
         _print(console, line)
-    for found in report.found:
-        finding = found.finding
+    for rule, finding in report.findings:
         where = f"{report.name}:{finding.line}" if finding.line else report.name
-        _print(console, f"{where}: {found.rule.identifier} {finding.severity}: {finding.what}", found)
+        head = f"{rule.identifier} {finding.severity}"
+        _print(console, f"{where}: {head}: {finding.what}", head, _STYLES[finding.severity])
         if finding.severity is Severity.NOTE:
             continue
         if finding.read:
             _print(console, f"    read: {'; '.join(map(str, finding.read))}")
         if finding.instead:
             _print(console, f"    instead: {finding.instead}")
-        _print(console, f"    why: {found.rule.why} {found.rule.link}")
+        _print(console, f"    why: {rule.why} {rule.link}")
     _print(console, f"{report.name}: {_counts(report)}")
 
 
@@ -45,17 +45,17 @@ def as_json(report: Report) -> dict[str, Any]:
         "error": report.error or None,
         "findings": [
             {
-                "rule": found.rule.identifier,
-                "severity": str(found.finding.severity),
-                "line": found.finding.line,
-                "what": found.finding.what,
-                "read": [_value(value) for value in found.finding.read],
-                "instead": found.finding.instead,
-                "safe_change": found.finding.change is not None,
-                "why": found.rule.why,
-                "link": found.rule.link,
+                "rule": rule.identifier,
+                "severity": str(finding.severity),
+                "line": finding.line,
+                "what": finding.what,
+                "read": [_value(value) for value in finding.read],
+                "instead": finding.instead,
+                "safe_change": finding.change is not None,
+                "why": rule.why,
+                "link": rule.link,
             }
-            for found in report.found
+            for rule, finding in report.findings
         ],
         **report.details,
     }
@@ -78,28 +78,22 @@ def markdown(rules: Sequence[Rule]) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what would steer a terminal: a config may have any character in a value."""
+    """Escape what would steer a terminal: a config may have any character in a value."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def _print(console: Console, text: str, found: Found | None = None) -> None:
-    text = printable(text)
-    line = Text(text)
-    if found is not None:
-        start = text.index(found.rule.identifier)
-        end = start + len(f"{found.rule.identifier} {found.finding.severity}")
-        line.stylize(_STYLES[found.finding.severity], start, end)
+def _print(console: Console, text: str, styled: str = "", style: str = "") -> None:
+    line = Text(printable(text))
+    if styled:
+        start = line.plain.index(styled)
+        line.stylize(style, start, start + len(styled))
     console.print(line, highlight=False, soft_wrap=True)
 
 
 def _counts(report: Report) -> str:
-    counts = Counter(found.finding.severity for found in report.found)
-    said = [
-        f"{counts[severity]} {severity}{'s' * (counts[severity] > 1)}"
-        for severity in reversed(Severity)
-        if counts[severity]
-    ]
-    return ", ".join(said) or "nothing"
+    counts = Counter(finding.severity for _, finding in report.findings)
+    worst_first = [(counts[severity], severity) for severity in reversed(Severity) if counts[severity]]
+    return ", ".join(f"{count} {severity}{'s' * (count > 1)}" for count, severity in worst_first) or "nothing"
 
 
 def _value(value: Value) -> dict[str, Any]:

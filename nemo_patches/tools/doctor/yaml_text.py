@@ -12,11 +12,9 @@ import yaml
 # libyaml where PyYAML was built with it, ten times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-LARGEST_FILE = 1 << 20  # bytes; NeMo's own configs have at most 40 KiB, one with a large vocabulary some 100 KiB
-LARGEST_TREE = (
-    50_000  # values, with every alias counted as often as it is used; one of NeMo's own, with aliases, has 21,000
-)
-DEEPEST = 50  # mappings and sequences in each other
+LARGEST_FILE_BYTES = 1 << 20  # NeMo's own configs have at most 40 KiB, one with a large vocabulary some 100 KiB
+MOST_VALUES = 50_000  # every alias counts as often as it is used; NeMo's own have up to 21,000
+MOST_LEVELS = 50  # of mappings and sequences in each other
 
 _PLAIN_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}"
@@ -82,11 +80,11 @@ def _text(path: Path) -> str:
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
             raise ConfigError(f"{path}: not a regular file; expected a YAML file")
         with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
+            content = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    if len(content) > LARGEST_FILE:
-        raise ConfigError(f"{path}: {status.st_size} bytes; a config may have {LARGEST_FILE}")
+    if len(content) > LARGEST_FILE_BYTES:
+        raise ConfigError(f"{path}: {status.st_size} bytes; a config may have {LARGEST_FILE_BYTES}")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -101,10 +99,10 @@ def _check_events(path: Path, text: str) -> None:
             depth += 1
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
             depth -= 1
-        if depth > DEEPEST:
-            raise ConfigError(f"{path}:{event.start_mark.line + 1}: nested deeper than {DEEPEST}")
-        if count > 2 * LARGEST_TREE:
-            raise ConfigError(f"{path}:{event.start_mark.line + 1}: more than {LARGEST_TREE} values")
+        if depth > MOST_LEVELS:
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: nested deeper than {MOST_LEVELS}")
+        if count > 2 * MOST_VALUES:
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: more than {MOST_VALUES} values")
 
 
 def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
@@ -114,10 +112,10 @@ def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None,
     while waiting:
         keys, key_node, node = waiting.pop()
         count += 1
-        if count > LARGEST_TREE:
-            raise ConfigError(f"{path}: more than {LARGEST_TREE} values, when its aliases are followed")
-        if len(keys) > DEEPEST:  # an alias to what holds it
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST}")
+        if count > MOST_VALUES:
+            raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its aliases are followed")
+        if len(keys) > MOST_LEVELS:  # an alias to what holds it
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: nested deeper than {MOST_LEVELS}")
         if node.tag not in _PLAIN_TAGS:
             raise ConfigError(
                 f"{path}:{node.start_mark.line + 1}: the tag {node.tag!r} is not allowed; allowed: plain values"
@@ -126,8 +124,8 @@ def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None,
         if isinstance(node, yaml.MappingNode):
             for child in _children(path, keys, node):
                 waiting.append(child)
-                if len(waiting) > LARGEST_TREE:  # merged again and again
-                    raise ConfigError(f"{path}: more than {LARGEST_TREE} values, when its aliases are followed")
+                if len(waiting) > MOST_VALUES:  # merged again and again
+                    raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its aliases are followed")
         elif isinstance(node, yaml.SequenceNode):
             waiting += [((*keys, str(index)), None, child) for index, child in enumerate(node.value)]
 
@@ -135,8 +133,8 @@ def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None,
 def _children(
     path: Path, keys: Keys, mapping: yaml.MappingNode, merges: int = 0
 ) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
-    if merges > DEEPEST:
-        raise ConfigError(f"{path}:{mapping.start_mark.line + 1}: merged deeper than {DEEPEST}")
+    if merges > MOST_LEVELS:
+        raise ConfigError(f"{path}:{mapping.start_mark.line + 1}: merged deeper than {MOST_LEVELS}")
     lines: dict[str, int] = {}
     for key, child in mapping.value:
         line = key.start_mark.line + 1

@@ -1,8 +1,7 @@
-"""The rules: one file each, named by its identifier, with its docstring as its explanation.
+"""The rules: one file each, in the folder of what they are about, named by its identifier.
 
-A docstring has a sentence on what the rule finds, a paragraph on why that matters, and a link. WORST is the highest
-severity, and `check` yields what was found. Rules on a config are NP1xx, and NP0xx are about reading it: they take a
-Job. Rules on the machine are NP2xx and take a Machine; on what ranks told each other, NP3xx, and take the Ranks.
+The file's docstring explains the rule: a sentence on what it finds, a paragraph on why that matters, and a link. WORST
+is the highest severity, and `check` yields the findings.
 """
 
 from __future__ import annotations
@@ -13,18 +12,24 @@ from importlib import import_module
 from types import ModuleType
 
 from nemo_patches.tools.doctor.finding import Rule
+from nemo_patches.tools.doctor.rules import config, machine, ranks
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule of this folder, by identifier."""
-    names = sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name.startswith("np"))
-    return tuple(_rule(import_module(f"{__name__}.{name}")) for name in names)
+    """Every rule of these folders, by identifier."""
+    rules = [_rule(module, folder) for folder in (config, machine, ranks) for module in _modules(folder)]
+    return tuple(sorted(rules, key=lambda rule: rule.identifier))
 
 
-def _rule(module: ModuleType) -> Rule:
+def _modules(folder: ModuleType) -> list[ModuleType]:
+    return [import_module(f"{folder.__name__}.{module.name}") for module in pkgutil.iter_modules(folder.__path__)]
+
+
+def _rule(module: ModuleType, folder: ModuleType) -> Rule:
     finds, why, link = _documentation(module)
     identifier = module.__name__.rpartition(".")[2].partition("_")[0].upper()
-    return Rule(identifier, finds, why, link, module.WORST, module.check)
+    about = folder.__name__.rpartition(".")[2]
+    return Rule(identifier, about, finds, why, link, module.WORST, module.check)
 
 
 def _documentation(module: ModuleType) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""What ranks told each other, for the doctor's tests, described by hand; and what one rule finds in it."""
+"""What a job's ranks publish, described by hand for the doctor's tests, and what one rule finds in it."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def ranks(facts: Changes | None = None, measured: Changes | None = None, size: i
 def found(rule: str, told: Ranks) -> list[Finding]:
     """What one rule finds; the others must not fail, either."""
     done = examination.checked(told, examination.chosen(), "ranks")
-    assert not [each.finding for each in done if each.rule.identifier == "NP001"]
-    return [each.finding for each in done if each.rule.identifier == rule]
+    assert not [finding for checked, finding in done if checked.identifier == "NP001"]
+    return [finding for checked, finding in done if checked.identifier == rule]

@@ -14,8 +14,8 @@ from nemo_patches.tools.doctor.machine import Machine, fact
 
 WORST = Severity.WARNING
 
-_OF_EACH_RANK = 4  # on the host of the store's server: Gloo's connection, two of ours to the store, torch's own
-_OF_THE_REST = 300  # torch, NeMo, the first encoders, audio, data loader workers
+_FILES_PER_RANK = 4  # on the host of the store's server: Gloo's connection, two of ours to the store, torch's own
+_OTHER_FILES = 300  # torch, NeMo, the first encoders, audio, data loader workers
 _FEW_RANKS = 512
 
 
@@ -24,11 +24,11 @@ def check(machine: Machine) -> Iterator[Finding]:
     soft, hard = machine.open_files
     if soft is None:
         return
-    enough_for = max((soft - _OF_THE_REST) // _OF_EACH_RANK, 0)
+    enough_for = max((soft - _OTHER_FILES) // _FILES_PER_RANK, 0)
     ranks = machine.count("WORLD_SIZE")
     if enough_for >= (ranks or _FEW_RANKS):
         return
-    wanted = _OF_THE_REST + _OF_EACH_RANK * (ranks or _FEW_RANKS)
+    wanted = _OTHER_FILES + _FILES_PER_RANK * (ranks or _FEW_RANKS)
     yield Finding(
         Severity.WARNING if ranks or not enough_for else Severity.NOTE,
         f"{soft} open files are enough for about {enough_for} ranks" + (f", and there are {ranks}" if ranks else ""),

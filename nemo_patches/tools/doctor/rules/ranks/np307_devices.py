@@ -24,5 +24,5 @@ def check(ranks: Ranks) -> Iterator[Finding]:
         if identity and len(which) > 1:
             what = f"{named(which)} have the same GPU, {ranks.facts[which[0]].device} of {ranks.facts[which[0]].host}"
             yield Finding(Severity.ERROR, what, (), "as many processes per host as GPUs, and LOCAL_RANK by launcher")
-    for name, told in differing(ranks, lambda facts: {"the device": facts.device.partition(" ")[2] or facts.device}):
-        yield Finding(Severity.WARNING, f"{name} differs: {told}", (), "hosts of one kind")
+    for name, values in differing(ranks, lambda facts: {"the device": facts.device.partition(" ")[2] or facts.device}):
+        yield Finding(Severity.WARNING, f"{name} differs: {values}", (), "hosts of one kind")

@@ -18,7 +18,7 @@ WORST = Severity.WARNING
 def check(ranks: Ranks) -> Iterator[Finding]:
     """One finding for each setting or variable."""
     instead = "the same environment on every rank (srun --export=ALL, or set it in the launch script)"
-    for name, told in differing(ranks, lambda facts: facts.settings):
-        yield Finding(Severity.WARNING, f"nemo_patches' {name} differs: {told}", (), instead)
-    for name, told in differing(ranks, lambda facts: facts.environment):
-        yield Finding(Severity.WARNING, f"{name} differs: {told}", (), instead)
+    for name, values in differing(ranks, lambda facts: facts.settings):
+        yield Finding(Severity.WARNING, f"nemo_patches' {name} differs: {values}", (), instead)
+    for name, values in differing(ranks, lambda facts: facts.environment):
+        yield Finding(Severity.WARNING, f"{name} differs: {values}", (), instead)

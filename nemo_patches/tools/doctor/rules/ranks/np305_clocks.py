@@ -13,7 +13,7 @@ from nemo_patches.tools.doctor.ranks import Ranks
 
 WORST = Severity.WARNING
 
-_MUCH = 1.0  # second
+_MUCH_S = 1.0
 
 
 def check(ranks: Ranks) -> Iterator[Finding]:
@@ -21,7 +21,7 @@ def check(ranks: Ranks) -> Iterator[Finding]:
     said = set()
     for rank, facts in sorted(ranks.facts.items()):
         offset = ranks.clock_offset(rank)
-        if offset is not None and abs(offset) > _MUCH and facts.host not in said:
+        if offset is not None and abs(offset) > _MUCH_S and facts.host not in said:
             said.add(facts.host)
             ahead = "ahead of" if offset > 0 else "behind"
             what = f"the clock of {facts.host} (rank {rank}) is {abs(offset):.1f} s {ahead} that of rank 0"

@@ -16,7 +16,7 @@ from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
 
-_LONGEST_LINE = 1 << 20  # bytes
+_LONGEST_LINE_BYTES = 1 << 20
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -41,9 +41,9 @@ def _lines(path: Path, enough: int) -> int | None:
     """The lines with something in them, at most `enough`; None for a file that cannot be read as lines."""
     try:
         with path.open("rb") as file:
-            lines = list(islice(iter(lambda: file.readline(_LONGEST_LINE), b""), 2 * enough))
+            lines = list(islice(iter(lambda: file.readline(_LONGEST_LINE_BYTES), b""), 2 * enough))
     except OSError:
         return None
-    if any(len(line) == _LONGEST_LINE for line in lines):
+    if any(len(line) == _LONGEST_LINE_BYTES for line in lines):
         return None
     return min(enough, sum(1 for line in lines if line.strip()))

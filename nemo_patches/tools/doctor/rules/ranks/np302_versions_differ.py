@@ -17,5 +17,5 @@ WORST = Severity.WARNING
 
 def check(ranks: Ranks) -> Iterator[Finding]:
     """One finding for each package."""
-    for name, told in differing(ranks, lambda facts: facts.versions):
-        yield Finding(Severity.WARNING, f"{name} differs: {told}", (), "the same environment on every host")
+    for name, values in differing(ranks, lambda facts: facts.versions):
+        yield Finding(Severity.WARNING, f"{name} differs: {values}", (), "the same environment on every host")

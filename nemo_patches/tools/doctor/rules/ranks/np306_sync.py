@@ -38,13 +38,13 @@ def check(ranks: Ranks) -> Iterator[Finding]:
         what = f"{named(alone)}: Gloo takes a loopback address, which other hosts cannot reach"
         yield Finding(Severity.WARNING, what, (), _INTERFACE)
     measured_ranks = sorted(ranks.measured.items())
-    yield from _slow("sync", {rank: one.syncs for rank, one in measured_ranks}, _INTERFACE)
-    requests = {rank: one.requests for rank, one in measured_ranks}
+    yield from _slow("sync", {rank: measured.syncs for rank, measured in measured_ranks}, _INTERFACE)
+    requests = {rank: measured.requests for rank, measured in measured_ranks}
     yield from _slow("request to the store", requests, "fewer hops to the store's host, or a less busy one")
 
 
 def _slow(what: str, times: Mapping[int, tuple[float, ...]], instead: str) -> Iterator[Finding]:
-    medians = {rank: statistics.median(found) for rank, found in times.items() if found}
+    medians = {rank: statistics.median(durations) for rank, durations in times.items() if durations}
     slow = [rank for rank, median in medians.items() if median > _SLOW.total_seconds()]
     if slow:
         worst = 1000 * max(medians.values())

@@ -15,7 +15,7 @@ from nemo_patches.tools.doctor.machine import Machine
 WORST = Severity.WARNING
 
 _MONITORING, _HEARTBEAT = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
-_LONG = 3600
+_LONG_S = 3600
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -27,7 +27,7 @@ def check(machine: Machine) -> Iterator[Finding]:
     elif heartbeat.given and not str(heartbeat.value).isdigit():
         what = f"{_HEARTBEAT}={heartbeat.value!r} is no number of seconds: the job stops at its start"
         yield Finding(Severity.WARNING, what, (heartbeat,), f"{_HEARTBEAT}=480")
-    elif heartbeat.given and int(str(heartbeat.value)) > _LONG:
+    elif heartbeat.given and int(str(heartbeat.value)) > _LONG_S:
         hours = int(str(heartbeat.value)) / 3600
         what = f"{_HEARTBEAT}={heartbeat.value}: a watchdog that hangs is ended after {hours:.3g} h"
         yield Finding(Severity.NOTE, what, (heartbeat,), f"{_HEARTBEAT}=480")

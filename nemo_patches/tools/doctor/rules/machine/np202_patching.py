@@ -17,20 +17,20 @@ WORST = Severity.WARNING
 
 def check(machine: Machine) -> Iterator[Finding]:
     """By what `nemo-patches status` finds."""
-    found = machine.status
-    if found is None:
+    status = machine.status
+    if status is None:
         return
     read = (
-        fact("auto-apply", found.auto_apply),
-        fact("sitecustomize that it runs after its own", found.chained or "none"),
+        fact("auto-apply", status.auto_apply),
+        fact("sitecustomize that it runs after its own", status.chained or "none"),
     )
-    for reason in found.reasons:
+    for reason in status.reasons:
         if "is not supported" not in reason:  # NP201 says that
             yield Finding(Severity.WARNING, f"not all would be patched: {reason}", read, "see `nemo-patches status`")
-    if found.reasons:
+    if status.reasons:
         return
-    after = f"; after its own it runs the sitecustomize {found.chained}" if found.chained else ""
-    if found.auto_apply == "on":
+    after = f"; after its own it runs the sitecustomize {status.chained}" if status.chained else ""
+    if status.auto_apply == "on":
         yield Finding(
             Severity.NOTE, f"every Python process of this environment patches NeMo when it imports it{after}", read
         )

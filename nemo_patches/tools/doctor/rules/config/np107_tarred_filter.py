@@ -24,9 +24,9 @@ def check(job: Job) -> Iterator[Finding]:
         if not dataset.training or not dataset.nemo or not dataset.tarred:
             continue
         limits = [dataset.get(key) for key in ("max_duration", "min_duration")]
-        given = [found for found in limits if found.number]
+        given = [value for value in limits if value.number]
         if given and dataset.get("tarred_shard_strategy", "scatter").value == "scatter":
-            names = " and ".join(found.key for found in given)
+            names = " and ".join(value.key for value in given)
             yield Finding(
                 Severity.WARNING,
                 f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with "

@@ -1,7 +1,7 @@
 """Ranks on which NeMo would not be patched.
 
 A rank of stock NeMo waits in the default process group, where the patched ranks' next collective meets its reduce: the
-job then hangs, dies or reduces wrong numbers. All of them have it, or none.
+job then hangs, dies or reduces wrong numbers. Patch all ranks, or none.
 Link: docs/design.md
 """
 

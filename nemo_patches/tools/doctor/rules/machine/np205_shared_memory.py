@@ -14,16 +14,17 @@ from nemo_patches.tools.doctor.machine import Machine, fact, size
 
 WORST = Severity.WARNING
 
-_LITTLE = 1 << 30
+_ENOUGH_BYTES = 1 << 30
 
 
 def check(machine: Machine) -> Iterator[Finding]:
     """What is free in it, whoever has filled the rest."""
     free = machine.shared_memory
-    if free is not None and free < _LITTLE:
+    if free is not None and free < _ENOUGH_BYTES:
         yield Finding(
             Severity.WARNING,
-            f"{size(free)} are free in /dev/shm; a data loader with several workers may need more than {size(_LITTLE)}",
+            f"{size(free)} are free in /dev/shm; a data loader with several workers may need more than "
+            f"{size(_ENOUGH_BYTES)}",
             (fact("/dev/shm, free", size(free)),),
             "docker run --shm-size=16g, or --ipc=host; or num_workers: 0",
         )

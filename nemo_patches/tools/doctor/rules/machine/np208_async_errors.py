@@ -33,7 +33,8 @@ def check(machine: Machine) -> Iterator[Finding]:
         )
     elif old.given:
         yield Finding(Severity.NOTE, f"{_OLD_NAME} is the old name of {_NAME}, which torch warns about", (old, new))
-    blocking = next((one for one in map(machine.variable, _BLOCKING) if one.given and one.value != "0"), None)
+    values = map(machine.variable, _BLOCKING)
+    blocking = next((value for value in values if value.given and value.value != "0"), None)
     if blocking is not None:
         what = f"{blocking.key}: every wait for NCCL blocks the host, which is slower"
         yield Finding(Severity.NOTE, what, (blocking,), f"{blocking.key} not set")
