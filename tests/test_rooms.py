@@ -1,8 +1,9 @@
-"""The rooms of the package: imports go one way, towards runtime/, which needs only torch and the stdlib."""
+"""The rooms of the package: imports go one way, towards sync/, without a circle, and sync/ stays small."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import shutil
 import subprocess
 import sys
@@ -14,66 +15,117 @@ import nemo_patches.sync
 
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
-    "runtime": {"runtime"},
-    "tracing": {"runtime", "tracing"},
-    "patching": {"runtime", "tracing", "patching"},
-    "tools": {"runtime", "tracing", "patching", "tools", ""},  # "" is the package itself, the public API
-    "": {"runtime", "tracing", "patching", ""},
+    "sync": {"sync"},
+    "stall": {"sync", "stall"},
+    "tracing": {"sync", "stall", "tracing"},
+    "patching": {"sync", "stall", "tracing", "patching"},
+    "vendoring": {"sync", "patching", "vendoring"},
+    "tools": {"sync", "stall", "tracing", "patching", "vendoring", "tools", ""},  # "" is the package: its public API
+    "": {"sync", "stall", "tracing", "patching", ""},
 }
+VENDORED = ("sync", "stall")  # the diffs carry them under another name, so imports in and between them are relative
+MOST_LINES_IN_SYNC = 1400
 FILES = sorted(PACKAGE.rglob("*.py"))
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            # The diffs vendor runtime/ under another name, so there, and only there, imports are relative.
-            inside = room(path) == "runtime" and node.level == 1
-            assert inside or node.level == 0, f"{path}: a relative import hides its room"
-            module = "nemo_patches.sync" + (f".{node.module}" if node.module else "") if inside else node.module
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
+def module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path) for path in FILES}
 
 
 def room(path: Path) -> str:
     inner = path.relative_to(PACKAGE).parts
-    if inner == ("__main__.py",):
-        return "tools"  # the command, under another name
+    if inner in (("cli.py",), ("__main__.py",)):
+        return "tools"  # the commands' line
     return inner[0] if len(inner) > 1 else ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_towards_the_runtime(path: Path) -> None:
+def home(path: Path) -> str:
+    """The package from which a file's relative imports count; the vendored __init__.py stands beside sync/."""
+    if path.name == "vendored_package.py":
+        return "nemo_patches"
+    return module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+
+
+def imports(path: Path) -> set[str]:
+    """The full names that a file imports, wherever in it: in functions and for type checkers, too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = home(path).split(".")[: -(node.level - 1) or None] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {f"{source}.{alias.name}" for alias in node.names}
+    return names
+
+
+def modules_of(name: str) -> str:
+    """The module of ours that an imported name is, or is in; empty for others'."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+@each_file
+def test_imports_go_towards_the_sync(path: Path) -> None:
     for name in imports(path):
         parts = name.split(".")
         if parts[0] == "nemo_patches":
             target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
-            assert target in MAY_IMPORT[room(path)], name
-        elif room(path) == "runtime":
+            allowed = {"sync", "stall"} if path.name == "vendored_package.py" else MAY_IMPORT[room(path)]
+            assert target in allowed, name
+        elif room(path) in VENDORED:
             assert parts[0] in {"torch", *sys.stdlib_module_names}, name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@each_file
+def test_imports_are_relative_where_the_diffs_carry_them_and_nowhere_else(path: Path) -> None:
+    carried = room(path) in VENDORED or path.name == "vendored_package.py"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            ours = (node.module or "").startswith("nemo_patches")
+            assert (not ours) if carried else node.level == 0, ast.unparse(node)
+
+
+def test_there_is_no_import_circle() -> None:
+    graph = {module(path): {modules_of(name) for name in imports(path)} - {"", module(path)} for path in FILES}
+    # A package's own __init__.py is run before its modules; all but the first, the public API, import nothing of theirs.
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_sync_is_small() -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in (PACKAGE / "sync").glob("*.py"))
+    assert lines <= MOST_LINES_IN_SYNC
+
+
+@each_file
 def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
     documentation = ast.get_docstring(ast.parse(path.read_text()))
     assert documentation
     assert documentation.splitlines()[0].endswith((".", ":"))
 
 
-def test_the_runtime_says_its_licence_and_where_it_comes_from() -> None:
-    for path in (PACKAGE / "runtime").glob("*.py"):
+def test_what_the_diffs_carry_says_its_licence_and_where_it_comes_from() -> None:
+    for path in (path for folder in VENDORED for path in (PACKAGE / folder).glob("*.py")):
         assert "\n# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0\n" in path.read_text(), path
     assert nemo_patches.sync.__version__ == nemo_patches.__version__
 
 
-def test_the_runtime_imports_under_another_name_where_only_torch_is_there(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE / "runtime", tmp_path / "vendored")
+@pytest.mark.parametrize("carried", [("sync",), ("sync", "stall")], ids="+".join)
+def test_it_imports_under_another_name_where_only_torch_is_there(carried: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "vendored").mkdir()
+    (tmp_path / "vendored" / "__init__.py").touch()
+    for folder in carried:
+        shutil.copytree(PACKAGE / folder, tmp_path / "vendored" / folder)
+    files = [path for folder in carried for path in (PACKAGE / folder).glob("[!_]*.py")]
     program = (
         "import sys\n"
         "missing = ('nemo_patches', 'nemo', 'wrapt', 'typer', 'rich', 'lightning')\n"
         "sys.modules.update(dict.fromkeys(missing))\n"
-        "import vendored.encoder_methods, vendored.length_sync, vendored.private_growth\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=tmp_path)
+    ) + "".join(f"import vendored.{path.parent.name}.{path.stem}\n" for path in files)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=tmp_path)
