@@ -104,6 +104,9 @@ def current() -> Settings:
         except _settings.SettingsError as error:
             _current = Settings()
             report(logging.ERROR, f"{error}; using {_current}")
+        if not __name__.startswith("nemo_patches."):  # vendored; else nemo_patches, which knows more settings, says it
+            for sentence in _settings.misspelt(os.environ, [setting.variable for setting in _settings.SETTINGS]):
+                report(logging.WARNING, sentence)
     return _current
 
 

@@ -14,12 +14,12 @@ from nemo_patches import patching
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
 
 
-def environment_for(environment: Mapping[str, str], **settings: str) -> dict[str, str]:
-    """The environment under which every Python process patches NeMo; the user's own PYTHONPATH comes after ours."""
+def with_auto_apply(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with what makes every Python process patch NeMo; the user's own PYTHONPATH comes after ours."""
     path = [str(Path(next(iter(patching.__path__)), "boot").resolve())]
     if environment.get("PYTHONPATH"):
         path.append(environment["PYTHONPATH"])
-    return {**environment, **settings, "PYTHONPATH": os.pathsep.join(path)}
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

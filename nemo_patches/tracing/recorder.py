@@ -37,7 +37,7 @@ from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks, FindingError, Found, Inputs, say_once
 from nemo_patches.tracing.encoder_facts import active_ddp, facts, first_layer
 from nemo_patches.tracing.records import Enter, FirstLayer, Grow, Header, Leave, Memory, PreEncoded, Raised
-from nemo_patches.tracing.settings import RAISE, TraceSettings
+from nemo_patches.tracing.settings import RAISE, TRACE, TRACE_CHECKS, TRACE_SIZE, TraceSettings
 from nemo_patches.tracing.writer import TraceWriter
 
 MEMORY_EVERY = 50  # calls
@@ -483,12 +483,11 @@ def _header(trace: TraceSettings, settings: Settings, started: float) -> Header:
         restart=_number("TORCHELASTIC_RESTART_COUNT") or 0,
         bound=trace.bound,
         versions=_versions(),
+        # Of the trace's settings, the size and the checks have fields of their own.
         settings={
-            "sync": settings.sync,
-            "timeout": f"{settings.timeout.total_seconds():g}",
-            "on_timeout": settings.on_timeout,
-            "call_timeout": f"{settings.call_timeout.total_seconds():g}",
-            "on_finding": trace.on_finding,
+            setting.name: setting.text(value)
+            for setting, value in (*settings.items(), *trace.items())
+            if setting not in (TRACE, TRACE_SIZE, TRACE_CHECKS)
         },
         checks=list(trace.checks),
     )
