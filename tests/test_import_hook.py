@@ -409,7 +409,45 @@ def test_apply_in_a_script_under_auto_apply_changes_the_settings_and_says_so() -
     assert result.lines("settings changed", "timeout=3 s", "before:")
 
 
+def misspelt(by_hand: bool) -> bool:
+    if by_hand:
+        os.environ["NEMO_PATCHES_TIMEOUTS"] = "3"
+    else:
+        start(NEMO_PATCHES_TIMEOUTS="3")
+        first_import()
+        first_import(CONV)
+        complete()
+    nemo_patches.apply(timeout=5)
+    nemo_patches.revert()
+    nemo_patches.apply()
+    return nemo_patches.status().patched != ()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_misspelt_variable_is_said_once_in_a_process_that_is_patched(by_hand: bool) -> None:
+    result = alone(misspelt, by_hand)
+    assert result.value
+    (line,) = result.lines("WARNING")
+    assert line.endswith(
+        "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
+    )
+    assert "[rank 0/1 " in line
+
+
+def hook_after_apply(disabled: str) -> list[bool]:
+    os.environ["NEMO_PATCHES_DISABLE"] = disabled
+    before = start_up.installed()
+    nemo_patches.apply()
+    return [before, start_up.installed()]
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_apply_installs_the_hook_only_if_it_patches(disabled: str) -> None:
+    assert alone(hook_after_apply, disabled).value == [False, disabled == "0"]
+
+
 def worker_says(pipe: Any) -> None:
+    os.environ["NEMO_PATCHES_TIMEOUTS"] = "3"  # misspelt: the rank says it, its workers do not
     start_up.install()
     pipe.send(nemo_patches.status().patched)
 

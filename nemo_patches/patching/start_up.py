@@ -22,7 +22,7 @@ _WATCHED = (*TARGET_MODULES, COLLECTION)
 
 
 class _Finder:
-    """The import hook: asks the other finders for a watched module, and has its loader call patch() afterwards."""
+    """The import hook: asks the other finders for a watched module, and has its loader call patch() at the end."""
 
     def __init__(self) -> None:
         self._failed = False

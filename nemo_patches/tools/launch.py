@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from nemo_patches import patching
 
-# What Python ignores at its own start, and a command that is started by a shell does not.
+# Python ignores these signals from its start on; a command that a shell starts does not.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
 
 

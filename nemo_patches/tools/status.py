@@ -1,4 +1,4 @@
-"""`nemo-patches status`: what would be patched in this environment, found without importing NeMo or torch."""
+"""`nemo-patches status`: says what would be patched in this environment, without importing NeMo or torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nemo_patches.tracing import settings as trace_settings
 
 
 class StatusError(Exception):
-    """What would be patched cannot be told. The text says why."""
+    """NeMo or torch cannot be examined. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class SettingReport:
 
 @dataclass(frozen=True)
 class TargetReport:
-    """What would become of one target; `problem` is why it would not be patched, where it ought to be.
+    """Whether one target would be patched.
 
     file: empty where this NeMo does not have it. built_in: one of the diffs has been applied, so nothing is to be done.
+    problem: why it would not be patched although this NeMo has it; empty if it would.
     """
 
     target: str
@@ -153,7 +154,7 @@ def _settings() -> Iterable[SettingReport]:
 
 
 def _auto_apply() -> tuple[str, str]:
-    """Whether the import hook is in force here; and where it ought to be and is not, why."""
+    """Whether the import hook is installed in this process; and why not, if PYTHONPATH asks for it (else empty)."""
     if start_up.installed():
         return "on", ""
     folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -168,6 +169,6 @@ def _auto_apply() -> tuple[str, str]:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether it is the sitecustomize.py of a checkout or of `nemo-patches run`, of whichever copy."""
+    """Whether the file is the sitecustomize.py of a checkout or of `nemo-patches run`, also of another copy."""
     start_ups = (file.parent / "nemo_patches" / "patching" / "start_up.py", file.parent.parent / "start_up.py")
     return file.is_file() and any(start_up.is_file() for start_up in start_ups)
