@@ -53,14 +53,14 @@ test-alone-%: .venv/nemo-%/ready
 
 test-matrix: $(MATRIX:%=matrix-%)
 
-# The tests compare NEMO_PATCHES_TEST_NEMO with the NeMo they find, in this process and in the ranks.
+# The tests compare TEST_NEMO with the NeMo they find, in this process and in the ranks.
 $(filter $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/nemo-%/ready
 	@echo "== matrix: NeMo $*"
-	NEMO_PATCHES_TEST_NEMO=$* .venv/nemo-$*/bin/python -m pytest -q -m matrix
+	TEST_NEMO=$* .venv/nemo-$*/bin/python -m pytest -q -m matrix
 
 $(filter-out $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
 	@echo "== matrix: NeMo $* in the environment of $(MATRIX_HOST)"
-	NEMO_PATCHES_TEST_NEMO=$* PYTHONPATH=$(CURDIR)/.venv/unpacked/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
+	TEST_NEMO=$* PYTHONPATH=$(CURDIR)/.venv/unpacked/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
 		.venv/nemo-$(MATRIX_HOST)/bin/python -m pytest -q -m matrix
 
 lint: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready

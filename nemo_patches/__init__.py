@@ -1,6 +1,7 @@
 """Training NVIDIA NeMo speech models on several ranks without hanging in the encoder's length sync.
 
-`apply()`, `revert()` and `status()` are the whole interface. Importing this package imports neither torch nor NeMo.
+`apply()`, `revert()` and `status()` are the whole interface, with the classes that they raise and give: a script writes
+`except nemo_patches.LengthSyncTimeout`. Importing this package imports neither torch nor NeMo.
 """
 
 # Every Python process under auto-apply imports this file at start-up: it imports nothing, not even typing or
@@ -11,10 +12,48 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
 
-    from nemo_patches.patching.monkeypatch import Status
+    from nemo_patches.patching.admission import UnsupportedNeMo as UnsupportedNeMo
+    from nemo_patches.patching.process_status import Status as Status
+    from nemo_patches.patching.targets import DriftError as DriftError
+    from nemo_patches.stall.missing_rank import MissingRank as MissingRank
+    from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
+    from nemo_patches.sync.settings import SettingsError as SettingsError
 
 __version__ = "0.1.0"
-__all__ = ["apply", "revert", "status"]
+__all__ = [
+    "DriftError",
+    "LengthSyncTimeout",
+    "MissingRank",
+    "SettingsError",
+    "Status",
+    "UnsupportedNeMo",
+    "apply",
+    "revert",
+    "status",
+]
+
+# Imported at their first use; the same as above, for type checkers.
+_MODULE_OF = {
+    "DriftError": "nemo_patches.patching.targets",
+    "LengthSyncTimeout": "nemo_patches.sync.length_sync",
+    "MissingRank": "nemo_patches.stall.missing_rank",
+    "SettingsError": "nemo_patches.sync.settings",
+    "Status": "nemo_patches.patching.process_status",
+    "UnsupportedNeMo": "nemo_patches.patching.admission",
+}
+
+if not TYPE_CHECKING:  # a type checker would take any attribute of a module that has __getattr__
+
+    def __getattr__(name):
+        if name not in _MODULE_OF:
+            raise AttributeError("module 'nemo_patches' has no attribute " + repr(name))
+        from importlib import import_module
+
+        return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> "list[str]":
+    return sorted(set(globals()).union(_MODULE_OF))
 
 
 def apply(
@@ -36,9 +75,7 @@ def apply(
     trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
         trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
         several, with commas. on_finding: "continue" (default); "raise" raises a finding out of the encoder call.
-    What is not given comes from NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT,
-    NEMO_PATCHES_CALL_TIMEOUT, NEMO_PATCHES_TRACE, NEMO_PATCHES_TRACE_SIZE, NEMO_PATCHES_TRACE_CHECKS and
-    NEMO_PATCHES_ON_FINDING, then the default.
+    What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
 
     Raises SettingsError (a ValueError) for a value that is not allowed, UnsupportedNeMo for a NeMo outside the
@@ -50,20 +87,21 @@ def apply(
 
     settings = resolve(sync, timeout, on_timeout, call_timeout)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding)
-    from nemo_patches.patching import monkeypatch
+    from nemo_patches.patching import monkeypatch, start_up
 
-    monkeypatch.apply(settings, trace_settings)
+    if monkeypatch.this_process.apply(settings, trace_settings):
+        start_up.install()
 
 
 def revert() -> None:
     """Restore every patched attribute of NeMo to the very object it was; training goes on as stock."""
     from nemo_patches.patching import monkeypatch
 
-    monkeypatch.revert()
+    monkeypatch.this_process.revert()
 
 
 def status() -> "Status":
     """What is patched, what was skipped and why, the settings, and what each encoder's sync has done on this rank."""
     from nemo_patches.patching import monkeypatch
 
-    return monkeypatch.status()
+    return monkeypatch.this_process.status()

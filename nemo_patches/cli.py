@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from inspect import Parameter
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from nemo_patches.sync import settings
+from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.tracing.settings import ALL_SETTINGS
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -43,36 +50,43 @@ def demo(
     raise typer.Exit(code)
 
 
+def _setting_options(function: Callable[..., None]) -> Callable[..., None]:
+    """In place of `**given`, an option for each setting: --call-timeout for call_timeout."""
+    signature = inspect.signature(function, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+    options = [
+        Parameter(
+            setting.name,
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, typer.Option(help=setting.help)],
+        )
+        for setting in ALL_SETTINGS
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
+@_setting_options
 def run(
     command: Annotated[list[str], typer.Argument(help="What to run, with its arguments, after `--`.")],
-    sync: Annotated[str | None, typer.Option(help="bounded, overlapped or local.")] = None,
-    timeout: Annotated[str | None, typer.Option(help="Seconds, for the wait of one encoder call.")] = None,
-    on_timeout: Annotated[str | None, typer.Option(help="fallback or raise.")] = None,
-    call_timeout: Annotated[str | None, typer.Option(help="Seconds of one encoder call; 0: off.")] = None,
-    trace: Annotated[str | None, typer.Option(help="A folder; every rank records its encoder calls there.")] = None,
+    **given: Any,
 ) -> None:
     """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
-    from nemo_patches.patching import admission
-    from nemo_patches.patching.start_up import DISABLE_VARIABLE
-    from nemo_patches.sync import settings
+    from nemo_patches.patching import DISABLE_VARIABLE, admission
     from nemo_patches.tools import launch
-    from nemo_patches.tracing import settings as trace_settings
 
-    given = {
-        settings.SYNC_VARIABLE: sync,
-        settings.TIMEOUT_VARIABLE: timeout,
-        settings.ON_TIMEOUT_VARIABLE: on_timeout,
-        settings.CALL_TIMEOUT_VARIABLE: call_timeout,
-        trace_settings.TRACE_VARIABLE: trace,
-    }
     try:
-        settings.resolve(sync, timeout, on_timeout, call_timeout)
-        trace_settings.resolve(trace)
+        settings.resolve(*(given[setting.name] for setting in settings.SETTINGS))
+        trace_settings.resolve(*(given[setting.name] for setting in trace_settings.SETTINGS))
         if admission.disabled():
             typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
-        variables = {variable: value for variable, value in given.items() if value is not None}
-        launch.become(command, launch.environment_for(os.environ, **variables))
+        for sentence in admission.misspelt():
+            typer.echo(f"nemo-patches run: {sentence}", err=True)
+        options = {setting.variable: given[setting.name] for setting in ALL_SETTINGS}
+        chosen = {variable: value for variable, value in options.items() if value is not None}
+        launch.become(command, launch.with_auto_apply({**os.environ, **chosen}))
     except settings.SettingsError as error:
         typer.echo(f"nemo-patches run: {error}", err=True)
         raise typer.Exit(2) from None
@@ -83,7 +97,11 @@ def run(
 
 @app.command()
 def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """What would be patched in this environment. Exit code 0: all; 1: not all; 2: it cannot be told."""
+    """What would be patched in this environment, and the settings.
+
+    Exit code 0: all would be patched. 1: not all, or a misspelt variable, so that a setting has no effect. 2: it cannot
+    be told.
+    """
     from nemo_patches.tools import status as status_command
 
     try:
@@ -95,7 +113,7 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
         typer.echo(dumps(asdict(report), indent=2))
     else:
         status_command.show(report, Console())
-    raise typer.Exit(1 if report.reasons else 0)
+    raise typer.Exit(1 if report.reasons or report.misspelt else 0)
 
 
 @app.command()

@@ -16,9 +16,7 @@ def environment(*path: Path, **variables: str) -> dict[str, str]:
     """This process's environment without what steers Python or nemo_patches, and with these folders on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NEMO_PATCHES_"))}
     # `make test-matrix` has the NeMo to test on PYTHONPATH.
-    released = (
-        [os.environ["PYTHONPATH"]] if "NEMO_PATCHES_TEST_NEMO" in os.environ and "PYTHONPATH" in os.environ else []
-    )
+    released = [os.environ["PYTHONPATH"]] if "TEST_NEMO" in os.environ and "PYTHONPATH" in os.environ else []
     if path or released:
         kept["PYTHONPATH"] = os.pathsep.join([*map(str, path), *released])
     return {**kept, **variables}

@@ -422,7 +422,7 @@ def test_a_patch_that_is_partly_in_is_recognised_and_taken_back(
 
 
 def changed_by_hand(checkout: Path) -> None:
-    change(checkout / RUNTIME / "settings.py", "SYNC_VARIABLE =", "# mine\nSYNC_VARIABLE =")
+    change(checkout / RUNTIME / "settings.py", "SYNC_MODES =", "# mine\nSYNC_MODES =")
 
 
 def another_version(checkout: Path) -> None:

@@ -22,7 +22,8 @@ import wrapt
 from ranks import Result, run_ranks
 
 import nemo_patches
-from nemo_patches.patching import monkeypatch, start_up
+from nemo_patches.patching import COLLECTION, TARGET_MODULES, monkeypatch, start_up
+from nemo_patches.patching.replacements import Replacement
 
 CONFORMER = "nemo.collections.asr.modules.conformer_encoder"
 CONV = "nemo.collections.asr.modules.conv_asr"
@@ -40,7 +41,7 @@ def _call(rank: int, size: int, function: Callable[..., Any], args: tuple[Any, .
 
 def start(**variables: str) -> None:
     """What auto-apply does at start-up, in a process that has imported nothing of NeMo's encoders yet."""
-    for name in (*start_up.TARGET_MODULES, start_up.COLLECTION):
+    for name in (*TARGET_MODULES, COLLECTION):
         modules[name] = sys.modules.pop(name, None)
     os.environ.update(variables)
     start_up.install()
@@ -50,6 +51,10 @@ def start(**variables: str) -> None:
 
 
 modules: dict[str, ModuleType | None] = {}
+
+
+def replacements() -> list[Replacement]:
+    return monkeypatch.this_process.replacements.made
 
 
 def first_import(name: str = CONFORMER) -> ModuleType:
@@ -66,17 +71,17 @@ def come_first(finder: Any) -> None:
 
 def complete() -> None:
     """The end of the collection's import, which every process of NeMo's comes to."""
-    importlib.reload(sys.modules[start_up.COLLECTION])
+    importlib.reload(sys.modules[COLLECTION])
 
 
 def is_patched(module: ModuleType) -> bool:
     owner = getattr(module, "ConformerEncoder", None) or module.ConvASREncoder
-    return nemo_patches.status().patched != () and any(patch.owner is owner for patch in monkeypatch._patches)
+    return nemo_patches.status().patched != () and any(patch.owner is owner for patch in replacements())
 
 
 def at_first_import() -> list[bool]:
     start()
-    states = [bool(monkeypatch._patches)]
+    states = [bool(replacements())]
     for name in (CONFORMER, CONV):
         states.append(is_patched(first_import(name)))
     complete()
@@ -132,9 +137,9 @@ def lazily() -> tuple[bool, bool, bool]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[CONFORMER] = module
     spec.loader.exec_module(module)
-    before = bool(monkeypatch._patches)
+    before = bool(replacements())
     owner = module.ConformerEncoder  # loads it
-    return before, is_patched(module), any(patch.owner is owner for patch in monkeypatch._patches)
+    return before, is_patched(module), any(patch.owner is owner for patch in replacements())
 
 
 def lazily_by_a_finder() -> tuple[bool, bool, bool]:
@@ -149,9 +154,9 @@ def lazily_by_a_finder() -> tuple[bool, bool, bool]:
     start()
     come_first(Lazy)
     module = first_import()
-    before = bool(monkeypatch._patches)
+    before = bool(replacements())
     owner = module.ConformerEncoder
-    return before, is_patched(module), any(patch.owner is owner for patch in monkeypatch._patches)
+    return before, is_patched(module), any(patch.owner is owner for patch in replacements())
 
 
 @pytest.mark.parametrize("how", [lazily, lazily_by_a_finder])
@@ -234,7 +239,7 @@ def test_what_is_patched_looks_like_stock_through_inspect() -> None:
 
 def error_of_ours() -> list[str]:
     start()
-    monkeypatch.on_import = None  # type: ignore[assignment]  # any bug of ours
+    monkeypatch.this_process.on_import = None  # type: ignore[assignment,method-assign]  # any bug of ours
     return [first_import(name).__name__ for name in (CONFORMER, CONV)]
 
 
@@ -252,7 +257,7 @@ def interrupted() -> str:
 
     signal.signal(signal.SIGUSR1, handler)
     start()
-    monkeypatch.on_import = lambda name: os.kill(os.getpid(), signal.SIGUSR1)
+    monkeypatch.this_process.on_import = lambda name: os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(RuntimeError, match="the user's own"):
         first_import()
     return "raised"
@@ -301,7 +306,7 @@ def drifted(first: str, second: str) -> tuple[bool, int]:
     for name in (first, second):
         first_import(name)
     complete()
-    return bool(monkeypatch._patches), len(nemo_patches.status().patched)
+    return bool(replacements()), len(nemo_patches.status().patched)
 
 
 @pytest.mark.parametrize("order", [(CONFORMER, CONV), (CONV, CONFORMER)])
@@ -364,7 +369,7 @@ def apply_of_an_unsupported_nemo() -> str:
     nemo.package_info.__shortversion__ = "9.9.0"
     with pytest.raises(RuntimeError) as caught:
         nemo_patches.apply()
-    assert not monkeypatch._patches
+    assert not replacements()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -389,10 +394,10 @@ def apply_as_well() -> tuple[list[str], int]:
     first_import()
     first_import(CONV)
     complete()
-    count = len(monkeypatch._patches)
+    count = len(replacements())
     before = str(nemo_patches.status().settings)
     nemo_patches.apply(timeout=3)
-    return [before, str(nemo_patches.status().settings)], len(monkeypatch._patches) - count
+    return [before, str(nemo_patches.status().settings)], len(replacements()) - count
 
 
 def test_apply_in_a_script_under_auto_apply_changes_the_settings_and_says_so() -> None:
@@ -404,7 +409,45 @@ def test_apply_in_a_script_under_auto_apply_changes_the_settings_and_says_so() -
     assert result.lines("settings changed", "timeout=3 s", "before:")
 
 
+def misspelt(by_hand: bool) -> bool:
+    if by_hand:
+        os.environ["NEMO_PATCHES_TIMEOUTS"] = "3"
+    else:
+        start(NEMO_PATCHES_TIMEOUTS="3")
+        first_import()
+        first_import(CONV)
+        complete()
+    nemo_patches.apply(timeout=5)
+    nemo_patches.revert()
+    nemo_patches.apply()
+    return nemo_patches.status().patched != ()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_misspelt_variable_is_said_once_in_a_process_that_is_patched(by_hand: bool) -> None:
+    result = alone(misspelt, by_hand)
+    assert result.value
+    (line,) = result.lines("WARNING")
+    assert line.endswith(
+        "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
+    )
+    assert "[rank 0/1 " in line
+
+
+def hook_after_apply(disabled: str) -> list[bool]:
+    os.environ["NEMO_PATCHES_DISABLE"] = disabled
+    before = start_up.installed()
+    nemo_patches.apply()
+    return [before, start_up.installed()]
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_apply_installs_the_hook_only_if_it_patches(disabled: str) -> None:
+    assert alone(hook_after_apply, disabled).value == [False, disabled == "0"]
+
+
 def worker_says(pipe: Any) -> None:
+    os.environ["NEMO_PATCHES_TIMEOUTS"] = "3"  # misspelt: the rank says it, its workers do not
     start_up.install()
     pipe.send(nemo_patches.status().patched)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from interpreters import LAUNCHER, environment, run
 
+from nemo_patches.tracing.settings import ALL_SETTINGS
+
 pytestmark = pytest.mark.one_nemo
 
 COMMAND = [sys.executable, "-m", "nemo_patches", "run"]
@@ -51,6 +53,23 @@ def test_the_users_pythonpath_comes_after_ours_as_it_was(tmp_path: Path) -> None
     assert variables["PYTHONPATH"].split(os.pathsep) == [str(LAUNCHER), str(tmp_path / "a"), str(tmp_path / "b")]
     variables, _, _ = shown("--", *SHOW, PYTHONPATH="")
     assert variables["PYTHONPATH"] == str(LAUNCHER)
+
+
+def test_every_setting_is_an_option() -> None:
+    words = {"sync": "local", "on_timeout": "raise", "trace": "here", "trace_checks": "cuda", "on_finding": "raise"}
+    options = {setting.name: words.get(setting.name, "7") for setting in ALL_SETTINGS}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    variables, _, _ = shown(*arguments, "--", *SHOW)
+    assert {setting.name: variables[setting.variable] for setting in ALL_SETTINGS} == options
+
+
+def test_a_misspelt_variable_is_said_and_the_command_runs() -> None:
+    done = run([*COMMAND, "--", "echo", "runs"], environment(NEMO_PATCHES_TIMEOUTS="3"))
+    assert (done.stdout, done.stderr) == (
+        "runs\n",
+        "nemo-patches run: NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; "
+        "did you mean NEMO_PATCHES_TIMEOUT?\n",
+    )
 
 
 @pytest.mark.parametrize("dashes", [["--"], []])

@@ -94,7 +94,7 @@ def test_imports_are_relative_where_the_diffs_carry_them_and_nowhere_else(path: 
 
 def test_there_is_no_import_circle() -> None:
     graph = {module(path): {modules_of(name) for name in imports(path)} - {"", module(path)} for path in FILES}
-    # A package's own __init__.py is run before its modules; all but the first, the public API, import nothing of theirs.
+    # A package's __init__.py runs before its modules; none but the first, the public API, imports anything of theirs.
     graphlib.TopologicalSorter(graph).prepare()
 
 

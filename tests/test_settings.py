@@ -1,13 +1,20 @@
-"""Settings: a keyword wins over a variable, and a bad value is refused with its name and what is allowed."""
+"""Settings: a keyword wins over a variable; a bad value and a misspelt variable are named with what is allowed."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
+from interpreters import CHECKOUT, environment, run
 
-from nemo_patches.sync.settings import Settings, SettingsError, resolve
+from nemo_patches.patching import admission
+from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
+from nemo_patches.tracing.settings import ALL_SETTINGS, TraceSettings
 
 
 def test_defaults() -> None:
@@ -53,3 +60,70 @@ def test_a_bad_value_is_named_with_what_is_allowed(keyword: str, value: object, 
 def test_a_bad_variable_is_named() -> None:
     with pytest.raises(SettingsError, match=r"NEMO_PATCHES_TIMEOUT='ten'.*seconds"):
         resolve(environment={"NEMO_PATCHES_TIMEOUT": "ten"})
+
+
+def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
+    defaults = [*Settings().items(), *TraceSettings().items()]
+    assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
+    assert str(Settings(timeout=timedelta(seconds=2.5))) == (
+        "sync=bounded, timeout=2.5 s, on_timeout=fallback, call_timeout=60 s"
+    )
+
+
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
+def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> None:
+    others = {"sync": "local", "on_timeout": "raise", "trace": "/a", "trace_checks": "cuda", "on_finding": "raise"}
+    value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})
+    assert value != setting.default
+    assert setting.value(setting.text(value), {}) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("NEMO_PATCHES_TIMEOUTS", "did you mean NEMO_PATCHES_TIMEOUT?"),
+        ("NEMO_PATCHES_ONTIMEOUT", "did you mean NEMO_PATCHES_ON_TIMEOUT?"),
+        ("NEMO_PATCHES_TRACE_CHECK", "did you mean NEMO_PATCHES_TRACE_CHECKS?"),
+        ("NEMO_PATCHES_DISABLED", "did you mean NEMO_PATCHES_DISABLE?"),
+        ("NEMO_PATCHES_LOG_LEVEL", "settings, after NEMO_PATCHES_: SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT, TRACE, "),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_near_miss_or_all_settings(variable: str, hint: str) -> None:
+    (sentence,) = admission.misspelt({variable: "1", "NEMO_PATCHES_SYNC": "local", "NEMO_PATCHES_DISABLE": "1"})
+    assert sentence.startswith(f"{variable} is not a setting, and has no effect; {hint}")
+
+
+def test_only_what_is_set_and_begins_like_a_setting_is_misspelt() -> None:
+    known = {setting.variable: "x" for setting in ALL_SETTINGS}
+    others = {"NEMO_PATCHES_TIMEOUTS": "", "NEMO_PATCHES": "1", "MY_NEMO_PATCHES_TIMEOUTS": "1", "PATH": "/"}
+    assert misspelt({**known, **others}, known) == []
+
+
+SYNC_ALONE = """
+from {package} import length_sync
+length_sync.current()
+length_sync.current()
+"""
+
+
+def test_a_vendored_sync_says_once_what_is_no_setting_of_its_own(tmp_path: Path) -> None:
+    for room in ("sync", "stall"):
+        shutil.copytree(CHECKOUT / "nemo_patches" / room, tmp_path / "vendored" / room)
+    variables = {"NEMO_PATCHES_TIMEOUT": "3", "NEMO_PATCHES_TIMEOUTS": "3", "NEMO_PATCHES_TRACE": "here", "RANK": "5"}
+    for package, sentences in (
+        (
+            "vendored.sync",
+            (
+                "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?",
+                "NEMO_PATCHES_TRACE is not a setting, and has no effect; settings, after NEMO_PATCHES_: SYNC, "
+                "TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT",
+            ),
+        ),
+        ("nemo_patches.sync", ()),  # where patching it says this
+    ):
+        command: list[str | Path] = [sys.executable, "-c", SYNC_ALONE.format(package=package)]
+        done = run(command, environment(tmp_path, CHECKOUT, **variables), limit=120)
+        lines = done.stderr.splitlines()
+        assert len(lines) == len(sentences), done.stderr
+        for line, sentence in zip(lines, sentences, strict=True):
+            assert " nemo_patches WARNING [rank 5/" in line and line.endswith("] " + sentence)

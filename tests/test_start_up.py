@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from interpreters import CHECKOUT, LAUNCHER, environment, python, run
 
-from nemo_patches.patching import start_up
+from nemo_patches.patching import TARGET_MODULES
 from nemo_patches.patching.targets import TARGETS
 
 pytestmark = pytest.mark.one_nemo
@@ -53,7 +53,7 @@ def test_the_launchers_folder_holds_the_sitecustomize_and_nothing_else() -> None
 
 
 def test_the_hook_watches_the_modules_of_the_targets() -> None:
-    assert set(start_up.TARGET_MODULES) == {target.module for target in TARGETS}
+    assert set(TARGET_MODULES) == {target.module for target in TARGETS}
 
 
 # What a shadowed sitecustomize can see of itself and of its interpreter, and what is seen of it afterwards.

@@ -91,6 +91,13 @@ def test_exit_code_1_and_the_reason_where_not_all_would_be_patched(variables: di
     assert said in status(**variables).stdout
 
 
+def test_exit_code_1_and_the_sentence_where_a_variable_is_misspelt() -> None:
+    found = report(1, NEMO_PATCHES_TIMEOUTS="4")
+    sentence = "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
+    assert (found["misspelt"], found["reasons"]) == ([sentence], [])
+    assert status(NEMO_PATCHES_TIMEOUTS="4").stdout.splitlines()[-2:] == ["all is patched, or would be", sentence]
+
+
 def checkout_of_nemo(folder: Path, version: str, **changes: str) -> Path:
     """The installed NeMo's own files, enough of them for status, with changes."""
     installed = Path(nemo.package_info.__file__).parent

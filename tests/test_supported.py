@@ -29,6 +29,6 @@ def this_nemo(rank: int = 0, size: int = 1) -> str:
 
 @pytest.mark.matrix
 def test_this_process_and_the_ranks_run_the_nemo_that_the_matrix_names() -> None:
-    expected = os.environ.get("NEMO_PATCHES_TEST_NEMO") or this_nemo()
+    expected = os.environ.get("TEST_NEMO") or this_nemo()
     ranks = [result.value for result in run_ranks(this_nemo, 2, group=False)]
     assert [this_nemo(), *ranks] == [expected] * 3

@@ -296,7 +296,7 @@ def start(program: str, *arguments: object, **variables: str) -> subprocess.Pope
 
 def end(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
-        return process.communicate(timeout=60)
+        return process.communicate(timeout=200)
     finally:
         process.kill()
 

@@ -1,1 +1,13 @@
-"""How the runtime gets into NeMo."""
+"""How the length sync gets into NeMo. Every process under auto-apply loads this file: see start_up.py."""
+
+DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
+# Most targets are imported by this package; when it is complete, what was patched is said in one line.
+COLLECTION = "nemo.collections.asr"
+# The modules of targets.TARGETS, which must not be imported at start-up; a test holds the two together.
+TARGET_MODULES = (
+    "nemo.collections.asr.modules.conformer_encoder",
+    "nemo.collections.asr.modules.squeezeformer_encoder",
+    "nemo.collections.asr.modules.transformer_encoder",
+    "nemo.collections.asr.modules.conv_asr",
+    "nemo.collections.nlp.models.token_classification.punctuation_capitalization_lexical_audio_model",
+)

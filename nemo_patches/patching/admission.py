@@ -1,4 +1,4 @@
-"""Whether this process's NeMo may be patched: the supported versions, and the two switches."""
+"""Whether this process's NeMo may be patched: the supported versions, the two switches, and misspelt variables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import re
 from collections.abc import Mapping
 
-from nemo_patches.patching.start_up import DISABLE_VARIABLE
+from nemo_patches.patching import DISABLE_VARIABLE
+from nemo_patches.sync import settings
 from nemo_patches.sync.settings import SettingsError
+from nemo_patches.tracing.settings import ALL_SETTINGS
 
 # The one place that says which NeMo is supported; `make test-matrix` runs the last release of each of these series.
 SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")
@@ -25,11 +27,17 @@ def disabled(environment: Mapping[str, str] = os.environ) -> bool:
     return _is_on(DISABLE_VARIABLE, environment)
 
 
+def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """One sentence for each NEMO_PATCHES_* variable that is neither a setting nor a switch."""
+    known = [setting.variable for setting in ALL_SETTINGS]
+    return settings.misspelt(environment, [*known, DISABLE_VARIABLE, UNSUPPORTED_VARIABLE])
+
+
 def require_supported(version: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UnsupportedNeMo for a version outside the range, unless the user has asked for it; SettingsError."""
-    beyond = _is_on(UNSUPPORTED_VARIABLE, environment)
+    any_version = _is_on(UNSUPPORTED_VARIABLE, environment)
     series = re.match(r"\d+\.\d+(?!\d)", version)
-    if not beyond and not (series and series[0] in SUPPORTED_SERIES):
+    if not any_version and not (series and series[0] in SUPPORTED_SERIES):
         raise UnsupportedNeMo(
             f"NeMo {version} is not supported; supported: {SUPPORTED}. With {UNSUPPORTED_VARIABLE}=1 it is patched all "
             "the same if its code looks as expected"

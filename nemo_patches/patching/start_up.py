@@ -11,27 +11,21 @@ import sys
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder
 
+from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, TARGET_MODULES
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
-# Most targets are imported by this package; when it is complete, what was patched is said in one line.
-COLLECTION = "nemo.collections.asr"
-# The modules of targets.TARGETS, which must not be imported at start-up; a test holds the two together.
-TARGET_MODULES = (
-    "nemo.collections.asr.modules.conformer_encoder",
-    "nemo.collections.asr.modules.squeezeformer_encoder",
-    "nemo.collections.asr.modules.transformer_encoder",
-    "nemo.collections.asr.modules.conv_asr",
-    "nemo.collections.nlp.models.token_classification.punctuation_capitalization_lexical_audio_model",
-)
-_WATCHED = frozenset((*TARGET_MODULES, COLLECTION))
+_WATCHED = (*TARGET_MODULES, COLLECTION)
 
 
 class _Finder:
-    """Asks the other finders for a watched module, and has its loader tell us when the module is complete."""
+    """The import hook: asks the other finders for a watched module, and has its loader call patch() at the end."""
+
+    def __init__(self) -> None:
+        self._failed = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if sys.meta_path[0] is not self:
@@ -42,16 +36,38 @@ class _Finder:
         for finder in sys.meta_path[1:]:
             spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
-                spec.loader = _telling(name, spec.loader)
+                spec.loader = self._wrapped(name, spec.loader)
                 return spec
         return None
 
+    def patch(self, name: str) -> None:
+        """Patch what is in the module `name`, which is complete. Nothing that goes wrong here may fail its import."""
+        if self._failed:
+            return
+        try:
+            from nemo_patches.patching import monkeypatch
 
-class _TellingLoader:
-    """A loader that tells when its module is complete, and leaves no trace in it."""
+            monkeypatch.this_process.on_import(name)
+        except Exception as error:
+            rank_log = sys.modules.get("nemo_patches.sync.rank_log")
+            if rank_log is not None and rank_log.raised_by_signal_handler(error):
+                raise  # the user's own, not ours
+            self._failed = True
+            _say_error(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
 
-    def __init__(self, name: str, loader: "Any") -> None:
-        self._name, self._loader = name, loader
+    def _wrapped(self, name: str, loader: "Any") -> "Any":
+        util = sys.modules.get("importlib.util")
+        if util is not None and isinstance(loader, util.LazyLoader):
+            loader.loader = _PatchingLoader(self, name, loader.loader)  # complete is when it is really loaded
+            return loader
+        return _PatchingLoader(self, name, loader) if hasattr(loader, "exec_module") else loader
+
+
+class _PatchingLoader:
+    """A loader that has its module patched when it is complete, and leaves no trace of itself in the module."""
+
+    def __init__(self, finder: _Finder, name: str, loader: "Any") -> None:
+        self._finder, self._name, self._loader = finder, name, loader
 
     def __getattr__(self, name: str) -> "Any":
         if name == "_loader":  # an empty copy, before its attributes are there
@@ -65,57 +81,19 @@ class _TellingLoader:
         except AttributeError:
             pass  # some other kind of object, to which its loader may give no attributes
         self._loader.exec_module(module)
-        _tell(self._name)
-
-
-def _telling(name: str, loader: "Any") -> "Any":
-    util = sys.modules.get("importlib.util")
-    if util is not None and isinstance(loader, util.LazyLoader):
-        loader.loader = _TellingLoader(name, loader.loader)  # complete is when it is really loaded
-        return loader
-    return _TellingLoader(name, loader) if hasattr(loader, "exec_module") else loader
+        self._finder.patch(self._name)
 
 
 _finder = _Finder()
-_failed = False
-_in_turn: "list[str]" = []  # the folders whose sitecustomize.py of ours is running, one inside the other
-
-
-def _tell(name: str) -> None:
-    """Nothing that goes wrong here may fail NeMo's import."""
-    global _failed
-    if _failed:
-        return
-    try:
-        from nemo_patches.patching import monkeypatch
-
-        monkeypatch.on_import(name)
-    except Exception as error:
-        reporting = sys.modules.get("nemo_patches.sync.rank_log")
-        if reporting is not None and reporting.raised_by_signal_handler(error):
-            raise  # the user's own, not ours
-        _failed = True
-        say(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
-
-
-def say(text: str) -> None:
-    """An error on stderr in the form of the log lines (runtime/reporting.py), without logging."""
-    variable = os.environ.get
-    rank = variable("RANK") or variable("SLURM_PROCID") or "?"
-    size = variable("WORLD_SIZE") or variable("SLURM_NTASKS") or "?"
-    try:  # noqa: SIM105
-        sys.stderr.write(f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}\n")
-    except Exception:
-        pass  # there is nowhere left to say it
 
 
 def install() -> None:
     """Patch NeMo's target modules when they are imported, or now where they have been."""
     if not installed():
         sys.meta_path.insert(0, _finder)
-    for name in (*TARGET_MODULES, COLLECTION):
+    for name in _WATCHED:
         if name in sys.modules:
-            _tell(name)
+            _finder.patch(name)
 
 
 def installed() -> bool:
@@ -130,6 +108,22 @@ def start(own_file: str) -> None:
     _run_shadowed(os.path.abspath(own_file))
 
 
+def _say_error(text: str) -> None:
+    """One line on stderr in the form of the log lines (sync/rank_log.py), without logging."""
+    variable = os.environ.get
+    rank = variable("RANK") or variable("SLURM_PROCID") or "?"
+    size = variable("WORLD_SIZE") or variable("SLURM_NTASKS") or "?"
+    try:  # noqa: SIM105
+        sys.stderr.write(f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}\n")
+    except Exception:
+        pass  # there is nowhere left to say it
+
+
+# The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so no object of ours
+# is there to carry this from one to the next.
+_running: "list[str]" = []
+
+
 def _run_shadowed(own_file: str) -> None:
     """Run the sitecustomize that Python would have run if there were none at own_file.
 
@@ -137,7 +131,7 @@ def _run_shadowed(own_file: str) -> None:
     none, that is what Python is told, and nothing of ours stays under that name.
     """
     name, folder = "sitecustomize", os.path.dirname(own_file)
-    _in_turn.append(folder)
+    _running.append(folder)
     try:
         spec = _shadowed_spec(name, folder)
         if spec is None:
@@ -146,7 +140,7 @@ def _run_shadowed(own_file: str) -> None:
         if spec.loader is not None:  # a folder of that name is a module too
             spec.loader.exec_module(module)
     finally:
-        _in_turn.remove(folder)
+        _running.remove(folder)
 
 
 def _shadowed_spec(name: str, folder: str) -> "Any":
@@ -155,7 +149,7 @@ def _shadowed_spec(name: str, folder: str) -> "Any":
     if folder not in folders or PathFinder not in sys.meta_path:
         return None  # somebody runs ours in a way of their own: it shadows nothing
     after = range(folders.index(folder) + 1, len(folders))
-    spec = PathFinder.find_spec(name, [sys.path[place] for place in after if folders[place] not in _in_turn])
+    spec = PathFinder.find_spec(name, [sys.path[place] for place in after if folders[place] not in _running])
     for finder in sys.meta_path[sys.meta_path.index(PathFinder) + 1 :]:
         if spec is None and hasattr(finder, "find_spec"):
             spec = finder.find_spec(name, None)

@@ -51,28 +51,32 @@ class DriftError(RuntimeError):
 
 @dataclass(frozen=True)
 class Target:
-    """One method with the unbounded reduce. `reads` are the sets of names that its known versions read."""
+    """One method with the unbounded reduce.
+
+    reads: for each known version of the method, the names that its code reads.
+    setter: the method that grows the buffers; empty where `method` does so itself.
+    """
 
     module: str
     owner: str
     method: str
     reads: tuple[frozenset[str], ...]
-    setter: str = "set_max_audio_length"  # the method that grows the buffers; empty where `method` does so itself
+    setter: str = "set_max_audio_length"
     parameters: tuple[str, ...] = ("self", "seq_length", "device")
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.method}"
 
     def find_owner(self, module: ModuleType) -> type | None:
-        """The class; NeMo's @experimental hides some in a callable that only says so."""
+        """The class itself: NeMo's @experimental wraps some classes in a callable that prints a warning."""
         return cast("type | None", inspect.unwrap(getattr(module, self.owner, None)))  # type: ignore[arg-type]
 
     def built_in(self, module: ModuleType) -> str:
-        """The version of nemo_patches that one of the diffs has put into this class; empty where none has."""
+        """The version of nemo_patches in a class that has one of the diffs; empty without a diff."""
         return getattr(vars(self.find_owner(module) or object).get(self.method), "__nemo_patches__", "")
 
     def drift(self, module: ModuleType) -> str:
-        """What in `module` is not as expected, with what was expected and what was found; empty where all is."""
+        """How `module` differs from what is known: what was expected, and what is there; empty if it does not."""
         owner = self.find_owner(module)
         if not isinstance(owner, type):
             return self._no_class(owner)
@@ -85,7 +89,7 @@ class Target:
         return self._drift(find)
 
     def drift_of_source(self, file: Path) -> str:
-        """The same of the module in `file`, without importing it: blind to what others do to NeMo at run time."""
+        """As drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
         owner = _code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), self.owner)
         return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
 
@@ -100,22 +104,22 @@ class Target:
         """
         spec = importlib.util.find_spec("nemo.collections")
         inner = self.module.removeprefix("nemo.collections.").split(".")
-        places = [] if spec is None else list(spec.submodule_search_locations or ())
-        files = (Path(place, *inner).with_suffix(".py") for place in places)
+        folders = [] if spec is None else list(spec.submodule_search_locations or ())
+        files = (Path(folder, *inner).with_suffix(".py") for folder in folders)
         return next((file for file in files if file.is_file()), None)
 
-    def _no_class(self, found: object) -> str:
-        return f"{self.module}: expected a class {self.owner}, found {found!r}"
+    def _no_class(self, instead: object) -> str:
+        return f"{self.module}: expected a class {self.owner}, found {instead!r}"
 
     def _drift(self, find: Callable[[str], CodeType | str]) -> str:
-        """find: the code of a method, or what is there instead, as text."""
+        """find: the code of a method, or what is there instead of a plain function, as text."""
         methods = {self.method: self.parameters} | ({self.setter: ("self", "max_audio_length")} if self.setter else {})
         for method, parameters in methods.items():
             code = find(method)
-            found = code if isinstance(code, str) else _parameters(code)
+            actual = code if isinstance(code, str) else _parameters(code)
             expected = f"({', '.join(parameters)})"
-            if found != expected:
-                return f"{self.owner}.{method}: expected a plain function {expected}, found {found}"
+            if actual != expected:
+                return f"{self.owner}.{method}: expected a plain function {expected}, found {actual}"
         reads = frozenset(cast(CodeType, find(self.method)).co_names)
         if reads in self.reads:
             return ""
@@ -156,9 +160,9 @@ TARGETS = (
 
 
 def _code_in(code: CodeType, name: str) -> CodeType | None:
-    """The code of the class or function `name` that is defined in `code`; the last one, which is the one that holds."""
-    found = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
-    return found[-1] if found else None
+    """The code of the class or function `name` that is defined in `code`: of several, the last, which Python keeps."""
+    definitions = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
+    return definitions[-1] if definitions else None
 
 
 def _parameters(code: CodeType) -> str:

@@ -1,24 +1,21 @@
-"""The settings of the length sync: one frozen dataclass, from keywords and NEMO_PATCHES_* variables."""
+"""The settings of the length sync: one table, from which keywords, variables, options and texts follow."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import math
+import difflib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import Any, Generic, TypeVar
 
 from .protocol import SHORTEST_WAIT
 
+PREFIX = "NEMO_PATCHES_"
 SYNC_MODES = ("bounded", "overlapped", "local")
-ON_TIMEOUT = ("fallback", "raise")
-LONGEST_TIMEOUT = timedelta(days=1)
-
-SYNC_VARIABLE = "NEMO_PATCHES_SYNC"
-TIMEOUT_VARIABLE = "NEMO_PATCHES_TIMEOUT"
-ON_TIMEOUT_VARIABLE = "NEMO_PATCHES_ON_TIMEOUT"
-CALL_TIMEOUT_VARIABLE = "NEMO_PATCHES_CALL_TIMEOUT"
+_SHORTEST_S, _LONGEST_S = SHORTEST_WAIT.total_seconds(), 86400.0
+T = TypeVar("T")
 
 
 class SettingsError(ValueError):
@@ -26,27 +23,88 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the length sync behaves in this process.
+class Setting(Generic[T]):
+    """One setting: a keyword of apply(), a variable, and an option of `nemo-patches run`.
 
-    sync: "bounded" waits for the other ranks, at most `timeout`; "overlapped" never waits and uses a round's result
-        at the next call; "local" does not communicate.
-    timeout: the longest wait of one encoder call, for all other ranks together.
-    on_timeout: "fallback" goes on with this rank's own length; "raise" raises LengthSyncTimeout.
-    call_timeout: an encoder call that lasts longer has the stacks of all threads logged, once; nothing is interrupted.
-        0: never.
+    read: the value from a keyword or a variable's text; raises ValueError or TypeError if it is not allowed.
     """
 
-    sync: str = "bounded"
-    timeout: timedelta = timedelta(seconds=10)
-    on_timeout: str = "fallback"
-    call_timeout: timedelta = timedelta(seconds=60)
+    name: str
+    default: T
+    read: Callable[[Any], T]
+    allowed: str
+    help: str
+    text: Callable[[T], str] = str
+    unit: str = ""
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def shown(self, value: T) -> str:
+        return f"{self.name}={self.text(value)}{self.unit}"
+
+    def given(self, keyword: object, environment: Mapping[str, str]) -> tuple[str, object]:
+        """Where a value comes from, and the value: the keyword or, if that is None, the variable (None if empty)."""
+        return (self.name, keyword) if keyword is not None else (self.variable, environment.get(self.variable) or None)
+
+    def value(self, keyword: object, environment: Mapping[str, str]) -> T:
+        """From the keyword (None: not given), else the variable, else the default. Raises SettingsError."""
+        source, given = self.given(keyword, environment)
+        try:
+            return self.default if given is None else self.read(given)
+        except (TypeError, ValueError, OverflowError):
+            raise SettingsError(f"{source}={given!r} is not allowed; allowed: {self.allowed}") from None
+
+
+def word_setting(name: str, words: tuple[str, ...], help: str) -> Setting[str]:
+    """A setting that is one of these words; the first is the default."""
+    return Setting(name, words[0], lambda value: words[words.index(value)], ", ".join(map(repr, words)), help)
+
+
+def number(value: Any, low: float, high: float) -> float:
+    """A number, or the text of one. Raises ValueError or TypeError if it is none, or out of bounds."""
+    if isinstance(value, bool) or not low <= float(value) <= high:
+        raise ValueError
+    return float(value)
+
+
+def _seconds_setting(name: str, default_s: int, help: str, or_never: bool = False) -> Setting[timedelta]:
+    def read(value: Any) -> timedelta:
+        shortest_s = 0 if or_never and float(value) == 0 else _SHORTEST_S
+        return timedelta(seconds=number(value, shortest_s, _LONGEST_S))
+
+    allowed = f"a number of seconds, {_SHORTEST_S:g} to {_LONGEST_S:g}" + (", or 0 (never)" if or_never else "")
+    default = timedelta(seconds=default_s)
+    return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s")
+
+
+SYNC = word_setting(
+    "sync", SYNC_MODES, "bounded: wait for the other ranks; overlapped: never wait; local: no communication."
+)
+TIMEOUT = _seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
+ON_TIMEOUT = word_setting("on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.")
+CALL_TIMEOUT = _seconds_setting(
+    "call_timeout", 60, "Seconds: a longer encoder call has all threads' stacks logged; 0: off.", or_never=True
+)
+SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the length sync behaves in this process; a field for each of SETTINGS, in their order."""
+
+    sync: str = SYNC.default
+    timeout: timedelta = TIMEOUT.default
+    on_timeout: str = ON_TIMEOUT.default
+    call_timeout: timedelta = CALL_TIMEOUT.default
+
+    def items(self) -> Iterable[tuple[Setting[Any], Any]]:
+        """Each setting of the table, with its value here."""
+        return zip(SETTINGS, astuple(self), strict=True)
 
     def __str__(self) -> str:
-        return (
-            f"sync={self.sync}, timeout={self.timeout.total_seconds():g} s, on_timeout={self.on_timeout}, "
-            f"call_timeout={self.call_timeout.total_seconds():g} s"
-        )
+        return ", ".join(setting.shown(value) for setting, value in self.items())
 
 
 def resolve(
@@ -56,55 +114,21 @@ def resolve(
     call_timeout: float | str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """The settings from keywords (None: not given), else from the environment, else the defaults.
+    """The settings from keywords (timeouts in seconds), else from the environment, else the defaults.
 
-    The timeouts are in seconds. Raises SettingsError for a value that is not allowed, wherever it came from.
+    Raises SettingsError for a value that is not allowed, wherever it came from.
     """
-    defaults = Settings()
-    return Settings(
-        sync=word("sync", sync, SYNC_VARIABLE, environment, SYNC_MODES, defaults.sync),
-        timeout=_seconds("timeout", timeout, TIMEOUT_VARIABLE, environment, defaults.timeout),
-        on_timeout=word("on_timeout", on_timeout, ON_TIMEOUT_VARIABLE, environment, ON_TIMEOUT, defaults.on_timeout),
-        call_timeout=_seconds(
-            "call_timeout", call_timeout, CALL_TIMEOUT_VARIABLE, environment, defaults.call_timeout, or_zero=True
-        ),
-    )
+    given = zip(SETTINGS, (sync, timeout, on_timeout, call_timeout), strict=True)
+    return Settings(*(setting.value(keyword, environment) for setting, keyword in given))
 
 
-def word(
-    name: str, given: object, variable: str, environment: Mapping[str, str], allowed: tuple[str, ...], default: str
-) -> str:
-    """The setting `name` as `given`, else (None) from its variable, else the default. Raises SettingsError."""
-    if given is None:
-        name, given = variable, environment.get(variable) or default
-    if given not in allowed:
-        raise SettingsError(f"{name}={given!r} is not allowed; allowed: {', '.join(map(repr, allowed))}")
-    return str(given)
-
-
-def _seconds(
-    name: str,
-    given: object,
-    variable: str,
-    environment: Mapping[str, str],
-    default: timedelta,
-    or_zero: bool = False,
-) -> timedelta:
-    if given is None:
-        text = environment.get(variable)
-        if not text:
-            return default
-        name, given = variable, text
-    try:
-        if isinstance(given, bool):
-            raise ValueError
-        seconds = float(given)  # type: ignore[arg-type]  # whatever it is: a refusal is an error of ours
-    except (TypeError, ValueError):
-        seconds = math.nan
-    shortest, longest = SHORTEST_WAIT.total_seconds(), LONGEST_TIMEOUT.total_seconds()
-    if not shortest <= seconds <= longest and not (or_zero and seconds == 0):
-        raise SettingsError(
-            f"{name}={given!r} is not allowed; allowed: a number of seconds, {shortest:g} to {longest:g}"
-            + (", or 0 (never)" if or_zero else "")
-        )
-    return timedelta(seconds=seconds)
+def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """One sentence for each variable of ours that is set and not known."""
+    endings = [variable.removeprefix(PREFIX) for variable in known]  # the prefix would make all of them alike
+    sentences = []
+    for variable in sorted(name for name, value in environment.items() if name.startswith(PREFIX) and value):
+        if (ending := variable.removeprefix(PREFIX)) not in endings:
+            near = difflib.get_close_matches(ending, endings, n=1)
+            hint = f"did you mean {PREFIX}{near[0]}?" if near else f"settings, after {PREFIX}: {', '.join(endings)}"
+            sentences.append(f"{variable} is not a setting, and has no effect; {hint}")
+    return sentences

@@ -10,16 +10,16 @@ from typing import NoReturn
 
 from nemo_patches import patching
 
-# What Python ignores at its own start, and a command that is started by a shell does not.
+# Python ignores these signals from its start on; a command that a shell starts does not.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
 
 
-def environment_for(environment: Mapping[str, str], **settings: str) -> dict[str, str]:
-    """The environment under which every Python process patches NeMo; the user's own PYTHONPATH comes after ours."""
+def with_auto_apply(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with what makes every Python process patch NeMo; the user's own PYTHONPATH comes after ours."""
     path = [str(Path(next(iter(patching.__path__)), "boot").resolve())]
     if environment.get("PYTHONPATH"):
         path.append(environment["PYTHONPATH"])
-    return {**environment, **settings, "PYTHONPATH": os.pathsep.join(path)}
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`nemo-patches status`: what would be patched in this environment, found without importing NeMo or torch."""
+"""`nemo-patches status`: says what would be patched in this environment, without importing NeMo or torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pathlib import Path
 from rich.console import Console
 
 import nemo_patches
-from nemo_patches.patching import admission, start_up
+from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.sync import settings as runtime_settings
+from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import settings as trace_settings
 
 
 class StatusError(Exception):
-    """What would be patched cannot be told. The text says why."""
+    """NeMo or torch cannot be examined. The text says why."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One setting, and where it comes from."""
+class SettingReport:
+    """One setting, and where it comes from: its variable, or "default"."""
 
     name: str
     value: str
@@ -36,9 +36,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class TargetReport:
-    """What would become of one target; `problem` is why it would not be patched, where it ought to be.
+    """Whether one target would be patched.
 
     file: empty where this NeMo does not have it. built_in: one of the diffs has been applied, so nothing is to be done.
+    problem: why it would not be patched although this NeMo has it; empty if it would.
     """
 
     target: str
@@ -54,14 +55,20 @@ class TargetReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `nemo-patches status` prints; `reasons` why not all would be patched, empty where all would."""
+    """What `nemo-patches status` prints.
+
+    chained: the sitecustomize that auto-apply runs after its own; empty where there is none.
+    reasons: why not all would be patched; empty where all would.
+    misspelt: a sentence for each variable that looks like a setting and is none.
+    """
 
     versions: Mapping[str, str]
-    settings: tuple[Setting, ...]
+    settings: tuple[SettingReport, ...]
     targets: tuple[TargetReport, ...]
     auto_apply: str
     chained: str
     reasons: tuple[str, ...]
+    misspelt: tuple[str, ...] = ()
 
 
 def examine() -> Report:
@@ -72,9 +79,9 @@ def examine() -> Report:
     targets = tuple(_targets())
     auto_apply, shadowed_by = _auto_apply()
     reasons = [target.problem for target in targets if target.problem]
-    checks: list[Callable[[], object]] = [_enabled, runtime_settings.resolve, trace_settings.resolve]
+    checks: list[Callable[[], object]] = [_require_enabled, sync_settings.resolve, trace_settings.resolve]
     if not any(target.built_in for target in targets):  # what is built in asks for no version
-        checks.append(_supported)
+        checks.append(_require_supported)
     for check in checks:
         try:
             check()
@@ -97,6 +104,7 @@ def examine() -> Report:
         auto_apply=auto_apply,
         chained=chained or "",
         reasons=tuple(reasons),
+        misspelt=tuple(admission.misspelt()),
     )
 
 
@@ -110,6 +118,7 @@ def show(report: Report, console: Console) -> None:
     lines.append(f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}")
     lines.append("not all would be patched:" if report.reasons else "all is patched, or would be")
     lines += (f"  {reason}" for reason in report.reasons)
+    lines += report.misspelt
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -117,12 +126,12 @@ class _Disabled(Exception):
     """Everything is switched off."""
 
 
-def _enabled() -> None:
+def _require_enabled() -> None:
     if admission.disabled():
-        raise _Disabled(f"{start_up.DISABLE_VARIABLE}=1")
+        raise _Disabled(f"{DISABLE_VARIABLE}=1")
 
 
-def _supported() -> None:
+def _require_supported() -> None:
     admission.require_supported(admission.nemo_version())
 
 
@@ -137,37 +146,29 @@ def _targets() -> Iterable[TargetReport]:
             raise StatusError(f"{file}: {error}") from error
 
 
-def _settings() -> Iterable[Setting]:
-    defaults, trace = runtime_settings.Settings(), trace_settings.TraceSettings()
-    for name, variable, default in (
-        ("sync", runtime_settings.SYNC_VARIABLE, defaults.sync),
-        ("timeout", runtime_settings.TIMEOUT_VARIABLE, f"{defaults.timeout.total_seconds():g}"),
-        ("on_timeout", runtime_settings.ON_TIMEOUT_VARIABLE, defaults.on_timeout),
-        ("call_timeout", runtime_settings.CALL_TIMEOUT_VARIABLE, f"{defaults.call_timeout.total_seconds():g}"),
-        ("trace", trace_settings.TRACE_VARIABLE, "off"),
-        ("trace_size", trace_settings.SIZE_VARIABLE, f"{trace.size:g}"),
-        ("trace_checks", trace_settings.CHECKS_VARIABLE, "none"),
-        ("on_finding", trace_settings.ON_FINDING_VARIABLE, trace.on_finding),
-    ):
-        value = os.environ.get(variable)
-        yield Setting(name, value or default, variable if value else "default")
+def _settings() -> Iterable[SettingReport]:
+    for setting in trace_settings.ALL_SETTINGS:
+        value = os.environ.get(setting.variable)
+        default = setting.text(setting.default)
+        yield SettingReport(setting.name, value or default, setting.variable if value else "default")
 
 
 def _auto_apply() -> tuple[str, str]:
-    """Whether the import hook is in force here; and where it ought to be and is not, why."""
+    """Whether the import hook is installed in this process; and why not, if PYTHONPATH asks for it (else empty)."""
     if start_up.installed():
         return "on", ""
     folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    ours = [file for folder in folders if (file := Path(folder, "sitecustomize.py").absolute()) and _is_ours(file)]
-    if not ours:
+    files = (Path(folder, "sitecustomize.py").absolute() for folder in folders)
+    ours = next(filter(_is_ours, files), None)
+    if ours is None:
         return "off here; `nemo-patches run -- COMMAND` or PYTHONPATH=<checkout> switches it on", ""
-    if os.environ.get(start_up.DISABLE_VARIABLE) == "1":
-        return f"off, {start_up.DISABLE_VARIABLE}=1", ""
+    if os.environ.get(DISABLE_VARIABLE) == "1":
+        return f"off, {DISABLE_VARIABLE}=1", ""
     first = getattr(sys.modules.get("sitecustomize"), "__file__", "something else")
-    return "off", f"{ours[0]} is on PYTHONPATH, but {first} comes first and does not run it"
+    return "off", f"{ours} is on PYTHONPATH, but {first} comes first and does not run it"
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether it is the sitecustomize.py of a checkout or of `nemo-patches run`, of whichever copy."""
+    """Whether the file is the sitecustomize.py of a checkout or of `nemo-patches run`, also of another copy."""
     start_ups = (file.parent / "nemo_patches" / "patching" / "start_up.py", file.parent.parent / "start_up.py")
     return file.is_file() and any(start_up.is_file() for start_up in start_ups)

@@ -1,43 +1,91 @@
-"""The settings of a trace: one frozen dataclass, from keywords and NEMO_PATCHES_* variables."""
+"""The settings of a trace: a table like the length sync's, for keywords, variables, options and texts."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
-from nemo_patches.sync.settings import SettingsError, word
+from nemo_patches.sync import settings as sync_settings
+from nemo_patches.sync.settings import Setting, SettingsError, number, word_setting
 
 INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
-CONTINUE, RAISE = ON_FINDING = ("continue", "raise")
-SMALLEST, LARGEST = 0.1, 1e6  # MiB
+CONTINUE, RAISE = "continue", "raise"
+SMALLEST_MIB, LARGEST_MIB = 0.1, 1e6
 
-TRACE_VARIABLE = "NEMO_PATCHES_TRACE"
-SIZE_VARIABLE = "NEMO_PATCHES_TRACE_SIZE"
-CHECKS_VARIABLE = "NEMO_PATCHES_TRACE_CHECKS"
-ON_FINDING_VARIABLE = "NEMO_PATCHES_ON_FINDING"
+
+def _folder(value: object) -> Path | None:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    # Absolute: hydra changes the working directory before the first call.
+    return Path(value).expanduser().absolute() if value else None
+
+
+def _checks(value: object) -> tuple[str, ...]:
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, Sequence):
+        raise TypeError
+    chosen = {str(word).strip() for word in words}
+    if not chosen <= {*CHECKS, ""}:
+        raise ValueError
+    return tuple(check for check in CHECKS if check in chosen)
+
+
+TRACE: Setting[Path | None] = Setting(
+    "trace",
+    None,
+    _folder,
+    "a folder's path, or '' (no trace)",
+    "A folder; every rank records its encoder calls there.",
+    lambda folder: str(folder or "off"),
+)
+TRACE_SIZE = Setting(
+    "trace_size",
+    256.0,
+    lambda value: number(value, SMALLEST_MIB, LARGEST_MIB),
+    f"a number of MiB, {SMALLEST_MIB:g} to {LARGEST_MIB:.0f}",
+    "MiB that each rank may write.",
+    lambda size: f"{size:g}",
+    " MiB",
+)
+TRACE_CHECKS: Setting[tuple[str, ...]] = Setting(
+    "trace_checks",
+    (),
+    _checks,
+    f"{', '.join(map(repr, CHECKS))}, also several, with commas",
+    "Checks of each encoder call: inputs, cuda, barrier, or several, with commas.",
+    lambda checks: ",".join(checks) or "none",
+)
+ON_FINDING = word_setting(
+    "on_finding", (CONTINUE, RAISE), "continue: log what a check finds; raise: raise it out of the encoder call, too."
+)
+SETTINGS: tuple[Setting[Any], ...] = (TRACE, TRACE_SIZE, TRACE_CHECKS, ON_FINDING)
+ALL_SETTINGS = (*sync_settings.SETTINGS, *SETTINGS)  # the keywords of apply(), in their order
 
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What is recorded, and where.
+    """What is recorded, and where; a field for each of SETTINGS, in their order.
 
-    folder: where the files go; None: no trace. size: MiB that the files of one process may have. checks: of CHECKS.
-    on_finding: "continue", or "raise" a FindingError out of the encoder call.
+    folder: None: no trace. size: MiB that the files of one process may have. checks: of CHECKS.
     """
 
-    folder: Path | None = None
-    size: float = 256.0
-    checks: tuple[str, ...] = ()
-    on_finding: str = CONTINUE
+    folder: Path | None = TRACE.default
+    size: float = TRACE_SIZE.default
+    checks: tuple[str, ...] = TRACE_CHECKS.default
+    on_finding: str = ON_FINDING.default
+
+    def items(self) -> Iterable[tuple[Setting[Any], Any]]:
+        """Each setting of the table, with its value here."""
+        return zip(SETTINGS, astuple(self), strict=True)
 
     def __str__(self) -> str:
         if self.folder is None:
-            return "trace=off"
-        checks = f", trace_checks={','.join(self.checks)}, on_finding={self.on_finding}" if self.checks else ""
-        return f"trace={self.folder}, trace_size={self.size:g} MiB{checks}"
+            return TRACE.shown(None)
+        without_checks = () if self.checks else (TRACE_CHECKS, ON_FINDING)
+        return ", ".join(setting.shown(value) for setting, value in self.items() if setting not in without_checks)
 
     @property
     def bound(self) -> int:
@@ -56,50 +104,11 @@ def resolve(
 
     An empty trace is none. Raises SettingsError for a value that is not allowed, wherever it came from.
     """
-    defaults = TraceSettings()
-    name, folder = _given("trace", trace, TRACE_VARIABLE, environment)
-    if not isinstance(folder, str | os.PathLike | None):
-        raise SettingsError(f"{name}={folder!r} is not allowed; allowed: a folder's path, or '' (no trace)")
-    given_checks = _given("trace_checks", checks, CHECKS_VARIABLE, environment)
-    found = TraceSettings(
-        # Absolute: hydra changes the working directory before the first call.
-        folder=Path(folder).expanduser().absolute() if folder else None,
-        size=_size(*_given("trace_size", size, SIZE_VARIABLE, environment), defaults.size),
-        # Who switches the trace off by keyword has no use for the variable's checks.
-        checks=() if trace == "" and checks is None else _checks(*given_checks),
-        on_finding=word("on_finding", on_finding, ON_FINDING_VARIABLE, environment, ON_FINDING, CONTINUE),
-    )
-    if found.checks and found.folder is None:
-        name, value = given_checks
-        raise SettingsError(f"{name}={value!r} is not allowed without a trace: set trace=DIR or {TRACE_VARIABLE}=DIR")
-    return found
-
-
-def _given(name: str, keyword: object, variable: str, environment: Mapping[str, str]) -> tuple[str, object]:
-    """The name under which a value was given, and the value; None where there is none."""
-    return (name, keyword) if keyword is not None else (variable, environment.get(variable) or None)
-
-
-def _size(name: str, value: object, default: float) -> float:
-    if value is None:
-        return default
-    try:
-        size = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # refused below
-    except (TypeError, ValueError):
-        size = math.nan
-    if not SMALLEST <= size <= LARGEST:
-        allowed = f"a number of MiB, {SMALLEST:g} to {LARGEST:.0f}"
-        raise SettingsError(f"{name}={value!r} is not allowed; allowed: {allowed}")
-    return size
-
-
-def _checks(name: str, value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    words = value.split(",") if isinstance(value, str) else value
-    if isinstance(words, Sequence):
-        words = [word.strip() if isinstance(word, str) else word for word in words]
-        if all(word in (*CHECKS, "") for word in words):
-            return tuple(check for check in CHECKS if check in words)
-    allowed = ", ".join(map(repr, CHECKS))
-    raise SettingsError(f"{name}={value!r} is not allowed; allowed, also several, with commas: {allowed}")
+    if trace == "" and checks is None:
+        checks = ""  # who switches the trace off by keyword has no use for the variable's checks
+    given = zip(SETTINGS, (trace, size, checks, on_finding), strict=True)
+    settings = TraceSettings(*(setting.value(keyword, environment) for setting, keyword in given))
+    if settings.checks and settings.folder is None:
+        source, value = TRACE_CHECKS.given(checks, environment)
+        raise SettingsError(f"{source}={value!r} is not allowed without a trace: set trace=DIR or {TRACE.variable}=DIR")
+    return settings

@@ -1,0 +1,67 @@
+"""What `nemo_patches.status()` gives: the state of the patches and of the syncs in this process, and its text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from nemo_patches.stall.missing_rank import Stall
+from nemo_patches.stall.rank_text import named
+from nemo_patches.sync.length_sync import EncoderCounters
+from nemo_patches.sync.settings import Settings
+from nemo_patches.tracing.settings import TraceSettings
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A target that is not patched, and why."""
+
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """What nemo_patches does in this process. Prints well.
+
+    trace_file: the file that is being written, or why there is none; empty without a trace.
+    unannounced: ranks without a sign of nemo_patches: not patched, or not at their first encoder call yet.
+    stalls: encoder calls that not every rank has come to, with the ranks that are missing.
+    """
+
+    nemo: str
+    torch: str
+    patched: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    settings: Settings
+    trace: TraceSettings
+    trace_file: str
+    encoders: tuple[EncoderCounters, ...]
+    unannounced: tuple[int, ...]
+    stalls: tuple[Stall, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"nemo {self.nemo}, torch {self.torch}",
+            f"settings: {settings_text(self.settings, self.trace)}",
+            *([f"trace: {self.trace_file}"] if self.trace_file else []),
+            "patched: " + (", ".join(self.patched) or "nothing"),
+            *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
+            *map(_encoder_line, self.encoders),
+        ]
+        if self.unannounced:
+            lines.append(f"not patched, or not at a first encoder call yet: {named(self.unannounced)}")
+        return "\n".join((*lines, *map(str, self.stalls)))
+
+
+def settings_text(settings: Settings, trace: TraceSettings) -> str:
+    """Both in one text; the trace's only where there is one."""
+    return f"{settings}; {trace}" if trace.folder else str(settings)
+
+
+def _encoder_line(counters: EncoderCounters) -> str:
+    return (
+        f"{counters.encoder}: {counters.calls} calls, {counters.rounds} rounds, {counters.fallbacks} fallbacks, "
+        f"{counters.timeouts} timeouts, waited {counters.waited / timedelta(seconds=1):.3f} s"
+        + (f"; ended: {counters.ended}" if counters.ended else "")
+    )

@@ -1,0 +1,117 @@
+"""The attributes of NeMo's classes that this process has replaced: how they are replaced, and how they come back."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import wrapt
+
+from nemo_patches.patching.targets import Target
+from nemo_patches.sync.encoder_methods import bounded, following_apply, private_setter
+from nemo_patches.sync.rank_log import report
+from nemo_patches.tracing.recorded_forward import recorded
+
+_ABSENT = object()
+_APPLY, _FORWARD = "_apply", "forward"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One attribute that was replaced; `original` is _ABSENT where the class had only inherited it."""
+
+    owner: type
+    name: str
+    original: object
+    replacement: object
+
+    def undo(self) -> bool:
+        """Whether it could be done."""
+        if self.owner.__dict__.get(self.name) is not self.replacement:
+            # Ours is inside somebody's wrapper: it stays, and does nothing any more.
+            report(logging.WARNING, f"{self.owner.__name__}.{self.name} was patched again by others and stays as it is")
+            return False
+        if self.original is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+        return True
+
+
+class Replacements:
+    """All that are in force, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.made: list[Replacement] = []
+
+    def has(self, owner: type | None) -> bool:
+        return any(replacement.owner is owner for replacement in self.made)
+
+    def patch(self, target: Target, module: ModuleType, in_force: Callable[[], bool]) -> None:
+        """Put the bounded sync into a target. in_force: false after a revert, also inside somebody's wrapper."""
+        owner = target.find_owner(module)
+        assert owner is not None  # drift() has seen it
+        original = owner.__dict__[target.method]
+        self._replace(owner, target.method, bounded(original, _without_reduce(original), in_force))
+        if target.setter:
+            self._replace(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
+        self._replace(owner, _APPLY, following_apply(owner._apply))  # type: ignore[attr-defined]  # it is a Module
+
+    def record_forwards(self) -> None:
+        """Have the `forward` of every patched class recorded, where it is not yet."""
+        with_forward = {replacement.owner for replacement in self.made if replacement.name == _FORWARD}
+        patched = [replacement.owner for replacement in self.made if replacement.name == _APPLY]
+        for owner in patched:
+            if owner not in with_forward:
+                original = inspect.getattr_static(owner, _FORWARD)
+                own_name, forward = recorded(original)
+                self._replace(owner, own_name, original)
+                self._replace(owner, _FORWARD, forward)
+
+    def restore_forwards(self) -> None:
+        for forward in [replacement for replacement in self.made if replacement.name == _FORWARD]:
+            place = self.made.index(forward)
+            original = self.made[place - 1]  # under the other name, which ours needs if it stays
+            del self.made[place - 1 : place + 1]
+            if forward.undo():
+                original.undo()
+
+    def restore(self) -> None:
+        """Put back every attribute, the last first."""
+        self.restore_forwards()
+        while self.made:
+            self.made.pop().undo()
+
+    def _replace(self, owner: type, name: str, replacement: object) -> None:
+        self.made.append(Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement))
+        wrapt.apply_patch(owner, name, replacement)
+
+
+class _WithoutGroup:
+    """torch as NeMo's method sees it where there is no process group: it grows the buffers and reduces nothing."""
+
+    class distributed:
+        @staticmethod
+        def is_initialized() -> bool:
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _without_reduce(original: FunctionType) -> Callable[..., None]:
+    """NeMo's own method, whose growth differs from version to version, without its reduce."""
+
+    def grow(encoder: Any, length: int, device: torch.device) -> None:
+        names = {**original.__globals__, "torch": _WithoutGroup()}
+        function = FunctionType(
+            original.__code__, names, original.__name__, original.__defaults__, original.__closure__
+        )
+        function(encoder, length, device)
+
+    return grow
