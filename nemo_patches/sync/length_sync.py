@@ -8,13 +8,15 @@ encoders: state_dict, deepcopy, pickle and export see none of it. Who is missing
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import time
 import weakref
 from collections import Counter
-from concurrent import futures
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,8 +33,7 @@ from .settings import Settings
 from .store import PREFIX, JobStore
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
-_REPORT_PATIENCE = timedelta(seconds=0.45)
-_END_PATIENCE = timedelta(seconds=0.4)
+_PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
 _LATE_TEXT = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
 
@@ -93,7 +94,9 @@ class ProcessSync:
         except Exception as error:
             if raised_by_signal_handler(error):
                 raise
-            self._give_up(error)
+            if not self._given_up:  # an error of ours must not reach training
+                self._given_up = True
+                report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
             return length
 
     def use(self, settings: Settings) -> None:
@@ -130,12 +133,6 @@ class ProcessSync:
             self.group_syncs = group_syncs = GroupSyncs(default_group, self._generation)
             self._generation += 1
         return group_syncs.sync_of(encoder) if group_syncs.group.size > 1 else None
-
-    def _give_up(self, error: Exception) -> None:
-        """An error of ours must not reach training: say it once, and use local lengths from now on."""
-        if not self._given_up:
-            self._given_up = True
-            report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
 
 
 class GroupSyncs:
@@ -196,12 +193,12 @@ class EncoderSync:
         key: str,
         group_syncs: GroupSyncs,
         late_text: str = _LATE_TEXT,
-        report_patience: timedelta = _REPORT_PATIENCE,
+        patience: timedelta = _PATIENCE,
     ) -> None:
         self.group_syncs = group_syncs
         self._rounds = Rounds(group_syncs.helper, key)
         self.handle = SyncHandle(title, key, group_syncs.group, self._rounds, late_text)
-        self._report_patience = report_patience
+        self._patience = wait  # for the report of on_timeout="raise"
         self._protocol = LengthProtocol()
         self._outcome = ""  # of the last call; empty while it is not known
         self._fallbacks = 0
@@ -281,10 +278,10 @@ class EncoderSync:
         self._protocol.timed_out()
         self._outcome = TIMEOUT
         round_.gave_up_at = time.monotonic()
-        promise = _promise(settings)
+        promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
         bus.publish(events.WaitTimedOut(self.handle, round_, promise))
         if promise is not None:
-            kept = _kept(promise, self._report_patience)
+            kept = _kept(promise, self._patience)
             late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
             raise LengthSyncTimeout(kept.text or f"{self.handle.title}: call {round_.call}: {late}", kept.missing)
 
@@ -293,24 +290,18 @@ class EncoderSync:
         self.handle.ended = reason
         self._rounds.close()
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        promise = _promise(settings)
+        promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
         bus.publish(events.SyncEnded(self.handle, reason, promise))
         if promise is not None:
             left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
             raise LengthSyncTimeout(f"{text}: {reason}", _kept(promise, left + _END_PATIENCE).missing)
 
 
-def _promise(settings: Settings) -> futures.Future[Report] | None:
-    return futures.Future() if settings.on_timeout == "raise" else None
-
-
-def _kept(promise: futures.Future[Report], patience: timedelta) -> Report:
+def _kept(promise: Future[Report], patience: timedelta) -> Report:
     """The report, if a subscriber has promised one and gives it in time."""
     if promise.running() or promise.done():
-        try:
+        with contextlib.suppress(FutureTimeout):
             return promise.result(max(patience.total_seconds(), 0.0))
-        except futures.TimeoutError:
-            pass
     return Report()
 
 
