@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from interpreters import LAUNCHER, environment, run
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 COMMAND = [sys.executable, "-m", "nemo_patches", "run"]
 SHOW = [sys.executable, "-c", "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.path]))"]

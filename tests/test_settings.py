@@ -9,6 +9,8 @@ import pytest
 
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
 
+pytestmark = pytest.mark.wheel
+
 
 def test_defaults() -> None:
     assert resolve(environment={}) == Settings("bounded", timedelta(seconds=10), "fallback", timedelta(seconds=60))
