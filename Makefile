@@ -59,7 +59,7 @@ test-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	@echo "== the wheel, its tests where neither NeMo nor torch is"
 	rm -rf .venv/wheel
 	mkdir -p .venv/wheel/sdist
-	$(tools) -m build --outdir .venv/wheel/dist
+	$(tools) -m build -q --outdir .venv/wheel/dist
 	$(tools) -m twine check --strict .venv/wheel/dist/*
 	tar -xzf .venv/wheel/dist/*.tar.gz -C .venv/wheel/sdist --strip-components 1
 	rm -r .venv/wheel/sdist/nemo_patches .venv/wheel/sdist/sitecustomize.py

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.one_nemo
 
 PACKAGE = Path(nemo_patches.__file__).parent
 NOT_SOURCES = (".*", "__pycache__", "*.egg-info", "build", "dist")
-BUILD_LIMIT_S = 240.0
+BUILD_LIMIT_S = 120.0
 WAYS = {  # both without the network, which an isolated build needs; `make test-wheel` has one
     "build": ("build", "--no-isolation", "--outdir"),
     "pip": ("pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir"),
