@@ -15,13 +15,14 @@ UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --upgr
 PATCHES = 1.23.0 2.0.0 $(MATRIX)
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo test test-% test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) lint clean
+.PHONY: help demo test test-% test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) lint clean
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
+	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-vendored  the main scenarios on NeMo with its diff, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
@@ -36,7 +37,7 @@ demo: .venv/nemo-$(DEMO_NEMO)/ready
 # What may run beside other work runs beside the checks, and the installation of what else is needed.
 test: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	$(MAKE) -j2 test-together-$(firstword $(NEMO_VERSIONS)) lint check-patches $(ENVIRONMENTS)
-	$(MAKE) test-alone-$(firstword $(NEMO_VERSIONS)) $(patsubst %,test-%,$(wordlist 2,9,$(NEMO_VERSIONS)))
+	$(MAKE) test-wheel test-alone-$(firstword $(NEMO_VERSIONS)) $(patsubst %,test-%,$(wordlist 2,9,$(NEMO_VERSIONS)))
 
 test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* test-alone-$*
@@ -50,6 +51,22 @@ test-together-%: .venv/nemo-%/ready
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that must be alone"
 	.venv/nemo-$*/bin/python -m pytest -q -m "alone $(call unless_first,$*)"
+
+# Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
+# but the installed one. (Not beside other work: a build has a copy of all files in the checkout for a moment.)
+test-wheel: tools = .venv/nemo-$(firstword $(NEMO_VERSIONS))/bin/python
+test-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
+	@echo "== the wheel, its tests where neither NeMo nor torch is"
+	rm -rf .venv/wheel
+	mkdir -p .venv/wheel/sdist
+	$(tools) -m build -q --outdir .venv/wheel/dist
+	$(tools) -m twine check --strict .venv/wheel/dist/*
+	tar -xzf .venv/wheel/dist/*.tar.gz -C .venv/wheel/sdist --strip-components 1
+	rm -r .venv/wheel/sdist/nemo_patches .venv/wheel/sdist/sitecustomize.py
+	$(PYTHON) -m venv .venv/wheel
+	.venv/wheel/bin/python -m pip install -q -c constraints.txt pytest pytest-timeout pytest-xdist hypothesis \
+		.venv/wheel/dist/*.whl
+	cd .venv/wheel/sdist && ../bin/pytest -q -n 2 -m wheel tests/doctor $$(grep -l mark.wheel tests/test_*.py)
 
 test-matrix: $(MATRIX:%=matrix-%)
 

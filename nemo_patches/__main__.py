@@ -5,6 +5,7 @@ import sys
 try:
     from nemo_patches.cli import main
 except ModuleNotFoundError as error:  # an installed package has brought them
-    sys.exit(f"python -m nemo_patches: {error.name} is not installed; needed: pip install typer rich msgspec numpy")
+    needed = "pip install typer rich omegaconf pyyaml packaging msgspec numpy wrapt"
+    sys.exit(f"python -m nemo_patches: {error.name} is not installed; needed: {needed}")
 
 main()

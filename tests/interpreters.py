@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nemo_patches
+
 CHECKOUT = Path(__file__).parent.parent
-LAUNCHER = CHECKOUT / "nemo_patches" / "patching" / "boot"  # what `nemo-patches run` puts on PYTHONPATH
+LAUNCHER = Path(nemo_patches.__file__).parent / "patching" / "boot"  # what `nemo-patches run` puts on PYTHONPATH
 
 
 def environment(*path: Path, **variables: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ from nemo_patches.tools.diagnose.reading import Folder, Part, UnreadableError
 from nemo_patches.tools.diagnose.watching import follow, once
 from nemo_patches.tracing import records
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 OUT = [Exit()]
 

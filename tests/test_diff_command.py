@@ -600,7 +600,7 @@ def test_the_wheel_has_the_committed_diffs(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for name in ("nemo_patches", "patches"):
         shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     build = "from setuptools.build_meta import build_wheel; build_wheel('.')"
     done = run([sys.executable, "-c", build], environment(), cwd=source)

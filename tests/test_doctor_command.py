@@ -16,7 +16,7 @@ from interpreters import CHECKOUT, python
 from nemo_patches.tools.doctor import command, report
 from nemo_patches.tools.doctor.rules import all_rules
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 # What NeMo's own NEST config has of this, comments and uneven spaces included.
 STOCK = """\

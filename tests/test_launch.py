@@ -14,7 +14,7 @@ from interpreters import LAUNCHER, environment, run
 
 from nemo_patches.tracing.settings import ALL_SETTINGS
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 COMMAND = [sys.executable, "-m", "nemo_patches", "run"]
 SHOW = [sys.executable, "-c", "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.path]))"]

@@ -16,6 +16,8 @@ from nemo_patches.patching import admission
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
 from nemo_patches.tracing.settings import ALL_SETTINGS, TraceSettings
 
+pytestmark = pytest.mark.wheel
+
 
 def test_defaults() -> None:
     assert resolve(environment={}) == Settings("bounded", timedelta(seconds=10), "fallback", timedelta(seconds=60))

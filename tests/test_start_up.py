@@ -27,7 +27,9 @@ STARTED_BY_EVERY_PROCESS = (
     "nemo_patches/patching/start_up.py",
     "nemo_patches/patching/boot/sitecustomize.py",
 )
-both_ways_in = pytest.mark.parametrize("ours", [CHECKOUT, LAUNCHER], ids=["checkout", "launcher"])
+both_ways_in = pytest.mark.parametrize(
+    "ours", [pytest.param(CHECKOUT, id="checkout"), pytest.param(LAUNCHER, id="launcher", marks=pytest.mark.wheel)]
+)
 
 
 @both_ways_in
@@ -48,10 +50,12 @@ def test_what_every_process_runs_is_the_syntax_of_an_old_python() -> None:
         ast.parse((CHECKOUT / name).read_text(), feature_version=(3, 6))
 
 
+@pytest.mark.wheel
 def test_the_launchers_folder_holds_the_sitecustomize_and_nothing_else() -> None:
     assert [file.name for file in LAUNCHER.iterdir() if file.name != "__pycache__"] == ["sitecustomize.py"]
 
 
+@pytest.mark.wheel
 def test_the_hook_watches_the_modules_of_the_targets() -> None:
     assert set(TARGET_MODULES) == {target.module for target in TARGETS}
 
@@ -217,6 +221,7 @@ def test_where_python_reads_no_sitecustomize_or_no_pythonpath_there_is_nothing_o
     assert done.stderr == ""
 
 
+@pytest.mark.wheel
 def test_a_virtual_environments_own_sitecustomize_is_the_shadowed_one(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     executable = tmp_path / "env" / "bin" / "python"

@@ -16,7 +16,7 @@ from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.reading import UnreadableError
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
 
-pytestmark = pytest.mark.one_nemo
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 
 def line(rank: int, sequence: int = 4711, kind: str = "ALLREDUCE", numel: int = 1, torch: str = "2.6") -> str:

@@ -62,6 +62,7 @@ def test_none_for_keys_of_ones_own(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP120", NEST, override) == []
 
 
+@pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
 def test_the_known_keys_are_those_of_the_installed_nemo_and_lightning() -> None:
     """Read from the sources, so that a new release shows here and nothing is imported for it."""
     nemo, lightning = (Path(str(importlib.util.find_spec(name).origin)).parent for name in ("nemo", "lightning"))  # type: ignore[union-attr]

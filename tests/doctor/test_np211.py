@@ -22,6 +22,7 @@ def test_torchs_level() -> None:
 
 
 def test_torch_does_stop_at_another_level() -> None:
+    pytest.importorskip("torch")
     done = subprocess.run(
         [sys.executable, "-c", "import torch.distributed"],
         env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "VERBOSE"},

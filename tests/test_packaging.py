@@ -1,0 +1,121 @@
+"""The source distribution and the wheel: what is in them, and that the wheel's files are those that its tests run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+from interpreters import CHECKOUT, environment, run
+
+import nemo_patches
+
+pytestmark = pytest.mark.one_nemo
+
+PACKAGE = Path(nemo_patches.__file__).parent
+NOT_SOURCES = (".*", "__pycache__", "*.egg-info", "build", "dist")
+BUILD_LIMIT_S = 120.0
+WAYS = {  # both without the network, which an isolated build needs; `make test-wheel` has one
+    "build": ("build", "--no-isolation", "--outdir"),
+    "pip": ("pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir"),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A copy of the checkout, and what was built from it."""
+
+    source: Path
+    sdist: Path
+    wheels: dict[str, Path]  # by the way that it was built
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("packaging")
+    source = folder / "source"
+    shutil.copytree(CHECKOUT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    stray = source / "build" / "lib" / "nemo_patches" / "stray.py"  # as an earlier build leaves a module, since removed
+    stray.parent.mkdir(parents=True)
+    stray.touch()
+    for way, command in WAYS.items():
+        done = run([sys.executable, "-m", *command, folder / way, "."], environment(), BUILD_LIMIT_S, cwd=source)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,) = (folder / "build").glob("*.tar.gz")
+    wheels = {way: next((folder / way).glob("*.whl")) for way in WAYS}
+    return Built(source, sdist, wheels)
+
+
+def files_below(folder: Path) -> set[str]:
+    """By path from the folder's parent, also those behind the symbolic link to patches/."""
+    walked = os.walk(folder, followlinks=True)
+    return {Path(at, name).relative_to(folder.parent).as_posix() for at, _, names in walked for name in names}
+
+
+def metadata(built: Built) -> PathDistribution:
+    wheel = zipfile.Path(built.wheels["build"])
+    (folder,) = (path for path in wheel.iterdir() if path.name.endswith(".dist-info"))
+    return PathDistribution(folder)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wheel_has_the_packages_files_and_none_of_an_earlier_build(built: Built, way: str) -> None:
+    names = {name for name in zipfile.ZipFile(built.wheels[way]).namelist() if ".dist-info/" not in name}
+    assert names == files_below(built.source / "nemo_patches")
+
+
+def test_the_source_distribution_has_what_it_takes_to_read_test_and_build_it(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    for folder in ("nemo_patches", "tests", "docs", "examples", "benchmarks", "patches"):
+        assert files_below(built.source / folder) <= names, folder
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "sitecustomize.py"} <= names
+    assert {"pyproject.toml", "setup.py"} <= names
+
+
+def test_the_licence_is_an_spdx_expression_with_its_text(built: Built) -> None:
+    found = metadata(built).metadata
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found.get_all("License-File") == ["LICENSE"]
+    assert metadata(built).read_text("licenses/LICENSE") == (CHECKOUT / "LICENSE").read_text()
+    assert found["Version"] == nemo_patches.__version__
+
+
+def test_every_link_of_the_readme_works_on_a_package_index(built: Built) -> None:
+    readme = metadata(built).metadata["Description"]
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", readme) == []
+    assert "`docs/design.md`" in readme
+
+
+def test_a_checkout_that_is_not_installed_names_all_that_is_needed(built: Built) -> None:
+    program = "import runpy, sys; sys.modules['typer'] = None; runpy.run_module('nemo_patches', run_name='__main__')"
+    said = run([sys.executable, "-c", program], environment()).stderr
+    needed = [requirement for requirement in metadata(built).requires or () if "extra ==" not in requirement]
+    assert set(said.split("pip install ")[1].split()) == {re.split(r"[<>=]", name)[0] for name in needed}
+
+
+@pytest.mark.wheel
+def test_what_is_imported_is_this_checkouts_or_else_installed() -> None:
+    assert (PACKAGE == CHECKOUT / "nemo_patches") == (CHECKOUT / "nemo_patches").is_dir()
+
+
+@pytest.mark.wheel
+def test_the_files_that_are_no_modules_are_there() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert (PACKAGE / "patching" / "boot" / "sitecustomize.py").is_file()
+    committed = {diff.name: diff.read_bytes() for diff in (CHECKOUT / "patches").glob("*.diff")}
+    assert {diff.name: diff.read_bytes() for diff in (PACKAGE / "patches").iterdir()} == committed != {}
+
+
+@pytest.mark.wheel
+def test_the_console_script_is_the_command() -> None:
+    done = run([Path(sys.executable).with_name("nemo-patches"), "--help"], environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "doctor" in done.stdout
