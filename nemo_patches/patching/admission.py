@@ -30,7 +30,7 @@ def disabled(environment: Mapping[str, str] = os.environ) -> bool:
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     """One sentence for each NEMO_PATCHES_* variable that is neither a setting nor a switch."""
     known = [setting.variable for setting in ALL_SETTINGS]
-    return settings.misspelt(environment, [*known, DISABLE_VARIABLE, UNSUPPORTED_VARIABLE])
+    return list(settings.misspelt(environment, [*known, DISABLE_VARIABLE, UNSUPPORTED_VARIABLE]))
 
 
 def require_supported(version: str, environment: Mapping[str, str] = os.environ) -> None:

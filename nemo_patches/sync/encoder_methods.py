@@ -97,16 +97,12 @@ def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]
 
     def decorate(owner: Any) -> type:
         original = owner.__dict__[method]
-        update = bounded(original, original, _always)
+        update = bounded(original, original, lambda: True)
         update.__nemo_patches__ = __version__  # type: ignore[attr-defined]  # for apply(), which leaves it alone then
         setattr(owner, method, update)
         if setter:
-            setattr(owner, setter, private_setter(owner.__dict__[setter], _always))
+            setattr(owner, setter, private_setter(owner.__dict__[setter], lambda: True))
         owner._apply = following_apply(owner._apply)
         return owner  # type: ignore[no-any-return]
 
     return decorate
-
-
-def _always() -> bool:
-    return True

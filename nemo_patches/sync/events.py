@@ -1,7 +1,7 @@
 """What the length sync does on this rank, as small immutable events: the sync publishes them, who watches subscribes.
 
-An event is published on the thread on which it happens, mostly the training thread, so a subscriber does little there:
-it notes the event, or hands it to a thread of its own. Without a subscriber the sync works and logs the same.
+An event is published on the thread on which it happens, mostly the training thread: a subscriber only notes it there.
+Without a subscriber the sync works and logs the same.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -21,11 +21,10 @@ from .store import JobStore
 
 
 class Group:
-    """One default process group, as this rank sees it."""
+    """One default process group, as this rank sees it. closed: it was destroyed, or another has taken its place."""
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
-        self.rank, self.size, self.store = rank, size, store
-        self.closed = False  # the process group was destroyed, or another one has taken its place
+        self.rank, self.size, self.store, self.closed = rank, size, store, False
 
 
 class Round:
@@ -36,8 +35,7 @@ class Round:
     def __init__(self, number: int, call: int, training: bool, length: int) -> None:
         self.number, self.call, self.training, self.length = number, call, training, length
         self.issued_at = time.monotonic()
-        self.gave_up_at = 0.0  # the call that issued it stopped waiting
-        self.came_at = 0.0  # the training thread saw that it had come
+        self.gave_up_at = self.came_at = 0.0  # the call stopped waiting; the training thread saw that it had come
 
 
 class SyncHandle:

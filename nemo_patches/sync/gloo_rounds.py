@@ -126,10 +126,8 @@ class Rounds:
         return bool(self._error) or (work is not None and work.is_completed() and _failed(work))
 
     def close(self) -> None:
-        """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block.
-
-        Takes no lock: the garbage collector may call this in a thread that holds it.
-        """
+        """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block."""
+        # Takes no lock: the garbage collector may call this in a thread that holds it.
         self.closed = True
         self._error = self._error or "closed"
         group, work, self._group, self._work = self._group, self._work, None, None
@@ -202,7 +200,10 @@ class Helper:
     def connect(self, rounds: Rounds) -> None:
         with self._lock:
             self._connecting.append(_Connecting(weakref.ref(rounds)))
-        self._run()
+            if self._thread is None and not self._stopped:  # stopped: at exit, or in a forked child
+                self._thread = threading.Thread(target=self._loop, name="nemo_patches", daemon=True)
+                self._thread.start()
+        self._wake.set()
 
     def stop(self) -> None:
         """End the thread at its next look. Takes no lock: the garbage collector may call this anywhere."""
@@ -217,13 +218,6 @@ class Helper:
             thread.join(limit.total_seconds())
             if thread.is_alive():
                 self._job_store.outlive_interpreter()
-
-    def _run(self) -> None:
-        self._wake.set()
-        with self._lock:
-            if self._thread is None and not self._stopped:  # stopped: at exit, or in a forked child
-                self._thread = threading.Thread(target=self._loop, name="nemo_patches", daemon=True)
-                self._thread.start()
 
     def _loop(self) -> None:
         pause = _FIRST_PAUSE
@@ -259,20 +253,16 @@ class Helper:
 
 @dataclass(eq=False)
 class _Connecting:
-    """An encoder's group that waits for the other ranks; `store` is set once this rank has announced itself.
-
-    From then on it is promised, also where the encoder is dropped: another rank may already be in Gloo's constructor,
-    which would wait for this one, and hold up all its other encoders.
-    """
+    """An encoder's group that waits for the other ranks; `store` is set once this rank has announced itself."""
 
     rounds: weakref.ref[Rounds]
     store: dist.Store | None = None
-    promised: Rounds | None = None
+    promised: Rounds | None = None  # from then on, also if the encoder is dropped: others may be in Gloo's constructor
     began: float = field(default_factory=time.monotonic)
     next_look: float = 0.0
 
     def is_due(self) -> bool:
-        """For what nobody here wants any more: looked at less and less often, for there may be thousands."""
+        """Back off polling for encoders that were closed: there may be thousands."""
         now = time.monotonic()
         if now < self.next_look:
             return False

@@ -34,7 +34,7 @@ from .store import PREFIX, JobStore
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
-_LATE_TEXT = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
+_LATE = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
 
 class LengthSyncTimeout(RuntimeError):
@@ -151,18 +151,17 @@ class GroupSyncs:
         self._begun = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
-        sync = self.by_encoder.get(encoder)
-        if sync is None:
-            name = type(encoder).__name__
-            # Ranks must agree on which encoder is which without asking each other: by its kind, its parameters' names
-            # and, among equals, the order of first calls.
-            paths = "\n".join(path for path, _ in encoder.named_parameters())
-            kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-            self._seen[kind] += 1
-            self._seen[name] += 1
-            title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-            sync = self.by_encoder[encoder] = EncoderSync(title, f"{kind}-{self._seen[kind]}", self)
-            self.add(encoder, sync)
+        if (sync := self.by_encoder.get(encoder)) is not None:
+            return sync
+        name = type(encoder).__name__
+        # Ranks must agree on which encoder is which without asking each other: by its kind, its parameters' names and,
+        # among equals, the order of first calls.
+        paths = "\n".join(path for path, _ in encoder.named_parameters())
+        kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
+        self._seen.update((kind, name))
+        title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
+        sync = self.by_encoder[encoder] = EncoderSync(title, f"{kind}-{self._seen[kind]}", self)
+        self.add(encoder, sync)
         return sync
 
     def add(self, encoder: torch.nn.Module, sync: EncoderSync) -> None:
@@ -188,17 +187,12 @@ class EncoderSync:
     """One encoder's length sync on this rank: the protocol and its rounds. Others read its `handle`."""
 
     def __init__(
-        self,
-        title: str,
-        key: str,
-        group_syncs: GroupSyncs,
-        late_text: str = _LATE_TEXT,
-        patience: timedelta = _PATIENCE,
+        self, title: str, key: str, group_syncs: GroupSyncs, late_text: str = _LATE, patience: timedelta = _PATIENCE
     ) -> None:
         self.group_syncs = group_syncs
         self._rounds = Rounds(group_syncs.helper, key)
         self.handle = SyncHandle(title, key, group_syncs.group, self._rounds, late_text)
-        self._patience = wait  # for the report of on_timeout="raise"
+        self._patience = patience  # for the report of on_timeout="raise"
         self._protocol = LengthProtocol()
         self._outcome = ""  # of the last call; empty while it is not known
         self._fallbacks = 0
@@ -258,7 +252,7 @@ class EncoderSync:
         self._rounds.close()
 
     def _round_came(self, in_time: bool) -> None:
-        if (round_ := self.handle.round) is not None:
+        if round_ := self.handle.round:
             round_.came_at = time.monotonic()
             bus.publish(events.RoundCame(self.handle, round_, in_time))
 

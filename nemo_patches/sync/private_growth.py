@@ -38,8 +38,8 @@ growth = Growth()
 def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Iterator[None]:
     """Within it NeMo's own code may grow the encoder's length-sized buffers, and sees them as in stock.
 
-    Afterwards what has grown is private. A buffer that was registered just now, at the encoder's first call, becomes
-    private too, unless `register_new`: an encoder that is being built registers as in stock.
+    Afterwards what has grown is private, and so is a buffer that was registered just now, at the encoder's first call,
+    unless `register_new`: an encoder that is being built registers as in stock.
     """
     if id(encoder) in growth.growing:  # set_max_audio_length within update_max_seq_length
         yield

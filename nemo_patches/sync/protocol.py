@@ -1,8 +1,7 @@
 """The length sync as a state machine: which calls issue a round, which wait, and what length each gets. No torch.
 
 A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. Rounds pair by order, not by call, so
-the clock says which call a rank's length belongs to. docs/design.md gives the reasons; DESIGN's invariants are held
-by tests/test_protocol.py over random schedules.
+the clock says which call a rank's length belongs to. docs/design.md gives the reasons; tests/test_protocol.py holds it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -24,14 +24,11 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """One setting: a keyword of apply(), a variable, and an option of `nemo-patches run`.
-
-    read: the value from a keyword or a variable's text; raises ValueError or TypeError if it is not allowed.
-    """
+    """One setting: a keyword of apply(), a variable, and an option of `nemo-patches run`."""
 
     name: str
     default: T
-    read: Callable[[Any], T]
+    read: Callable[[Any], T]  # from a keyword or a variable's text; raises ValueError or TypeError if it is not allowed
     allowed: str
     help: str
     text: Callable[[T], str] = str
@@ -114,21 +111,16 @@ def resolve(
     call_timeout: float | str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """The settings from keywords (timeouts in seconds), else from the environment, else the defaults.
-
-    Raises SettingsError for a value that is not allowed, wherever it came from.
-    """
+    """From keywords (timeouts in seconds), else the environment, else the defaults. Raises SettingsError."""
     given = zip(SETTINGS, (sync, timeout, on_timeout, call_timeout), strict=True)
     return Settings(*(setting.value(keyword, environment) for setting, keyword in given))
 
 
-def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
+def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[str]:
     """One sentence for each variable of ours that is set and not known."""
     endings = [variable.removeprefix(PREFIX) for variable in known]  # the prefix would make all of them alike
-    sentences = []
     for variable in sorted(name for name, value in environment.items() if name.startswith(PREFIX) and value):
         if (ending := variable.removeprefix(PREFIX)) not in endings:
             near = difflib.get_close_matches(ending, endings, n=1)
             hint = f"did you mean {PREFIX}{near[0]}?" if near else f"settings, after {PREFIX}: {', '.join(endings)}"
-            sentences.append(f"{variable} is not a setting, and has no effect; {hint}")
-    return sentences
+            yield f"{variable} is not a setting, and has no effect; {hint}"

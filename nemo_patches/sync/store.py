@@ -11,20 +11,17 @@ import torch.distributed as dist
 
 # Above all other keys of a process group: torchrun keeps one store over restarts; a script may use one for several.
 PREFIX = "nemo_patches/{restart}/{generation}"
-# Below an encoder's own prefix, for connecting its group.
-ARRIVED = "arrived"  # how many ranks have come
-FAILED = "failed"  # why a rank cannot take part
-# Of the roll call.
+ARRIVED = "arrived"  # how many ranks have come; below an encoder's own prefix, for connecting its group
+FAILED = "failed"  # why a rank cannot take part; there, too
+# Of the roll call and of stall reports.
 ANNOUNCED = "announced"  # how many ranks have announced themselves
 PRESENT = "present/{block}"  # one bit for each rank of a block, in a number that ranks add to: every store can add
 RANKS_PER_BLOCK = 62
 PEERS = "peers"  # where each rank's process is, and where it listens: rank 0's, once all have announced themselves
-# Of stall reports.
 HEARTBEAT = "beat/{rank}"
 QUERY = "stall/{encoder}/{round}/{repeat}.{attempt}"  # who finds out who is missing, and what that rank has found
 WAITED_FOR = "waited_for/{rank}"  # what the ranks that waited for this one have left for it
-# Of the Lightning callback.
-FIGURES = "figures/{rank}"
+FIGURES = "figures/{rank}"  # for the Lightning callback
 
 
 class JobStore:
