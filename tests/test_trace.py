@@ -329,7 +329,7 @@ def come_together(encoder: torch.nn.Module) -> None:
 
     sync = length_sync.sync_of(encoder)
     assert sync is not None
-    wait_until(lambda: sync.open_round is not None and sync.has_come(sync.open_round))
+    wait_until(lambda: sync.handle.round is not None and sync.handle.has_come(sync.handle.round))
     dist.barrier()
 
 
