@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -51,13 +54,27 @@ def _watch(path: Path, json: bool) -> int:
     try:
         for _, report in watching.follow(path):
             code = report.exit_code
-            if not json:
-                print(f"--- {time.strftime('%H:%M:%S')}")
-            _print(report, json)
-            sys.stdout.flush()
+            with _ctrl_c_afterwards():
+                if not json:
+                    print(f"--- {time.strftime('%H:%M:%S')}")
+                _print(report, json)
+                sys.stdout.flush()
     except KeyboardInterrupt:
         pass
     return code
+
+
+@contextmanager
+def _ctrl_c_afterwards() -> Iterator[None]:
+    """Keep Ctrl-C until the end: in a destructor or a weak reference's callback, and printing runs some, it is lost."""
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _print(report: Report, json: bool) -> None:
