@@ -30,7 +30,7 @@ from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT, ODD, SIZE = 1.5, 1, 3
-LAG, STRAGGLES = 0.05, 60
+LAG, STRAGGLES = 0.15, 50  # the lag: well above what a busy machine makes of a step
 
 
 @dataclass(frozen=True)
