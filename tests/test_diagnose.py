@@ -30,12 +30,12 @@ from simulated_traces import (
 
 from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.columns import RankTrace
-from nemo_patches.tools.diagnose.decoding import LONGEST_LINE, decode
+from nemo_patches.tools.diagnose.rank_trace import RankTrace
+from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report
-from nemo_patches.tools.diagnose.reading import Folder, Part, UnreadableError
-from nemo_patches.tools.diagnose.watching import follow, once
+from nemo_patches.tools.diagnose.folder import Folder, Part, UnreadableError
+from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo
@@ -783,7 +783,7 @@ def test_ctrl_c_while_a_report_is_printed_is_not_lost(tmp_path: Path, monkeypatc
 
     write(tmp_path, SCENARIOS["ended early"].schedules)
     monkeypatch.setattr(command, "show", lambda *_: PressesCtrlC() and None)
-    monkeypatch.setattr(command.watching, "follow", lambda path: follow(path, waits_on))
+    monkeypatch.setattr(command, "follow", lambda path: follow(path, waits_on))
     assert command.run(tmp_path, json=False, watch=True, plot=None, perfetto=None) in (0, 1)
 
 

@@ -25,7 +25,7 @@ from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_g
 import nemo_patches
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.watching import once
+from nemo_patches.tools.diagnose.watch import once
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]

@@ -1,4 +1,4 @@
-"""What `nemo-patches diagnose` does: read, diagnose, print, and draw what is asked for."""
+"""The command `nemo-patches diagnose`: read, diagnose, print, and draw what is asked for."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_patches.stall.rank_text import safe
-from nemo_patches.tools.diagnose import watching
 from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.reading import Job, UnreadableError
-from nemo_patches.tools.diagnose.showing import show
+from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.report_text import show
+from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
 
-_WIDTH = 160  # columns, where it is not printed to a terminal
+_WIDTH = 160  # columns, where the output is not a terminal
 
 
 class DiagnoseError(Exception):
-    """It cannot be done. The text says why."""
+    """The command cannot do what was asked. The text says why."""
 
 
 def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path | None) -> int:
-    """Print the report, and write the pictures that are asked for; the exit code. Raises DiagnoseError."""
+    """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
     if not path.is_dir() and (watch or plot or perfetto):
         raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
     if watch and (plot or perfetto):
@@ -39,7 +39,7 @@ def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path |
         if not path.is_dir():
             report = diagnose_log(path)
         else:
-            job, report = watching.once(path)
+            job, report = once(path)
             _draw(job, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
@@ -52,7 +52,7 @@ def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path |
 def _watch(path: Path, json: bool) -> int:
     code = 2
     try:
-        for _, report in watching.follow(path):
+        for _, report in follow(path):
             code = report.exit_code
             with _ctrl_c_afterwards():
                 if not json:
@@ -87,7 +87,7 @@ def _print(report: Report, json: bool) -> None:
 def _draw(job: Job, plot: Path | None, perfetto: Path | None) -> None:
     try:
         if plot is not None:
-            from nemo_patches.tools.diagnose.plotting import draw
+            from nemo_patches.tools.diagnose.plot import draw
 
             draw(job, plot)
         if perfetto is not None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_patches.stall.rank_text import named, safe
-from nemo_patches.tools.diagnose.decoding import header_in
+from nemo_patches.tools.diagnose.decoder import header_in
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report
-from nemo_patches.tools.diagnose.reading import UnreadableError
+from nemo_patches.tools.diagnose.folder import UnreadableError
 
 LENGTH_SYNC = "log-length-sync"
 ONE_NUMBER = "log-one-number-reduce"
