@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
@@ -35,10 +36,14 @@ class Case:
 
     def behind(self, rank: int) -> float | None:
         """Seconds by which a rank's last record is older than the newest of all; None if clocks cannot be compared."""
-        last_records = [self.clocks.common(other, trace.last) for other, trace in self.job.traces.items()]
-        own = self.clocks.common(rank, self.job.traces[rank].last)
-        comparable = [float(last) for last in last_records if last is not None]
-        return max(comparable) - float(own) if own is not None and len(comparable) > 1 else None
+        own = self._last_records.get(rank)
+        return max(self._last_records.values()) - own if own is not None and len(self._last_records) > 1 else None
+
+    @cached_property
+    def _last_records(self) -> dict[int, float]:
+        """By rank when its last record was made, on the common scale; only of ranks that are on it."""
+        common = {rank: self.clocks.common(rank, trace.last) for rank, trace in self.job.traces.items()}
+        return {rank: float(seconds) for rank, seconds in common.items() if seconds is not None}
 
     def last_record(self, rank: int) -> str:
         """What a rank recorded last and when, for a person."""

@@ -32,7 +32,7 @@ def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path |
     if not path.is_dir() and (watch or plot or perfetto):
         raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
     if watch and (plot or perfetto):
-        raise DiagnoseError("found --watch with --plot or --perfetto; allowed is one of them at a time")
+        raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
     try:
         if watch:
             return _watch(path, json)

@@ -15,7 +15,7 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSu
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
-from nemo_patches.tools.diagnose.uneven_calls import Uneven, uneven_calls
+from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 _HANGS = frozenset(
@@ -44,9 +44,9 @@ def diagnose(job: Job) -> Report:
     for case in encoders:
         findings += exceptions(case)
         pairs = uneven_calls(case)
-        explained = _explained(case, [uneven for _, uneven in pairs])
+        explained = _explained(case, [run for _, run in pairs])
         kinds = set(explained.values())
-        findings += [replace(f, severity=CRITICAL) if uneven.training in kinds else f for f, uneven in pairs]
+        findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
         hanging += hangs(case, set(explained))
         findings += [*sync_ended(case), *incidents(case)]
     findings += _foremost(hanging)
@@ -74,7 +74,7 @@ def _foremost(hanging: list[Finding]) -> list[Finding]:
     return unequal or inside or hanging[:1]
 
 
-def _explained(case: Case, uneven: list[Uneven]) -> dict[int, bool]:
+def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
     """The ranks that are behind only because they made fewer calls, and whether these are training calls."""
     top = max((ending.position for ending in case.sure.values()), default=(0, 0))
     explained = {}
@@ -82,7 +82,7 @@ def _explained(case: Case, uneven: list[Uneven]) -> dict[int, bool]:
         if ending.position == top:
             continue
         training = ending.position[0] != top[0]
-        if any(one.training == training and rank in one.fewer for one in uneven):
+        if any(run.training == training and rank in run.fewer for run in uneven):
             explained[rank] = training
     return explained
 

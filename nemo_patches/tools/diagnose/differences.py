@@ -107,19 +107,21 @@ def _differences(
 ) -> Iterable[tuple[tuple[int, ...], str, tuple[str, ...]]]:
     """For each name whose value differs: the ranks that have another value than most, a text, and the evidence."""
     for name in sorted({name for of_rank in values.values() for name in of_rank}):
-        ranks: dict[Hashable, list[int]] = defaultdict(list)
+        by_value: dict[Hashable, list[int]] = defaultdict(list)
         for rank, of_rank in values.items():
             if name in of_rank:
-                ranks[of_rank[name]].append(rank)
-        if len(ranks) < 2:
+                by_value[of_rank[name]].append(rank)
+        if len(by_value) < 2:
             continue
-        usual, _ = Counter({value: len(some) for value, some in ranks.items()}).most_common(1)[0]
-        odd = tuple(sorted(rank for value, some in ranks.items() if value != usual for rank in some))
+        usual, _ = Counter({value: len(sharing) for value, sharing in by_value.items()}).most_common(1)[0]
+        odd = tuple(sorted(rank for value, sharing in by_value.items() if value != usual for rank in sharing))
         title = f"{what} {safe(name)}".strip()
-        other = next(value for value, some in ranks.items() if odd[0] in some)
+        other = next(value for value, sharing in by_value.items() if odd[0] in sharing)
         text = (
-            f"{title} is not the same on all ranks: {safe(str(other))} on {named(ranks[other])}, {safe(str(usual))} on "
-            f"{named(sorted(ranks[usual]))}."
+            f"{title} is not the same on all ranks: {safe(str(other))} on {named(by_value[other])}, "
+            f"{safe(str(usual))} on {named(sorted(by_value[usual]))}."
         )
-        evidence = tuple(f"{safe(str(value))}: {named(sorted(some))}" for value, some in list(ranks.items())[:6])
+        evidence = tuple(
+            f"{safe(str(value))}: {named(sorted(sharing))}" for value, sharing in list(by_value.items())[:6]
+        )
         yield odd, text[0].upper() + text[1:], evidence

@@ -47,7 +47,7 @@ def exceptions(case: Case) -> list[Finding]:
         last: [(at, raised, rank) for at, raised, rank in raises if _is_last(case, raised, rank) == last]
         for last in (True, False)
     }
-    return [_exception(case, some, last) for last, some in by_last.items() if some]
+    return [_exception(case, of_kind, last) for last, of_kind in by_last.items() if of_kind]
 
 
 def _is_last(case: Case, raised: records.Raised, rank: int) -> bool:

@@ -39,10 +39,11 @@ def waiting(rounds: Rounds) -> Waiting:
     last = rounds.waited.argmin(axis=0)
     caused = np.bincount(last, weights=in_round, minlength=len(rounds.ranks))
     total = float(in_round.sum()) or 1.0
+    lags = np.median(rounds.lag, axis=1)
     return Waiting(
         {rank: float(rounds.waited[row].sum()) for row, rank in enumerate(rounds.ranks)},
         {rank: float(caused[row]) / total for row, rank in enumerate(rounds.ranks)},
-        {rank: float(np.median(rounds.lag[row])) for row, rank in enumerate(rounds.ranks)},
+        {rank: float(lags[row]) for row, rank in enumerate(rounds.ranks)},
     )
 
 
@@ -55,15 +56,16 @@ def straggler(case: Case) -> list[Finding]:
     last = rounds.waited.argmin(axis=0)
     row = int(np.bincount(last, minlength=size).argmax())
     rank = rounds.ranks[row]
-    share = waiting(rounds).caused[rank]
+    times = waiting(rounds)
+    share, lag = times.caused[rank], times.lag[rank]
     others = np.delete(rounds.waited, row, axis=0)
     span = float(rounds.at[0][-1] - rounds.at[0][0])
     waits = float(np.median(others.mean(axis=0))) * rounds.number.size / span if span > 0 else 0.0
-    lag = float(np.median(rounds.lag[row]))
     always = all((piece == row).mean() > 0.5 for piece in np.array_split(last, _PIECES))
     if share < _LEAST_SHARE + 0.5 / size or waits < _LEAST_WAITING or lag < _LEAST_LAG_S or not always:
         return []
     header = case.job.traces[rank].header
+    latest = sorted(times.lag.items(), key=lambda item: -item[1])[:4]
     return [
         Finding(
             id=ids.STRAGGLER,
@@ -76,16 +78,10 @@ def straggler(case: Case) -> list[Finding]:
             encoder=case.name,
             evidence=(
                 f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
-                *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in _latest(rounds)),
+                *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in latest),
             ),
         )
     ]
-
-
-def _latest(rounds: Rounds) -> list[tuple[int, float]]:
-    """The ranks with the longest median lags, and these."""
-    lags = np.median(rounds.lag, axis=1)
-    return [(rounds.ranks[int(row)], float(lags[row])) for row in np.argsort(-lags)[:4]]
 
 
 @dataclass(frozen=True)

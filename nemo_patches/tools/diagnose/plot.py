@@ -97,9 +97,9 @@ def _lags(case: Case, ranks: list[int], edges: Lags) -> tuple[Lags, npt.NDArray[
         track = case.tracks.get(rank)
         if track is not None and track.calls.n:
             there[row, _columns(np.array(track.calls.n), edges)] = True
-    for row, rank in enumerate(case.rounds.ranks):
-        numbers = np.array(case.tracks[rank].calls.n)[case.rounds.index[row]]
-        np.maximum.at(lags[ranks.index(rank)], _columns(numbers, edges), case.rounds.lag[row])
+    for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.lag, strict=True):
+        numbers = np.array(case.tracks[rank].calls.n)[index]
+        np.maximum.at(lags[ranks.index(rank)], _columns(numbers, edges), lag)
     lags[lags < 0] = np.nan
     return lags, there
 

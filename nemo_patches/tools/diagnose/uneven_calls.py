@@ -22,7 +22,7 @@ _NEXT_STEPS = {  # by whether they are training calls
 
 
 @dataclass(frozen=True)
-class Uneven:
+class UnevenRun:
     """Ranks that made more training or evaluation calls in a row than others did."""
 
     training: bool
@@ -31,21 +31,21 @@ class Uneven:
     call: int  # the first one too many, on a rank that has more
 
 
-def uneven_calls(case: Case) -> list[tuple[Finding, Uneven]]:
+def uneven_calls(case: Case) -> list[tuple[Finding, UnevenRun]]:
     """For training and for evaluation calls at most one finding each, with the unevenness it is about."""
     uneven = [*_mixed_rounds(case), *_runs(case)]
-    by_kind = [[one for one in uneven if one.training == training] for training in (True, False)]
+    by_kind = [[run for run in uneven if run.training == training] for training in (True, False)]
     return [(_finding(case, of_kind), of_kind[-1]) for of_kind in by_kind if of_kind]
 
 
-def _finding(case: Case, uneven: list[Uneven]) -> Finding:
+def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
     first, kind = uneven[0], "training" if uneven[0].training else "evaluation"
     more, fewer = named(sorted(first.more)), named(sorted(first.fewer))
     fewer_ranks = len(first.fewer) < len(first.more)
     text = (
         f"{fewer} made fewer {kind} calls than {more}" if fewer_ranks else f"{more} made more {kind} calls than {fewer}"
     )
-    count = len({one.call for one in uneven})
+    count = len({run.call for run in uneven})
     times = f", {count} times" if count > 1 else ""
     return Finding(
         id=ids.UNEVEN_CALLS,
@@ -55,11 +55,11 @@ def _finding(case: Case, uneven: list[Uneven]) -> Finding:
         next_step=_NEXT_STEPS[first.training],
         encoder=case.name,
         call=first.call,
-        evidence=tuple({f"{kind} call {one.call}: only on {named(sorted(one.more))}": None for one in uneven})[:4],
+        evidence=tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4],
     )
 
 
-def _mixed_rounds(case: Case) -> list[Uneven]:
+def _mixed_rounds(case: Case) -> list[UnevenRun]:
     """Rounds to which some ranks came with a training and some with an evaluation call, right after all were level.
 
     Level: the round before came in time on all ranks, and at the same position. So a rank that was late is not taken
@@ -86,11 +86,11 @@ def _mixed_rounds(case: Case) -> list[Uneven]:
         more = frozenset(rank for rank, does in zip(rounds.ranks, goes_on, strict=True) if does)
         row = int(np.flatnonzero(goes_on)[0])
         call = case.tracks[rounds.ranks[row]].calls.n[int(rounds.index[row, before + 1])]
-        uneven.append(Uneven(bool(kind[0, before]), more, frozenset(rounds.ranks) - more, call))
+        uneven.append(UnevenRun(bool(kind[0, before]), more, frozenset(rounds.ranks) - more, call))
     return uneven
 
 
-def _runs(case: Case) -> list[Uneven]:
+def _runs(case: Case) -> list[UnevenRun]:
     """Runs of one kind of call that are longer on some ranks, among those whose traces are whole from the start."""
     whole = {
         rank: track
@@ -127,7 +127,7 @@ def _runs(case: Case) -> list[Uneven]:
             fewer = frozenset(rank for rank, length in closed.items() if length == fewest)
             if more:
                 call = before[min(more)] + fewest + 1
-                uneven.append(Uneven(next(iter(there.values()))[0], more, fewer, call))
+                uneven.append(UnevenRun(next(iter(there.values()))[0], more, fewer, call))
         for rank, (_, length) in there.items():
             before[rank] += length
     return uneven
