@@ -30,11 +30,11 @@ from simulated_traces import (
 
 from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report
 from nemo_patches.tools.diagnose.folder import Folder, Part, UnreadableError
+from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tracing import records
 
