@@ -138,10 +138,10 @@ def _index(track: Track, n: int) -> int:
     return max(0, len(track.calls.n) - 1 - max(0, track.last - n))
 
 
-def usual_call(endings_: list[Ending]) -> Ending:
+def usual_call(endings: list[Ending]) -> Ending:
     """The first ending with the call number that most have."""
-    number = Counter(ending.call for ending in endings_).most_common(1)[0][0]
-    return next(ending for ending in endings_ if ending.call == number)
+    number = Counter(ending.call for ending in endings).most_common(1)[0][0]
+    return next(ending for ending in endings if ending.call == number)
 
 
 def whom(ranks: list[int] | tuple[int, ...], verb: str, verbs: str) -> str:

@@ -80,16 +80,16 @@ def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool
     starts = anchors(tracks)
     # If every trace was stopped, the job is over; if only some were, those ranks made calls that are not recorded.
     over = all(trace.is_over for trace in traces.values())
-    endings_ = {
+    by_rank = {
         rank: _ending(trace, tracks.get(rank), phases, starts.get(rank), moving, over) for rank, trace in traces.items()
     }
     # A round that came on one rank had been issued by all: a trace that lacks it is not whole.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
-    for rank, ending in endings_.items():
+    for rank, ending in by_rank.items():
         if not ending.unsure and not ending.sync_ended and _could_have_issued(ending) < proven and not moving:
             ending = replace(ending, unsure=f"it came to round {proven}, which its trace does not have")
-        endings_[rank] = replace(ending, round=max(ending.round, proven))
-    return endings_
+        by_rank[rank] = replace(ending, round=max(ending.round, proven))
+    return by_rank
 
 
 def _could_have_issued(ending: Ending) -> int:
