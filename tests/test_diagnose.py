@@ -28,13 +28,14 @@ from simulated_traces import (
     write,
 )
 
+from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.columns import RankTrace
-from nemo_patches.tools.diagnose.decoding import LONGEST_LINE, decode
+from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report
-from nemo_patches.tools.diagnose.reading import Folder, Part, UnreadableError
-from nemo_patches.tools.diagnose.watching import follow, once
+from nemo_patches.tools.diagnose.folder import Folder, Part, UnreadableError
+from nemo_patches.tools.diagnose.rank_trace import RankTrace
+from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -756,19 +757,34 @@ def test_what_a_file_says_is_printed_safely(tmp_path: Path) -> None:
 
 def test_watch_ends_with_ctrl_c(tmp_path: Path) -> None:
     write(tmp_path, SCENARIOS["ended early"].schedules)
-    command = [sys.executable, "-m", "nemo_patches", "diagnose", str(tmp_path), "--watch"]
+    watch = [sys.executable, "-m", "nemo_patches", "diagnose", str(tmp_path), "--watch"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("--- ")
+            assert process.stdout.readline().startswith("--- ")  # pytest-timeout bounds this
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
     assert errors == "" and process.returncode in (0, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_while_a_report_is_printed_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores an exception in a destructor, and rich runs some while it prints."""
+
+    class PressesCtrlC:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def waits_on(_: float) -> None:
+        raise AssertionError("the watch goes on")
+
+    write(tmp_path, SCENARIOS["ended early"].schedules)
+    monkeypatch.setattr(command, "show", lambda *_: PressesCtrlC() and None)
+    monkeypatch.setattr(command, "follow", lambda path: follow(path, waits_on))
+    assert command.run(tmp_path, json=False, watch=True, plot=None, perfetto=None) in (0, 1)
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from simulated_traces import Call, Event, Exit, Gradients, Killed, evaluation, s
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report
-from nemo_patches.tools.diagnose.reading import Folder, UnreadableError
+from nemo_patches.tools.diagnose.folder import Folder, UnreadableError
 
 pytestmark = pytest.mark.one_nemo
 

@@ -14,8 +14,8 @@ from interpreters import python
 from simulated_traces import Call, Event, Exit, Gradients, Setup, evaluation, file_name, header, steps, write
 
 from nemo_patches.tools.diagnose import perfetto
-from nemo_patches.tools.diagnose.plotting import draw
-from nemo_patches.tools.diagnose.reading import Folder, Job
+from nemo_patches.tools.diagnose.folder import Folder, Job
+from nemo_patches.tools.diagnose.plot import draw
 from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo

@@ -25,12 +25,12 @@ from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_g
 import nemo_patches
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.watching import once
+from nemo_patches.tools.diagnose.watch import once
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT, ODD, SIZE = 1.5, 1, 3
-LAG, STRAGGLES = 0.05, 60
+LAG, STRAGGLES = 0.15, 50  # the lag: well above what a busy machine makes of a step
 
 
 @dataclass(frozen=True)

@@ -336,7 +336,8 @@ def test_every_ordinary_exit_ends_the_file(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(tmp_path: Path) -> None:
     endless = (
-        "for number in range(10**9):\n    call()\n    time.sleep(0.003)\n    if number == 60: print('on', flush=True)\n"
+        "for number in range(10**9):\n    call()\n    time.sleep(0.003)\n"
+        "    if number == 60: time.sleep(1); print('on', flush=True)\n"  # a busy machine's writer takes more than 1 ms
     )
     process = start(endless, tmp_path)
     assert process.stdout is not None

@@ -13,7 +13,7 @@ from interpreters import python
 
 from nemo_patches.tools.diagnose import watchdog_log as log
 from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.reading import UnreadableError
+from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]

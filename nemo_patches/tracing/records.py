@@ -1,7 +1,7 @@
-"""What a trace holds: JSON objects, one a line, of the kinds below. The recorder writes them, `diagnose` reads them.
+"""The records of a trace: JSON objects, one a line. The recorder writes them, `diagnose` reads them.
 
 A rank writes a file for each start of its process, in parts (docs/trace.md): the header, then records in the order in
-which they happened. `t` is in seconds since the header's `started`, by a clock that never jumps. `e` is the encoder's
+which they were made. `t` is in seconds since the header's `started`, by a clock that never jumps. `e` is the encoder's
 number in this file, `n` the number of its call, from 1.
 """
 
@@ -26,7 +26,7 @@ NOT_SET = "NOT SET"
 
 @dataclass(frozen=True)
 class Header:
-    """The first line of every part. started: seconds since 1970 by the host's clock; the same in every part."""
+    """The first line of every part."""
 
     k: ClassVar[str] = "header"
     format: int
@@ -34,10 +34,10 @@ class Header:
     world_size: int
     host: str
     pid: int
-    started: float
+    started: float  # seconds since 1970 by the host's clock; the same in every part
     part: int  # from 0
     restart: int  # torchrun's restart count
-    bound: int  # bytes that all parts of this process start may have
+    bound: int  # bytes; no more is kept of this process start
     versions: dict[str, str]  # nemo_patches, nemo, torch, lightning, python
     settings: dict[str, str]
     checks: list[str]
@@ -45,19 +45,19 @@ class Header:
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder, at its first call, and again at the head of every later part."""
+    """An encoder: at its first call, whenever one of these values has changed, and at the head of every later part."""
 
     k: ClassVar[str] = "encoder"
     t: float
     e: int
-    name: str  # its class, with " #2" and so on where there are more; the same on all ranks
-    flag: bool | None  # the effective sync_max_audio_length; None where its class has none
-    configured: str  # the value in the model's config: "true", "false", NOT_SET, or "?" where there is no config
+    name: str  # its class, with " #2" and so on for further ones; the same on all ranks
+    flag: bool | None  # the effective sync_max_audio_length; None if its class has none
+    configured: str  # the value in the model's config: "true", "false", NOT_SET, or "?" if there is no config
     pos_emb_max_len: int | None
-    normalisation: str  # of its layers: "batch_norm", "layer_norm", ...; empty where not known
+    normalisation: str  # of its layers: "batch_norm", "layer_norm", ...; empty if not known
     ddp: bool
     registered: dict[str, list[int]]  # shapes of its length-sized buffers, as registered
-    grown: dict[str, list[int]]  # of those that grew for this process only
+    grown: dict[str, list[int]]  # shapes of those that grew for this process only
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,19 @@ class Enter:
     shape: list[int]  # of the signal: batch, features, frames
     dtype: str
     device: str
-    lengths: list[int] | None  # shortest and longest; None where they are on a device: reading them would wait for it
+    lengths: list[int] | None  # shortest and longest; None if they are on a device: reading them would wait for it
 
 
 @dataclass(frozen=True)
 class Sync:
-    """A call's length sync has returned. round: the latest that this rank has issued, from 1; they pair by order."""
+    """A call's length sync has returned."""
 
     k: ClassVar[str] = "sync"
     t: float
     e: int
     n: int
     outcome: str
-    round: int
+    round: int  # the latest that this rank has issued, from 1; rounds pair by order
     waited: float  # seconds
     local: int  # frames before subsampling, as the encoder counts
     result: int
@@ -125,7 +125,7 @@ class FirstLayer:
 
 @dataclass(frozen=True)
 class Leave:
-    """The call has returned. On a device its kernels may still run."""
+    """The call has returned; its kernels on a device may still run."""
 
     k: ClassVar[str] = "leave"
     t: float
@@ -150,21 +150,21 @@ class Raised:
 
 @dataclass(frozen=True)
 class Missing:
-    """A stall report of this rank: who is missing from a call, as the stall monitor found out."""
+    """A stall report of this rank: who is missing from a call."""
 
     k: ClassVar[str] = "missing"
     t: float
     name: str  # the encoder's
-    n: int  # 0 where the length sync has ended
+    n: int  # 0 if the length sync has ended
     ranks: list[int]
-    kinds: list[str]  # of each rank: runtime/heartbeats.py
-    where: list[str]  # what each one's training thread does; empty where not known
-    unknown: str  # why it cannot be told; empty where it can
+    kinds: list[str]  # of each rank; stall/rank_text.py names them
+    where: list[str]  # what each one's training thread does; empty if not known
+    unknown: str  # why it is not known who is missing; empty if it is
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. None where there is no GPU."""
+    """A memory sample, in bytes; None if there is no GPU."""
 
     k: ClassVar[str] = "memory"
     t: float
@@ -175,7 +175,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an opt-in check found before or after a call."""
+    """A finding of an opt-in check, before or after a call."""
 
     k: ClassVar[str] = "finding"
     t: float
@@ -187,7 +187,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lost:
-    """So many records were not written, because the disk could not keep up."""
+    """`count` records were not written, because the disk could not keep up."""
 
     k: ClassVar[str] = "lost"
     t: float
@@ -196,7 +196,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Nothing more is recorded, but the process goes on: revert(), another trace, or an error of the recorder's."""
+    """The trace ends here and the process goes on: revert(), another trace, or an error in the recorder."""
 
     k: ClassVar[str] = "stopped"
     t: float
@@ -205,7 +205,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class End:
-    """The process ended in good order. A file without it: it was killed, or runs still, or the disk was full."""
+    """The process ended in good order. Without this record it was killed, still runs, or the disk was full."""
 
     k: ClassVar[str] = "end"
     t: float
@@ -231,6 +231,6 @@ Record = (
 
 
 def encode(record: Record) -> bytes:
-    """One line."""
+    """A record as one line."""
     content = {"k": record.k, **vars(record)}
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"

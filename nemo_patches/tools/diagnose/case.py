@@ -1,21 +1,22 @@
-"""One encoder on all ranks of a job: what every verdict looks at."""
+"""A case: one encoder on all ranks of a job, the material of every verdict."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nemo_patches.stall.rank_text import named, safe
-from nemo_patches.tools.diagnose.aligning import Clocks, Rounds, clocks, shared_rounds
-from nemo_patches.tools.diagnose.columns import Track
+from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.endings import Ending, endings
-from nemo_patches.tools.diagnose.reading import Job
+from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.rank_trace import Track
 from nemo_patches.tracing import records
 
 
 @dataclass(frozen=True)
 class Case:
-    """One encoder. tracks: of the ranks that have called it. endings: of all that have a trace."""
+    """One encoder. tracks: of the ranks that have called it. endings: of all ranks that have a trace."""
 
     job: Job
     name: str
@@ -26,19 +27,23 @@ class Case:
 
     @property
     def sure(self) -> dict[int, Ending]:
-        """The endings of ranks whose traces are whole up to the end."""
+        """The endings of the ranks whose traces are whole at their end."""
         return {rank: ending for rank, ending in self.endings.items() if not ending.unsure}
 
     def call(self, ending: Ending) -> str:
-        """Its last call, for a person."""
+        """The last call of a rank, for a person."""
         return f"{ending.kind}call {ending.call} of {self.name}" if ending.call else "its first encoder call"
 
     def behind(self, rank: int) -> float | None:
-        """Seconds by which a rank's last record is older than the newest one; None where clocks cannot be compared."""
-        lasts = [self.clocks.common(other, trace.last) for other, trace in self.job.traces.items()]
-        own = self.clocks.common(rank, self.job.traces[rank].last)
-        known = [float(last) for last in lasts if last is not None]
-        return max(known) - float(own) if own is not None and len(known) > 1 else None
+        """Seconds by which a rank's last record is older than the newest of all; None if clocks cannot be compared."""
+        own = self._last_records.get(rank)
+        return max(self._last_records.values()) - own if own is not None and len(self._last_records) > 1 else None
+
+    @cached_property
+    def _last_records(self) -> dict[int, float]:
+        """By rank when its last record was made, on the common scale; only of ranks that are on it."""
+        common = {rank: self.clocks.common(rank, trace.last) for rank, trace in self.job.traces.items()}
+        return {rank: float(seconds) for rank, seconds in common.items() if seconds is not None}
 
     def last_record(self, rank: int) -> str:
         """What a rank recorded last and when, for a person."""
@@ -46,11 +51,13 @@ class Case:
         ending = self.endings[rank]
         behind = self.behind(rank)
         age = f", {behind:.1f} s before the newest record of all" if behind is not None else ""
-        where = f"call {ending.call}: {_WORDS.get(trace.last_kind, trace.last_kind)}" if ending.call else "no call"
+        where = (
+            f"call {ending.call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if ending.call else "no call"
+        )
         return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}"
 
 
-_WORDS = {
+_KINDS_IN_WORDS = {
     "enter": "entered",
     "sync": "its length sync has returned",
     "pre": "pre_encode is done",
@@ -68,46 +75,40 @@ _WORDS = {
 
 
 def cases(job: Job) -> list[Case]:
-    """One for each encoder, those with the most calls first."""
+    """One case for each encoder, those with the most calls first."""
     tracks: dict[str, dict[int, Track]] = {}
     for rank, trace in sorted(job.traces.items()):
         for track in trace.tracks.values():
             tracks.setdefault(track.info.name, {})[rank] = track
     if not tracks:
         return []
-    most = len(job.traces)
-    usual = {name for name, of_name in tracks.items() if 2 * len(of_name) > most} or set(tracks)
-    order = sorted(usual, key=lambda name: (-sum(track.last for track in tracks[name].values()), name))
-    return [_case(job, name, tracks[name], tracks, usual) for name in order]
+    on_most_ranks = {name for name, of_name in tracks.items() if 2 * len(of_name) > len(job.traces)} or set(tracks)
+    order = sorted(on_most_ranks, key=lambda name: (-sum(track.last for track in tracks[name].values()), name))
+    return [_case(job, name, tracks, on_most_ranks) for name in order]
 
 
-def _case(
-    job: Job, name: str, of_name: dict[int, Track], all_tracks: dict[str, dict[int, Track]], usual: set[str]
-) -> Case:
-    with_calls = {rank: track for rank, track in of_name.items() if track.calls.n}
-    rounds = shared_rounds(with_calls)
-    found = endings(job.traces, of_name, job.moving)
-    for other, ranks in all_tracks.items():
-        for rank in ranks if other not in usual else ():
-            if rank not in of_name and not found[rank].unsure:
-                found[rank] = replace(found[rank], unsure=f"it has an encoder named {safe(other)}, and no {safe(name)}")
-    return Case(job, safe(name), of_name, rounds, clocks(with_calls), found)
+def _case(job: Job, name: str, tracks: dict[str, dict[int, Track]], on_most_ranks: set[str]) -> Case:
+    own = tracks[name]
+    with_calls = {rank: track for rank, track in own.items() if track.calls.n}
+    ends = endings(job.traces, own, job.moving)
+    for other in sorted(tracks.keys() - on_most_ranks):
+        for rank in tracks[other].keys() - own.keys():
+            if not ends[rank].unsure:
+                ends[rank] = replace(ends[rank], unsure=f"it has an encoder named {safe(other)}, and no {safe(name)}")
+    return Case(job, safe(name), own, shared_rounds(with_calls), clocks(with_calls), ends)
 
 
 @dataclass(frozen=True)
 class StallReports:
-    """What the stall monitors found out about the stall that the traces end in.
+    """What the stall monitors reported of the stall that the traces end in."""
 
-    kinds and where: of each rank that a report names. complete: whether a report names all that are missing.
-    """
-
-    kinds: dict[int, str]
-    where: dict[int, str]
-    complete: bool
+    kinds: dict[int, str]  # of each rank that a report names
+    where: dict[int, str]  # likewise
+    complete: bool  # whether a report names all missing ranks
 
 
 def stall_reports(case: Case) -> StallReports:
-    """The latest report of each rank that waits now, where it is about its present stall."""
+    """The latest report of each rank, if it is about the stall that the rank is in now."""
     kinds: dict[int, str] = {}
     where: dict[int, str] = {}
     complete = False
@@ -115,21 +116,20 @@ def stall_reports(case: Case) -> StallReports:
         track = case.tracks.get(rank)
         if not trace.missing or trace.mixed or track is None:
             continue
-        last = trace.missing[-1]
-        if last.n and not (safe(last.name) == case.name and _is_of_now(case, rank, track, last)):
+        report = trace.missing[-1]
+        if report.n and not (safe(report.name) == case.name and _is_of_now(case, rank, track, report)):
             continue
-        size = case.job.world_size
-        for one, kind, place in zip(last.ranks, last.kinds, last.where, strict=False):
-            if 0 <= one < size and one != rank:
-                kinds.setdefault(one, safe(kind))
+        for missing, kind, place in zip(report.ranks, report.kinds, report.where, strict=False):
+            if 0 <= missing < case.job.world_size and missing != rank:
+                kinds.setdefault(missing, safe(kind))
                 if place:
-                    where.setdefault(one, safe(place))
-        complete = complete or (bool(last.ranks) and not last.unknown)
+                    where.setdefault(missing, safe(place))
+        complete = complete or (bool(report.ranks) and not report.unknown)
     return StallReports(kinds, where, complete)
 
 
 def _is_of_now(case: Case, rank: int, track: Track, report: records.Missing) -> bool:
-    """Whether the call of a report waits for a round that this rank has not seen come since."""
+    """Whether the round that a report is about has not come on this rank since."""
     ending = case.endings[rank]
     return ending.in_vain and report.n <= ending.call and track.calls.round[_index(track, report.n)] == ending.round
 
@@ -138,10 +138,10 @@ def _index(track: Track, n: int) -> int:
     return max(0, len(track.calls.n) - 1 - max(0, track.last - n))
 
 
-def usual_call(endings_: list[Ending]) -> Ending:
-    """An ending with the call number that most have."""
-    number = Counter(ending.call for ending in endings_).most_common(1)[0][0]
-    return next(ending for ending in endings_ if ending.call == number)
+def usual_call(endings: list[Ending]) -> Ending:
+    """The first ending with the call number that most have."""
+    number = Counter(ending.call for ending in endings).most_common(1)[0][0]
+    return next(ending for ending in endings if ending.call == number)
 
 
 def whom(ranks: list[int] | tuple[int, ...], verb: str, verbs: str) -> str:

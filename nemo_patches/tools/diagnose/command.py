@@ -1,9 +1,12 @@
-"""What `nemo-patches diagnose` does: read, diagnose, print, and draw what is asked for."""
+"""The command `nemo-patches diagnose`: read, diagnose, print, and draw what is asked for."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -11,32 +14,32 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_patches.stall.rank_text import safe
-from nemo_patches.tools.diagnose import watching
 from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.reading import Job, UnreadableError
-from nemo_patches.tools.diagnose.showing import show
+from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.report_text import show
+from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
 
-_WIDTH = 160  # columns, where it is not printed to a terminal
+_WIDTH = 160  # columns, where the output is not a terminal
 
 
 class DiagnoseError(Exception):
-    """It cannot be done. The text says why."""
+    """The command cannot do what was asked. The text says why."""
 
 
 def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path | None) -> int:
-    """Print the report, and write the pictures that are asked for; the exit code. Raises DiagnoseError."""
+    """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
     if not path.is_dir() and (watch or plot or perfetto):
         raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
     if watch and (plot or perfetto):
-        raise DiagnoseError("found --watch with --plot or --perfetto; allowed is one of them at a time")
+        raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
     try:
         if watch:
             return _watch(path, json)
         if not path.is_dir():
             report = diagnose_log(path)
         else:
-            job, report = watching.once(path)
+            job, report = once(path)
             _draw(job, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
@@ -49,15 +52,29 @@ def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path |
 def _watch(path: Path, json: bool) -> int:
     code = 2
     try:
-        for _, report in watching.follow(path):
+        for _, report in follow(path):
             code = report.exit_code
-            if not json:
-                print(f"--- {time.strftime('%H:%M:%S')}")
-            _print(report, json)
-            sys.stdout.flush()
+            with _ctrl_c_afterwards():
+                if not json:
+                    print(f"--- {time.strftime('%H:%M:%S')}")
+                _print(report, json)
+                sys.stdout.flush()
     except KeyboardInterrupt:
         pass
     return code
+
+
+@contextmanager
+def _ctrl_c_afterwards() -> Iterator[None]:
+    """Keep Ctrl-C until the end: in a destructor or a weak reference's callback, and printing runs some, it is lost."""
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _print(report: Report, json: bool) -> None:
@@ -70,7 +87,7 @@ def _print(report: Report, json: bool) -> None:
 def _draw(job: Job, plot: Path | None, perfetto: Path | None) -> None:
     try:
         if plot is not None:
-            from nemo_patches.tools.diagnose.plotting import draw
+            from nemo_patches.tools.diagnose.plot import draw
 
             draw(job, plot)
         if perfetto is not None:

@@ -1,4 +1,4 @@
-"""Where each rank is at the end of its trace, so that ranks can be compared without their clocks.
+"""The endings: where each rank is at the end of its trace, comparable without the ranks' clocks.
 
 A position is (training calls, evaluation calls since the last of them), both entered. Ranks that train together stand
 at the same one, whatever evaluations went before.
@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_patches.tools.diagnose.aligning import Whole, shared_rounds
-from nemo_patches.tools.diagnose.columns import (
+from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
+from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
+from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,
     ENDED,
@@ -26,31 +27,25 @@ from nemo_patches.tools.diagnose.columns import (
     RankTrace,
     Track,
 )
-from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
 
 Position = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """One rank at the end of its trace, for one encoder.
-
-    call: the number of its last call, 0 before the first. phase: where it is in that call; empty where it has come out.
-    round: the latest that it is known to have issued. unsure: why what it did last is not known; empty where it is.
-    """
+    """One rank at the end of its trace, for one encoder."""
 
     rank: int
-    call: int
-    training: bool | None  # None where it is not recorded
+    call: int  # the number of its last call; 0 before the first
+    training: bool | None  # None if it is not recorded
     position: Position
-    phase: str
+    phase: str  # where it is in that call; empty if it has come out
     raised: bool
-    round: int
+    round: int  # the latest that it is known to have issued
     in_vain: bool  # its last call gave up, or did not wait, because a round had not come
     sync_ended: bool
     ended: bool
-    last: float
-    unsure: str
+    unsure: str  # why it is not known what this rank did last; empty if it is known
 
     @property
     def inside(self) -> bool:
@@ -62,47 +57,39 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What the calls of an encoder go through, as far as any rank has shown."""
+class _RecordedPhases:
+    """The phases that any call of an encoder has recorded, on any rank."""
 
     sync: bool
     pre: bool
-    layer: bool
-    known: bool  # whether any call has come out
+    any_left: bool  # whether any call has come out
 
 
-def passes(tracks: dict[int, Track]) -> Passes:
-    """What the calls of this encoder go through."""
-    found = Passes(False, False, False, False)
-    for track in tracks.values():
-        calls = track.calls
-        out = np.array(calls.ended, dtype=np.int8) == LEFT
-        found = Passes(
-            found.sync or bool((np.array(calls.outcome, dtype=np.int8) != UNSYNCED).any()),
-            found.pre or bool((~np.isnan(np.array(calls.pre))).any()),
-            found.layer or bool((~np.isnan(np.array(calls.layer))).any()),
-            found.known or bool(out.any()),
-        )
-    return found
+def _recorded_phases(tracks: dict[int, Track]) -> _RecordedPhases:
+    calls = [track.calls for track in tracks.values()]
+    return _RecordedPhases(
+        sync=any((np.array(of_rank.outcome, dtype=np.int8) != UNSYNCED).any() for of_rank in calls),
+        pre=any((~np.isnan(np.array(of_rank.pre))).any() for of_rank in calls),
+        any_left=any(LEFT in of_rank.ended for of_rank in calls),
+    )
 
 
 def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool) -> dict[int, Ending]:
     """The ending of every rank that has a trace, also of one that has not called this encoder."""
-    through = passes(tracks)
+    phases = _recorded_phases(tracks)
     starts = anchors(tracks)
-    # Stopped everywhere, it is over; where on some ranks only, these made calls that are not there.
+    # If every trace was stopped, the job is over; if only some were, those ranks made calls that are not recorded.
     over = all(trace.is_over for trace in traces.values())
-    found = {
-        rank: _ending(trace, tracks.get(rank), through, starts.get(rank), moving, over)
-        for rank, trace in traces.items()
+    by_rank = {
+        rank: _ending(trace, tracks.get(rank), phases, starts.get(rank), moving, over) for rank, trace in traces.items()
     }
-    # A round that came on one rank had been issued by all: a trace that does not have it is not whole.
+    # A round that came on one rank had been issued by all: a trace that lacks it is not whole.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
-    for rank, ending in found.items():
+    for rank, ending in by_rank.items():
         if not ending.unsure and not ending.sync_ended and _could_have_issued(ending) < proven and not moving:
             ending = replace(ending, unsure=f"it came to round {proven}, which its trace does not have")
-        found[rank] = replace(ending, round=max(ending.round, proven))
-    return found
+        by_rank[rank] = replace(ending, round=max(ending.round, proven))
+    return by_rank
 
 
 def _could_have_issued(ending: Ending) -> int:
@@ -115,7 +102,7 @@ def _latest_that_came(track: Track) -> int:
 
 
 def _ending(
-    trace: RankTrace, track: Track | None, through: Passes, anchor: int | None, moving: bool, over: bool
+    trace: RankTrace, track: Track | None, phases: _RecordedPhases, anchor: int | None, moving: bool, over: bool
 ) -> Ending:
     unsure = trace.gap or ("lines of another process are in it" if trace.mixed else "")
     if trace.stopped and not over:
@@ -126,56 +113,55 @@ def _ending(
     if track is None or not track.calls.n:
         if trace.damage and not trace.cut:
             unsure = trace.damage
-        return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, trace.last, unsure)
+        return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, unsure)
     calls = track.calls
     if damaged_at_the_end(track):
         unsure = unsure or trace.damage
-    elif calls.ended[-1] == BARE and any(one != UNKNOWN for one in calls.training[-64:]):
+    elif calls.ended[-1] == BARE and any(training != UNKNOWN for training in calls.training[-64:]):
         unsure = unsure or "the beginning of its last call is not there"
     elif calls.ended[-1] == OPEN and ended:
         unsure = unsure or "it has ended within a call, and its trace does not say how"
-    position, kind = _position(track, anchor)
+    position, training = _position(track, anchor)
     if position is None:
         position, unsure = (0, calls.n[-1]), unsure or "which of its calls are training calls is not known"
     return Ending(
         rank=trace.rank,
         call=calls.n[-1],
-        training=kind,
+        training=training,
         position=position,
-        phase=_phase(track, through) if calls.ended[-1] == OPEN else "",
+        phase=_phase(track, phases) if calls.ended[-1] == OPEN else "",
         raised=calls.ended[-1] == RAISED,
         round=calls.round[-1],
         in_vain=calls.outcome[-1] in (TIMEOUT, UNWAITED),
         sync_ended=calls.outcome[-1] == ENDED,
         ended=ended,
-        last=trace.last,
         unsure=unsure,
     )
 
 
-def _phase(track: Track, through: Passes) -> str:
+def _phase(track: Track, phases: _RecordedPhases) -> str:
     calls = track.calls
-    if through.sync and calls.outcome[-1] == UNSYNCED and math.isnan(calls.pre[-1]) and math.isnan(calls.layer[-1]):
+    if phases.sync and calls.outcome[-1] == UNSYNCED and math.isnan(calls.pre[-1]) and math.isnan(calls.layer[-1]):
         return LENGTH_SYNC
     if not math.isnan(calls.layer[-1]) or not math.isnan(calls.pre[-1]):
         return LAYERS
     if 0 < track.room < track.result:
         return GROWTH
-    return PRE_ENCODE if through.pre or not through.known else LAYERS
+    return PRE_ENCODE if phases.pre or not phases.any_left else LAYERS
 
 
 def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
-    """For each rank the call from which calls are counted: the first; where some are lost, one that all have in common.
+    """By rank the index of the call from which calls are counted: the first, or, if calls are lost, one in common.
 
-    None where there is none, and for a rank whose trace is damaged at its end.
+    None if there is none in common, and for a rank whose trace is damaged at its end.
     """
     if all(not track.calls.n or (track.calls.n[0] == 1 and track.damaged_at < 0) for track in tracks.values()):
         return dict.fromkeys(tracks, 0)
     reliable = {rank: track for rank, track in tracks.items() if track.calls.n and not damaged_at_the_end(track)}
-    found: dict[int, int | None] = dict.fromkeys(tracks)
+    unknown: dict[int, int | None] = dict.fromkeys(tracks)
     rounds = shared_rounds(reliable)
     if not rounds.number.size:
-        return found
+        return unknown
     fit = np.ones(rounds.number.size, dtype=bool)
     kinds = []
     for row, rank in enumerate(rounds.ranks):
@@ -186,17 +172,17 @@ def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
     # In evaluation, ranks that were late may be calls apart; in training they are not.
     for candidates in (np.flatnonzero(fit & (kinds[0] == 1)), np.flatnonzero(fit)):
         if len(candidates):
-            return found | {rank: int(rounds.index[row, candidates[0]]) for row, rank in enumerate(rounds.ranks)}
-    return found
+            return unknown | {rank: int(rounds.index[row, candidates[0]]) for row, rank in enumerate(rounds.ranks)}
+    return unknown
 
 
 def damaged_at_the_end(track: Track) -> bool:
-    """Whether what a rank did last may not be what its trace shows."""
+    """Whether the trace's end may not show what the rank did last."""
     return track.damaged_at >= track.last - 1
 
 
 def _position(track: Track, anchor: int | None) -> tuple[Position | None, bool | None]:
-    """The last call's, and whether it is a training call; no position where it is not known."""
+    """The last call's position, and whether it is a training call; None for what is not known."""
     kinds, _ = weighted_kinds(track)
     last = None if kinds[-1] == UNKNOWN else bool(kinds[-1] == 1)
     if anchor is None:
@@ -216,7 +202,7 @@ def positions(track: Track, anchor: int) -> tuple[Whole, Whole]:
 
 
 def weighted_kinds(track: Track) -> tuple[Whole, Whole]:
-    """Whether each call is a training call, and for how many it stands: itself and those that are lost before it."""
+    """For each call whether it is a training call, and for how many it stands: itself and those lost before it."""
     kinds = np.array(track.calls.training, dtype=np.int64)
     known = np.flatnonzero(kinds != UNKNOWN)
     if len(known):  # a call whose beginning was not read is taken for one like its neighbour

@@ -1,4 +1,4 @@
-"""What `diagnose` says: findings, and the report that they are in."""
+"""Findings, their ids and order, and the report that holds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 
-# The findings, those that explain others first.
+# Ids. ORDER has those that explain others first.
 EXCEPTION = "exception"
 DIFFERENT_SYNC = "different-sync"
 KILLED = "killed"
@@ -54,48 +54,44 @@ ORDER = (
     TIMEOUTS,
 )
 
+# Phases of a call.
 LENGTH_SYNC, GROWTH, PRE_ENCODE, LAYERS = "length sync", "growth", "pre_encode", "layers"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
-
-    ranks: those that it is about, not those that wait for them. call: its number on the first of these ranks, 0 where
-    it is about none. phase: of that call: "length sync", "growth", "pre_encode" or "layers"; empty where it is about
-    none. text: one or two sentences. evidence: what it was told by. because: the finding that explains this one.
-    """
+    """One thing that is wrong."""
 
     id: str
     severity: str
-    ranks: tuple[int, ...]
-    text: str
+    ranks: tuple[int, ...]  # that it is about, not those that wait for them
+    text: str  # one or two sentences
     next_step: str
     encoder: str = ""
-    call: int = 0
-    phase: str = ""
+    call: int = 0  # its number on the first of these ranks; 0 if the finding is about no call
+    phase: str = ""  # of that call, as above; empty if the finding is about none
     evidence: tuple[str, ...] = ()
-    because: str = ""
+    because: str = ""  # the id of the finding that explains this one
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank at the end of its trace. behind: seconds by which its last record is older than the newest of all."""
+    """One rank at the end of its trace."""
 
     rank: int
     host: str
     pid: int
     calls: int
     state: str
-    behind: float | None
-    waited: float | None
+    behind: float | None  # seconds by which its last record is older than the newest of all
+    waited: float | None  # seconds
     caused: float | None  # the share of all waiting that is for this rank
     lag: float | None  # seconds; the median of its rounds
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that `diagnose` found in a folder. problems: files that are not read, or in part."""
+    """All that `diagnose` found in a folder or a log."""
 
     folder: str
     world_size: int
@@ -104,12 +100,12 @@ class Report:
     next_step: str
     findings: tuple[Finding, ...]
     ranks: tuple[RankSummary, ...]
-    problems: tuple[str, ...]
-    earlier: tuple[str, ...]
+    problems: tuple[str, ...]  # files that were not read, or only in part
+    earlier: tuple[str, ...]  # process starts of earlier launches
 
     @property
     def exit_code(self) -> int:
-        """0: nothing found; 1: a finding; 2: it cannot be told."""
+        """0: nothing found; 1: a finding; 2: not enough records to tell."""
         if not self.findings:
             return 0
         return 2 if all(finding.id == NOT_ENOUGH for finding in self.findings) else 1

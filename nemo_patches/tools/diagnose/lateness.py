@@ -1,4 +1,4 @@
-"""Verdicts on ranks that come late: a chronic straggler, single incidents that recovered, and timeouts at large."""
+"""The verdicts on lateness: a chronic straggler, single incidents that recovered, and unexplained timeouts."""
 
 from __future__ import annotations
 
@@ -9,61 +9,63 @@ import numpy as np
 
 from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.aligning import Floats, Rounds
+from nemo_patches.tools.diagnose.alignment import Floats, Rounds
 from nemo_patches.tools.diagnose.case import Case
-from nemo_patches.tools.diagnose.columns import CAME, TIMEOUT
 from nemo_patches.tools.diagnose.findings import NOTE, WARNING, Finding
+from nemo_patches.tools.diagnose.rank_trace import CAME, TIMEOUT
 
-_ROUNDS = 48  # fewer say nothing of a habit
-_PIECES = 4  # in each of which a chronic straggler is the last in most rounds
-_SHARE = 0.5  # of all waiting, and a part more where there are few ranks
-_WAITING = 0.05  # of the time, below which waiting is nobody's trouble
-_LAG = 0.005  # seconds
-_MOST_TOLD = 8
+_LEAST_ROUNDS = 48  # fewer show no habit
+_PIECES = 4  # of the rounds; a chronic straggler is last in most rounds of each
+_LEAST_SHARE = 0.5  # of all waiting; more where there are few ranks
+_LEAST_WAITING = 0.05  # share of the time; less waiting does no harm
+_LEAST_LAG_S = 0.005
+_MOST_FINDINGS = 8
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Who waited and for whom, over the rounds that all came to in time. By rank: seconds, shares, seconds."""
+    """Who waited and for whom, over the rounds that all ranks came to in time; each by rank."""
 
-    waited: dict[int, float]
-    caused: dict[int, float]
-    lag: dict[int, float]
+    waited: dict[int, float]  # seconds
+    caused: dict[int, float]  # share of all ranks' waiting
+    lag: dict[int, float]  # seconds, the median
 
 
 def waiting(rounds: Rounds) -> Waiting:
-    """All waiting in a round is for the rank that came last to it."""
+    """Sum up the waiting; in each round it is for the rank that came last."""
     if not rounds.number.size:
         return Waiting({}, {}, {})
-    each: Floats = rounds.waited.sum(axis=0)
+    in_round: Floats = rounds.waited.sum(axis=0)
     last = rounds.waited.argmin(axis=0)
-    caused = np.bincount(last, weights=each, minlength=len(rounds.ranks))
-    total = float(each.sum()) or 1.0
+    caused = np.bincount(last, weights=in_round, minlength=len(rounds.ranks))
+    total = float(in_round.sum()) or 1.0
+    lags = np.median(rounds.lag, axis=1)
     return Waiting(
         {rank: float(rounds.waited[row].sum()) for row, rank in enumerate(rounds.ranks)},
         {rank: float(caused[row]) / total for row, rank in enumerate(rounds.ranks)},
-        {rank: float(np.median(rounds.lag[row])) for row, rank in enumerate(rounds.ranks)},
+        {rank: float(lags[row]) for row, rank in enumerate(rounds.ranks)},
     )
 
 
 def straggler(case: Case) -> list[Finding]:
-    """The rank that the others wait for, again and again."""
+    """The rank that the others wait for again and again, if there is one."""
     rounds = case.rounds
     size = len(rounds.ranks)
-    if size < 2 or rounds.number.size < _ROUNDS:
+    if size < 2 or rounds.number.size < _LEAST_ROUNDS:
         return []
     last = rounds.waited.argmin(axis=0)
     row = int(np.bincount(last, minlength=size).argmax())
     rank = rounds.ranks[row]
-    share = waiting(rounds).caused[rank]
+    times = waiting(rounds)
+    share, lag = times.caused[rank], times.lag[rank]
     others = np.delete(rounds.waited, row, axis=0)
     span = float(rounds.at[0][-1] - rounds.at[0][0])
     waits = float(np.median(others.mean(axis=0))) * rounds.number.size / span if span > 0 else 0.0
-    lag = float(np.median(rounds.lag[row]))
     always = all((piece == row).mean() > 0.5 for piece in np.array_split(last, _PIECES))
-    if share < _SHARE + 0.5 / size or waits < _WAITING or lag < _LAG or not always:
+    if share < _LEAST_SHARE + 0.5 / size or waits < _LEAST_WAITING or lag < _LEAST_LAG_S or not always:
         return []
     header = case.job.traces[rank].header
+    latest = sorted(times.lag.items(), key=lambda item: -item[1])[:4]
     return [
         Finding(
             id=ids.STRAGGLER,
@@ -76,20 +78,15 @@ def straggler(case: Case) -> list[Finding]:
             encoder=case.name,
             evidence=(
                 f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
-                *(f"rank {one}: median lag {np.median(rounds.lag[at]) * 1000:.1f} ms" for at, one in _worst(rounds)),
+                *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in latest),
             ),
         )
     ]
 
 
-def _worst(rounds: Rounds) -> list[tuple[int, int]]:
-    lags = np.median(rounds.lag, axis=1)
-    return [(int(row), rounds.ranks[int(row)]) for row in np.argsort(-lags)[:4]]
-
-
 @dataclass(frozen=True)
 class _GivenUp:
-    """Rounds that a rank gave up: by number, who did and in which call, and who came to it with which call after."""
+    """Rounds that some rank gave up, by number: the ranks that did, and those that came after, each with its call."""
 
     gave_up: dict[int, dict[int, int]]
     came: dict[int, dict[int, int]]
@@ -117,7 +114,7 @@ def _given_up(case: Case) -> _GivenUp:
 
 
 def late_calls(case: Case) -> dict[int, list[int]]:
-    """By rank its calls that came too late; and the one that it has not made, where others gave up waiting for it."""
+    """By rank its calls that came too late, and the call that it has not made and others gave up waiting for."""
     given_up = _given_up(case)
     late: dict[int, list[int]] = defaultdict(list)
     for came in given_up.came.values():
@@ -135,24 +132,24 @@ def incidents(case: Case) -> list[Finding]:
     given_up = _given_up(case)
     gave_up, came = given_up.gave_up, given_up.came
     late: Counter[int] = Counter(rank for ranks in came.values() for rank in ranks)
-    told = [_late(case, rank, times, given_up) for rank, times in sorted(late.items())][:_MOST_TOLD]
-    open_ = [number for number in gave_up if number not in came]
-    if open_ and (not told or len(open_) > 1):
-        first = min(open_)
-        ranks = tuple(sorted({rank for number in open_ for rank in gave_up[number]}))
-        told.append(
+    findings = [_late(case, rank, times, given_up) for rank, times in sorted(late.items())][:_MOST_FINDINGS]
+    unexplained = [number for number in gave_up if number not in came]
+    if unexplained and (not findings or len(unexplained) > 1):
+        first = min(unexplained)
+        ranks = tuple(sorted({rank for number in unexplained for rank in gave_up[number]}))
+        findings.append(
             Finding(
                 id=ids.TIMEOUTS,
                 severity=NOTE,
                 ranks=ranks,
-                text=f"{named(ranks)} gave up waiting in {len(open_)} {_rounds(len(open_))} and went on with their own "
-                "lengths; no trace has the rank that came to it after.",
+                text=f"{named(ranks)} gave up waiting in {len(unexplained)} {_rounds(len(unexplained))} and went on "
+                "with their own lengths; no trace has the rank that came to it after.",
                 next_step="Look at the stall reports on stderr of these ranks: they name the missing rank.",
                 encoder=case.name,
                 call=next(iter(gave_up[first].values())),
             )
         )
-    return told
+    return findings
 
 
 def _rounds(count: int) -> str:
@@ -168,8 +165,8 @@ def _late(case: Case, rank: int, times: int, given_up: _GivenUp) -> Finding:
             safe(place)
             for other in others
             for report in case.job.traces[other].missing
-            for one, place in zip(report.ranks, report.where, strict=False)
-            if one == rank and place and report.n == waited[other]
+            for missing, place in zip(report.ranks, report.where, strict=False)
+            if missing == rank and place and report.n == waited[other]
         ),
         "",
     )

@@ -1,7 +1,7 @@
-"""The calls of all ranks as a trace for ui.perfetto.dev: Chrome's trace event format, one process for each rank.
+"""The file for ui.perfetto.dev: the calls of all ranks in Chrome's trace event format, one process for each rank.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Times are on one
-scale by the rounds, in microseconds from the first event.
+scale, aligned by the rounds, in microseconds from the first event.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.stall.rank_text import safe
-from nemo_patches.tools.diagnose.aligning import Clocks, clocks
+from nemo_patches.tools.diagnose.alignment import Clocks, clocks
 from nemo_patches.tools.diagnose.case import Case, cases
-from nemo_patches.tools.diagnose.columns import ENDED, OPEN, OUTCOMES, RAISED, TIMEOUT, UNSYNCED, RankTrace, Track
-from nemo_patches.tools.diagnose.reading import Job
+from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.rank_trace import ENDED, OPEN, OUTCOMES, RAISED, TIMEOUT, UNSYNCED, RankTrace, Track
 
-MOST_CALLS = 120_000  # of all ranks together; the viewer takes about that many with ease. Older ones are left out.
+MOST_CALLS = 120_000  # of all ranks together, the latest ones; the viewer takes about that many with ease
 Event = dict[str, Any]
 
 
 def write(job: Job, file: Path) -> None:
     """Write the file. Raises OSError."""
     encoders = cases(job)
-    scale = max((case.clocks for case in encoders), key=lambda one: len(one.knots), default=clocks({}))
+    scale = max((case.clocks for case in encoders), key=lambda candidate: len(candidate.knots), default=clocks({}))
     calls = MOST_CALLS // max(1, sum(len(case.tracks) for case in encoders))
     origin = min((_at(scale, rank, first) for rank, first in _firsts(job, calls)), default=0.0)
     with file.open("w", encoding="utf-8") as out:
@@ -45,7 +45,7 @@ def _firsts(job: Job, most: int) -> Iterator[tuple[int, float]]:
 
 
 def _at(scale: Clocks, rank: int, own: float) -> float:
-    """Seconds on the common scale; of a rank that shares no round with the others, on its own."""
+    """Seconds on the common scale; on the rank's own if it shares no round with the others."""
     common = scale.common(rank, own)
     return float(common) if common is not None else own
 
@@ -73,16 +73,16 @@ def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: in
     for index in range(max(0, len(calls.n) - most), len(calls.n)):
         begin, open_ = calls.entered[index], calls.ended[index] == OPEN
         kind = {1: "training", 0: "evaluation"}.get(calls.training[index], "")
-        told = {
+        details = {
             "call": calls.n[index],
             "round": calls.round[index],
             "outcome": "none" if calls.outcome[index] == UNSYNCED else OUTCOMES[calls.outcome[index]],
             "waited_ms": round(calls.waited[index] * 1000, 3),
         }
         title = f"{name} {kind} call {calls.n[index]}" + (", not finished" if open_ else "")
-        ends = [one[index] for one in (calls.synced, calls.pre, calls.layer, calls.left)]
+        ends = [column[index] for column in (calls.synced, calls.pre, calls.layer, calls.left)]
         length = max((end for end in ends if not math.isnan(end)), default=0.0)
-        common = {"pid": rank, "tid": thread, "ts": micro(begin), "args": told}
+        common = {"pid": rank, "tid": thread, "ts": micro(begin), "args": details}
         if open_:
             yield {"name": title, "cat": "call", "ph": "B", **common}
         else:
@@ -105,12 +105,12 @@ def _moments(trace: RankTrace, rank: int, micro: Any) -> Iterable[Event]:
         sizes = {"rss": rss / (1 << 30), "allocated": allocated / (1 << 30), "reserved": reserved / (1 << 30)}
         if micro(at) >= 0:
             yield {"name": "memory, GiB", "ph": "C", "pid": rank, "tid": 0, "ts": micro(at), "args": sizes}
-    for one in trace.missing:
-        if micro(one.t) >= 0:
-            yield _instant("stall report", rank, 0, micro(one.t), missing=str(one.ranks[:64]))
-    for found in trace.findings:
-        if micro(found.t) >= 0:
-            yield _instant(f"check {safe(found.check)}", rank, 0, micro(found.t), text=safe(found.text))
+    for report in trace.missing:
+        if micro(report.t) >= 0:
+            yield _instant("stall report", rank, 0, micro(report.t), missing=str(report.ranks[:64]))
+    for finding in trace.findings:
+        if micro(finding.t) >= 0:
+            yield _instant(f"check {safe(finding.check)}", rank, 0, micro(finding.t), text=safe(finding.text))
     if trace.ended is not None and micro(trace.ended) >= 0:
         yield _instant("the process ended", rank, 0, micro(trace.ended))
 
@@ -120,8 +120,8 @@ def _slice(name: str, rank: int, thread: int, at: float, seconds: float) -> Even
     return {"name": name, "cat": "phase", "ph": "X", "pid": rank, "tid": thread, "ts": at, "dur": duration}
 
 
-def _instant(name: str, rank: int, thread: int, at: float, **told: object) -> Event:
-    return {"name": name, "ph": "i", "s": "t", "pid": rank, "tid": thread, "ts": at, "args": told}
+def _instant(name: str, rank: int, thread: int, at: float, **details: object) -> Event:
+    return {"name": name, "ph": "i", "s": "t", "pid": rank, "tid": thread, "ts": at, "args": details}
 
 
 def _meta(kind: str, rank: int, thread: int, **values: object) -> Event:

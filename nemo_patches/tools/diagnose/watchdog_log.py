@@ -1,21 +1,20 @@
-"""A plain training log: what the lines of PyTorch's NCCL watchdog mean, and whether this patch can help.
+"""The diagnosis of a plain training log: what its lines of PyTorch's NCCL watchdog mean, and whether this patch helps.
 
-The wording is that of torch 1.13 to 2.9 (ProcessGroupNCCL's watchdog); the log may hold colours, several ranks'
-lines mixed, lines wrapped by a terminal, and be of any size.
+It knows the wording of torch 1.13 to 2.9. The log may be of any size, and hold colours, several ranks' lines mixed and
+lines that a terminal has wrapped.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_patches.stall.rank_text import named, safe
-from nemo_patches.tools.diagnose.decoding import header_in
+from nemo_patches.tools.diagnose.decoder import header_in
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report
-from nemo_patches.tools.diagnose.reading import UnreadableError
+from nemo_patches.tools.diagnose.folder import UnreadableError
 
 LENGTH_SYNC = "log-length-sync"
 ONE_NUMBER = "log-one-number-reduce"
@@ -26,12 +25,12 @@ BUFFERS = "log-buffer-broadcast"
 OTHER = "log-other-collective"
 OURS = "log-stall-report"
 
-_BLOCK = 1 << 20
-_LONGEST = 1 << 14  # characters of a line that are looked at
-_MOST = 4096  # events that are kept
-_MOST_RANK = 1 << 20
-_JOINED = 3  # lines that a terminal may have made of one
-_LARGE = 1 << 16  # elements; DDP's buffers are more, a metric is less
+_BLOCK_BYTES = 1 << 20
+_LONGEST_LINE = 1 << 14  # characters that are looked at
+_MOST_KEPT = 4096  # ranks, and mismatches
+_MOST_RANKS = 1 << 20
+_MOST_JOINED = 3  # lines that a terminal may have made of one
+_LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _NEEDLES = (b"WorkNCCL", b"Watchdog", b"NCCL work", b"last enqueued", b"CollectiveFingerPrint", b"nemo_patches ")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -56,12 +55,12 @@ _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
 
 @dataclass(frozen=True)
 class TimedOut:
-    """One rank's collective that ran out of time. numel: elements; -1 where the log does not say."""
+    """One rank's collective that ran out of time."""
 
     rank: int
     sequence: int
     kind: str
-    numel: int
+    numel: int  # elements; -1 if the log does not say
 
     def __str__(self) -> str:
         return f"{self.kind}" + (f" of {self.numel}" if self.numel >= 0 else "")
@@ -69,17 +68,17 @@ class TimedOut:
 
 @dataclass
 class Log:
-    """What was found in a log."""
+    """What a log says."""
 
     lines: int = 0
-    timeouts: dict[int, TimedOut] = field(default_factory=dict)  # the first of each rank
+    timeouts: dict[int, TimedOut] = field(default_factory=dict)  # the first of timeout rank
     groups: dict[tuple[int, int], str] = field(default_factory=dict)  # of (rank, sequence number)
-    enqueued: dict[int, int] = field(default_factory=dict)  # the last, by rank
+    enqueued: dict[int, int] = field(default_factory=dict)  # by rank, the last one's sequence number
     mismatches: list[tuple[tuple[int, int, str], ...]] = field(default_factory=list)  # rank, sequence number, kind
-    patched: bool = False
+    patched: bool = False  # nemo_patches is in it
     stalls: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
-    size: int = 0  # as the log says; 0 where it does not
+    size: int = 0  # the world size; 0 if the log does not say
     in_length_sync: bool = False  # a stack in it shows the encoder's method
 
     @property
@@ -90,15 +89,15 @@ class Log:
 def diagnose_log(path: Path) -> Report:
     """The report on a log. Raises UnreadableError."""
     log = read_log(path)
-    found = tuple(_findings(log))
-    verdict = found[0].text if found else f"Nothing found: no line of the NCCL watchdog in {log.lines} lines."
+    findings = tuple(_findings(log))
+    verdict = findings[0].text if findings else f"Nothing found: no line of the NCCL watchdog in {log.lines} lines."
     return Report(
         folder=safe(str(path)),
         world_size=log.world_size,
         moving=False,
         verdict=verdict,
-        next_step=found[0].next_step if found else "",
-        findings=found,
+        next_step=findings[0].next_step if findings else "",
+        findings=findings,
         ranks=(),
         problems=(),
         earlier=(),
@@ -106,16 +105,16 @@ def diagnose_log(path: Path) -> Report:
 
 
 def read_log(path: Path) -> Log:
-    """What a log holds. It is read in blocks. Raises UnreadableError."""
+    """Read a log, in blocks. Raises UnreadableError."""
     log = Log()
     try:
         with path.open("rb") as file:
-            start = file.peek(_BLOCK)[:_BLOCK]
+            start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]
             if start[:2] == b"\x1f\x8b":
                 raise UnreadableError(f"{path}: it is compressed; unpack it first")
             if header_in(start.partition(b"\n")[0]) is not None:
                 raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
-            for message in _messages(_lines(iter(lambda: file.read(_BLOCK), b""), log)):
+            for message in _messages(_lines(iter(lambda: file.read(_BLOCK_BYTES), b""), log)):
                 _take(log, message)
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
@@ -123,30 +122,30 @@ def read_log(path: Path) -> Log:
 
 
 def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
-    """The lines of blocks that hold anything to look at, without colours, cut to a bounded length."""
+    """The lines of the blocks that hold anything of interest, without colours, cut to a bounded length."""
     rest = b""
     for block in blocks:
         log.lines += block.count(b"\n")
         whole = rest + block
         end = whole.rfind(b"\n") + 1
-        rest = whole[end:][-_BLOCK:]
+        rest = whole[end:][-_BLOCK_BYTES:]
         log.in_length_sync = log.in_length_sync or b"update_max_seq" in whole
         if any(needle in whole for needle in _NEEDLES) or b"Starting with " in whole:
             yield from map(_clean, whole[:end].replace(b"\r", b"\n").split(b"\n"))
         else:
-            yield ""  # what was begun before ends here
+            yield ""  # ends a message that was begun before
     yield _clean(rest)
 
 
 def _clean(line: bytes) -> str:
-    return _COLOURS.sub("", line[: 4 * _LONGEST].decode("utf-8", "replace"))[:_LONGEST].rstrip()
+    return _COLOURS.sub("", line[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[:_LONGEST_LINE].rstrip()
 
 
 def _messages(lines: Iterable[str]) -> Iterator[str]:
-    """Lines, those that a terminal has wrapped put together again."""
+    """The lines, with those that a terminal has wrapped put together again."""
     begun: list[str] = []
     for line in lines:
-        if begun and len(begun) < _JOINED and line and not _NEW_MESSAGE.search(line):
+        if begun and len(begun) < _MOST_JOINED and line and not _NEW_MESSAGE.search(line):
             begun.append(line)
             if "timing out" in line or "ng out." in line:
                 yield "".join(begun)
@@ -167,25 +166,25 @@ def _messages(lines: Iterable[str]) -> Iterator[str]:
 def _take(log: Log, line: str) -> None:
     if ours := _OURS.search(line):
         log.patched = log.patched or " patched " in ours[2] or "Missing: " in ours[2]
-        log.size = max(log.size, min(int(ours[3]), _MOST_RANK))
+        log.size = max(log.size, min(int(ours[3]), _MOST_RANKS))
         if "Missing: " in ours[2] and len(log.stalls) < 8:
             log.stalls.append(safe(ours[2]))
     if processes := _PROCESSES.search(line):
-        log.size = max(log.size, min(int(processes[1]), _MOST_RANK))
-    mismatch = tuple((int(one[1]), int(one[2] or -1), one[3]) for one in _MISMATCH.finditer(line))
-    if len(mismatch) > 1 and len(log.mismatches) < _MOST:
+        log.size = max(log.size, min(int(processes[1]), _MOST_RANKS))
+    mismatch = tuple((int(match[1]), int(match[2] or -1), match[3]) for match in _MISMATCH.finditer(line))
+    if len(mismatch) > 1 and len(log.mismatches) < _MOST_KEPT:
         log.mismatches.append(mismatch[:8])
     prefix = _RANK.search(line)
     if prefix is None:
         return
     rank = int(prefix[1] or prefix[2])
-    if rank >= _MOST_RANK or (len(log.ranks) >= _MOST and rank not in log.ranks):
+    if rank >= _MOST_RANKS or (len(log.ranks) >= _MOST_KEPT and rank not in log.ranks):
         return
     log.ranks.add(rank)
     timeout = _TIMEOUT.search(line)
     if timeout and rank not in log.timeouts:
         log.timeouts[rank] = TimedOut(rank, int(timeout[1]), safe(timeout[2]), _numel(timeout[3], timeout[4]))
-    if (status := _STATUS.search(line)) and len(log.groups) < 4 * _MOST:
+    if (status := _STATUS.search(line)) and len(log.groups) < 4 * _MOST_KEPT:
         group = _GROUP.search(line)
         log.groups.setdefault((rank, int(status[1])), group[1] if group else "")
         log.enqueued.setdefault(rank, int(status[2]))
@@ -203,7 +202,7 @@ def _numel(shape: str | None, numel: str | None) -> int:
 
 
 def _findings(log: Log) -> Iterator[Finding]:
-    timeouts = sorted(log.timeouts.values(), key=lambda one: one.rank)
+    timeouts = sorted(log.timeouts.values(), key=lambda timeout: timeout.rank)
     if log.mismatches:
         yield _mismatch(log)
     elif timeouts:
@@ -221,12 +220,12 @@ def _findings(log: Log) -> Iterator[Finding]:
 
 def _mismatch(log: Log) -> Finding:
     first = log.mismatches[0]
-    told = ", ".join(f"rank {rank} {safe(kind)}" for rank, _, kind in first)
+    collectives = ", ".join(f"rank {rank} {safe(kind)}" for rank, _, kind in first)
     return Finding(
         id=OUT_OF_STEP,
         severity=CRITICAL,
         ranks=tuple(rank for rank, _, _ in first),
-        text=f"The ranks ran different collectives at the same time ({told}): they are out of step.",
+        text=f"The ranks ran different collectives at the same time ({collectives}): they are out of step.",
         next_step=_OUT_OF_STEP,
         evidence=tuple(f"rank {rank}: {safe(kind)}, sequence number {number}" for rank, number, kind in first),
     )
@@ -240,13 +239,13 @@ _OUT_OF_STEP = (
 
 
 def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
-    evidence = [f"rank {one.rank}: {one}, SeqNum {one.sequence}" for one in timeouts[:8]]
+    evidence = [f"rank {timeout.rank}: {timeout}, SeqNum {timeout.sequence}" for timeout in timeouts[:8]]
     evidence += [f"rank {rank}: last enqueued {number}" for rank, number in sorted(log.enqueued.items())[:8]]
     if log.in_length_sync:
         evidence.append("a stack in the log shows update_max_seq_length")
-    ranks = tuple(one.rank for one in timeouts)
-    kinds = {one.kind for one in timeouts}
-    groups = {log.groups.get((one.rank, one.sequence), "") for one in timeouts} - {""}
+    ranks = tuple(timeout.rank for timeout in timeouts)
+    kinds = {timeout.kind for timeout in timeouts}
+    groups = {log.groups.get((timeout.rank, timeout.sequence), "") for timeout in timeouts} - {""}
     comparable = len(groups) < 2
     behind = _not_there(log, timeouts) if comparable else ()
 
@@ -260,17 +259,17 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             _OUT_OF_STEP,
             ranks,
         )
-    sequences = {one.sequence for one in timeouts}
+    sequences = {timeout.sequence for timeout in timeouts}
     if comparable and len(sequences) > 1:
         low, high = min(sequences), max(sequences)
-        late = tuple(one.rank for one in timeouts if one.sequence == low)
+        late = tuple(timeout.rank for timeout in timeouts if timeout.sequence == low)
         return finding(
             DRIFT,
             f"The ranks' collectives have drifted apart: {named(late)} waited in SeqNum {low}, others in up to {high}.",
             _OUT_OF_STEP,
             late,
         )
-    sizes = {one.numel for one in timeouts}
+    sizes = {timeout.numel for timeout in timeouts}
     if comparable and len(sizes) > 1:
         return finding(
             SIZES,
@@ -282,9 +281,11 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
     return finding(*_one_collective(log, timeouts[0], ranks, behind))
 
 
-def _one_collective(log: Log, one: TimedOut, ranks: tuple[int, ...], behind: tuple[int, ...]) -> tuple[str, str, str]:
+def _one_collective(
+    log: Log, timeout: TimedOut, ranks: tuple[int, ...], behind: tuple[int, ...]
+) -> tuple[str, str, str]:
     who = f"; {named(behind)} did not come to it" if behind else ""
-    if one.kind == "ALLREDUCE" and one.numel == 1 and not log.patched:
+    if timeout.kind == "ALLREDUCE" and timeout.numel == 1 and not log.patched:
         return (
             LENGTH_SYNC,
             f"{_capital(named(ranks))} waited in an all-reduce of one number, as the encoder's length sync is"
@@ -293,7 +294,7 @@ def _one_collective(log: Log, one: TimedOut, ranks: tuple[int, ...], behind: tup
             "held up elsewhere; if it never comes, the gradients' all-reduce waits for it all the same. (Other reduces "
             "of one number: a logged loss with sync_dist, skip_nan_grad.)",
         )
-    if one.kind == "ALLREDUCE" and one.numel == 1:
+    if timeout.kind == "ALLREDUCE" and timeout.numel == 1:
         return (
             ONE_NUMBER,
             f"{_capital(named(ranks))} waited in an all-reduce of one number{who}. With nemo_patches, which is in this "
@@ -301,17 +302,17 @@ def _one_collective(log: Log, one: TimedOut, ranks: tuple[int, ...], behind: tup
             "Look for a logged value with sync_dist, skip_nan_grad, or an early stop: their reduces are of one number, "
             "too. nemo_patches cannot bound those.",
         )
-    if one.kind == "BROADCAST" and (one.numel < 0 or one.numel >= _LARGE):
+    if timeout.kind == "BROADCAST" and (timeout.numel < 0 or timeout.numel >= _LARGE_BROADCAST):
         return (
             BUFFERS,
-            f"{_capital(named(ranks))} waited in a broadcast of {one.numel} elements, as DDP makes of a model's "
+            f"{_capital(named(ranks))} waited in a broadcast of {timeout.numel} elements, as DDP makes of a model's "
             f"buffers before each training step{who}.",
             "A rank has not come to that step: its data, or an evaluation that is longer on it. nemo_patches does not "
             "bound DDP's broadcast; a trace (NEMO_PATCHES_TRACE) and its stall reports name the rank.",
         )
     return (
         OTHER,
-        f"{_capital(named(ranks))} waited in {one}{who}: this is not the encoder's length sync.",
+        f"{_capital(named(ranks))} waited in {timeout}{who}: this is not the encoder's length sync.",
         "nemo_patches cannot bound it; a trace (NEMO_PATCHES_TRACE) tells whether all ranks came out of the encoder, "
         "and which one did not.",
     )
@@ -319,17 +320,17 @@ def _one_collective(log: Log, one: TimedOut, ranks: tuple[int, ...], behind: tup
 
 def _not_there(log: Log, timeouts: list[TimedOut]) -> tuple[int, ...]:
     """Ranks that had not enqueued the collective, or of which the log has other lines but not this one."""
-    number = max(one.sequence for one in timeouts)
-    short = {rank for rank, last in log.enqueued.items() if last < number}
-    quiet = set(range(log.world_size)) - set(log.timeouts) if log.size else log.ranks - set(log.timeouts)
-    found = short or (quiet if len(quiet) < log.world_size else set())
-    return tuple(sorted(found))[:64]
+    number = max(timeout.sequence for timeout in timeouts)
+    behind = {rank for rank, last in log.enqueued.items() if last < number}
+    silent = set(range(log.world_size)) - set(log.timeouts) if log.size else log.ranks - set(log.timeouts)
+    missing = behind or (silent if len(silent) < log.world_size else set())
+    return tuple(sorted(missing))[:64]
 
 
 def _by_kind(timeouts: list[TimedOut]) -> str:
-    kinds = Counter(one.kind for one in timeouts)
+    kinds = sorted({timeout.kind for timeout in timeouts})
     return ", ".join(
-        f"{safe(kind)} on {named(one.rank for one in timeouts if one.kind == kind)}" for kind in sorted(kinds)
+        f"{safe(kind)} on {named(timeout.rank for timeout in timeouts if timeout.kind == kind)}" for kind in kinds
     )
 
 

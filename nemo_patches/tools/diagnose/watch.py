@@ -1,4 +1,4 @@
-"""Looking again: whether a job's files grow, and following them."""
+"""Read a folder twice to see whether its job is running, or again and again to follow it."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import numpy as np
 
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.reading import Folder, Job, UnreadableError
+from nemo_patches.tools.diagnose.folder import Folder, Job, UnreadableError
 
 REFRESH = timedelta(seconds=2)
-_FRESH = timedelta(minutes=10)  # a file that was written to within this time may still grow
-_SHORTEST, _LONGEST = 1.0, 10.0  # seconds between the two looks
-_CALLS = 3  # in which time a running job would have written
+_FRESH = timedelta(minutes=10)  # a file that was written to since may still grow
+_SHORTEST, _LONGEST = timedelta(seconds=1), timedelta(seconds=10)  # between the two looks
+_CALLS = 3  # a running job writes within the time of so many calls
 
 
 def once(path: Path, sleep: Callable[[float], None] = time.sleep) -> tuple[Job, Report]:
-    """Read a folder and diagnose it. Whether its job is running, a second look tells: it has grown, or it has not.
+    """Read a folder and diagnose it. Where its job may be running, read it again: it has grown, or it has not.
 
     Raises UnreadableError.
     """
     folder = Folder(path)
     job = folder.read()
     if _may_grow(job):
-        sleep(_patience(job))
+        sleep(_patience(job).total_seconds())
         job = folder.read()
     return job, diagnose(job)
 
 
 def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[tuple[Job, Report]]:
-    """The job and its report, first and at every change of the verdict, until the caller has had enough.
+    """Yield the job and its report at first and at every change of the verdict, until the caller stops.
 
-    Where there is no trace yet, one is waited for.
+    Waits for the first trace, if there is none yet. Raises UnreadableError if the folder is none.
     """
     folder = Folder(path)
-    before = ""
-    patience = 0
+    last_verdict = ""
+    quiet_looks = 0
     while True:
         try:
             job = folder.read()
@@ -49,11 +49,11 @@ def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[
             sleep(REFRESH.total_seconds())
             continue
         # A job that steps slowly does not write at every look.
-        patience = 0 if job.moving else patience + 1
-        job.moving = patience * REFRESH.total_seconds() < max(_patience(job), REFRESH.total_seconds() * 1.5)
+        quiet_looks = 0 if job.moving else quiet_looks + 1
+        job.moving = quiet_looks * REFRESH < max(_patience(job), REFRESH * 1.5)
         report = diagnose(job)
-        if report.verdict != before:
-            before = report.verdict
+        if report.verdict != last_verdict:
+            last_verdict = report.verdict
             yield job, report
         sleep(REFRESH.total_seconds())
 
@@ -69,12 +69,12 @@ def _may_grow(job: Job) -> bool:
     return abs(now - newest) < _FRESH.total_seconds()
 
 
-def _patience(job: Job) -> float:
-    """Seconds in which a running job would have written something."""
+def _patience(job: Job) -> timedelta:
+    """How long to wait before a job that has written nothing counts as not running."""
     periods = [
         float(np.median(np.diff(np.array(track.calls.entered[-64:]))))
         for trace in job.traces.values()
         for track in trace.tracks.values()
         if len(track.calls.entered) > 1
     ]
-    return min(max(_CALLS * max(periods, default=0.0), _SHORTEST), _LONGEST)
+    return min(max(_CALLS * timedelta(seconds=max(periods, default=0.0)), _SHORTEST), _LONGEST)

@@ -1,4 +1,4 @@
-"""The report for a person: the verdict, what to do next, then the evidence."""
+"""Print a report: the verdict, the next step, the evidence, then a table of ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rich.table import Table
 from nemo_patches.stall.rank_text import ranges
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
 
-_MOST_RANKS = 32  # of which a line each is printed
+_MOST_RANKS = 32  # rows of the table
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
 
 def show(report: Report, console: Console) -> None:
-    """Print it. Nothing of it is taken for markup."""
+    """Print a report. Its text may come from files, so no part of it is taken for markup."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -42,34 +42,34 @@ def _title(finding: Finding) -> str:
 
 
 def _show_ranks(report: Report, console: Console) -> None:
-    """The ranks that stand out, and as many of the others as there is room for."""
+    """A table of the ranks that a finding names, and of as many others as there is room for."""
     concerned = {rank for finding in report.findings for rank in finding.ranks if len(finding.ranks) < _MOST_RANKS}
-    order = sorted(report.ranks, key=lambda one: (one.rank not in concerned, one.rank))
-    shown = sorted(order[:_MOST_RANKS], key=lambda one: one.rank)
+    concerned_first = sorted(report.ranks, key=lambda summary: (summary.rank not in concerned, summary.rank))
+    shown = sorted(concerned_first[:_MOST_RANKS], key=lambda summary: summary.rank)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("rank", "host", "pid"):
         table.add_column(name)
     for name in ("calls", "waited, s", "causes", "lag, ms", "last, s ago"):
         table.add_column(name, justify="right")
     table.add_column("at the end")
-    for one in shown:
-        table.add_row(*_row(one), style="bold" if one.rank in concerned else None)
+    for summary in shown:
+        table.add_row(*_row(summary), style="bold" if summary.rank in concerned else None)
     console.print(table)
-    left_out = sorted({one.rank for one in report.ranks} - {one.rank for one in shown})
+    left_out = sorted({summary.rank for summary in report.ranks} - {summary.rank for summary in shown})
     if left_out:
         runs = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(left_out))
         console.print(f"and ranks {runs}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _row(one: RankSummary) -> list[str]:
+def _row(summary: RankSummary) -> list[str]:
     return [
-        str(one.rank),
-        one.host,
-        str(one.pid),
-        str(one.calls),
-        f"{one.waited:.1f}" if one.waited is not None else "-",
-        f"{one.caused:.0%}" if one.caused is not None else "-",
-        f"{one.lag * 1000:.1f}" if one.lag is not None else "-",
-        f"{one.behind:.1f}" if one.behind is not None else "-",
-        one.state,
+        str(summary.rank),
+        summary.host,
+        str(summary.pid),
+        str(summary.calls),
+        f"{summary.waited:.1f}" if summary.waited is not None else "-",
+        f"{summary.caused:.0%}" if summary.caused is not None else "-",
+        f"{summary.lag * 1000:.1f}" if summary.lag is not None else "-",
+        f"{summary.behind:.1f}" if summary.behind is not None else "-",
+        summary.state,
     ]

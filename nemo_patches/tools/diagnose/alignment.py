@@ -1,4 +1,4 @@
-"""Rounds that all ranks came to: who was late to each, and how far the clocks of the traces are apart.
+"""The rounds that all ranks came to, how late each rank was to each, and how far the traces' clocks are apart.
 
 A round is complete on all ranks at nearly the same moment, when the last one arrives. So a rank's lag is the longest
 wait of all ranks less its own, and rounds with the same number tie the clocks together. Hosts' clocks are not compared.
@@ -12,28 +12,24 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from nemo_patches.tools.diagnose.columns import CAME, Track
+from nemo_patches.tools.diagnose.rank_trace import CAME, Track
 
 Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
-_KNOTS = 64  # moments at which two clocks are compared; between them they drift evenly
+_KNOTS = 64  # moments at which two clocks are compared; between them the drift is taken for linear
 _ROUNDS_AT_A_KNOT = 16
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of one encoder that came in time on all these ranks; rows are ranks, columns are rounds.
-
-    number: of the round. index: of the call, within the rank's calls. at: when it came, in seconds of the rank's own
-    trace. waited: seconds.
-    """
+    """The rounds of one encoder that came in time on all these ranks; rows are ranks, columns are rounds."""
 
     ranks: tuple[int, ...]
-    number: Whole
-    index: Whole
-    at: Floats
-    waited: Floats
+    number: Whole  # of the round
+    index: Whole  # of the call, within the rank's calls
+    at: Floats  # when the round came, in seconds of the rank's own trace
+    waited: Floats  # seconds
 
     @property
     def lag(self) -> Floats:
@@ -43,7 +39,9 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class _Came:
+class _RoundsInTime:
+    """One rank's rounds, as in Rounds."""
+
     number: Whole
     index: Whole
     at: Floats
@@ -52,10 +50,10 @@ class _Came:
 
 @dataclass(frozen=True)
 class Clocks:
-    """The traces' clocks on one scale, that of one rank. A rank that shares no round with it is not on the scale."""
+    """The traces' clocks on one scale, that of the reference rank; without the ranks that share no round with it."""
 
     reference: int
-    knots: dict[int, tuple[Floats, Floats]]  # own time, and what to add to it
+    knots: dict[int, tuple[Floats, Floats]]  # by rank: own time, and what to add to it
 
     def common(self, rank: int, at: float | Floats) -> Floats | None:
         """Seconds of a rank's own trace on the common scale; None where that cannot be told."""
@@ -63,37 +61,39 @@ class Clocks:
             return None
         moments, offsets = self.knots[rank]
         own = np.asarray(at, dtype=np.float64)
-        together: Floats = own + np.interp(own, moments, offsets)
-        return together
+        common: Floats = own + np.interp(own, moments, offsets)
+        return common
 
 
 def shared_rounds(tracks: dict[int, Track]) -> Rounds:
     """The rounds that came in time on all the given ranks."""
-    came = {rank: _came(track) for rank, track in tracks.items()}
-    ranks = tuple(sorted(came))
+    in_time = {rank: _in_time(track) for rank, track in tracks.items()}
+    ranks = tuple(sorted(in_time))
     if not ranks:
         empty = np.zeros((0, 0))
         return Rounds((), np.zeros(0, np.int64), empty.astype(np.int64), empty, empty)
-    number: Whole = reduce(lambda one, other: np.intersect1d(one, other, True), (came[rank].number for rank in ranks))
-    where = {rank: np.searchsorted(came[rank].number, number) for rank in ranks}
+    number: Whole = reduce(
+        lambda left, right: np.intersect1d(left, right, True), (in_time[rank].number for rank in ranks)
+    )
+    where = {rank: np.searchsorted(in_time[rank].number, number) for rank in ranks}
     return Rounds(
         ranks,
         number,
-        np.stack([came[rank].index[where[rank]] for rank in ranks]),
-        np.stack([came[rank].at[where[rank]] for rank in ranks]),
-        np.stack([came[rank].waited[where[rank]] for rank in ranks]),
+        np.stack([in_time[rank].index[where[rank]] for rank in ranks]),
+        np.stack([in_time[rank].at[where[rank]] for rank in ranks]),
+        np.stack([in_time[rank].waited[where[rank]] for rank in ranks]),
     )
 
 
 def clocks(tracks: dict[int, Track]) -> Clocks:
     """The clocks of the given ranks, by the rounds that each shares with the one that has the most."""
-    came = {rank: _came(track) for rank, track in tracks.items()}
-    if not came:
+    in_time = {rank: _in_time(track) for rank, track in tracks.items()}
+    if not in_time:
         return Clocks(-1, {})
-    reference = max(sorted(came), key=lambda rank: len(came[rank].number))
-    theirs = came[reference]
+    reference = max(sorted(in_time), key=lambda rank: len(in_time[rank].number))
+    theirs = in_time[reference]
     knots = {reference: (np.zeros(1), np.zeros(1))}
-    for rank, ours in came.items():
+    for rank, ours in in_time.items():
         if rank == reference:
             continue
         _, mine, other = np.intersect1d(ours.number, theirs.number, True, return_indices=True)
@@ -109,11 +109,11 @@ def clocks(tracks: dict[int, Track]) -> Clocks:
     return Clocks(reference, knots)
 
 
-def _came(track: Track) -> _Came:
+def _in_time(track: Track) -> _RoundsInTime:
     calls = track.calls
     index = np.flatnonzero(np.array(calls.outcome, dtype=np.int8) == CAME)
     number = np.array(calls.round, dtype=np.int64)[index]
     at = np.array(calls.entered)[index] + np.array(calls.synced, dtype=np.float64)[index]
     waited = np.array(calls.waited, dtype=np.float64)[index]
     number, first = np.unique(number, return_index=True)
-    return _Came(number, index[first], at[first], waited[first])
+    return _RoundsInTime(number, index[first], at[first], waited[first])

@@ -1,6 +1,6 @@
-"""Lines of a trace as records: checked, and bounded in size, whatever the file says.
+"""The decoder of a trace's lines: every record is checked and bounded in size, whatever the file says.
 
-The types are made from the dataclasses of tracing/records.py, so there is one definition of the format.
+Its types are made from the dataclasses of tracing/records.py, so the format is defined once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 
 from nemo_patches.tracing import records
 
-LONGEST_LINE = 1 << 20  # bytes; a longer one is no record
-_LARGEST = 1 << 53  # of a whole number: 9 PB, or as many calls
-_LATEST = 1e11  # seconds, of any time
-_LONGEST_TEXT, _LONGEST_LIST, _MOST_KEYS = 1 << 16, 1 << 16, 1 << 10
+LONGEST_LINE = 1 << 20  # bytes; a longer line is no record
+_LARGEST_INT = 1 << 53  # 9 PB, or as many calls
+_LARGEST_FLOAT = 1e11  # seconds, of any time
+_LONGEST_TEXT, _LONGEST_LIST, _MOST_KEYS = 1 << 16, 1 << 16, 1 << 10  # characters, items, items
 
 
 def decode(block: bytes) -> list[records.Record | None]:
@@ -25,20 +25,20 @@ def decode(block: bytes) -> list[records.Record | None]:
     try:
         return list(_decoder.decode_lines(block))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return [_one(line) for line in block.split(b"\n") if line]
+        return [_decode_line(line) for line in block.split(b"\n") if line]
 
 
 def header_in(line: bytes) -> records.Header | None:
-    """The header in a line; None where there is none."""
-    record: Any = _one(line)
+    """The header in a line; None if it holds none."""
+    record: Any = _decode_line(line)
     if type(record) is not structs[records.Header]:
         return None
     return records.Header(**{name: getattr(record, name) for name in record.__struct_fields__})
 
 
-def _one(line: bytes) -> records.Record | None:
+def _decode_line(line: bytes) -> records.Record | None:
     try:
-        record: records.Record = _decoder.decode(line)  # a struct with the same fields
+        record: records.Record = _decoder.decode(line)  # a struct with the fields of that dataclass
         return record
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
@@ -48,15 +48,15 @@ def _bounded(hint: Any) -> Any:
     """The same type, with bounds on every number, text, list and mapping in it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return typing.Union[tuple(_bounded(one) for one in arguments)]  # noqa: UP007  # of a tuple
+        return typing.Union[tuple(_bounded(argument) for argument in arguments)]  # noqa: UP007  # of a tuple
     if origin is list:
         return Annotated[list[_bounded(arguments[0])], msgspec.Meta(max_length=_LONGEST_LIST)]  # type: ignore[misc]
     if origin is dict:
         return Annotated[dict[str, _bounded(arguments[1])], msgspec.Meta(max_length=_MOST_KEYS)]  # type: ignore[misc]
     if hint is int:
-        return Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+        return Annotated[int, msgspec.Meta(ge=-_LARGEST_INT, le=_LARGEST_INT)]
     if hint is float:
-        return Annotated[float, msgspec.Meta(ge=-_LATEST, le=_LATEST)]
+        return Annotated[float, msgspec.Meta(ge=-_LARGEST_FLOAT, le=_LARGEST_FLOAT)]
     if hint is str:
         return Annotated[str, msgspec.Meta(max_length=_LONGEST_TEXT)]
     return hint

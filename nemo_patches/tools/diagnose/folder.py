@@ -1,7 +1,7 @@
-"""A folder of traces: which files are of the latest launch, and reading them, also while they grow.
+"""A folder of traces: finds the files of the latest launch and reads them, also while they grow.
 
-Whatever is in the folder is tolerated, and named where it is not read: files that are missing, cut, empty, foreign,
-binary or unreadable, lines of any length. Memory is bounded.
+Any content is tolerated, and what is not read is reported: files that are missing, cut, empty, foreign, binary or
+unreadable, lines of any length. Memory is bounded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_patches.stall.rank_text import safe
-from nemo_patches.tools.diagnose.columns import RankTrace
-from nemo_patches.tools.diagnose.decoding import LONGEST_LINE, decode, header_in
+from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode, header_in
+from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records
 
 _NAME = re.compile(r"rank-(\d{1,9})\.[0-9T]{1,20}\.(\d{1,12})\.(\d{1,9})\.jsonl")
-_BLOCK = 1 << 20
-_ONE_PROCESS = 1 << 26  # bytes up to which a further process is not worth its start
+_BLOCK_BYTES = 1 << 20
+_ONE_PROCESS_BYTES = 1 << 26  # up to so many, a further process is not worth its start
 _MOST_FILES = 100_000
 _MOST_RANKS = 1 << 20
-_MOST_NAMED = 20
-_PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
+_MOST_PROBLEMS = 20
+_COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
 
 
 class UnreadableError(Exception):
@@ -44,13 +44,13 @@ class Part:
     size: int
     offset: int = 0
     pending: bytes = b""
-    skips: bool = False  # within a line that is too long
+    skips: bool = False  # the rest of a line that is too long
 
     def read_on(self, trace: RankTrace) -> None:
-        """Take what has been written since. Raises OSError."""
+        """Read what has been written since the last time. Raises OSError."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            while block := file.read(_BLOCK):
+            while block := file.read(_BLOCK_BYTES):
                 self.offset += len(block)
                 self._take(block, trace)
         self.size = self.offset
@@ -71,18 +71,18 @@ class Part:
 
 @dataclass
 class Start:
-    """One process start of one rank: its parts, in order, and what has been read of them."""
+    """One process start of one rank: its parts in order, and what has been read of them."""
 
     parts: list[Part]
     trace: RankTrace
 
     def read_on(self) -> Start:
-        """Take what has been written since; itself. What cannot be read is a gap."""
+        """Read what has been written since; return itself, for a process pool. What cannot be read is a gap."""
         for part in self.parts:
             try:
                 if part.path.stat().st_size > part.offset:
                     part.read_on(self.trace)
-            except FileNotFoundError:  # what was read of it stays
+            except FileNotFoundError:  # what was read of it before stays
                 if not part.offset:
                     self.trace.gap = f"part {part.header.part} has gone"
             except OSError as error:
@@ -92,11 +92,11 @@ class Start:
         return self
 
     def _look_for_gaps(self) -> None:
-        numbers = [part.header.part for part in self.parts]
-        absent = sorted(set(range(numbers[0], numbers[-1])) - set(numbers))
+        numbers = {part.header.part for part in self.parts}
+        missing = set(range(min(numbers), max(numbers))) - numbers
         last = self.parts[-1]
-        if absent:
-            self.trace.gap = f"part {absent[0]} is missing"
+        if missing:
+            self.trace.gap = f"part {min(missing)} is missing"
         elif not self.trace.is_over and last.size >= last.header.bound / 2 > 0:
             self.trace.gap = f"part {last.header.part} is full, and the next one is missing"
 
@@ -112,10 +112,10 @@ class Job:
     folder: Path
     world_size: int
     traces: dict[int, RankTrace]
-    moving: bool = False  # its files grow: what is not there yet may still come
-    problems: list[str] = field(default_factory=list)  # files that were not read, or in part
+    moving: bool = False  # its files grow, so records may still come
+    problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
     suspects: set[int] = field(default_factory=set)  # ranks whose files cannot be read
-    earlier: list[str] = field(default_factory=list)  # launches before
+    earlier: list[str] = field(default_factory=list)  # process starts of earlier launches
 
     @property
     def absent(self) -> list[int]:
@@ -124,7 +124,7 @@ class Job:
 
 
 class Folder:
-    """A folder of traces that is read, and read on."""
+    """A folder of traces; read() reads on where it has stopped the last time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -134,28 +134,28 @@ class Folder:
         self._suspects: set[int] = set()
 
     def read(self) -> Job:
-        """Read what has been written since the last time. Raises UnreadableError where no trace is there."""
-        before = {key: start.trace.count for key, start in self._starts.items()}
-        self._look()
+        """Read what has been written since the last time. Raises UnreadableError if there is no trace."""
+        counts_before = {key: start.trace.count for key, start in self._starts.items()}
+        self._find_parts()
         if not self._starts:
-            what = "; ".join(self._told_problems()) or "it is empty"
-            raise UnreadableError(f"{self.path}: no trace file in it: {what}")
+            why = "; ".join(self._problem_lines()) or "it is empty"
+            raise UnreadableError(f"{self.path}: no trace file in it: {why}")
         latest, earlier = _launches(self._starts.values())
         self._read_all(latest)
         size = _world_size(latest)
         job = Job(self.path, size, {start.trace.rank: start.trace for start in latest if start.trace.rank < size})
-        job.problems = self._told_problems()
+        job.problems = self._problem_lines()
         for start in latest:
             if damage := start.trace.damage:
                 job.problems.append(f"{safe(start.parts[-1].path.name)}: {damage}")
         job.suspects = {rank for rank in self._suspects if rank not in job.traces}
-        job.earlier = [_told_start(start) for start in earlier]
-        job.moving = bool(before) and any(
-            start.trace.count > before.get(key, 0) for key, start in self._starts.items() if start in latest
+        job.earlier = [_earlier_line(start) for start in earlier]
+        job.moving = bool(counts_before) and any(
+            start.trace.count > counts_before.get(key, 0) for key, start in self._starts.items() if start in latest
         )
         return job
 
-    def _look(self) -> None:
+    def _find_parts(self) -> None:
         try:
             names = sorted(os.listdir(self.path))
         except OSError as error:
@@ -165,15 +165,14 @@ class Folder:
             if path in self._parts:
                 continue
             self._problems.pop(path, None)
-            named = _NAME.fullmatch(name)
+            name_match = _NAME.fullmatch(name)
             try:
-                part = _opened(path, named)
-            except (_NotRead, OSError) as error:
-                cannot = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-                self._problems[path] = cannot
-                if named and int(named[1]) < _MOST_RANKS:
-                    self._suspects.add(int(named[1]))
-                if isinstance(error, _NotRead) and error.rank >= 0:
+                part = _opened(path, name_match)
+            except (_NotATrace, OSError) as error:
+                self._problems[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+                if name_match and int(name_match[1]) < _MOST_RANKS:
+                    self._suspects.add(int(name_match[1]))
+                if isinstance(error, _NotATrace) and error.rank >= 0:
                     self._suspects.add(error.rank)
             else:
                 self._parts.add(path)
@@ -192,78 +191,78 @@ class Folder:
         else:
             if part.header.part < start.parts[-1].header.part and start.trace.count:
                 start.trace.mixed = True  # came after later ones had been read
-            start.parts = sorted([*start.parts, part], key=lambda one: one.header.part)
+            start.parts = sorted([*start.parts, part], key=lambda each: each.header.part)
             start.trace.header = start.parts[0].header if not start.trace.count else start.trace.header
 
     def _read_all(self, starts: list[Start]) -> None:
         unread = [start for start in starts if not start.trace.count]
         processes = min(len(unread), os.cpu_count() or 1)
-        if processes > 1 and sum(start.size for start in unread) > _ONE_PROCESS:
+        if processes > 1 and sum(start.size for start in unread) > _ONE_PROCESS_BYTES:
             largest_first = sorted(unread, key=lambda start: -start.size)
             try:
                 with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
                     done = list(pool.map(Start.read_on, largest_first))
-            except BrokenProcessPool:  # no memory for more of them, perhaps: this process reads all
+            except BrokenProcessPool:  # perhaps no memory for more processes: this one reads all
                 done = []
-            for start, read in zip(largest_first, done, strict=False):
-                start.parts, start.trace = read.parts, read.trace
+            for start, copy in zip(largest_first, done, strict=False):
+                start.parts, start.trace = copy.parts, copy.trace
         for start in starts:
             start.read_on()
 
-    def _told_problems(self) -> list[str]:
-        told = [f"{safe(path.name)}: {why}" for path, why in sorted(self._problems.items())]
-        more = len(told) - _MOST_NAMED
-        return told[:_MOST_NAMED] + ([f"and {more} more files"] if more > 0 else [])
+    def _problem_lines(self) -> list[str]:
+        lines = [f"{safe(path.name)}: {why}" for path, why in sorted(self._problems.items())]
+        more = len(lines) - _MOST_PROBLEMS
+        return lines[:_MOST_PROBLEMS] + ([f"and {more} more files"] if more > 0 else [])
 
 
-class _NotRead(Exception):
-    """A file is no part of a trace, and why. rank: the one that its header names; -1 where it names none."""
+class _NotATrace(Exception):
+    """A file is no part of a trace. The text says why. rank: the one that its header names; -1 if it names none."""
 
     def __init__(self, why: str, rank: int = -1) -> None:
         super().__init__(why)
         self.rank = rank
 
 
-def _opened(path: Path, named: re.Match[str] | None) -> Part:
-    """The file as a part of a trace, its header read. Raises _NotRead or OSError where it is none."""
+def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
+    """The file as a part of a trace, its header read. Raises _NotATrace or OSError if it is none."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
-        raise _NotRead("a folder; not looked into")
+        raise _NotATrace("a folder; not looked into")
     if not stat.S_ISREG(status.st_mode):
-        raise _NotRead("not a file")
-    if path.suffix in _PACKED:
-        raise _NotRead("compressed; unpack it first")
+        raise _NotATrace("not a file")
+    if path.suffix in _COMPRESSED:
+        raise _NotATrace("compressed; unpack it first")
     if path.suffix != ".jsonl":
-        raise _NotRead("not a trace")
+        raise _NotATrace("not a trace")
     if not status.st_size:
-        raise _NotRead("empty")
+        raise _NotATrace("empty")
     with path.open("rb") as file:
-        line, newline, _ = file.read(_BLOCK).partition(b"\n")
+        line, newline, _ = file.read(_BLOCK_BYTES).partition(b"\n")
     header = header_in(line) if newline else None
     if header is None:
-        raise _NotRead("does not begin with a trace's header")
+        raise _NotATrace("does not begin with a trace's header")
     if header.format != records.FORMAT:
-        raise _NotRead(f"format {header.format}; this nemo_patches reads {records.FORMAT}")
+        raise _NotATrace(f"format {header.format}; this nemo_patches reads {records.FORMAT}")
     if not (0 <= header.rank < header.world_size <= _MOST_RANKS and header.part >= 0):
-        raise _NotRead(f"rank {header.rank} of {header.world_size} in its header")
-    if named and tuple(map(int, named.groups())) != (header.rank, header.pid, header.part):
-        raise _NotRead(f"its header is of rank {header.rank}, pid {header.pid}, part {header.part}", header.rank)
+        raise _NotATrace(f"rank {header.rank} of {header.world_size} in its header")
+    if name_match and tuple(map(int, name_match.groups())) != (header.rank, header.pid, header.part):
+        raise _NotATrace(f"its header is of rank {header.rank}, pid {header.pid}, part {header.part}", header.rank)
     return Part(path, header, status.st_size)
 
 
 def _world_size(starts: list[Start]) -> int:
-    """What most of the headers say."""
+    """The world size that most of the headers have."""
     return Counter(start.trace.header.world_size for start in starts).most_common(1)[0][0]
 
 
 def _launches(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:
-    """The starts of the latest launch, at most one for each rank; and all earlier ones.
+    """The starts of the latest launch, at most one for each rank; and all earlier starts.
 
-    A rank with fewer starts than others did not live through all launches: to which its last start belongs is told by
-    torchrun's restart count, else by the time of the others' starts, on its own host if there are any.
+    A rank with fewer starts than others was not part of every launch. Its last start belongs to the launch with the
+    same torchrun restart count, else to the one nearest in time, by its own host's clock if possible.
     """
     of_rank: dict[int, list[Start]] = defaultdict(list)
-    for start in sorted(starts, key=lambda one: (one.trace.header.started, one.trace.header.restart)):
+    for start in sorted(starts, key=lambda each: (each.trace.header.started, each.trace.header.restart)):
         of_rank[start.trace.rank].append(start)
     most = max(map(len, of_rank.values()))
     whole = [ranks for ranks in of_rank.values() if len(ranks) == most]
@@ -284,6 +283,6 @@ def _is_of_the_last(header: records.Header, whole: list[list[Start]]) -> bool:
     return abs(header.started - last.started) < abs(header.started - before.started)
 
 
-def _told_start(start: Start) -> str:
+def _earlier_line(start: Start) -> str:
     header = start.trace.header
     return f"{safe(start.parts[0].path.name)}: an earlier start of rank {header.rank}, restart {header.restart}"

@@ -1,31 +1,36 @@
-"""Verdicts on what ranks recorded as events: exceptions, the findings of checks, and memory that runs away."""
+"""The verdicts on recorded faults: exceptions, the findings of checks, and memory that runs away."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TypeVar
 
 import numpy as np
 
 from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.alignment import Clocks
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
-from nemo_patches.tools.diagnose.reading import Job
+from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tracing import records
 
-_OF_OURS = "LengthSyncTimeout"  # on_timeout="raise": the rank that it waited for is the reason
+_OWN_TIMEOUT = "LengthSyncTimeout"  # on_timeout="raise": the rank that this one waited for is the reason
 _NEXT_INPUT = (
     "Look at this rank's batch of that call: the audio files and the manifest entries in it, and the preprocessor. "
     "A NaN goes into every rank's gradients."
 )
-_SAMPLES = 8  # of memory, below which nothing is said
-_RUNAWAY = 1 << 29  # bytes
-_TIMES_OTHERS = 4.0
+_LEAST_SAMPLES = 8  # of memory
+_RUNAWAY_BYTES = 1 << 29
+_TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
+
+
+_Fault = TypeVar("_Fault", records.Raised, records.Finding)
 
 
 def exceptions(case: Case) -> list[Finding]:
-    """The first exception that ended an encoder call, of those that ended a rank; others training went on after."""
-    found: list[tuple[float, records.Raised, int]] = []
+    """The first exception that ended a rank, and the first one after which training went on."""
+    raises: list[tuple[float, records.Raised, int]] = []
     for rank, trace in case.job.traces.items():
         track = case.tracks.get(rank)
         for raised in trace.raised:
@@ -34,16 +39,15 @@ def exceptions(case: Case) -> list[Finding]:
                 and not trace.mixed
                 and not case.endings[rank].unsure  # the record may be another rank's
                 and raised.e == track.info.e
-                and not raised.type.endswith(_OF_OURS)
+                and not raised.type.endswith(_OWN_TIMEOUT)
             ):
                 at = case.clocks.common(rank, raised.t)
-                found.append((float(at) if at is not None else raised.t, raised, rank))
-    told = []
-    for last in (True, False):
-        some = [one for one in found if _is_last(case, one[1], one[2]) == last]
-        if some:
-            told.append(_exception(case, some, last))
-    return told
+                raises.append((float(at) if at is not None else raised.t, raised, rank))
+    by_last = {
+        last: [(at, raised, rank) for at, raised, rank in raises if _is_last(case, raised, rank) == last]
+        for last in (True, False)
+    }
+    return [_exception(case, of_kind, last) for last, of_kind in by_last.items() if of_kind]
 
 
 def _is_last(case: Case, raised: records.Raised, rank: int) -> bool:
@@ -51,11 +55,9 @@ def _is_last(case: Case, raised: records.Raised, rank: int) -> bool:
     return ending.raised and ending.call == raised.n
 
 
-def _exception(case: Case, found: list[tuple[float, records.Raised, int]], last: bool) -> Finding:
-    comparable = all(case.clocks.common(rank, 0.0) is not None for _, _, rank in found)
-    first = min(found, key=lambda one: (one[0], one[1].n) if comparable else (one[1].n, one[2]))
-    _, raised, rank = first
-    same = sorted({other for _, one, other in found if one.n == raised.n and one.type == raised.type})
+def _exception(case: Case, raises: list[tuple[float, records.Raised, int]], last: bool) -> Finding:
+    raised, rank = _first(raises, case.clocks)
+    same = sorted({rank for _, other, rank in raises if (other.n, other.type) == (raised.n, raised.type)})
     ranks = tuple(same) if len(same) == case.job.world_size else (rank,)
     message = safe(raised.message.strip().splitlines()[0] if raised.message.strip() else "")[:200]
     after = "" if last else ", and training went on after it"
@@ -72,26 +74,32 @@ def _exception(case: Case, found: list[tuple[float, records.Raised, int]], last:
         encoder=case.name,
         call=raised.n,
         phase=case.endings[rank].phase,
-        evidence=(*tail, f"exceptions in all: {len(found)}, on {named(sorted({other for _, _, other in found}))}"),
+        evidence=(*tail, f"exceptions in all: {len(raises)}, on {named(sorted({rank for _, _, rank in raises}))}"),
     )
 
 
+def _first(faults: list[tuple[float, _Fault, int]], clocks: Clocks | None) -> tuple[_Fault, int]:
+    """The first of (time, record, rank) by time; by call and rank where the ranks' clocks cannot be compared."""
+    comparable = clocks is not None and all(clocks.common(rank, 0.0) is not None for _, _, rank in faults)
+    _, record, rank = min(faults, key=lambda fault: (fault[0], fault[1].n) if comparable else (fault[1].n, fault[2]))
+    return record, rank
+
+
 def check_findings(job: Job, cases: list[Case]) -> list[Finding]:
-    """The first finding of each check, and the ranks that have one."""
-    clock = cases[0].clocks if cases else None
+    """For each check its first finding."""
+    clocks = cases[0].clocks if cases else None
     of_check: dict[str, list[tuple[float, records.Finding, int]]] = defaultdict(list)
     for rank, trace in job.traces.items():
-        for one in trace.findings if not trace.mixed else ():
-            at = clock.common(rank, one.t) if clock else None
-            of_check[one.check].append((float(at) if at is not None else one.t, one, rank))
-    told = []
-    for check, found in sorted(of_check.items())[:8]:
-        comparable = clock is not None and all(clock.common(rank, 0.0) is not None for _, _, rank in found)
-        _, first, rank = min(found, key=lambda one: (one[0], one[1].n) if comparable else (one[1].n, one[2]))
-        ranks = sorted({other for _, _, other in found})
+        for record in trace.findings if not trace.mixed else ():
+            at = clocks.common(rank, record.t) if clocks else None
+            of_check[record.check].append((float(at) if at is not None else record.t, record, rank))
+    findings = []
+    for check, recorded in sorted(of_check.items())[:8]:
+        first, rank = _first(recorded, clocks)
+        ranks = sorted({rank for _, _, rank in recorded})
         names = {track.info.e: track.info.name for track in job.traces[rank].tracks.values()}
         name = safe(names.get(first.e, "the encoder"))
-        told.append(
+        findings.append(
             Finding(
                 id=ids.BAD_INPUT if check == "inputs" else ids.CHECK_FAILED,
                 severity=CRITICAL if check == "inputs" else WARNING,
@@ -101,28 +109,28 @@ def check_findings(job: Job, cases: list[Case]) -> list[Finding]:
                 next_step=_NEXT_INPUT if check == "inputs" else "Look at this rank at that call.",
                 encoder=name,
                 call=first.n,
-                evidence=(f"findings in all: {len(found)}, on {named(ranks)}",),
+                evidence=(f"findings in all: {len(recorded)}, on {named(ranks)}",),
             )
         )
-    return told
+    return findings
 
 
 def runaway_memory(job: Job) -> list[Finding]:
     """One rank's memory grows and grows, and the others' does not."""
-    found = []
+    findings = []
     for column, what in ((1, "host memory (RSS)"), (2, "GPU memory allocated"), (3, "GPU memory reserved")):
         growth: dict[int, tuple[float, float, float]] = {}
         for rank, trace in job.traces.items():
-            if len(trace.memory) >= _SAMPLES:
+            if len(trace.memory) >= _LEAST_SAMPLES:
                 quarters = np.array_split(np.array([sample[column] for sample in trace.memory], dtype=np.float64), 4)
                 levels = [float(np.median(quarter)) for quarter in quarters]
                 steady = levels[1] < levels[2] < levels[3]
                 growth[rank] = (levels[3] - levels[1] if steady else 0.0, levels[1], levels[3])
         for rank, (grown, before, after) in growth.items():
-            others = [other for one, (other, _, _) in growth.items() if one != rank]
+            others = [others_growth for other, (others_growth, _, _) in growth.items() if other != rank]
             usual = float(np.median(others)) if others else 0.0
-            if others and grown > max(_RUNAWAY, _TIMES_OTHERS * usual, 0.25 * before):
-                found.append(
+            if others and grown > max(_RUNAWAY_BYTES, _TIMES_OTHERS * usual, 0.25 * before):
+                findings.append(
                     Finding(
                         id=ids.MEMORY,
                         severity=WARNING,
@@ -134,7 +142,7 @@ def runaway_memory(job: Job) -> list[Finding]:
                         evidence=(f"{len(job.traces[rank].memory)} samples; the other ranks' growth: {_gib(usual)}",),
                     )
                 )
-    return found
+    return findings
 
 
 def _gib(number: float) -> str:

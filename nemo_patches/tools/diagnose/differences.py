@@ -1,4 +1,4 @@
-"""Verdicts on ranks that are not alike: the flag, settings, versions, buffers and inputs."""
+"""The verdicts on differences between ranks: the flag, settings, versions, buffers and inputs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from nemo_patches.stall.rank_text import named, safe
 from nemo_patches.sync.settings import SYNC_MODES
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
-from nemo_patches.tools.diagnose.columns import Input, Track
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
-from nemo_patches.tools.diagnose.reading import Job
+from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.rank_trace import Input, Track
 
-_OWN = frozenset({"trace"})  # settings that may differ: a folder may have another name on another host
-_FEW = 2  # calls of a kind of input that say nothing yet
+_MAY_DIFFER = frozenset({"trace"})  # a folder may have another name on another host
+_TOO_FEW_CALLS = 2  # to say which kind of input is usual
 
 
 def different_sync(job: Job, cases: list[Case]) -> list[Finding]:
-    """Ranks that do not sync beside ranks that do, which wait for them in vain at every call."""
-    found = []
+    """Ranks that do not sync their length, while other ranks do, and wait for them in vain at every call."""
+    findings = []
     for case in cases:
         syncs: dict[int, bool] = {}
         for rank, track in case.tracks.items():
@@ -30,7 +30,7 @@ def different_sync(job: Job, cases: list[Case]) -> list[Finding]:
         if not on or not off:
             continue
         odd = off if len(off) <= len(on) else on
-        found.append(
+        findings.append(
             Finding(
                 id=ids.DIFFERENT_SYNC,
                 severity=CRITICAL,
@@ -48,21 +48,24 @@ def different_sync(job: Job, cases: list[Case]) -> list[Finding]:
                 ),
             )
         )
-    return found
+    return findings
 
 
-def different_ranks(job: Job, cases: list[Case], apart: bool = False) -> list[Finding]:
-    """Versions, settings, registered buffers and inputs that are not the same on all ranks. apart: the sync is told."""
+def different_ranks(job: Job, cases: list[Case], without_sync: bool = False) -> list[Finding]:
+    """Versions, settings, registered buffers and inputs that are not the same on all ranks.
+
+    without_sync: leave out what different_sync() has reported.
+    """
     headers = {rank: trace.header for rank, trace in job.traces.items()}
     differences = [
-        *_of("version of", {rank: header.versions for rank, header in headers.items()}),
-        *_of("setting", {rank: _compared(header.settings, apart) for rank, header in headers.items()}),
-        *_of("checks", {rank: {"": ",".join(header.checks)} for rank, header in headers.items()}),
+        *_differences("version of", {rank: header.versions for rank, header in headers.items()}),
+        *_differences("setting", {rank: _compared(header.settings, without_sync) for rank, header in headers.items()}),
+        *_differences("checks", {rank: {"": ",".join(header.checks)} for rank, header in headers.items()}),
     ]
     for case in cases:
         about = {
             rank: {
-                **({} if apart else {"flag": str(track.info.flag), "configured flag": track.info.configured}),
+                **({} if without_sync else {"flag": str(track.info.flag), "configured flag": track.info.configured}),
                 "pos_emb_max_len": str(track.info.pos_emb_max_len),
                 "normalisation": track.info.normalisation,
                 "DDP": str(track.info.ddp),
@@ -71,7 +74,7 @@ def different_ranks(job: Job, cases: list[Case], apart: bool = False) -> list[Fi
             }
             for rank, track in case.tracks.items()
         }
-        differences += _of(f"{case.name}:", about)
+        differences += _differences(f"{case.name}:", about)
     return [
         Finding(
             id=ids.DIFFERENT,
@@ -86,34 +89,39 @@ def different_ranks(job: Job, cases: list[Case], apart: bool = False) -> list[Fi
     ]
 
 
-def _compared(settings: Mapping[str, str], apart: bool) -> dict[str, str]:
-    return {name: value for name, value in settings.items() if name not in _OWN and not (apart and name == "sync")}
+def _compared(settings: Mapping[str, str], without_sync: bool) -> dict[str, str]:
+    left_out = _MAY_DIFFER | {"sync"} if without_sync else _MAY_DIFFER
+    return {name: value for name, value in settings.items() if name not in left_out}
 
 
 def _usual_input(track: Track) -> dict[str, str]:
-    """What most calls of this rank had: one odd call is another matter."""
-    if sum(track.inputs.values()) <= _FEW:
+    """The kind of input that most calls of this rank had; one odd call says nothing."""
+    if sum(track.inputs.values()) <= _TOO_FEW_CALLS:
         return {}
-    usual: Input = max(track.inputs, key=lambda one: track.inputs[one])
+    usual: Input = max(track.inputs, key=lambda kind: track.inputs[kind])
     return {"input": str(usual)}
 
 
-def _of(what: str, values: Mapping[int, Mapping[str, str]]) -> Iterable[tuple[tuple[int, ...], str, tuple[str, ...]]]:
-    """For each name whose value differs: the ranks that have another one than most, a text, and the evidence."""
+def _differences(
+    what: str, values: Mapping[int, Mapping[str, str]]
+) -> Iterable[tuple[tuple[int, ...], str, tuple[str, ...]]]:
+    """For each name whose value differs: the ranks that have another value than most, a text, and the evidence."""
     for name in sorted({name for of_rank in values.values() for name in of_rank}):
-        ranks: dict[Hashable, list[int]] = defaultdict(list)
+        by_value: dict[Hashable, list[int]] = defaultdict(list)
         for rank, of_rank in values.items():
             if name in of_rank:
-                ranks[of_rank[name]].append(rank)
-        if len(ranks) < 2:
+                by_value[of_rank[name]].append(rank)
+        if len(by_value) < 2:
             continue
-        usual, _ = Counter({value: len(some) for value, some in ranks.items()}).most_common(1)[0]
-        odd = tuple(sorted(rank for value, some in ranks.items() if value != usual for rank in some))
+        usual, _ = Counter({value: len(sharing) for value, sharing in by_value.items()}).most_common(1)[0]
+        odd = tuple(sorted(rank for value, sharing in by_value.items() if value != usual for rank in sharing))
         title = f"{what} {safe(name)}".strip()
-        other = next(value for value, some in ranks.items() if odd[0] in some)
+        other = next(value for value, sharing in by_value.items() if odd[0] in sharing)
         text = (
-            f"{title} is not the same on all ranks: {safe(str(other))} on {named(ranks[other])}, {safe(str(usual))} on "
+            f"{title} is not the same on all ranks: {safe(str(other))} on {named(by_value[other])}, "
+            f"{safe(str(usual))} on {named(sorted(by_value[usual]))}."
         )
-        text += f"{named(sorted(ranks[usual]))}."
-        evidence = tuple(f"{safe(str(value))}: {named(sorted(some))}" for value, some in list(ranks.items())[:6])
+        evidence = tuple(
+            f"{safe(str(value))}: {named(sorted(sharing))}" for value, sharing in list(by_value.items())[:6]
+        )
         yield odd, text[0].upper() + text[1:], evidence

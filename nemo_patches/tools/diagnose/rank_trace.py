@@ -1,7 +1,7 @@
-"""One rank's trace in memory: its encoders' calls as columns of numbers, and the few records that are told in full.
+"""One rank's trace in memory: its encoders' calls as columns of numbers, and some records in full.
 
-Nothing here grows without bound, whatever a file says. What does not follow from the records before it is left out and
-counted: such a trace is damaged, and its rank is not blamed for what may be a gap in the file.
+Memory is bounded, whatever a file says. A record that does not follow from those before it is left out and counted:
+such a trace is damaged, and its rank is not blamed for what may be a gap in the file.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from nemo_patches.stall.rank_text import safe
-from nemo_patches.tools.diagnose.decoding import structs
+from nemo_patches.tools.diagnose.decoder import structs
 from nemo_patches.tracing import records
 
 OUTCOMES = (records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED, records.LOCAL, records.ENDED)
 CAME, SERVED, TIMEOUT, UNWAITED, LOCAL, ENDED = range(len(OUTCOMES))
 UNSYNCED = -1  # no length sync has returned
-UNKNOWN = -1  # whether a call is a training call, where its beginning was not read
-OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare one only the length sync is recorded
+UNKNOWN = -1  # whether a call is a training call, if its beginning was not read
+OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare call only the length sync is recorded
 
 MOST_CALLS = 1 << 21  # of one encoder; older ones go
 MOST_ENCODERS = 64
-_MOST_TOLD = 256  # exceptions, reports and findings that are kept: the first ones and the last
+_MOST_KEPT = 256  # exceptions, stall reports and findings each: the first ones and the last
 _MOST_SAMPLES = 4096
 _MOST_INPUTS = 16
-_LONGEST_KEPT = 4000  # characters of a text
-_BACKWARDS = 1.0  # seconds by which a record may be older than the one before: they come from several threads
+_LONGEST_KEPT = 4000  # characters of a text, items of a list
+_BACKWARDS_S = 1.0  # a record may be so much older than the one before: they come from several threads
 
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
 _NEVER = math.nan
@@ -39,11 +39,11 @@ _Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory],
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
-_Told = TypeVar("_Told")
+_Kept = TypeVar("_Kept")
 
 
 class Calls:
-    """The calls of one encoder on one rank, oldest first. All times but `entered` are seconds since it; NaN: never."""
+    """The calls of one encoder on one rank, oldest first. Times but `entered` are seconds since it; NaN: never."""
 
     def __init__(self) -> None:
         self.n = array("q")
@@ -73,7 +73,7 @@ class Calls:
 
 
 class Input(NamedTuple):
-    """What of a call's input should be the same on all ranks, but for the device's number."""
+    """The properties of a call's input that should be the same on all ranks, except for the device's number."""
 
     features: int
     dtype: str
@@ -88,12 +88,12 @@ class Track:
     """One encoder of one rank."""
 
     info: records.Encoder
-    room: int  # frames that its positional encoding has room for; 0 where not known
+    room: int  # frames that its positional encoding has room for; 0 if not known
     calls: Calls = field(default_factory=Calls)
     inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
     result: int = 0  # of the last length sync
-    leapt_to: int = 0  # a call's number that does not follow, not believed yet
-    round_leapt_to: int = 0  # likewise
+    leapt_to: int = 0  # a call number that does not follow; believed once the next record agrees
+    round_leapt_to: int = 0  # likewise, a round
     damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
 
     @property
@@ -104,14 +104,14 @@ class Track:
 
 @dataclass
 class RankTrace:
-    """What one process start of one rank has recorded. `take` reads on."""
+    """The records of one process start of one rank. `take` adds the next ones."""
 
     header: records.Header
     tracks: dict[int, Track] = field(default_factory=dict)
     last: float = 0.0  # when the latest record was made, in seconds since `started`
     last_kind: str = ""
     ended: float | None = None
-    stopped: str = ""  # why nothing more is recorded, although the process went on
+    stopped: str = ""  # why the trace was stopped while the process went on; empty if it was not
     count: int = 0
     bad_lines: int = 0
     odd_records: int = 0  # that do not follow from those before
@@ -137,28 +137,28 @@ class RankTrace:
 
     @property
     def damage(self) -> str:
-        """What is wrong with its file, for a person; empty where nothing is."""
-        found = [f"{self.bad_lines} lines are no records"] if self.bad_lines else []
-        found += [f"{self.odd_records} records do not follow from those before"] if self.odd_records else []
-        found += [f"{self.lost} records were not written, because the disk could not keep up"] if self.lost else []
-        found += ["lines of another process are in it"] if self.mixed else []
-        found += ["its last line is not whole"] if self.cut else []
-        found += [self.gap] if self.gap else []
-        return "; ".join(found)
+        """What is wrong with its file, for a person; empty if nothing is."""
+        damages = [f"{self.bad_lines} lines are no records"] if self.bad_lines else []
+        damages += [f"{self.odd_records} records do not follow from those before"] if self.odd_records else []
+        damages += [f"{self.lost} records were not written, because the disk could not keep up"] if self.lost else []
+        damages += ["lines of another process are in it"] if self.mixed else []
+        damages += ["its last line is not whole"] if self.cut else []
+        damages += [self.gap] if self.gap else []
+        return "; ".join(damages)
 
-    def take(self, found: Sequence[records.Record | None]) -> None:
-        """Read on: records, None for a line that is none."""
+    def take(self, batch: Sequence[records.Record | None]) -> None:
+        """Add the next records; None stands for a line that is no record."""
         tracks = self.tracks
         last = self.last
-        # The call that is open, and its columns, in names of this function: most records are of it, and there are many.
+        # The open call is kept in local variables: most records are of it, and there are millions.
         open_e = open_n = -1
         entered, calls = 0.0, Calls()
         record: Any
-        for record in found:
+        for record in batch:
             kind = type(record)
             if kind in _OF_A_CALL:
                 e, n, t = record.e, record.n, record.t
-                if n == open_n and e == open_e and t >= last - _BACKWARDS:
+                if n == open_n and e == open_e and t >= last - _BACKWARDS_S:
                     last = t
                     if kind is _PreEncoded:
                         calls.pre[-1] = t - entered
@@ -172,7 +172,7 @@ class RankTrace:
                             open_n = -1
                         continue
                 elif e in tracks:
-                    if t < last - _BACKWARDS:
+                    if t < last - _BACKWARDS_S:
                         self._odd(tracks[e])
                     last = t
                 if e in tracks:
@@ -191,11 +191,12 @@ class RankTrace:
                 self._other(kind, record)
             last = self.last
         self.last = last
-        self.count += len(found)
-        self.last_kind = next((_DATACLASSES[type(one)].k for one in reversed(found) if one is not None), self.last_kind)
+        self.count += len(batch)
+        kinds = (_DATACLASSES[type(record)].k for record in reversed(batch) if record is not None)
+        self.last_kind = next(kinds, self.last_kind)
 
     def _begin_or_not(self, track: Track, record: Any) -> None:
-        """A record that is not of the call that was open last: the next call's beginning, or something odd."""
+        """Take a record that is not of the call that was open last: the next call's beginning, or something odd."""
         calls, n = track.calls, record.n
         if type(record) is _Enter and (not calls.n or (calls.n[-1] + 1 == n and calls.ended[-1] != OPEN)):
             self._enter(track, record)
@@ -212,7 +213,7 @@ class RankTrace:
             track.inputs[given] = track.inputs.get(given, 0) + 1
 
     def _within(self, track: Track, record: Any, after: float) -> None:
-        """A record of the call that is open, `after` so many seconds."""
+        """Take a record of the open call, made `after` so many seconds of it."""
         calls, kind = track.calls, type(record)
         if kind is _Sync:
             code = _CODES.get(record.outcome)
@@ -238,7 +239,7 @@ class RankTrace:
             _keep(self.raised, _kept(record))
 
     def _follows(self, track: Track, number: int) -> bool:
-        """Whether a call may have this round: it issued the next one, or none. One that leaps is not believed alone."""
+        """Whether a call may have this round: it issued the next one, or none. A single leap is not believed."""
         before = track.calls.round[-1]
         from_here = before == 0 and self.header.part > 0
         leapt, track.round_leapt_to = track.round_leapt_to, 0
@@ -249,7 +250,7 @@ class RankTrace:
         return False
 
     def _compare(self, track: Track) -> None:
-        """A call that has ended went through what the one before it went through; else lines are lost."""
+        """Notice lost lines: a call that has ended records the same phases as the call before it."""
         calls = track.calls
         if len(calls.n) < 2 or calls.ended[-2] != LEFT or track.damaged_at == calls.n[-2]:
             return
@@ -258,7 +259,7 @@ class RankTrace:
                 self._odd(track)
 
     def _out_of_order(self, track: Track, record: Any) -> None:
-        """A record of a call that is not open: lines before it are lost, or it is not of this start."""
+        """Take a record of a call that is not open: lines before it are lost, or it is another process's."""
         calls, n, last = track.calls, record.n, track.last
         if type(record) is _Sync and n == last + 1 and (not calls.n or calls.ended[-1] != OPEN):
             calls.begin(n, UNKNOWN, record.t)  # of a compiled encoder nothing else is recorded
@@ -267,15 +268,14 @@ class RankTrace:
             return
         if calls.n or not self.header.part:  # a later part may begin within a call
             self._odd(track)
-        if (
-            n == last and calls.n and calls.ended[-1] == BARE and type(record) is not _Enter
-        ):  # it was no bare one: its beginning is lost
+        if n == last and calls.n and calls.ended[-1] == BARE and type(record) is not _Enter:
+            # The call was no bare one: its beginning is lost.
             calls.ended[-1] = OPEN
             self._within(track, record, record.t - calls.entered[-1])
         if n <= last:
             return
         if calls.n and n > last + 1 and track.leapt_to != n:
-            track.leapt_to = n  # one that stands alone is not believed
+            track.leapt_to = n  # a single leap is not believed
             return
         if type(record) is _Enter:
             self._enter(track, record)
@@ -291,10 +291,10 @@ class RankTrace:
             if (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started):
                 self.mixed = True
             return
-        if kind is _Encoder:  # of the time when it was first seen, also at the head of a later part
+        if kind is _Encoder:  # its time is that of its first record, also at the head of a later part
             self._encoder(record)
             return
-        if record.t < self.last - _BACKWARDS:
+        if record.t < self.last - _BACKWARDS_S:
             self.odd_records += 1
             self._damage_all()
         self.last = record.t
@@ -320,13 +320,13 @@ class RankTrace:
             self.ended = record.t
         elif kind is _Stopped:
             self.stopped = safe(record.reason) or "no reason given"
-        else:  # of an encoder that has not been introduced
+        else:  # a record of an encoder that has no `encoder` record
             self.odd_records += 1
             self._damage_all()
 
     def _encoder(self, record: Any) -> None:
         track = self.tracks.get(record.e)
-        if track is not None:  # as it is now; it may have another name under a process group
+        if track is not None:  # the latest record holds; the name may be another one under a process group
             track.info = _kept(record)
         elif len(self.tracks) < MOST_ENCODERS:
             self.tracks[record.e] = Track(_kept(record), record.pos_emb_max_len or 0)
@@ -343,14 +343,14 @@ class RankTrace:
             track.damaged_at = track.last
 
 
-def _keep(told: list[_Told], one: _Told) -> None:
-    if len(told) >= _MOST_TOLD:
-        del told[_MOST_TOLD // 2]
-    told.append(one)
+def _keep(kept: list[_Kept], record: _Kept) -> None:
+    if len(kept) >= _MOST_KEPT:
+        del kept[_MOST_KEPT // 2]
+    kept.append(record)
 
 
 def _kept(record: Any) -> Any:
-    """The dataclass of tracing/records.py, with texts and lists of bounded length."""
-    kind = _DATACLASSES[type(record)]
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    return kind(**{name: one[:_LONGEST_KEPT] if isinstance(one, str | list) else one for name, one in values.items()})
+    """The record as a dataclass of tracing/records.py, with texts and lists of bounded length."""
+    fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
+    bounded = {name: value[:_LONGEST_KEPT] if isinstance(value, str | list) else value for name, value in fields}
+    return _DATACLASSES[type(record)](**bounded)

@@ -1,4 +1,4 @@
-"""A picture of a job: ranks down, calls across, colour for how late each rank came, marks where it went wrong."""
+"""The plot of a job: ranks down, calls across, colour for how late each rank came, marks where it went wrong."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from nemo_patches.tools.diagnose.case import Case, cases
-from nemo_patches.tools.diagnose.columns import RAISED, TIMEOUT, UNWAITED
 from nemo_patches.tools.diagnose.diagnosis import state_of
+from nemo_patches.tools.diagnose.folder import Job, UnreadableError
 from nemo_patches.tools.diagnose.lateness import late_calls
-from nemo_patches.tools.diagnose.reading import Job, UnreadableError
+from nemo_patches.tools.diagnose.rank_trace import RAISED, TIMEOUT, UNWAITED
 
-_COLUMNS = 1200  # more calls than that are binned
-_LABELLED = 40  # more ranks than that are not labelled one by one
-_LEAST, _MUCH = 0.01, 1.0  # seconds of lag: the ends of the scale, where no rank came later
-_ROOMY = 60  # with fewer calls the marks are larger
-_RARE = 2  # from this mark on they are never made smaller, and so many have their rank beside them
-_NAMED = 12
-_NO_LAG, _NOTHING = "#e4e4e4", "white"
+_MOST_COLUMNS = 1200  # more calls than that are binned
+_MOST_LABELS = 40  # more ranks than that are not labelled one by one
+_LEAST_LAG_S, _LARGE_LAG_S = 0.01, 1.0  # the ends of the colour scale, unless a rank came later
+_FEW_CALLS = 60  # up to so many calls the marks are larger
+_RARE = 2  # index in _MARKS: from here on marks are never made smaller, and the first ones have their rank beside them
+_MOST_NAMED = 12  # of each rare mark
+_LAG_NOT_KNOWN, _NO_CALL = "#e4e4e4", "white"
 _MARKS = (
     ("own length, no wait", ".", "#4aa3df", 14.0),
     ("gave up waiting", "v", "#1f5fd0", 30.0),
@@ -37,7 +37,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def draw(job: Job, file: Path) -> None:
-    """Write the PNG. Raises OSError, and UnreadableError where there is no call to draw."""
+    """Write the PNG. Raises OSError, and UnreadableError if there is no call to draw."""
     encoders = [case for case in cases(job) if case.rounds.ranks]
     if not encoders:
         raise UnreadableError(f"{job.folder}: no encoder call to draw")
@@ -45,25 +45,25 @@ def draw(job: Job, file: Path) -> None:
     ranks = sorted(job.traces)
     first = min(track.calls.n[0] for track in case.tracks.values() if track.calls.n)
     last = max(track.last for track in case.tracks.values())
-    width = -(-(last - first + 1) // _COLUMNS)
+    width = -(-(last - first + 1) // _MOST_COLUMNS)
     edges = first - 0.5 + width * np.arange(-(-(last - first + 1) // width) + 1, dtype=np.float64)
     lags, there = _lags(case, ranks, edges)
 
     height = float(np.clip(1.9 + 0.32 * len(ranks), 2.7, 11.0))
     figure = Figure(figsize=(14.0, height), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    axes.set_facecolor(_NOTHING)
+    axes.set_facecolor(_NO_CALL)
     extent = (edges[0], edges[-1], len(ranks) - 0.5, -0.5)
     calls = np.ma.masked_array(np.zeros(there.shape), ~there)
-    axes.imshow(calls, aspect="auto", extent=extent, interpolation="nearest", cmap=ListedColormap([_NO_LAG]))
-    largest = max(float(np.nanmax(lags, initial=0.0)), _MUCH)
+    axes.imshow(calls, aspect="auto", extent=extent, interpolation="nearest", cmap=ListedColormap([_LAG_NOT_KNOWN]))
+    largest = max(float(np.nanmax(lags, initial=0.0)), _LARGE_LAG_S)
     image = axes.imshow(
-        np.ma.masked_invalid(np.clip(lags, _LEAST, None)),
+        np.ma.masked_invalid(np.clip(lags, _LEAST_LAG_S, None)),
         aspect="auto",
         extent=extent,
         interpolation="nearest",
         cmap="YlOrRd",
-        norm=LogNorm(_LEAST, largest),
+        norm=LogNorm(_LEAST_LAG_S, largest),
     )
     bar = figure.colorbar(
         image, ax=axes, pad=0.01, fraction=0.03 if height < 8 else 0.02, aspect=40 if height > 8 else 20
@@ -89,7 +89,7 @@ def draw(job: Job, file: Path) -> None:
 
 
 def _lags(case: Case, ranks: list[int], edges: Lags) -> tuple[Lags, npt.NDArray[np.bool_]]:
-    """Seconds of lag by rank and column, the largest of each column's calls; NaN: not known. And where calls are."""
+    """The largest lag of each rank and column, in seconds, NaN if not known; and where there are calls."""
     bins = len(edges) - 1
     lags = np.full((len(ranks), bins), -1.0)
     there = np.zeros((len(ranks), bins), dtype=bool)
@@ -97,9 +97,9 @@ def _lags(case: Case, ranks: list[int], edges: Lags) -> tuple[Lags, npt.NDArray[
         track = case.tracks.get(rank)
         if track is not None and track.calls.n:
             there[row, _columns(np.array(track.calls.n), edges)] = True
-    for row, rank in enumerate(case.rounds.ranks):
-        numbers = np.array(case.tracks[rank].calls.n)[case.rounds.index[row]]
-        np.maximum.at(lags[ranks.index(rank)], _columns(numbers, edges), case.rounds.lag[row])
+    for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.lag, strict=True):
+        numbers = np.array(case.tracks[rank].calls.n)[index]
+        np.maximum.at(lags[ranks.index(rank)], _columns(numbers, edges), lag)
     lags[lags < 0] = np.nan
     return lags, there
 
@@ -111,10 +111,12 @@ def _columns(numbers: Numbers, edges: Lags) -> Numbers:
 
 
 def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # type: ignore[no-untyped-def]
-    """Marks, one for each rank and column at most; and the legend's entries."""
-    crowded = len(ranks) > _LABELLED
-    roomy = 3.0 if len(edges) <= _ROOMY and not crowded else 1.0
-    handles = [Line2D([], [], marker="s", linestyle="", color=_NO_LAG, markersize=8, label="a call, lag not known")]
+    """Draw at most one mark of each kind for each rank and column; return the legend's entries."""
+    crowded = len(ranks) > _MOST_LABELS
+    roomy = 3.0 if len(edges) <= _FEW_CALLS and not crowded else 1.0
+    handles = [
+        Line2D([], [], marker="s", linestyle="", color=_LAG_NOT_KNOWN, markersize=8, label="a call, lag not known")
+    ]
     middles = (edges[:-1] + edges[1:]) / 2
     late = late_calls(case)
     for number, (title, marker, colour, size) in enumerate(_MARKS):
@@ -136,7 +138,7 @@ def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # t
             clip_on=False,
         )
         if crowded and number >= _RARE:
-            for at, row in list(zip(across, down, strict=True))[:_NAMED]:
+            for at, row in list(zip(across, down, strict=True))[:_MOST_NAMED]:
                 near_the_end = at > edges[0] + 0.9 * (edges[-1] - edges[0])
                 axes.annotate(
                     f"rank {ranks[row]}",
@@ -154,7 +156,7 @@ def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # t
 
 
 def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """The calls of a rank that have each of _MARKS."""
+    """A rank's calls for each of _MARKS."""
     track = case.tracks.get(rank)
     if track is None or not track.calls.n:
         none = np.zeros(0, np.int64)
@@ -170,9 +172,9 @@ def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Numbers,
 
 
 def _label(axes, case: Case, ranks: list[int]) -> None:  # type: ignore[no-untyped-def]
-    """Each rank's name, and where it is at the end; of many ranks, every so manieth."""
+    """Label each rank with its state at the end; many ranks only with some of their numbers."""
     axes.set_ylim(len(ranks) - 0.5, -0.5)
-    if len(ranks) > _LABELLED:
+    if len(ranks) > _MOST_LABELS:
         axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
         axes.yaxis.set_major_formatter(
             FuncFormatter(lambda row, _: str(ranks[int(row)]) if 0 <= row < len(ranks) and row == int(row) else "")

@@ -1,7 +1,7 @@
-"""Verdicts on how the traces end: who is stuck, where, and who has gone.
+"""The verdicts on how the traces end: who is stuck, where, and who has gone.
 
-A rank is only blamed where its own trace is whole, and never for a round that it has come to. Where every rank has come
-out of the encoder, the hang is not the encoder's.
+A rank is blamed only if its own trace is whole, and never for a round that it has come to. If every rank has come out
+of the encoder, the hang is not the encoder's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nemo_patches.tools.diagnose.case import Case, StallReports, stall_reports, 
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 
-_NEXT = {
+_NEXT_STEPS = {
     ids.BEFORE_ENCODER: "Look at what this rank does (`py-spy dump --pid {pid}` on {host}), and its data loader's "
     "workers; if it is out of batches, make their number equal on all ranks (drop_last, DistributedSampler).",
     ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
@@ -39,11 +39,11 @@ _PHASES = {
     ids.PRE_ENCODE: "in pre_encode, the subsampling",
     ids.LAYERS: "in its layers",
 }
-_ORDER = list(_PHASES)
+_PHASE_ORDER = list(_PHASES)
 
 
-def stuck(case: Case, explained: set[int]) -> list[Finding]:
-    """Who is stuck or has gone. explained: ranks of which another finding says why they are behind."""
+def hangs(case: Case, explained: set[int]) -> list[Finding]:
+    """Who is stuck or has gone. explained: the ranks that are behind for a reason that another finding has."""
     sure = case.sure
     if not sure or not any(ending.call for ending in case.endings.values()):
         return []
@@ -52,11 +52,11 @@ def stuck(case: Case, explained: set[int]) -> list[Finding]:
     at_top = [ending for ending in sure.values() if ending.position == top]
     behind = [ending for ending in sure.values() if ending.position < top]
     if case.job.moving:
-        behind = [one for one in behind if _waited_for(one, at_top)]
-    named_by_others = [one for one in behind if one.rank in reports.kinds]
-    if named_by_others and reports.complete:  # who else seems to be behind has only a trace that ends too early
-        behind = named_by_others
-    behind = [one for one in behind if one.rank not in explained]
+        behind = [ending for ending in behind if _waited_for(ending, at_top)]
+    reported = [ending for ending in behind if ending.rank in reports.kinds]
+    if reported and reports.complete:  # any other rank that seems to be behind only has a trace that ends too early
+        behind = reported
+    behind = [ending for ending in behind if ending.rank not in explained]
     if behind:
         return _behind(case, behind, at_top, reports)
     if explained or case.job.moving:
@@ -64,72 +64,70 @@ def stuck(case: Case, explained: set[int]) -> list[Finding]:
     return _level(case, at_top, reports)
 
 
-def _waited_for(one: Ending, others: Iterable[Ending]) -> bool:
-    return any((other.in_vain or other.sync_ended) and other.round > one.round for other in others)
+def _waited_for(ending: Ending, others: Iterable[Ending]) -> bool:
+    return any((other.in_vain or other.sync_ended) and other.round > ending.round for other in others)
 
 
 def _behind(case: Case, behind: list[Ending], at_top: list[Ending], reports: StallReports) -> list[Finding]:
     groups: dict[str, list[Ending]] = defaultdict(list)
     sync_ended = any(other.sync_ended for other in case.endings.values())
     all_over = all(other.ended for other in at_top)
-    for one in behind:
-        groups[_why(one, reports, sync_ended, all_over)].append(one)
-    found = []
+    for ending in behind:
+        groups[_why(ending, reports, sync_ended, all_over)].append(ending)
+    groups.pop(ids.EXCEPTION, None)  # faults.py reports exceptions
+    findings = []
     for kind, endings in groups.items():
-        if kind == ids.EXCEPTION:
-            continue  # a finding of its own
-        one = _one(case, kind, endings, at_top, reports)
-        found.append(
-            one if endings[0].inside else replace(one, call=one.call + 1)
-        )  # the call that they have not entered
-    return found
+        finding = _finding(case, kind, endings, at_top, reports)
+        not_entered = 0 if endings[0].inside else 1  # the finding is about the call that these ranks have not entered
+        findings.append(replace(finding, call=finding.call + not_entered))
+    return findings
 
 
-def _why(one: Ending, reports: StallReports, sync_ended: bool, all_over: bool) -> str:
-    if one.raised:
+def _why(ending: Ending, reports: StallReports, sync_ended: bool, all_over: bool) -> str:
+    if ending.raised:
         return ids.EXCEPTION
-    if one.ended:
+    if ending.ended:
         return ids.ENDED
-    if (sync_ended and not one.sync_ended) or reports.kinds.get(one.rank) == LEFT or all_over:
+    if (sync_ended and not ending.sync_ended) or reports.kinds.get(ending.rank) == LEFT or all_over:
         return ids.KILLED
-    if reports.kinds.get(one.rank) == SILENT:
+    if reports.kinds.get(ending.rank) == SILENT:
         return ids.SILENT
-    return ids.SOME_INSIDE if one.inside else ids.BEFORE_ENCODER
+    return ids.SOME_INSIDE if ending.inside else ids.BEFORE_ENCODER
 
 
 def _text(case: Case, kind: str, endings: list[Ending], at_top: list[Ending], reports: StallReports) -> str:
     ranks = [ending.rank for ending in endings]
-    one, other = endings[0], usual_call(at_top)
+    first, usual = endings[0], usual_call(at_top)
     others = named(sorted(ending.rank for ending in at_top))
     went = _went(at_top)
     if kind == ids.KILLED:
-        where = f"{_PHASES[one.phase]} of" if one.inside else "after"
-        last = f"{where} {case.call(one)}" if one.call else "before its first encoder call"
+        where = f"{_PHASES[first.phase]} of" if first.inside else "after"
+        last = f"{where} {case.call(first)}" if first.call else "before its first encoder call"
         return (
             f"{whom(ranks, 'was', 'were')} killed or crashed {last}: its trace stops there without an end, while "
-            f"{others} {went} {case.call(other)}."
+            f"{others} {went} {case.call(usual)}."
         )
     if kind == ids.ENDED:
-        last = f"after {case.call(one)}" if one.call else "without an encoder call"
+        last = f"after {case.call(first)}" if first.call else "without an encoder call"
         return (
-            f"{whom(ranks, 'has', 'have')} ended in good order {last}, while {others} {went} {case.call(other)}: an "
+            f"{whom(ranks, 'has', 'have')} ended in good order {last}, while {others} {went} {case.call(usual)}: an "
             "error outside the encoder, or fewer batches."
         )
     if kind == ids.SILENT:
-        last = f"after {case.call(one)}" if one.call else "before its first encoder call"
+        last = f"after {case.call(first)}" if first.call else "before its first encoder call"
         return (
             f"{whom(ranks, 'has', 'have')} no heartbeat since {last}: stopped, killed, the host unreachable, or "
-            f"Python's lock held; {others} {went} {case.call(other)}."
+            f"Python's lock held; {others} {went} {case.call(usual)}."
         )
     if kind == ids.SOME_INSIDE:
         return (
-            f"{whom(ranks, 'is', 'are')} inside {case.call(one)}, {_PHASES[one.phase]}, and {others} came out of it: "
-            "stuck there, or killed."
+            f"{whom(ranks, 'is', 'are')} inside {case.call(first)}, {_PHASES[first.phase]}, and {others} came out of it"
+            ": stuck there, or killed."
         )
     place = next((place for rank, place in reports.where.items() if rank in ranks), "")
     doing = f"it is in {place}" if place else "it is stuck before the encoder, in its data or whatever else is there"
-    number = f" (call {other.call} there, {one.call + 1} here)" if other.call != one.call + 1 else ""
-    return f"{whom(ranks, 'has', 'have')} not entered {case.call(other)}, which {others} {went}{number}: {doing}."
+    number = f" (call {usual.call} there, {first.call + 1} here)" if usual.call != first.call + 1 else ""
+    return f"{whom(ranks, 'has', 'have')} not entered {case.call(usual)}, which {others} {went}{number}: {doing}."
 
 
 def _went(at_top: list[Ending]) -> str:
@@ -142,7 +140,7 @@ def _went(at_top: list[Ending]) -> str:
 
 def _next_step(kind: str, ranks: tuple[int, ...], case: Case) -> str:
     header = case.job.traces[ranks[0]].header
-    return _NEXT[kind].format(pid=header.pid, host=safe(header.host))
+    return _NEXT_STEPS[kind].format(pid=header.pid, host=safe(header.host))
 
 
 def _evidence(case: Case, endings: list[Ending], at_top: list[Ending], reports: StallReports) -> Iterable[str]:
@@ -161,7 +159,7 @@ def _evidence(case: Case, endings: list[Ending], at_top: list[Ending], reports: 
 
 
 def _level(case: Case, at_top: list[Ending], reports: StallReports) -> list[Finding]:
-    """All of which it is known stand at the same call."""
+    """All ranks of which it is known stand at the same call."""
     left = [ending for ending in at_top if ending.ended]
     stay = [ending for ending in at_top if not ending.ended]
     if not stay:
@@ -171,23 +169,23 @@ def _level(case: Case, at_top: list[Ending], reports: StallReports) -> list[Find
     if any(ending.sync_ended for ending in at_top) and not all(ending.sync_ended for ending in at_top):
         gone = [ending for ending in at_top if not ending.sync_ended and not ending.raised]
         if gone:
-            return [_one(case, ids.KILLED, gone, [ending for ending in at_top if ending.sync_ended], reports)]
+            return [_finding(case, ids.KILLED, gone, [ending for ending in at_top if ending.sync_ended], reports)]
     whole = len(at_top) == case.job.world_size
     if not whole or any(ending.raised for ending in at_top):
-        return []  # who is not known may be the reason
+        return []  # a rank that is not known may be the reason
     inside = [ending for ending in at_top if ending.inside]
     outside = [ending for ending in at_top if not ending.inside]
     if inside and outside:
-        return [_one(case, ids.SOME_INSIDE, inside, outside, reports)]
+        return [_finding(case, ids.SOME_INSIDE, inside, outside, reports)]
     call = case.call(at_top[0])
     everyone = f"All {len(at_top)} ranks"
     if all(ending.in_vain for ending in at_top):
-        return []  # the last to come to a round does not wait in vain: a trace is not as it was
+        return []  # the last to come to a round does not wait in vain: some trace is not what its rank wrote
     if inside:
-        phase = min((ending.phase for ending in inside), key=_ORDER.index)
+        phase = min((ending.phase for ending in inside), key=_PHASE_ORDER.index)
         first = [ending for ending in inside if ending.phase == phase]
         ranks = tuple(ending.rank for ending in first)
-        which = f"{_PHASES[phase]}" if len(first) == len(inside) else f"{named(ranks)} {_PHASES[phase]}"
+        which = _PHASES[phase] if len(first) == len(inside) else f"{named(ranks)} {_PHASES[phase]}"
         return [
             Finding(
                 id=ids.ALL_INSIDE,
@@ -217,16 +215,16 @@ def _level(case: Case, at_top: list[Ending], reports: StallReports) -> list[Find
 
 
 def _some_have_ended(case: Case, left: list[Ending], stay: list[Ending]) -> list[Finding]:
-    """At the same call, some have ended in good order and some have no end: those that are fewer stand out."""
+    """At the same call some ranks have ended in good order, and some have no end: the fewer ones stand out."""
     reports = StallReports({}, {}, False)
     if all(ending.raised for ending in left):
         return []
     if len(stay) <= len(left) and len(left) + len(stay) == case.job.world_size:
-        return [_one(case, ids.KILLED, stay, left, reports)]
-    return [_one(case, ids.ENDED, left, stay, reports)]
+        return [_finding(case, ids.KILLED, stay, left, reports)]
+    return [_finding(case, ids.ENDED, left, stay, reports)]
 
 
-def _one(case: Case, kind: str, endings: list[Ending], others: list[Ending], reports: StallReports) -> Finding:
+def _finding(case: Case, kind: str, endings: list[Ending], others: list[Ending], reports: StallReports) -> Finding:
     ranks = tuple(ending.rank for ending in endings)
     return Finding(
         id=kind,

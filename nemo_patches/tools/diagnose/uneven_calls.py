@@ -1,8 +1,7 @@
-"""The verdict on uneven calls: one rank makes more evaluation or training calls than another."""
+"""The verdict on uneven calls: one rank made more evaluation or training calls than another."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +9,11 @@ import numpy as np
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
-from nemo_patches.tools.diagnose.columns import UNKNOWN
 from nemo_patches.tools.diagnose.endings import anchors, positions, weighted_kinds
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+from nemo_patches.tools.diagnose.rank_trace import UNKNOWN
 
-_NEXT = {
+_NEXT_STEPS = {  # by whether they are training calls
     False: "Make the number of evaluation batches equal on all ranks (DistributedSampler, drop_last, or streams of "
     "equal length). nemo_patches lets training go on; a metric that is gathered from all ranks may still wait.",
     True: "Make the number of training batches equal on all ranks (drop_last, DistributedSampler, "
@@ -23,8 +22,8 @@ _NEXT = {
 
 
 @dataclass(frozen=True)
-class Uneven:
-    """Ranks that made more calls of a kind in one run of them than others did."""
+class UnevenRun:
+    """Ranks that made more training or evaluation calls in a row than others did."""
 
     training: bool
     more: frozenset[int]
@@ -32,43 +31,39 @@ class Uneven:
     call: int  # the first one too many, on a rank that has more
 
 
-def uneven_calls(case: Case) -> list[tuple[Finding, Uneven]]:
-    """For each kind of call at most one finding, with what it goes by."""
-    found = [*_mixed_rounds(case), *_runs(case)]
-    told = []
-    for training in (True, False):
-        of_kind = [one for one in found if one.training == training]
-        if of_kind:
-            told.append((_finding(case, of_kind), of_kind[-1]))
-    return told
+def uneven_calls(case: Case) -> list[tuple[Finding, UnevenRun]]:
+    """For training and for evaluation calls at most one finding each, with the unevenness it is about."""
+    uneven = [*_mixed_rounds(case), *_runs(case)]
+    by_kind = [[run for run in uneven if run.training == training] for training in (True, False)]
+    return [(_finding(case, of_kind), of_kind[-1]) for of_kind in by_kind if of_kind]
 
 
-def _finding(case: Case, found: list[Uneven]) -> Finding:
-    first, kind = found[0], "training" if found[0].training else "evaluation"
+def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
+    first, kind = uneven[0], "training" if uneven[0].training else "evaluation"
     more, fewer = named(sorted(first.more)), named(sorted(first.fewer))
     fewer_ranks = len(first.fewer) < len(first.more)
     text = (
         f"{fewer} made fewer {kind} calls than {more}" if fewer_ranks else f"{more} made more {kind} calls than {fewer}"
     )
-    often = Counter(one.call for one in found)
-    times = f", {len(often)} times" if len(often) > 1 else ""
+    count = len({run.call for run in uneven})
+    times = f", {count} times" if count > 1 else ""
     return Finding(
         id=ids.UNEVEN_CALLS,
         severity=CRITICAL if first.training else WARNING,
         ranks=tuple(sorted(first.fewer if fewer_ranks else first.more)),
         text=f"{text}, from call {first.call} of {case.name} on{times}.",
-        next_step=_NEXT[first.training],
+        next_step=_NEXT_STEPS[first.training],
         encoder=case.name,
         call=first.call,
-        evidence=tuple({f"{kind} call {one.call}: only on {named(sorted(one.more))}": None for one in found})[:4],
+        evidence=tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4],
     )
 
 
-def _mixed_rounds(case: Case) -> list[Uneven]:
-    """By rounds to which some came with a training call and some with an evaluation call, right after they were level.
+def _mixed_rounds(case: Case) -> list[UnevenRun]:
+    """Rounds to which some ranks came with a training and some with an evaluation call, right after all were level.
 
-    Level: the round before came on all in time, and at the same position. So a rank that was late is not taken for one
-    that makes more calls.
+    Level: the round before came in time on all ranks, and at the same position. So a rank that was late is not taken
+    for one that makes more calls.
     """
     rounds, starts = case.rounds, anchors(case.tracks)
     if len(rounds.ranks) < 2 or rounds.number.size < 2 or any(starts.get(rank) is None for rank in rounds.ranks):
@@ -85,18 +80,18 @@ def _mixed_rounds(case: Case) -> list[Uneven]:
     for rows in (kind, np.stack(trained), np.stack(evaluated)):
         level &= (rows == rows[0]).all(axis=0)
     mixed = ((kind == 0).any(axis=0) & (kind == 1).any(axis=0) & (kind != UNKNOWN).all(axis=0))[1:]
-    found = []
+    uneven = []
     for before in np.flatnonzero(mixed & level[:-1] & (np.diff(rounds.number) == 1)):
         goes_on = kind[:, before + 1] == kind[:, before]
         more = frozenset(rank for rank, does in zip(rounds.ranks, goes_on, strict=True) if does)
         row = int(np.flatnonzero(goes_on)[0])
         call = case.tracks[rounds.ranks[row]].calls.n[int(rounds.index[row, before + 1])]
-        found.append(Uneven(bool(kind[0, before]), more, frozenset(rounds.ranks) - more, call))
-    return found
+        uneven.append(UnevenRun(bool(kind[0, before]), more, frozenset(rounds.ranks) - more, call))
+    return uneven
 
 
-def _runs(case: Case) -> list[Uneven]:
-    """By how many calls of a kind each rank made in a row, on ranks whose traces are whole from their first call on."""
+def _runs(case: Case) -> list[UnevenRun]:
+    """Runs of one kind of call that are longer on some ranks, among those whose traces are whole from the start."""
     whole = {
         rank: track
         for rank, track in case.tracks.items()
@@ -109,32 +104,30 @@ def _runs(case: Case) -> list[Uneven]:
         kinds, weights = weighted_kinds(track)
         edges = np.flatnonzero(np.diff(kinds)) + 1
         runs[rank] = [
-            (bool(part[0] == 1), int(sum_))
-            for part, sum_ in zip(
-                np.split(kinds, edges), (piece.sum() for piece in np.split(weights, edges)), strict=True
-            )
+            (bool(kind[0] == 1), int(weight.sum()))
+            for kind, weight in zip(np.split(kinds, edges), np.split(weights, edges), strict=True)
         ]
-    done = (
+    all_ended = (
         all(
             ending.ended and not ending.raised and not ending.sync_ended and not ending.in_vain
             for ending in case.endings.values()
         )
         and len(case.endings) == case.job.world_size
     )
-    found = []
+    uneven = []
     before = dict.fromkeys(whole, 0)
     for number in range(max(map(len, runs.values()))):
         there = {rank: run[number] for rank, run in runs.items() if number < len(run)}
         if len({training for training, _ in there.values()}) != 1:
             break
-        closed = {rank: length for rank, (_, length) in there.items() if done or number + 1 < len(runs[rank])}
+        closed = {rank: length for rank, (_, length) in there.items() if all_ended or number + 1 < len(runs[rank])}
         if closed:
             fewest = min(closed.values())
             more = frozenset(rank for rank, (_, length) in there.items() if length > fewest)
             fewer = frozenset(rank for rank, length in closed.items() if length == fewest)
             if more:
                 call = before[min(more)] + fewest + 1
-                found.append(Uneven(next(iter(there.values()))[0], more, fewer, call))
+                uneven.append(UnevenRun(next(iter(there.values()))[0], more, fewer, call))
         for rank, (_, length) in there.items():
             before[rank] += length
-    return found
+    return uneven

@@ -1,31 +1,30 @@
-"""Verdicts on ranks of which there is no trace."""
+"""The verdicts on ranks without a trace."""
 
 from __future__ import annotations
 
 from nemo_patches.stall.rank_text import UNANNOUNCED, named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, whom
-from nemo_patches.tools.diagnose.columns import CAME
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
-from nemo_patches.tools.diagnose.reading import Job
+from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.rank_trace import CAME
 
 
 def absent_ranks(job: Job, cases: list[Case]) -> list[Finding]:
-    """Ranks without a trace: never there, or only without a trace. A round that came had all ranks in it."""
+    """Say whether ranks without a trace are missing, or only not traced: a round that came had every rank in it."""
     absent = tuple(rank for rank in job.absent if rank not in job.suspects)
     if not absent:
         return []
     took_part = any(CAME in track.calls.outcome for case in cases for track in case.tracks.values())
-    some = named(absent)
     if took_part:
-        waits = sorted({one.rank for case in cases for one in case.endings.values() if one.in_vain})
-        wait = f"; {named(waits)} waited in vain at the end, perhaps for it" if waits else ""
+        waiting_ranks = sorted({ending.rank for case in cases for ending in case.endings.values() if ending.in_vain})
+        waited = f"; {named(waiting_ranks)} waited in vain at the end, perhaps for it" if waiting_ranks else ""
         return [
             Finding(
                 id=ids.UNTRACED,
                 severity=WARNING,
                 ranks=absent,
-                text=f"{whom(absent, 'takes', 'take')} part in the length sync, and left no trace here{wait}.",
+                text=f"{whom(absent, 'takes', 'take')} part in the length sync, and left no trace here{waited}.",
                 next_step="Set NEMO_PATCHES_TRACE on every rank and host, to a folder that all share, or copy the "
                 "missing files here.",
                 evidence=(f"{len(job.traces)} of {job.world_size} ranks have a trace",),
@@ -44,8 +43,8 @@ def absent_ranks(job: Job, cases: list[Case]) -> list[Finding]:
             id=ids.MISSING_RANK,
             severity=CRITICAL,
             ranks=absent,
-            text=f"There is no sign of {some} of {job.world_size}: not started, not patched, not traced, or not yet at "
-            "a first encoder call.",
+            text=f"There is no sign of {named(absent)} of {job.world_size}: not started, not patched, not traced, or "
+            "not yet at a first encoder call.",
             next_step="Look at its stderr for nemo_patches' line `patched ...`, and run `nemo-patches status` in its "
             "environment; every rank must have the patch, and NEMO_PATCHES_TRACE.",
             evidence=(f"{len(job.traces)} of {job.world_size} ranks have a trace", why),
