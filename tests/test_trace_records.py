@@ -210,7 +210,7 @@ def test_a_subscribers_error_is_said_once_and_it_gets_no_more(said: list[str]) -
             raise KeyError("a bug")
 
     broken = Broken()
-    bus.subscribe("tracing", broken.handle)
+    bus.subscribe("tracing", {Grown: broken.handle})
     for _ in range(3):
         bus.publish(Grown(torch.nn.Identity(), 1, 2))
     assert broken.calls == 1

@@ -16,11 +16,12 @@ class StallSubscriber:
         self.monitor: StallMonitor | None = None  # of the present process group
         self._notes = TrainingNotes()
 
-    def handle(self, event: object) -> None:
-        self._notes.note(event)
-        if isinstance(event, GroupBegan):
-            self.monitor = StallMonitor(event.group, self._notes)
-            self.monitor.start()
+    def subscribe(self) -> None:
+        bus.subscribe("the stall monitor", {**self._notes.handlers(), GroupBegan: self._group_began})
+
+    def _group_began(self, event: GroupBegan) -> None:
+        self.monitor = StallMonitor(event.group, self._notes)
+        self.monitor.start()
 
 
 _subscriber = StallSubscriber()
@@ -28,7 +29,7 @@ _subscriber = StallSubscriber()
 
 def subscribe() -> None:
     """Report stalls from now on; a second time: nothing more."""
-    bus.subscribe("the stall monitor", _subscriber.handle)
+    _subscriber.subscribe()
 
 
 def monitor() -> StallMonitor | None:

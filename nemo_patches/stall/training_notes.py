@@ -6,9 +6,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..sync import events
 from ..sync.events import Group, Report, SyncHandle, WaitTimedOut
@@ -66,30 +67,43 @@ class TrainingNotes:
         """Those of one process group, also of encoders that have gone just now."""
         return [notes for notes in list(self._encoders.values()) if notes.sync.group is group]
 
-    def note(self, event: object) -> None:
-        if isinstance(event, events.CallBegan):
-            self._call_began(event)
-        elif isinstance(event, events.CallLeft | events.Grown):
-            self.phase = FORWARD
-        elif isinstance(event, events.GrowthBegan):
-            self.phase = GROWTH
-        elif isinstance(event, events.RoundCame) and event.in_time:
-            self._of(event.sync).in_time_at = time.monotonic()
-        elif isinstance(event, events.WaitTimedOut):
-            notes = self._of(event.sync)
-            _promise(event.report)
-            notes.timed_out = TimedOut(event, notes.in_time_at)
-        elif isinstance(event, events.RoundIssued):
-            self._of(event.sync)
-        elif isinstance(event, events.SyncEnded) and event.report is not None:
-            _promise(event.report)
-            self.end_promises.put(event.report)
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """For the event bus."""
+        return {
+            events.CallBegan: self._call_began,
+            events.CallLeft: self._forward_goes_on,
+            events.GrowthBegan: self._growth_began,
+            events.Grown: self._forward_goes_on,
+            events.RoundCame: self._round_came,
+            events.WaitTimedOut: self._wait_timed_out,
+            events.SyncEnded: self._sync_ended,
+        }
 
     def _call_began(self, event: events.CallBegan) -> None:
         self.phase = LENGTH_SYNC
         title, place = event.sync.title, self._of(event.sync).place
         calls, thread = self.last.calls + 1, threading.get_ident()
         self.last = LastCall(title, event.call, event.clock, calls, time.monotonic(), thread, place)
+
+    def _growth_began(self, _: events.GrowthBegan) -> None:
+        self.phase = GROWTH
+
+    def _forward_goes_on(self, _: events.CallLeft | events.Grown) -> None:
+        self.phase = FORWARD
+
+    def _round_came(self, event: events.RoundCame) -> None:
+        if event.in_time:
+            self._of(event.sync).in_time_at = time.monotonic()
+
+    def _wait_timed_out(self, event: events.WaitTimedOut) -> None:
+        notes = self._of(event.sync)
+        _promise(event.report)
+        notes.timed_out = TimedOut(event, notes.in_time_at)
+
+    def _sync_ended(self, event: events.SyncEnded) -> None:
+        if event.report is not None:
+            _promise(event.report)
+            self.end_promises.put(event.report)
 
     def _of(self, sync: SyncHandle) -> EncoderNotes:
         notes = self._encoders.get(sync)

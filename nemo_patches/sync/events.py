@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -139,28 +139,28 @@ class Grown(NamedTuple):
 
 
 class EventBus:
-    """Hands each event to every subscriber. What goes wrong in a subscriber is said once, and it gets no more."""
+    """Hands each event to its subscribers. What goes wrong in a subscriber is said once, and it gets no more."""
 
     def __init__(self) -> None:
-        self._subscribers: tuple[tuple[str, Callable[[Any], None]], ...] = ()
+        self._subscribers: dict[str, Mapping[type, Callable[[Any], None]]] = {}  # replaced as a whole
 
-    def subscribe(self, name: str, handle: Callable[[Any], None]) -> None:
-        """Have `handle` called with each event from now on; a second time: nothing. An error is said of `name`."""
-        if (name, handle) not in self._subscribers:
-            self._subscribers += ((name, handle),)
+    def subscribe(self, name: str, handlers: Mapping[type, Callable[[Any], None]]) -> None:
+        """Have each kind of event handled from now on. An error is said of `name`, which is a subscriber's own."""
+        self._subscribers = {**self._subscribers, name: handlers}
 
-    def unsubscribe(self, handle: Callable[[Any], None]) -> None:
-        self._subscribers = tuple(pair for pair in self._subscribers if pair[1] != handle)
+    def unsubscribe(self, name: str) -> None:
+        self._subscribers = {other: handlers for other, handlers in self._subscribers.items() if other != name}
 
     def publish(self, event: object) -> None:
         """Raises only what a signal handler of the user's raises meanwhile."""
-        for name, handle in self._subscribers:
+        for name, handlers in self._subscribers.items():
             try:
-                handle(event)
+                if (handle := handlers.get(type(event))) is not None:
+                    handle(event)
             except Exception as error:
                 if raised_by_signal_handler(error):
                     raise
-                self.unsubscribe(handle)
+                self.unsubscribe(name)
                 report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
 
 

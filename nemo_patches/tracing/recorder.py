@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -46,13 +47,13 @@ class Tracing:
         """Trace from the next encoder call on."""
         self.stop()
         self.recorder = Recorder(settings)
-        bus.subscribe("tracing", self.recorder.handle)
+        bus.subscribe("tracing", self.recorder.handlers())
 
     def stop(self) -> None:
         """End the trace, if there is one."""
         ending, self.recorder = self.recorder, None
         if ending is not None:
-            bus.unsubscribe(ending.handle)
+            bus.unsubscribe("tracing")
             ending.close("revert(), or apply() with another trace")
 
     def length_sync_changed(self, settings: Settings) -> None:
@@ -112,19 +113,28 @@ class Recorder:
             writer.put_later(lambda: _memory(t, device))
         self._calls += 1
 
-    def handle(self, event: object) -> None:
-        """An event of the sync, on the training thread, or a stall report, on the stall monitor's."""
-        with self.guard:
-            if isinstance(event, CallLeft):
-                self._call_left(event)
-            elif isinstance(event, Grown):
-                self.grown(event.encoder, event.old, event.new)
-            elif isinstance(event, StallReported) and (writer := self.writer) is not None:
-                ranks, kinds, where = (
-                    [getattr(rank, name) for rank in event.missing] for name in ("rank", "kind", "where")
-                )
-                missing = records.Missing(writer.now(), event.encoder, event.call, ranks, kinds, where, event.unknown)
-                writer.put(missing)
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """For the event bus. The length sync's events come on the training thread, a stall report on its monitor's."""
+        return {
+            CallLeft: self._guarded(self._call_left),
+            Grown: self._guarded(lambda event: self.grown(event.encoder, event.old, event.new)),
+            StallReported: self._guarded(self._stall_reported),
+        }
+
+    def _guarded(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+        def guarded(event: object) -> None:
+            with self.guard:
+                handle(event)
+
+        return guarded
+
+    def _stall_reported(self, event: StallReported) -> None:
+        if (writer := self.writer) is not None:
+            ranks, kinds, where = (
+                [getattr(rank, name) for rank in event.missing] for name in ("rank", "kind", "where")
+            )
+            missing = records.Missing(writer.now(), event.encoder, event.call, ranks, kinds, where, event.unknown)
+            writer.put(missing)
 
     def _call_left(self, event: CallLeft) -> None:
         state = self._state_of(event.encoder)
