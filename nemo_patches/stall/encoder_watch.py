@@ -92,11 +92,11 @@ class EncoderWatch:
         return self._said_at > in_time_at
 
     def _is_over(self, round_: Round) -> bool:
-        return self._sync.has_come(round_) or self._sync.has_failed() or self._sync.closed
+        return self._sync.has_come(round_) or self._sync.has_failed() or self._sync.rounds.closed
 
     def _ask(self, late: _LateRound, timeout_s: float, repeat: int) -> MissingQuery:
         due_at, number = late.due_at(timeout_s), late.round.number
-        question = Question(self._sync.key, number, due_at, repeat, self._title(late.round))
+        question = Question(self._sync.key, number, due_at, repeat, self._sync.call_title(late.round))
         return MissingQuery(self._surroundings, question)
 
     def _step(self, late: _LateRound, now: float, timeout_s: float, is_last: bool) -> None:
@@ -136,7 +136,7 @@ class EncoderWatch:
         waited_s = (round_.gave_up_at or late.came_at or now) - round_.issued_at
         still = f"still (after {timedelta(seconds=round(now - round_.issued_at))}) " if late.repeats else ""
         missing = answer.text(self._surroundings.size)
-        text = f"{self._title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
+        text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
         _keep(late.promise, Report(text, answer.missing))
         bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
         report(logging.WARNING, text)
@@ -147,9 +147,6 @@ class EncoderWatch:
         been = "".join(f"; rank {rank.rank} had been in {rank.where}" for rank in missing if rank.where)
         late_s = (late.came_at or time.monotonic()) - late.round.issued_at
         report(logging.WARNING, f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been}")
-
-    def _title(self, round_: Round) -> str:
-        return f"{self._sync.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"
 
 
 @dataclass(eq=False)

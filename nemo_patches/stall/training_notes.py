@@ -109,7 +109,7 @@ class TrainingNotes:
         notes = self._encoders.get(sync)
         if notes is None:
             # A new encoder is the time to forget those that have gone.
-            kept = {sync: notes for sync, notes in self._encoders.items() if not sync.closed}
+            kept = {sync: notes for sync, notes in self._encoders.items() if not sync.rounds.closed}
             notes = kept[sync] = EncoderNotes(sync)
             self._encoders = kept
         return notes

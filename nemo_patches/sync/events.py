@@ -46,7 +46,10 @@ class SyncHandle:
         self.title, self.key, self.group = title, key, group
         self.round: Round | None = None  # the latest that was issued
         self.ended = ""  # why there are no more rounds
-        self._rounds, self._late_text = rounds, late_text
+        self.rounds, self._late_text = rounds, late_text  # rounds.closed: the encoder is gone, or its process group
+
+    def call_title(self, round_: Round) -> str:
+        return f"{self.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"
 
     def late(self, round_: Round, waited_s: float) -> str:
         """What a report says of a call that has waited so long for this round."""
@@ -54,16 +57,11 @@ class SyncHandle:
 
     def has_come(self, round_: Round) -> bool:
         """Whether a round of this encoder has come, also where the training thread has not looked yet."""
-        return round_.came_at > 0 or self.round is not round_ or self._rounds.has_come()
+        return round_.came_at > 0 or self.round is not round_ or self.rounds.has_come()
 
     def has_failed(self) -> bool:
         """Whether a round has failed, so that there will be no more."""
-        return bool(self.ended) or self._rounds.has_failed()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the encoder is gone, or its process group."""
-        return self._rounds.closed
+        return bool(self.ended) or self.rounds.has_failed()
 
 
 class Report(NamedTuple):
@@ -151,17 +149,20 @@ class EventBus:
     def unsubscribe(self, name: str) -> None:
         self._subscribers = {other: handlers for other, handlers in self._subscribers.items() if other != name}
 
-    def publish(self, event: object) -> None:
-        """Raises only what a signal handler of the user's raises meanwhile."""
+    def publish(self, event: object) -> bool:
+        """Whether a subscriber handles it. Raises only what a signal handler of the user's raises meanwhile."""
+        handled = False
         for name, handlers in self._subscribers.items():
             try:
                 if (handle := handlers.get(type(event))) is not None:
                     handle(event)
+                    handled = True
             except Exception as error:
                 if raised_by_signal_handler(error):
                     raise
                 self.unsubscribe(name)
                 report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
+        return handled
 
 
 bus = EventBus()  # of this process

@@ -39,10 +39,7 @@ class RoundFailed(Exception):
 
 
 class Rounds:
-    """At most one outstanding round: `issue`, then `wait` or `poll` until it gives the round's result.
-
-    A round that is issued before the group is connected runs as soon as every rank has come.
-    """
+    """At most one outstanding round: `issue`, then `wait` or `poll` until it gives the round's result."""
 
     def __init__(self, helper: Helper, key: str) -> None:
         self._helper = helper
@@ -67,7 +64,7 @@ class Rounds:
             if self._group is not None:
                 self._start()
             elif not self._queued:
-                self._queued = True
+                self._queued = True  # it runs as soon as every rank has come
                 self._helper.connect(self)
         if self._error:
             raise RoundFailed(self._error)

@@ -53,18 +53,14 @@ class LengthSyncTimeout(RuntimeError):
 
 @dataclass(frozen=True)
 class EncoderCounters:
-    """What one encoder's sync has done on this rank.
-
-    fallbacks: calls that went on with this rank's own length because no round served them.
-    timeouts: waits that ran out of time. waited: time in all waits, also those that came in time.
-    """
+    """What one encoder's sync has done on this rank."""
 
     encoder: str
     calls: int
     rounds: int
-    fallbacks: int
-    timeouts: int
-    waited: timedelta
+    fallbacks: int  # calls that went on with this rank's own length because no round served them
+    timeouts: int  # waits that ran out of time
+    waited: timedelta  # in all waits, also those that came in time
     ended: str  # why there are no more rounds; empty while there are
 
 
@@ -81,9 +77,8 @@ class ProcessSync:
         """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks, and never below its own.
 
         This rank's own where the others are late, where the encoder's own `sync_max_audio_length` is false, and where
-        there is no process group or only one rank. Waits at most the timeout (and half a second more for the report
-        of on_timeout="raise"). Raises LengthSyncTimeout if that was chosen, what a signal handler raises meanwhile,
-        and nothing else.
+        there is no process group or only one rank. Waits at most the timeout (and half a second for the report of
+        on_timeout="raise"). Raises LengthSyncTimeout if that was chosen, and what a signal handler raises meanwhile.
         """
         length = int(seq_length)
         try:
@@ -197,6 +192,7 @@ class EncoderSync:
         self._outcome = ""  # of the last call; empty while it is not known
         self._fallbacks = 0
         self._waited = timedelta(0)
+        self._said: Round | None = None  # the late one that this module has logged; none other until one comes in time
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
@@ -255,6 +251,10 @@ class EncoderSync:
         if round_ := self.handle.round:
             round_.came_at = time.monotonic()
             bus.publish(events.RoundCame(self.handle, round_, in_time))
+            if round_ is self._said:
+                late_s = round_.came_at - round_.issued_at
+                report(logging.WARNING, f"{self.handle.title}: recovered: the missing length came {late_s:.2f} s late")
+            self._said = None if in_time else self._said
 
     def _wait(self, settings: Settings, round_: Round) -> None:
         limit = self._protocol.wait_limit(settings.timeout)
@@ -273,11 +273,14 @@ class EncoderSync:
         self._outcome = TIMEOUT
         round_.gave_up_at = time.monotonic()
         promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
-        bus.publish(events.WaitTimedOut(self.handle, round_, promise))
+        late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
+        text = f"{self.handle.call_title(round_)}: {late}"
+        if not bus.publish(events.WaitTimedOut(self.handle, round_, promise)) and self._said is None:
+            self._said = round_  # with a subscriber, its report says it, and who is missing
+            report(logging.WARNING, text)
         if promise is not None:
             kept = _kept(promise, self._patience)
-            late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
-            raise LengthSyncTimeout(kept.text or f"{self.handle.title}: call {round_.call}: {late}", kept.missing)
+            raise LengthSyncTimeout(kept.text or text, kept.missing)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
         text = f"{self.handle.title}: the length sync has ended at call {self._protocol.calls}"

@@ -11,12 +11,8 @@ from datetime import timedelta
 from typing import NamedTuple
 
 # 24 bits of length: every length that stock's float32 carries exactly. Each field saturates, none ever wraps.
-LENGTH_BITS = 24
-EVALUATION_BITS = 15
-TRAINING_BITS = 24
-MAX_LENGTH = (1 << LENGTH_BITS) - 1
-MAX_EVALUATION = (1 << EVALUATION_BITS) - 1
-MAX_TRAINING = (1 << TRAINING_BITS) - 1
+LENGTH_BITS, EVALUATION_BITS, TRAINING_BITS = 24, 15, 24
+MAX_LENGTH, MAX_EVALUATION, MAX_TRAINING = ((1 << bits) - 1 for bits in (LENGTH_BITS, EVALUATION_BITS, TRAINING_BITS))
 
 SHORTEST_WAIT = timedelta(milliseconds=1)  # c10d rounds a wait to milliseconds, and takes 0 as no limit at all
 # Outcomes of a call.
