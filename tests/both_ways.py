@@ -140,7 +140,7 @@ def where(encoder: torch.nn.Module) -> dict[str, Any]:
         "file": inspect.getfile(owner),
         "can apply": can_apply(),
         "built in": getattr(update, "__nemo_patches__", ""),
-        "runtime": Path(update.__code__.co_filename).parent,
+        "sync": Path(update.__code__.co_filename).parent,
         "source": inspect.getsource(update),
     }
 

@@ -1,80 +1,25 @@
-"""The monkeypatch's edit as a unified diff of any NeMo checkout: found in the syntax tree, made in the text.
+"""The edit of one NeMo file, bytes to bytes: its reduce goes, an import and a class decorator come.
 
-Each target class loses its reduce and gets one decorator, `bounded_length_sync`; the runtime's files come along. What
-is not exactly what is known is refused, and every edit is checked against the syntax tree before it is shown.
+The place is found in the syntax tree and changed in the text. Code that is not exactly what is known is refused, and
+every edit is compared with the syntax tree before it is given out. No git here, and no files.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
-import os
-import subprocess
-import tempfile
 import tokenize
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
-from pathlib import Path
 
-from nemo_patches import sync as runtime
-from nemo_patches.patching.targets import TARGETS, Target
+from nemo_patches.patching.targets import Target
+from nemo_patches.vendoring.errors import DiffError
 
-VENDORED = "nemo.collections.asr.parts.nemo_patches"
-FOLDER = VENDORED.replace(".", "/")  # the same as a path in a checkout
-GIT_LIMIT = timedelta(seconds=60)  # for each git that is started
-_LAST_UPDATE = "2026-11-21"  # of what the diffs do to NeMo; a date of today would not be reproducible
-_IMPORT = f"from {VENDORED}.encoder_methods import bounded_length_sync"
+VENDORED = "nemo.collections.asr.parts.nemo_patches"  # our package inside a vendored NeMo
+_IMPORT = f"from {VENDORED}.sync.encoder_methods import bounded_length_sync"
 _IN_ITS_PLACE = (
     "# nemo_patches: it is the largest of all ranks already, agreed on in bounded time (bounded_length_sync)"
 )
 _COLLECTIVES = {"distributed", "dist", "all_reduce", "all_gather", "broadcast", "barrier"}
-
-
-class DiffError(Exception):
-    """No diff can be made. The text says what was found, and where."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One file of a checkout. `before` is None for a file that is new."""
-
-    path: str  # from the checkout's root, with slashes
-    before: bytes | None
-    after: bytes
-
-
-def edits(checkout: Path) -> list[Edit]:
-    """What to change in a checkout (the folder that has `nemo/`, or site-packages). Only reads; raises DiffError."""
-    version_of(checkout)  # it is one
-    files = present(checkout)
-    if any(path.startswith(f"{FOLDER}/") for path in files):
-        raise DiffError(f"{checkout / FOLDER} is there already: this NeMo has been patched")
-    if not files:
-        raise DiffError(f"{checkout}: none of the files with a length sync is here")
-    return edits_of(files)
-
-
-def present(checkout: Path) -> dict[str, bytes]:
-    """The files of a checkout that are the patch's business, by path: those with a length sync, and a vendored runtime.
-
-    Raises DiffError for one that is there and cannot be read.
-    """
-    files = {}
-    try:
-        for target in TARGETS:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                files[path_of(target)] = (checkout / path_of(target)).read_bytes()
-        names = []  # Python's cache, which outlives a reversed patch, is no runtime
-        with contextlib.suppress(FileNotFoundError):
-            names = [name for name in os.listdir(checkout / FOLDER) if name.endswith(".py")]
-        for name in sorted(names):
-            files[f"{FOLDER}/{name}"] = (checkout / FOLDER / name).read_bytes()
-    except OSError as error:
-        raise DiffError(f"{error.filename}: {error.strerror}") from None
-    return files
 
 
 def path_of(target: Target) -> str:
@@ -82,112 +27,21 @@ def path_of(target: Target) -> str:
     return target.module.replace(".", "/") + ".py"
 
 
-def edits_of(files: Mapping[str, bytes]) -> list[Edit]:
-    """What to change in these files, of which the targets' are looked at. Raises DiffError."""
-    found = [Edit(path, None, content) for path, content in runtime_files().items()]
-    for target in TARGETS:
-        path = path_of(target)
-        if path in files:
-            try:
-                found.append(Edit(path, files[path], _edited(files[path], target, path)))
-            except RecursionError:  # what Python compiles may still be too deep for ast.dump
-                raise DiffError(f"{path}:1: {target}: found an expression too deep to compare") from None
-    return sorted(found, key=lambda edit: edit.path)
-
-
-def runtime_files() -> dict[str, bytes]:
-    """This nemo_patches' runtime, by the paths that it has in a checkout."""
-    place = Path(next(iter(runtime.__path__)))
-    return {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(place.glob("*.py"))}
-
-
-def unified(found: Sequence[Edit]) -> str:
-    """The edits as git prints them."""
-    with tempfile.TemporaryDirectory() as folder:
-        clean_git(folder, "init", "-q", "--template=")
-        write(Path(folder), {edit.path: edit.before for edit in found if edit.before is not None})
-        clean_git(folder, "add", ".")
-        write(Path(folder), {edit.path: edit.after for edit in found})
-        clean_git(folder, "add", "-N", ".")
-        options = ("--no-ext-diff", "--no-color", "--no-renames", "--full-index", "--src-prefix=a/", "--dst-prefix=b/")
-        return clean_git(folder, "diff", *options).decode("utf-8", "surrogateescape")
-
-
-def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files, by their paths in a folder. Raises OSError."""
-    for path, content in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-
-
-def clean_git(folder: str, *arguments: str, given: bytes = b"") -> bytes:
-    """What git prints in a folder that is, or becomes, a repository of its own. Raises DiffError with git's first line.
-
-    Nobody's configuration, attributes, variables or surrounding repository has a say in it.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # Under an empty HOME there is no configuration and no attributes file, for every version of git.
-    clean |= {"HOME": f"{folder}/.git", "XDG_CONFIG_HOME": f"{folder}/.git", "GIT_DIR": f"{folder}/.git"}
-    clean |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "LC_ALL": "C"}
-    git = ["git", "-c", "core.autocrlf=false", "-c", "core.safecrlf=false", "-c", "core.quotepath=false"]
+@lru_cache(maxsize=32)  # what is taken out is edited again, to see whether it gives the same
+def edited(source: bytes, target: Target) -> bytes:
+    """A target's file with the edit. Raises DiffError, with the place, where the code is not what is known."""
     try:
-        done = subprocess.run(
-            [*git, *arguments],
-            cwd=folder,
-            env=clean,
-            input=given,
-            capture_output=True,
-            timeout=GIT_LIMIT.total_seconds(),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DiffError(f"git {arguments[0]}: {error}") from None
-    if done.returncode:
-        raise DiffError(f"git {arguments[0]}: {complaint(done.stderr)}")
-    return done.stdout
+        return _edited(source, target, path_of(target))
+    except RecursionError:  # what Python compiles may still be too deep for ast.dump
+        raise DiffError(f"{path_of(target)}:1: {target}: found an expression too deep to compare") from None
 
 
-def complaint(stderr: bytes) -> str:
-    """The line by which git says what is wrong; it may say other things before it."""
-    lines = stderr.decode(errors="replace").splitlines() or ["failed, and did not say why"]
-    return next((line for line in lines if line.startswith(("error:", "fatal:"))), lines[0])
-
-
-def header(version: str) -> str:
-    """What a reader sees first: DEP-3 fields (dep-team.debian.net/deps/dep3), and how to apply it and take it back."""
-    series = ".".join(version.split(".")[:2])
-    return f"""\
-Description: the encoders' length sync, bounded in time
- Training on several ranks hangs in an all-reduce of one number, without a time limit, that waits for a rank which is
- late or gone. With this, a rank waits for it at most NEMO_PATCHES_TIMEOUT seconds (10), goes on with its own length and
- says so, with who is missing and where that rank is. Buffers that depend on the length grow for each process alone, so
- that DDP never mixes them. No number that a model computes changes.
- .
- The files under {FOLDER}/ are the runtime of nemo_patches {runtime.__version__}, as they are; they
- need torch and the standard library. Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT and
- NEMO_PATCHES_CALL_TIMEOUT, as in nemo_patches' README.
- .
- Apply: git apply FILE, or patch -p1 < FILE. Undo: git apply -R FILE, or patch -p1 -R < FILE.
- On an installed NeMo: patch -p1 < FILE in the site-packages folder.
-Origin: other, nemo_patches {runtime.__version__}, by `nemo-patches diff` from NeMo {version}
-Forwarded: no
-Last-Update: {_LAST_UPDATE}
-Applies-To: NeMo {series}
----
-"""
-
-
-def version_of(checkout: Path) -> str:
-    """The version in a checkout's nemo/package_info.py, read and not run. Raises DiffError."""
-    file = checkout / "nemo" / "package_info.py"
+def is_edited(source: bytes, path: str) -> bool:
+    """Whether a file has the edit, of whichever nemo_patches. Raises DiffError where Python would not take it."""
     try:
-        found = constants(file.read_bytes(), str(file))
-    except OSError as error:
-        needed = "needed is the folder that has nemo/package_info.py"
-        raise DiffError(f"{checkout}: no NeMo here ({error.strerror}); {needed}") from None
-    try:
-        return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH")) + found["PRE_RELEASE"]
-    except KeyError as error:
-        raise DiffError(f"{file}: found no {error}") from None
+        return "bounded_length_sync" in compile(source, path, "exec", dont_inherit=True).co_names
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DiffError(f"{path}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}") from error
 
 
 def constants(source: bytes, path: str) -> dict[str, str]:
@@ -203,15 +57,13 @@ def constants(source: bytes, path: str) -> dict[str, str]:
     }
 
 
-@lru_cache(maxsize=32)  # what is taken out is edited again, to see whether it gives the same
 def _edited(source: bytes, target: Target, path: str) -> bytes:
-    """The file with the target's edit. Raises DiffError, with the place, where the code is not what is known."""
     encoding, text, tree = _read(source, path)
     lines = list(io.StringIO(text, newline=""))
     for number, line in enumerate(lines, 1):
         if "bounded_length_sync" in line:
             raise DiffError(f"{path}:{number}: {target}: found bounded_length_sync, a name that the edit brings")
-    known = _Known(tree, target, path)
+    known = _KnownCode(tree, target, path)
     end = "\r\n" if lines[known.owner.lineno - 1].endswith("\r\n") else "\n"
 
     def indent(node: ast.stmt) -> str:
@@ -224,9 +76,9 @@ def _edited(source: bytes, target: Target, path: str) -> bytes:
     names = f'"{target.method}"' + (f', "{target.setter}"' if target.setter else "")
     lines.insert(known.owner.lineno - 1, f"{indent(known.owner)}@bounded_length_sync({names}){end}")
     lines.insert(known.import_after, _IMPORT + end)
-    edited = "".join(lines)
-    known.check(edited)
-    return edited.encode(encoding)
+    text = "".join(lines)
+    known.require_nothing_else(text)
+    return text.encode(encoding)
 
 
 def _read(source: bytes, path: str) -> tuple[str, str, ast.Module]:
@@ -246,7 +98,7 @@ def _read(source: bytes, path: str) -> tuple[str, str, ast.Module]:
     return encoding, text, tree
 
 
-class _Known:
+class _KnownCode:
     """A target's code in a file's syntax tree, found exactly as it is known; raises DiffError where it is not."""
 
     def __init__(self, tree: ast.Module, target: Target, path: str) -> None:
@@ -272,8 +124,8 @@ class _Known:
                 self._refuse(node, f"expected no other {names}, found that `{ast.unparse(node)}` is set")
         self.import_after = self._place_of_import()
 
-    def check(self, edited: str) -> None:
-        """Whether the edited text is the same program but for the edit: an edit that is not is never given out."""
+    def require_nothing_else(self, edited: str) -> None:
+        """Refuse an edited text that is not the same program but for the edit."""
         try:
             tree = ast.parse(edited)
             compile(tree, self._path, "exec", dont_inherit=True)
