@@ -42,7 +42,7 @@ def apply(checkout: Checkout, chosen: Parts) -> str:
     folder, files, state = checkout.folder, checkout.files, checkout.state
     missing = chosen - state.parts
     if not missing or not state.sound:
-        raise (DiffError if not state.sound else Declined)(f"{folder}: {state}")
+        raise (Declined if state.sound else DiffError)(f"{folder}: {state}")
     _require_needed(checkout, state.parts | missing, chosen)
     after = git.apply(diffs.text(checkout, missing), files)
     if after != _planned(checkout, missing):
@@ -50,9 +50,11 @@ def apply(checkout: Checkout, chosen: Parts) -> str:
     if Part.NEMO in missing:
         _require_way_back(checkout, after)
     replacement.replace(folder, files, after)
-    done = [f"patched {', '.join(sorted(_of_nemo(files)))}"] * (Part.NEMO in missing)
-    if ours := missing - {Part.NEMO}:
-        done.append(f"put {parts.named(ours)} into {FOLDER}")
+    done = []
+    if Part.NEMO in missing:
+        done.append(f"patched {', '.join(sorted(_of_nemo(files)))}")
+    if folders := missing - {Part.NEMO}:
+        done.append(f"put {parts.named(folders)} into {FOLDER}")
     return f"{folder}: {'; '.join(done)}"
 
 
@@ -74,7 +76,7 @@ def reverse(checkout: Checkout, chosen: Parts) -> str:
 
 def _fitting(checkout: Checkout, part: Part) -> str:
     """Which committed diff of a part applies to a checkout. Raises Declined with the reasons where none does."""
-    folder, version = checkout.folder, checkout.version
+    folder, version, series = checkout.folder, checkout.version, diffs.series_of(checkout.version)
     try:
         replacement.require_no_links(folder)
         planned = _planned(checkout, frozenset({part}))
@@ -86,13 +88,12 @@ def _fitting(checkout: Checkout, part: Part) -> str:
         try:
             after = git.apply(diff.text, checkout.files)
         except DiffError as error:
-            own = diff.series in ("", diffs.series_of(version))
-            reasons += [f"{diff.name} does not apply ({error})"] * own
+            if diff.series in ("", series):  # the others were made from other code
+                reasons.append(f"{diff.name} does not apply ({error})")
             continue
         if after == planned:
             return f"{diff.name} applies to this NeMo {version}, and gives what `nemo-patches diff` gives"
         reasons.append(f"{diff.name} would apply, but gives something else" if planned else f"{diff.name} would apply")
-    series = diffs.series_of(version)
     reason = "; ".join(reasons) or f"no committed diff is for NeMo {series}, and none of the others applies"
     raise Declined(f"{folder}: {reason}; {otherwise}")
 
