@@ -164,11 +164,13 @@ def test_what_an_earlier_nemo_patches_put_in_is_said_and_left(checkout: Path) ->
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(edit.after.replace(b"nemo_patches.sync.encoder_methods", b"nemo_patches.encoder_methods"))
     (checkout / RUNTIME / "__init__.py").write_text('__version__ = "0.1.0"\n')
-    said = f"patched by an earlier nemo_patches, 0.1.0, which had all its files in {RUNTIME} itself"
-    for options in ("", "--apply", "--apply --parts sync", "--parts stall"):
-        assert_refused(checkout, options, said)
-    assert_refused(checkout, "--check", said, "--reverse would refuse", "git apply -R FILE", code=1)
-    assert_refused(checkout, "--reverse", said, "git apply -R FILE")
+    said = (
+        f"patched by an earlier nemo_patches, 0.1.0, which had all its files in {RUNTIME} itself",
+        "; take it out with the diff that was applied: git apply -R FILE",
+    )
+    for options in ("", "--apply", "--apply --parts sync", "--parts stall", "--reverse"):
+        assert_refused(checkout, options, *said)
+    assert_refused(checkout, "--check", *said, "--reverse would refuse", code=1)
 
 
 def test_stall_without_sync_is_partly_in(checkout: Path) -> None:

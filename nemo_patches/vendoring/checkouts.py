@@ -46,7 +46,8 @@ class State:
         if self.stock:
             return "not patched"
         if self.flat:
-            return f"patched by an earlier nemo_patches, {version}, which had all its files in {FOLDER} itself"
+            text = f"patched by an earlier nemo_patches, {version}, which had all its files in {FOLDER} itself"
+            return f"{text}; take it out with the diff that was applied: git apply -R FILE"
         if self.lacking:
             text = f"partly patched: {', '.join(self.having)} have it, {', '.join(self.lacking)} lack it"
         elif self.parts == ALL:

@@ -144,6 +144,8 @@ def _without(checkout: Checkout, taken: Parts) -> tuple[Files, str]:
     """The files of a checkout without these parts, and where NeMo's own are then from. Raises DiffError."""
     state = checkout.state
     by_hand = "take it back with the diff that was applied: git apply -R FILE"
+    if state.flat:
+        raise DiffError(f"{checkout.folder}: {state}")
     if state.foreign:
         raise DiffError(f"{checkout.folder}: {state}; it was changed here, or is of another version; {by_hand}")
     left = {path: content for path, content in checkout.files.items() if parts.part_of(path) not in taken}
