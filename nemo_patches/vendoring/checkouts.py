@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from nemo_patches import __version__
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.sync import __version__
 from nemo_patches.vendoring import git, parts
 from nemo_patches.vendoring.edit import constants, is_edited, path_of
 from nemo_patches.vendoring.errors import DiffError

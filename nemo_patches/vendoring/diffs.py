@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches import __version__
+from nemo_patches.sync import __version__
 from nemo_patches.vendoring import git, parts
 from nemo_patches.vendoring.checkouts import Checkout
 from nemo_patches.vendoring.errors import DiffError
