@@ -11,12 +11,15 @@ MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 MATRIX_HOST = 2.7.3
 UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --upgrade --target
 
-# One diff for each series, made from its last release; `make patches` makes them all anew, and CI compares.
+# One diff of NeMo's own files for each series, made from its last release, and one of each of our folders, the same for
+# all; `make patches` makes them all anew, and CI compares.
 PATCHES = 1.23.0 2.0.0 $(MATRIX)
+RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo test test-% test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) lint clean
-.PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
+.PHONY: help demo test test-% test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
+.PHONY: lint clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -24,7 +27,7 @@ help:
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
-	@echo "make test-vendored  the main scenarios on NeMo with its diff, without nemo_patches, on the same releases"
+	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
 	@echo "make benchmark  ratios against stock"
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
@@ -108,11 +111,15 @@ benchmark-start-up: .venv/nemo-$(DEMO_NEMO)/ready .venv/start-up/ready
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-patches: $(PATCHES:%=patch-%)
+print_diff = .venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$1 --parts $2
+
+patches: $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%)
 
 $(PATCHES:%=patch-%): patch-%: .venv/unpacked/nemo-%/ready
-	mkdir -p patches
-	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$* > patches/nemo-$(call series,$*).diff
+	$(call print_diff,$*,nemo) > patches/nemo-$(call series,$*).diff
+
+$(RUNTIME:%=patch-runtime-%): patch-runtime-%: .venv/unpacked/nemo-$(DEMO_NEMO)/ready
+	$(call print_diff,$(DEMO_NEMO),$*) > patches/runtime-$*.diff
 
 # Each diff against every release of its series, not only the one it was made from; downloads what is not unpacked.
 patches-table: .venv/nemo-$(DEMO_NEMO)/ready
@@ -121,22 +128,32 @@ patches-table: .venv/nemo-$(DEMO_NEMO)/ready
 # Whether each committed diff is what `make patches` would make of the released wheel.
 check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 	@echo "== patches/ against the released wheels"
-	@$(foreach release,$(PATCHES),.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$(release) \
-		| cmp - patches/nemo-$(call series,$(release)).diff &&) true
+	@$(foreach release,$(PATCHES),$(call print_diff,$(release),nemo) | cmp - patches/nemo-$(call series,$(release)).diff &&) \
+		$(foreach part,$(RUNTIME),$(call print_diff,$(DEMO_NEMO),$(part)) | cmp - patches/runtime-$(part).diff &&) true
 
-# The same tests on a NeMo that has the diff, where nemo_patches is not importable: in tests/, a checkout's root is not on
-# the path. git apply would take paths inside a repository from its root, hence --directory.
+# The same tests on a NeMo that has the diffs, where nemo_patches is not importable: in tests/, a checkout's root is not on
+# the path. First the core alone (nemo and sync), then with stall. git apply would take paths inside a repository from its
+# root, hence --directory.
 VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py test_uneven_evaluation.py
-test-vendored: $(MATRIX:%=vendored-%)
+test-vendored: $(MATRIX:%=vendored-core-%) $(MATRIX:%=vendored-%)
+
+# $1: the release, $2: a name for the copy, $3: the diffs, $4: which tests.
+define test_vendored
+	@echo "== vendored: NeMo $1 with $3"
+	rm -rf .venv/vendored/$2
+	mkdir -p .venv/vendored
+	cp -r .venv/unpacked/nemo-$1 .venv/vendored/$2
+	git apply --whitespace=nowarn --directory=.venv/vendored/$2 $3
+	cd tests && PYTHONPATH=$(CURDIR)/tests/vendored:$(CURDIR)/.venv/vendored/$2:$(CURDIR)/.venv/unpacked/needs \
+		../.venv/nemo-$(if $(filter $1,$(NEMO_VERSIONS)),$1,$(MATRIX_HOST))/bin/pytest -q -m "$4" $(VENDORED_TESTS)
+endef
+core_diffs = patches/runtime-sync.diff patches/nemo-$(call series,$1).diff
+
+$(MATRIX:%=vendored-core-%): vendored-core-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
+	$(call test_vendored,$*,core-$*,$(call core_diffs,$*),not apply_only and not names_ranks)
 
 $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
-	@echo "== vendored: NeMo $* with patches/nemo-$(call series,$*).diff"
-	rm -rf .venv/vendored/nemo-$*
-	mkdir -p .venv/vendored
-	cp -r .venv/unpacked/nemo-$* .venv/vendored/nemo-$*
-	git apply --whitespace=nowarn --directory=.venv/vendored/nemo-$* patches/nemo-$(call series,$*).diff
-	cd tests && PYTHONPATH=$(CURDIR)/tests/vendored:$(CURDIR)/.venv/vendored/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
-		../.venv/nemo-$(if $(filter $*,$(NEMO_VERSIONS)),$*,$(MATRIX_HOST))/bin/pytest -q -m "not apply_only" $(VENDORED_TESTS)
+	$(call test_vendored,$*,nemo-$*,$(call core_diffs,$*) patches/runtime-stall.diff,not apply_only)
 
 # NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
 .venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready

@@ -119,32 +119,38 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
 @app.command()
 def diff(
     nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder that NeMo is in.")],
+    parts: Annotated[
+        str, typer.Option(help="nemo: the edit; sync: what it calls; stall: who is missing; several with commas.")
+    ] = "nemo,sync,stall",
     check: Annotated[bool, typer.Option("--check", help="Say which committed diff applies; write nothing.")] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Put it in: all of it, or nothing.")] = False,
     reverse: Annotated[bool, typer.Option("--reverse", help="Take it out again.")] = False,
 ) -> None:
-    """Print the diff that puts the bounded sync into a NeMo checkout, or check, apply or reverse it.
+    """Print the diff that puts the bounded sync, or parts of it, into a NeMo checkout; or check, apply, reverse it.
 
     Exit code 0: done. 1: there is nothing to do (--check: none applies, or it is in; --apply: it is in; --reverse: it
     is not in). 2: refused; nothing was changed.
     """
-    from nemo_patches.vendoring import command as vendoring
-    from nemo_patches.vendoring.diffs import DiffError
+    from nemo_patches.vendoring import checkouts, command
+    from nemo_patches.vendoring.errors import Declined, DiffError
+    from nemo_patches.vendoring.parts import parse
 
     given = [name for name, wanted in (("--check", check), ("--apply", apply), ("--reverse", reverse)) if wanted]
     try:
         if len(given) > 1:
             raise DiffError(f"found {' and '.join(given)}; allowed is one of them, or none to print the diff")
-        if not reverse and (note := vendoring.uncommitted(nemo)):
+        chosen = parse(parts)
+        checkout = checkouts.read(nemo)
+        if not reverse and (note := checkouts.uncommitted(checkout)):
             typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
         if given:
-            action = vendoring.check if check else vendoring.apply if apply else vendoring.reverse
-            typer.echo(action(nemo))
+            action = command.check if check else command.apply if apply else command.reverse
+            typer.echo(action(checkout, chosen))
         else:  # as bytes: a checkout's carriage returns are part of the diff
-            typer.echo(vendoring.printed(nemo).encode("utf-8", "surrogateescape"), nl=False)
+            typer.echo(command.printed(checkout, chosen), nl=False)
     except DiffError as error:
         typer.echo(f"nemo-patches diff: {error}", err=True)
-        raise typer.Exit(1 if isinstance(error, vendoring.Declined) else 2) from None
+        raise typer.Exit(1 if isinstance(error, Declined) else 2) from None
 
 
 @app.command()

@@ -140,7 +140,7 @@ def where(encoder: torch.nn.Module) -> dict[str, Any]:
         "file": inspect.getfile(owner),
         "can apply": can_apply(),
         "built in": getattr(update, "__nemo_patches__", ""),
-        "runtime": Path(update.__code__.co_filename).parent,
+        "sync": Path(update.__code__.co_filename).parent,
         "source": inspect.getsource(update),
     }
 
@@ -490,7 +490,7 @@ def main(path: str) -> None:
     preload = ["nemo.collections.asr", "nemo_patches.patching.monkeypatch", encoders.PUNCTUATION[0]]
     ranks._context.set_forkserver_preload(preload)
     ports = [ranks.free_port(), ranks.free_port()]
-    results = ranks.run_ranks(program, SIZE, ports, group=False, limit=150)
+    results = ranks.run_ranks(program, SIZE, ports, group=False, limit=400)
     records = [
         Record(*result.value, [plain(line) for line in result.lines() if LATE not in line]) for result in results
     ]

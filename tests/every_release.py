@@ -1,8 +1,9 @@
 """Every diff in patches/ against every release of its series on PyPI, as a markdown table: `make patches-table`.
 
-In a copy of NeMo's files a diff must apply with both tools without fuzz, change what it should and nothing else, give
-files that compile and are what `nemo-patches diff` makes of that very release, and go away again without a trace. A
-cell is "yes" or says what is wrong, and then the exit code is 1. No torch and no pytest; nothing of NeMo is run.
+In a copy of NeMo's files the parts go in one after the other: sync and nemo, which is the core, then stall. Each must
+apply with both tools without fuzz, change what it should and nothing else, give files that compile and are what
+`nemo-patches diff` makes of that very release; and then go away again, one by one, without a trace. A cell is "yes" or
+says what is wrong, and then the exit code is 1. No torch and no pytest; nothing of NeMo is run.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nemo_patches import sync as runtime
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.vendoring import diffs
+from nemo_patches.vendoring import checkouts, parts
+from nemo_patches.vendoring.edit import path_of
+from nemo_patches.vendoring.errors import DiffError
+from nemo_patches.vendoring.parts import FOLDER, Part
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("series", "release", "git apply", "patch -p1", "reversed", "compiles", "same as `nemo-patches diff`")
-TARGET_FILES = {target.module.replace(".", "/") + ".py" for target in TARGETS}
+TARGET_FILES = {path_of(target) for target in TARGETS}
 # What is copied: more than the diffs touch, so that a file too many would be seen.
-FOLDERS = {str(Path(path).parent) for path in (*TARGET_FILES, diffs.FOLDER)}
+FOLDERS = {str(Path(path).parent) for path in (*TARGET_FILES, FOLDER)}
 TOOLS = {
     "git apply": (("git", "apply", "--check", "-"), ("git", "apply", "-")),
     "patch -p1": (("patch", "-p1", "--fuzz=0", "--force"),),  # --force: no questions
 }
 
 Tree = dict[str, bytes | None]  # of every path in a folder: a file's content, None for a folder
+Problems = dict[str, list[str]]  # by column
 
 
 class Failure(Exception):
@@ -38,8 +42,8 @@ class Failure(Exception):
 
 
 def main() -> int:
-    patches = {file.stem.removeprefix("nemo-"): file for file in (ROOT / "patches").glob("nemo-*.diff")}
-    numbered = sorted(patches, key=_numbers)
+    patches = ROOT / "patches"
+    numbered = sorted((file.stem.removeprefix("nemo-") for file in patches.glob("nemo-*.diff")), key=_numbers)
     try:
         released = _released()
     except Failure as failure:
@@ -47,7 +51,7 @@ def main() -> int:
     else:
         todo = [(series, release) for series in numbered for release in released if _is_of(series, release)]
         with ThreadPoolExecutor(4) as pool:
-            rows = list(pool.map(lambda one: _check(patches[one[0]], *one), todo))
+            rows = list(pool.map(lambda one: _check(*one), todo))
         without = set(numbered) - {series for series, _ in todo}
         rows += [_row(series, "", "found no release") for series in sorted(without, key=_numbers)]
     for cells in (COLUMNS, ("---",) * len(COLUMNS), *rows):
@@ -65,42 +69,54 @@ def _released() -> list[str]:
     return sorted(final, key=_numbers)
 
 
-def _check(diff: Path, series: str, release: str) -> tuple[str, ...]:
+def _check(series: str, release: str) -> tuple[str, ...]:
     """The row of one release."""
     print(f"nemo_toolkit {release}", file=sys.stderr)
+    names = {Part.SYNC: "runtime-sync", Part.NEMO: f"nemo-{series}", Part.STALL: "runtime-stall"}
+    diffs = {part: ROOT / "patches" / f"{name}.diff" for part, name in names.items()}  # in the order of application
+    problems: Problems = {column: [] for column in COLUMNS[2:]}
     with tempfile.TemporaryDirectory() as folder:
         stock = Path(folder, "stock")
         try:
             _copy(_unpacked(release, Path(folder, "unpacked")), stock)
-            if (found := diffs.version_of(stock)) != release:
+            if (found := checkouts.read(stock).version) != release:
                 raise Failure(f"these are the files of {found}")
-        except (Failure, diffs.DiffError, OSError) as failure:
+        except (Failure, DiffError, OSError) as failure:
             return _row(series, release, f"no files: {failure}")
-        before = _tree(stock)
-        applied, reversed_, compiles, same = (dict.fromkeys(TOOLS, "not applied") for _ in range(4))
-        for tool, commands in TOOLS.items():
-            copy = shutil.copytree(stock, Path(folder, tool))
-            try:
-                for command in commands:
-                    _run(*command, cwd=copy, stdin=diff)
-            except Failure as failure:
-                applied[tool] = str(failure)
-                continue
-            after = _tree(copy)
-            applied[tool] = _names(_changed(before, after) ^ _expected(before))
-            compiles[tool] = _not_compiling(before, after)
-            same[tool] = _not_as_made(stock, after)
-            try:
-                for command in commands:
-                    _run(*command[:2], "-R", *command[2:], cwd=copy, stdin=diff)
-                reversed_[tool] = _names(_changed(before, _tree(copy)))
-            except Failure as failure:
-                reversed_[tool] = str(failure)
-        together = (
-            _cell(*(f"{tool}: {problem}" for tool, problem in column.items() if problem))
-            for column in (reversed_, compiles, same)
-        )
-        return (series, release, *(_cell(problem) for problem in applied.values()), *together)
+        for tool in TOOLS:
+            _put_in_and_take_out(tool, diffs, stock, shutil.copytree(stock, Path(folder, tool)), problems)
+    return (series, release, *(_cell(*found) for found in problems.values()))
+
+
+def _put_in_and_take_out(tool: str, diffs: dict[Part, Path], stock: Path, copy: Path, problems: Problems) -> None:
+    """Every diff with one tool, in order, and back; what is wrong goes into the columns."""
+    trees = [_tree(copy)]
+    for part, diff in diffs.items():
+        try:
+            for command in TOOLS[tool]:
+                _run(*command, cwd=copy, stdin=diff)
+        except Failure as failure:
+            problems[tool].append(f"{diff.name}: {failure}")
+            for column in COLUMNS[4:]:
+                problems[column].append(f"{tool}: {diff.name} not applied")
+            return
+        trees.append(_tree(copy))
+        found = {
+            tool: _names(_changed(*trees[-2:]) ^ _expected(trees[0], part)),
+            "compiles": _not_compiling(*trees[-2:]),
+            COLUMNS[-1]: _not_as_made(stock, trees[-1], part),
+        }
+        for column, problem in found.items():
+            problems[column] += [f"{tool}: {diff.name}: {problem}"] * bool(problem)
+    for diff in reversed(diffs.values()):
+        trees.pop()
+        try:
+            for command in TOOLS[tool]:
+                _run(*command[:2], "-R", *command[2:], cwd=copy, stdin=diff)
+            problem = _names(_changed(trees[-1], _tree(copy)))
+        except Failure as failure:
+            problem = str(failure)
+        problems["reversed"] += [f"{tool}: {diff.name}: {problem}"] * bool(problem)
 
 
 def _unpacked(release: str, place: Path) -> Path:
@@ -131,10 +147,11 @@ def _changed(before: Tree, after: Tree) -> set[str]:
     return {path for path in before | after if before.get(path, missing) != after.get(path, missing)}
 
 
-def _expected(before: Tree) -> set[str]:
-    """What a diff should change in a release: the encoders' files that it has, and the runtime's, which are new."""
-    names = {file.name for place in runtime.__path__ for file in Path(place).glob("*.py")}
-    return (TARGET_FILES & before.keys()) | {diffs.FOLDER} | {f"{diffs.FOLDER}/{name}" for name in names}
+def _expected(stock: Tree, part: Part) -> set[str]:
+    """What a part should change in a release: the encoders' files that it has; or our folder's, which are new."""
+    if part is Part.NEMO:
+        return TARGET_FILES & stock.keys()
+    return {f"{FOLDER}/{part.value}", *parts.own_files(part)} | ({FOLDER} if part is Part.SYNC else set())
 
 
 def _not_compiling(before: Tree, after: Tree) -> str:
@@ -148,10 +165,10 @@ def _not_compiling(before: Tree, after: Tree) -> str:
     return ""
 
 
-def _not_as_made(stock: Path, after: Tree) -> str:
+def _not_as_made(stock: Path, after: Tree, part: Part) -> str:
     try:
-        made = diffs.edits(stock)
-    except diffs.DiffError as error:
+        made = checkouts.read(stock).edits(frozenset({part}))
+    except DiffError as error:
         return str(error)
     return _names({edit.path for edit in made if after.get(edit.path) != edit.after})
 

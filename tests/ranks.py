@@ -125,8 +125,10 @@ def _rank(
 
 def _say_what_is_left() -> None:
     """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet."""
-    from nemo_patches.stall import stall_monitor
-
+    try:
+        from nemo_patches.stall import stall_monitor
+    except ModuleNotFoundError:  # a vendored NeMo with the core alone
+        return
     stall_monitor._at_exit()
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,78 +12,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diff_checkouts import (
+    CONFORMER,
+    CONV,
+    OWN_DIFF,
+    RUNTIME,
+    SITE,
+    assert_refused,
+    change,
+    commit,
+    contents,
+    copied_nemo,
+    diff,
+    git,
+    tree,
+)
 from interpreters import CHECKOUT, environment, run
-from typer.testing import CliRunner, Result
 
-from nemo_patches.cli import app
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.vendoring import command as vendoring
-from nemo_patches.vendoring import diffs
+from nemo_patches.vendoring import checkouts, diffs, parts
+from nemo_patches.vendoring.edit import path_of
 
 one_nemo = pytest.mark.one_nemo
-SPEC = importlib.util.find_spec("nemo")  # finds the files, imports nothing
-SITE = Path(next(iter((SPEC and SPEC.submodule_search_locations) or ["."]))).parent
-CONFORMER = "nemo/collections/asr/modules/conformer_encoder.py"
-CONV = "nemo/collections/asr/modules/conv_asr.py"
-RUNTIME = diffs.FOLDER
 CLASS = "class ConformerEncoder("
 REDUCED = "            seq_length = global_max_len.int().item()\n"
-OWN_DIFF = f"nemo-{'.'.join(diffs.version_of(SITE).split('.')[:2])}.diff"
-Tree = dict[str, tuple[int, bytes]]
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the command looks at of the installed NeMo, outside any repository."""
-    folder = tmp_path / "checkout"
-    for path in ("nemo/package_info.py", "nemo/collections/asr/parts/__init__.py", *map(diffs.path_of, TARGETS)):
-        if (SITE / path).is_file():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(SITE / path, folder / path)  # not its mode, nor a hard link of it
-    return folder
-
-
-def diff(checkout: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["diff", "--nemo", str(checkout), *filter(None, options)])
-
-
-def tree(checkout: Path) -> Tree:
-    """Every file with its mode, but for a repository's own."""
-    files = (path for path in checkout.rglob("*") if path.is_file() and ".git" not in path.parts)
-    return {str(path.relative_to(checkout)): (stat.S_IMODE(path.stat().st_mode), path.read_bytes()) for path in files}
-
-
-def contents(found: Tree) -> dict[str, bytes]:
-    return {path: content for path, (_, content) in found.items()}
-
-
-def git(folder: Path, *arguments: str) -> str:
-    config = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main")
-    command = ["git", *config, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, check=True, text=True, timeout=60).stdout
-
-
-def commit(folder: Path) -> None:
-    git(folder, "init", "-q")
-    git(folder, "add", "-A")
-    git(folder, "commit", "-qm", "stock")
-
-
-def change(file: Path, old: str, new: str) -> None:
-    text = file.read_bytes().decode()
-    assert text.count(old) == 1, (old, text.count(old))
-    file.write_bytes(text.replace(old, new).encode())
-
-
-def assert_refused(checkout: Path, option: str, *said: str, code: int = 2) -> None:
-    """One line on stderr, with these words, and nothing changed."""
-    before = tree(checkout)
-    done = diff(checkout, option)
-    assert (done.exit_code, done.stdout) == (code, ""), done.output
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    for words in said:
-        assert words in done.stderr
-    assert tree(checkout) == before
+    return copied_nemo(tmp_path / "checkout")
 
 
 def outside(checkout: Path) -> None:
@@ -123,7 +78,7 @@ def test_in_every_kind_of_place_it_is_checked_applied_and_reversed_to_the_identi
     assert done.stdout.startswith(f"{OWN_DIFF} applies to this NeMo ")
     assert diff(checkout).exit_code == 0
     assert_refused(checkout, "--reverse", "not patched, so there is nothing to take back", code=1)
-    planned = {edit.path: edit.after for edit in diffs.edits(checkout)}
+    planned = {edit.path: edit.after for edit in checkouts.read(checkout).edits()}
     assert tree(checkout) == stock
 
     done = diff(checkout, "--apply")
@@ -280,7 +235,7 @@ def test_nothing_is_written_through_a_symbolic_link(part: str, checkout: Path, t
     linked()
     kept = (checkout / CONFORMER).read_bytes()
     assert_refused(checkout, "--reverse", said)
-    assert (checkout / CONFORMER).read_bytes() == kept and (checkout / RUNTIME / "settings.py").exists()
+    assert (checkout / CONFORMER).read_bytes() == kept and (checkout / RUNTIME / "sync" / "settings.py").exists()
 
 
 @one_nemo
@@ -374,13 +329,14 @@ def test_a_full_disk_leaves_nothing_half_written(checkout: Path) -> None:
     program = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from nemo_patches.patching import checkouts, diffs\n"
+        "from nemo_patches.vendoring import checkouts, errors, replacement\n"
         "checkout = Path(sys.argv[1])\n"
-        "before, after = diffs.present(checkout), {edit.path: edit.after for edit in diffs.edits(checkout)}\n"
+        "found = checkouts.read(checkout)\n"
+        "before, after = found.files, {edit.path: edit.after for edit in found.edits()}\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
         "try:\n"
-        "    checkouts.replace(checkout, before, after)\n"
-        "except diffs.DiffError as error:\n"
+        "    replacement.replace(checkout, before, after)\n"
+        "except errors.DiffError as error:\n"
         "    print(error)\n"
     )
     done = run([sys.executable, "-c", program, checkout], environment(CHECKOUT))
@@ -390,24 +346,23 @@ def test_a_full_disk_leaves_nothing_half_written(checkout: Path) -> None:
 
 @one_nemo
 @pytest.mark.parametrize("place", [outside, root])
-@pytest.mark.parametrize("part", ["the runtime", "a part of the runtime", "an encoder more", "only the encoders"])
+@pytest.mark.parametrize("part", ["a part of the runtime", "an encoder more", "only the encoders"])
 def test_a_patch_that_is_partly_in_is_recognised_and_taken_back(
     part: str, place: Callable[[Path], None], checkout: Path
 ) -> None:
     """As after a kill between two files."""
     place(checkout)
     stock = tree(checkout)
-    edits = diffs.edits(checkout)
+    edits = checkouts.read(checkout).edits()
     encoders = [edit for edit in edits if edit.before is not None]
     runtime = [edit for edit in edits if edit.before is None]
     chosen = {
-        "the runtime": runtime,
         "a part of the runtime": runtime[2:5],
         "an encoder more": [*runtime, encoders[1]],
         "only the encoders": encoders,
     }[part]
-    (checkout / RUNTIME).mkdir(parents=True)
     for edit in chosen:
+        (checkout / edit.path).parent.mkdir(parents=True, exist_ok=True)
         (checkout / edit.path).write_bytes(edit.after)
     having = RUNTIME if part != "only the encoders" else CONFORMER
     lacking = CONFORMER if part != "only the encoders" else RUNTIME
@@ -422,12 +377,12 @@ def test_a_patch_that_is_partly_in_is_recognised_and_taken_back(
 
 
 def changed_by_hand(checkout: Path) -> None:
-    change(checkout / RUNTIME / "settings.py", "SYNC_MODES =", "# mine\nSYNC_MODES =")
+    change(checkout / RUNTIME / "sync" / "settings.py", "SYNC_MODES =", "# mine\nSYNC_MODES =")
 
 
 def another_version(checkout: Path) -> None:
-    change(checkout / RUNTIME / "__init__.py", '__version__ = "0.1.0"', '__version__ = "0.0.9"')
-    (checkout / RUNTIME / "settings.py").unlink()
+    change(checkout / RUNTIME / "sync" / "__init__.py", '__version__ = "0.1.0"', '__version__ = "0.0.9"')
+    (checkout / RUNTIME / "sync" / "settings.py").unlink()
 
 
 def a_file_more(checkout: Path) -> None:
@@ -438,8 +393,8 @@ def a_file_more(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
-        (changed_by_hand, "0.1.0's: settings.py"),
-        (another_version, "0.1.0's: __init__.py, settings.py"),
+        (changed_by_hand, "0.1.0's: sync/settings.py"),
+        (another_version, "0.1.0's: sync/__init__.py, sync/settings.py"),
         (a_file_more, "0.1.0's: settings_of_mine.py"),
     ],
 )
@@ -534,13 +489,13 @@ def test_check_says_why_none_applies_and_whether_one_can_be_made(checkout: Path)
 
 @one_nemo
 def test_check_tells_a_diff_that_applies_but_misses_an_encoder(checkout: Path) -> None:
-    other = next(target for target in TARGETS if not (checkout / diffs.path_of(target)).exists())
+    other = next(target for target in TARGETS if not (checkout / path_of(target)).exists())
     text = (checkout / CONFORMER).read_text().replace("ConformerEncoder", other.owner)
-    (checkout / diffs.path_of(other)).parent.mkdir(parents=True, exist_ok=True)
-    (checkout / diffs.path_of(other)).write_text(text)
+    (checkout / path_of(other)).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / path_of(other)).write_text(text)
     assert_refused(checkout, "--check", f"{OWN_DIFF} would apply, but gives something else; ", "makes one", code=1)
     text = text.replace(REDUCED, f"{REDUCED}            device = None\n")
-    (checkout / diffs.path_of(other)).write_text(text)
+    (checkout / path_of(other)).write_text(text)
     assert_refused(checkout, "--check", f"{OWN_DIFF} would apply; ", "makes none for it", code=1)
 
 
@@ -557,7 +512,7 @@ def test_another_series_has_the_committed_diff_of_its_code(checkout: Path) -> No
 @one_nemo
 def test_the_own_series_comes_first_then_the_newest() -> None:
     """Several may apply alike, and the one that is named is the one that a reader looks for."""
-    names = [found.name for found in vendoring._committed("2.5.1rc0")]
+    names = [found.name for found in diffs.committed(parts.Part.NEMO, "2.5.1rc0")]
     assert names[:2] == ["nemo-2.5.diff", "nemo-3.0.diff"] and names[-1] == "nemo-1.23.diff"
 
 
@@ -596,7 +551,7 @@ def test_a_copy_without_committed_diffs_says_so(checkout: Path, tmp_path: Path) 
 
 @one_nemo
 def test_the_wheel_has_the_committed_diffs(tmp_path: Path) -> None:
-    assert vendoring.COMMITTED.resolve() == CHECKOUT / "patches"
+    assert diffs.COMMITTED.resolve() == CHECKOUT / "patches"
     source = tmp_path / "source"
     for name in ("nemo_patches", "patches"):
         shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The diffs: that the committed ones carry today's runtime, apply and go back without a trace, and are told apart."""
+"""The diffs: that the committed ones carry today's sync/ and stall/, apply and go back, and are told apart."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from interpreters import CHECKOUT, environment, run
 
 from nemo_patches.patching.admission import SUPPORTED_SERIES
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.vendoring import diffs
+from nemo_patches.vendoring import checkouts, parts
 
 COMMITTED = sorted((CHECKOUT / "patches").glob("*.diff"))
-RUNTIME = CHECKOUT / "nemo_patches" / "runtime"
+OF_NEMO = [file for file in COMMITTED if file.name.startswith("nemo-")]
+OF_OURS = [CHECKOUT / "patches" / f"runtime-{name}.diff" for name in ("sync", "stall")]
+PACKAGE = CHECKOUT / "nemo_patches"
 WAYS = {
     "git apply": ["git", "apply", "--whitespace=nowarn"],
     "patch -p1": ["patch", "-p1", "--fuzz=0", "--force", "--quiet"],
@@ -41,25 +43,35 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def printed(checkout: Path) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout], environment(), cwd=CHECKOUT)
+def printed(checkout: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout, *options]
+    return run(command, environment(), cwd=CHECKOUT)
 
 
-def apply(way: str, diff: Path, folder: Path, *options: str) -> None:
+def apply(way: str, diff: Path, folder: Path, *options: str | Path) -> None:
     # In a repository around it, git would take the paths from that one's root.
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     with diff.open("rb") as text:
         subprocess.run([*WAYS[way], *options], cwd=folder, stdin=text, env=outside, check=True, timeout=60)
 
 
-def test_there_is_one_for_each_series() -> None:
-    assert [file.name for file in COMMITTED] == [f"nemo-{name}.diff" for name in ("1.23", "2.0", *SUPPORTED_SERIES)]
+def test_there_is_one_for_each_series_and_one_for_each_of_our_folders() -> None:
+    assert [file.name for file in OF_NEMO] == [f"nemo-{name}.diff" for name in ("1.23", "2.0", *SUPPORTED_SERIES)]
+    assert set(COMMITTED) == {*OF_NEMO, *OF_OURS}
 
 
-@pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)
-def test_a_committed_diff_carries_the_runtime_byte_for_byte(diff: Path, tmp_path: Path) -> None:
-    apply("git apply", diff, tmp_path, f"--include={diffs.FOLDER}/*")
-    assert files(tmp_path / diffs.FOLDER) == {path.name: path.read_bytes() for path in RUNTIME.glob("*.py")}
+def test_the_committed_diffs_carry_our_folders_byte_for_byte(tmp_path: Path) -> None:
+    expected = {"__init__.py": (PACKAGE / "vendoring" / "vendored_package.py").read_bytes()}
+    for diff, folder in zip(OF_OURS, ("sync", "stall"), strict=True):
+        apply("git apply", diff, tmp_path)
+        expected |= {f"{folder}/{path.name}": path.read_bytes() for path in (PACKAGE / folder).glob("*.py")}
+        assert files(tmp_path / parts.FOLDER) == expected
+
+
+def test_a_reviewer_reads_at_most_160_lines_and_nobody_carries_more_than_6000() -> None:
+    lines = {diff.name: diff.read_bytes().count(b"\n") for diff in COMMITTED}
+    assert all(lines[diff.name] <= 160 for diff in OF_NEMO), lines
+    assert sum(lines.values()) <= 6000, lines
 
 
 @pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)
@@ -74,11 +86,32 @@ def test_a_committed_diff_says_what_it_is_and_touches_only_the_encoders_files(di
         "Applies-To: NeMo ",
     ):
         assert f"\n{field}" in f"\n{above}", field
-    assert f"Applies-To: NeMo {diff.stem.removeprefix('nemo-')}" in above
+    series = diff.stem.removeprefix("nemo-") if diff in OF_NEMO else "of every series"
+    assert f"Applies-To: NeMo {series}\n" in above + "\n"
     touched = {line.split(" b/")[1] for line in rest.splitlines() if line.startswith("diff --git ")}
     encoders = {target.module.replace(".", "/") + ".py" for target in TARGETS}
-    assert {path for path in touched if "/nemo_patches/" not in path} <= encoders
-    assert "nemo/collections/asr/modules/conformer_encoder.py" in touched
+    if diff in OF_NEMO:
+        assert touched <= encoders
+        assert "nemo/collections/asr/modules/conformer_encoder.py" in touched
+    else:
+        assert all(path.startswith(f"{parts.FOLDER}/") for path in touched)
+
+
+@pytest.mark.parametrize("stall", [(), (OF_OURS[1],)], ids=["the core alone", "with stall"])
+def test_one_git_apply_takes_the_committed_diffs_together_and_out_again(
+    stall: tuple[Path, ...], checkout: Path
+) -> None:
+    before = files(checkout)
+    series = ".".join(checkouts.read(checkout).version.split(".")[:2])
+    first, *others = (OF_OURS[0], CHECKOUT / "patches" / f"nemo-{series}.diff", *stall)
+    chosen = parts.ALL if stall else parts.ALL - {parts.Part.STALL}
+    expected = {edit.path: edit.after for edit in checkouts.read(checkout).edits(chosen)}
+    apply("git apply", first, checkout, "-", *others)
+    try:
+        assert files(checkout) == {**before, **expected}
+    finally:
+        apply("git apply", first, checkout, "-R", "-", *others)
+    assert files(checkout) == before
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -86,7 +119,7 @@ def test_the_printed_diff_applies_and_goes_back_to_the_identical_tree(way: str, 
     before = files(checkout)
     diff = tmp_path / "nemo.diff"
     diff.write_text(printed(checkout).stdout, newline="")
-    expected = {edit.path: edit.after for edit in diffs.edits(checkout)}
+    expected = {edit.path: edit.after for edit in checkouts.read(checkout).edits()}
     apply(way, diff, checkout)
     try:
         after = files(checkout)
@@ -103,8 +136,8 @@ def vendored(checkout: Path, tmp_path: Path) -> Path:
     """The same with the diff applied."""
     folder = tmp_path / "vendored"
     shutil.copytree(checkout, folder)
-    for edit in diffs.edits(checkout):
-        (folder / edit.path).parent.mkdir(exist_ok=True)
+    for edit in checkouts.read(checkout).edits():
+        (folder / edit.path).parent.mkdir(parents=True, exist_ok=True)
         (folder / edit.path).write_bytes(edit.after)
     return folder
 

@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_patches.patching.targets import TARGETS, Target
-from nemo_patches.vendoring import diffs
+from nemo_patches.vendoring import checkouts, git
+from nemo_patches.vendoring.errors import DiffError
 
 SPEC = importlib.util.find_spec("nemo")  # finds the files, imports nothing
 SITE = Path(next(iter((SPEC and SPEC.submodule_search_locations) or ["."]))).parent
 PACKAGE_INFO = 'MAJOR = 3\nMINOR = 0\nPATCH = 0\nPRE_RELEASE = ""\n'
 
-IMPORT = b"from nemo.collections.asr.parts.nemo_patches.encoder_methods import bounded_length_sync"
+IMPORT = b"from nemo.collections.asr.parts.nemo_patches.sync.encoder_methods import bounded_length_sync"
 DECORATOR = re.compile(rb"@bounded_length_sync\([^()]*\)")
 COMMENT = b"# nemo_patches: it is the largest of all ranks already, agreed on in bounded time (bounded_length_sync)"
 
@@ -606,7 +607,7 @@ def changes() -> Iterator[Any]:
             yield pytest.param(owner, change, at, id=f"{owner}-refused-{name}")
 
 
-# What a correct edit is, and a refusal; nothing here is from diffs.py.
+# What a correct edit is, and a refusal; nothing here is from vendoring/.
 
 
 def checkout_with(folder: Path, target: Target, source: bytes) -> Path:
@@ -782,7 +783,7 @@ def assert_acts_alike(old: ast.Module, new: ast.Module, target: Target) -> None:
             assert outcome(old, target, flag, largest) == outcome(new, target, flag, largest), (flag, largest)
 
 
-def assert_refusal(error: diffs.DiffError, before: bytes, target: Target, at: str = "") -> None:
+def assert_refusal(error: DiffError, before: bytes, target: Target, at: str = "") -> None:
     found = re.match(rf"{re.escape(path_of(target))}:(\d+): (\S.*)", str(error))
     assert found, str(error)
     lines = re.split(rb"\r\n|\r|\n", before)
@@ -807,12 +808,12 @@ def test_a_change(owner: str, change: Change, at: str | None, tmp_path: Path) ->
     before = changed if isinstance(changed, bytes) else changed.encode()
     checkout = checkout_with(tmp_path, target, before)
     if at is None:
-        (edit,) = (edit for edit in diffs.edits(checkout) if edit.before is not None)
+        (edit,) = (edit for edit in checkouts.read(checkout).edits() if edit.before is not None)
         assert (edit.path, edit.before) == (path_of(target), before)
         assert_correct(before, edit.after, target)
     else:
-        with pytest.raises(diffs.DiffError) as refused:
-            diffs.edits(checkout)
+        with pytest.raises(DiffError) as refused:
+            checkouts.read(checkout).edits()
         assert_refusal(refused.value, before, target, at)
     assert (checkout / path_of(target)).read_bytes() == before
 
@@ -831,7 +832,9 @@ def test_every_change_changes_something(owner: str) -> None:
 def test_the_whole_file(owner: str, tmp_path: Path) -> None:
     target = PRESENT[owner]
     before = (SITE / path_of(target)).read_bytes()
-    (edit,) = (edit for edit in diffs.edits(checkout_with(tmp_path, target, before)) if edit.before is not None)
+    (edit,) = (
+        edit for edit in checkouts.read(checkout_with(tmp_path, target, before)).edits() if edit.before is not None
+    )
     assert_correct(before, edit.after, target)
 
 
@@ -840,8 +843,8 @@ def test_a_reduce_that_ignores_the_encoders_flag_is_refused(owner: str, tmp_path
     """The bounded sync goes by the flag wherever an encoder has it."""
     changed = swap(f"if {FLAGGED}:", "if torch.distributed.is_initialized():")(REAL[owner], PRESENT[owner])
     assert isinstance(changed, str)
-    with pytest.raises(diffs.DiffError) as refused:
-        diffs.edits(checkout_with(tmp_path, PRESENT[owner], changed.encode()))
+    with pytest.raises(DiffError) as refused:
+        checkouts.read(checkout_with(tmp_path, PRESENT[owner], changed.encode())).edits()
     assert_refusal(refused.value, changed.encode(), PRESENT[owner], "if torch")
 
 
@@ -853,8 +856,9 @@ def test_git_applies_the_diff_and_takes_it_back(name: str, tmp_path: Path) -> No
     changed = ANYWHERE[name](SHORT[owner], target)
     before = changed if isinstance(changed, bytes) else changed.encode()
     checkout = checkout_with(tmp_path, target, before)
-    found = diffs.edits(checkout)
-    text = diffs.unified(found).encode("utf-8", "surrogateescape")
+    found = checkouts.read(checkout).edits()
+    before_all = {edit.path: edit.before for edit in found if edit.before is not None}
+    text = git.diff(before_all, {edit.path: edit.after for edit in found})
     for reverse in ([], ["-R"]):
         command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *reverse, "-"]
         done = subprocess.run(command, cwd=checkout, input=text, capture_output=True, timeout=60)
@@ -885,8 +889,8 @@ def test_no_version_to_be_found(name: str, tmp_path: Path) -> None:
     elif name == "a file for nemo":
         info.parent.rmdir()
         info.parent.write_text("")
-    with pytest.raises(diffs.DiffError, match=str(tmp_path)):
-        diffs.edits(tmp_path)
+    with pytest.raises(DiffError, match=str(tmp_path)):
+        checkouts.read(tmp_path).edits()
 
 
 # Changes together, and changes that nobody thought of.
@@ -948,8 +952,8 @@ def test_changes_together(drawn: tuple[Target, bytes]) -> None:
     target, before = drawn
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = diffs.edits(checkout_with(Path(folder), target, before))
-        except diffs.DiffError as error:
+            found = checkouts.read(checkout_with(Path(folder), target, before)).edits()
+        except DiffError as error:
             assert_refusal(error, before, target)
         else:
             (edit,) = (edit for edit in found if edit.before is not None)

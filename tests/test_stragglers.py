@@ -74,6 +74,7 @@ def come_in(encoder: torch.nn.Module) -> None:
     dist.barrier()
 
 
+@pytest.mark.names_ranks
 @pytest.mark.parametrize("late_step", [0, pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_rank_six_seconds_late(late_step: int) -> None:
     results = run_ranks(late_once, 3, late_step, 6.0)

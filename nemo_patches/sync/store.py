@@ -64,7 +64,7 @@ def _innermost(store: dist.Store) -> dist.Store:
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
-    """One that no one else uses, for a blocking request holds its client's lock; the store itself if it has no other."""
+    """One that no one else uses, for a blocking request holds its client's lock; else the store itself."""
     if hasattr(store, "clone"):  # newer torch; keeps the prefixes
         with contextlib.suppress(RuntimeError, NotImplementedError):
             return store.clone()  # type: ignore[no-any-return]

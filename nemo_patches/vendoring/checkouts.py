@@ -1,32 +1,35 @@
-"""A NeMo checkout as `nemo-patches diff` finds it, and its files replaced: all of them, or none."""
+"""A NeMo checkout as `nemo-patches diff` finds it: its version, the files that the patch is about, and what is in."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from nemo_patches import sync as runtime
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.vendoring import diffs
-from nemo_patches.vendoring.diffs import FOLDER, DiffError
+from nemo_patches.sync import __version__
+from nemo_patches.vendoring import git, parts
+from nemo_patches.vendoring.edit import constants, is_edited, path_of
+from nemo_patches.vendoring.errors import DiffError
+from nemo_patches.vendoring.git import Files
+from nemo_patches.vendoring.parts import ALL, FOLDER, NEEDED, Edit, Part, Parts
 
-Files = Mapping[str, bytes]  # by path from the checkout's root, with slashes
-PATHS = (*map(diffs.path_of, TARGETS), FOLDER)  # all that a diff may be about
+PATHS = (*map(path_of, TARGETS), FOLDER, f"{FOLDER}/sync", f"{FOLDER}/stall")  # all that a diff may be about
 
 
 @dataclass(frozen=True)
 class State:
-    """What of the patch is in a checkout. As text, it says so in a sentence."""
+    """Which parts of the patch are in a checkout. As text, it says so in a sentence."""
 
-    having: tuple[str, ...]  # the files that use the bounded sync, and the folder of the vendored runtime
-    lacking: tuple[str, ...]  # those of them that are not so
-    version: str  # of the nemo_patches that the vendored runtime is from; empty where it does not say
-    foreign: tuple[str, ...]  # the runtime's files that are not as this nemo_patches has them
+    parts: Parts  # also those of which only some files are in
+    having: tuple[str, ...]  # the files that use the bounded sync, and our folders
+    lacking: tuple[str, ...]  # where the patch is only partly in: what would have to be in, too
+    version: str  # of the nemo_patches that sync is from; empty where it does not say
+    foreign: tuple[str, ...]  # the files in our folder that are not as this nemo_patches has them
+    flat: bool  # by an earlier nemo_patches, which had all its files in our folder itself
 
     @property
     def stock(self) -> bool:
@@ -34,187 +37,131 @@ class State:
         return not self.having
 
     @property
-    def complete(self) -> bool:
-        """Whether the patch is in, whole, and this nemo_patches' own."""
-        return bool(self.having) and not self.lacking and not self.foreign
+    def sound(self) -> bool:
+        """Whether each part is in whole, with what it needs and as this nemo_patches has it, or not at all."""
+        return not self.lacking and not self.foreign
 
     def __str__(self) -> str:
+        version = self.version or "(it does not say which)"
         if self.stock:
             return "not patched"
+        if self.flat:
+            text = f"patched by an earlier nemo_patches, {version}, which had all its files in {FOLDER} itself"
+            return f"{text}; take it out with the diff that was applied: git apply -R FILE"
         if self.lacking:
-            said = f"partly patched: {', '.join(self.having)} have it, {', '.join(self.lacking)} lack it"
+            text = f"partly patched: {', '.join(self.having)} have it, {', '.join(self.lacking)} lack it"
+        elif self.parts == ALL:
+            text = f"patched already, by nemo_patches {version}"
         else:
-            said = f"patched already, by nemo_patches {self.version or '(it does not say which)'}"
+            text = f"in: {parts.named(self.parts)}, of nemo_patches {version}; not in: {parts.named(ALL - self.parts)}"
         if self.foreign:
-            said += f"; in {FOLDER} this is not nemo_patches {runtime.__version__}'s: {', '.join(self.foreign)}"
-        return said
+            text += f"; in {FOLDER} this is not nemo_patches {__version__}'s: {', '.join(self.foreign)}"
+        return text
 
 
-def state_of(files: Files) -> State:
-    """What of the patch is in these files of a checkout. Raises DiffError for one that Python would not take."""
-    ours = diffs.runtime_files()
-    vendored = {path: content for path, content in files.items() if path.startswith(f"{FOLDER}/")}
-    users = {path: _uses_it(content, path) for path, content in files.items() if path not in vendored}
-    having = [path for path, uses in users.items() if uses] + [FOLDER] * bool(vendored)
-    lacking = [path for path, uses in users.items() if not uses] + [FOLDER] * (not vendored)
-    init = f"{FOLDER}/__init__.py"
-    version = diffs.constants(vendored[init], init).get("__version__", "") if init in vendored else ""
-    foreign = [path for path in sorted(vendored) if vendored[path] != ours.get(path)]
-    if vendored:  # another version's runtime may well have other files
-        (lacking if version in (runtime.__version__, "") else foreign).extend(sorted(ours.keys() - vendored.keys()))
-    names = tuple(path.removeprefix(f"{FOLDER}/") for path in foreign)
-    return State(tuple(having), tuple(lacking) if having else (), version, names)
+@dataclass(frozen=True)
+class Checkout:
+    """What was read of a folder that has `nemo/`: a repository, a part of one, or an installation's site-packages."""
+
+    folder: Path
+    version: str  # NeMo's
+    files: Files  # those with a length sync, and those in our folder
+
+    @cached_property
+    def state(self) -> State:
+        """Raises DiffError for a file that Python would not take."""
+        return _state_of(self.files)
+
+    def edits(self, chosen: Parts = ALL) -> list[Edit]:
+        """What these parts of the patch change here. Raises DiffError."""
+        if Part.NEMO in chosen and not any(parts.part_of(path) is Part.NEMO for path in self.files):
+            raise DiffError(f"{self.folder}: none of the files with a length sync is here")
+        return parts.edits_of(self.files, chosen)
 
 
-def uncommitted(checkout: Path) -> str:
+def read(folder: Path) -> Checkout:
+    """Read a checkout; nothing of NeMo is run. Raises DiffError where there is none, or a file cannot be read."""
+    version = _version_of(folder)
+    files = {}
+    try:
+        for path in (*map(path_of, TARGETS), *_vendored(folder)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                files[path] = (folder / path).read_bytes()
+    except OSError as error:
+        raise DiffError(f"{error.filename}: {error.strerror}") from None
+    return Checkout(folder, version, files)
+
+
+def uncommitted(checkout: Checkout) -> str:
     """Which of the files that a diff is about have uncommitted changes, in a sentence; empty where there are none.
 
-    That git cannot tell, in a repository, is said too. Raises DiffError.
+    Empty for a patched checkout, whose changes are the patch. That git cannot tell, in a repository, is said too.
+    Raises DiffError.
     """
-    done = _git(checkout, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=no", "--", *PATHS)
+    if not checkout.state.stock:
+        return ""
+    options = ("--porcelain", "-z", "--no-renames", "--untracked-files=no")
+    done = git.ask(checkout.folder, "status", *options, "--", *PATHS)
     if done.returncode:
-        problem = diffs.complaint(done.stderr)
+        problem = git.complaint(done.stderr)
         return "" if "not a git repository" in problem else f"uncommitted changes cannot be told: {problem}"
     # Porcelain paths are from the repository's root, -z or not, and the checkout may lie below it.
-    prefix = _git(checkout, "rev-parse", "--show-prefix").stdout.rstrip(b"\n")
+    prefix = git.ask(checkout.folder, "rev-parse", "--show-prefix").stdout.rstrip(b"\n")
     names = [os.fsdecode(line[3:].removeprefix(prefix)) for line in done.stdout.split(b"\0") if line]
     return f"uncommitted changes in {', '.join(names)}" if names else ""
 
 
-def at_head(checkout: Path, paths: Iterable[str]) -> Files:
+def at_head(folder: Path, paths: Iterable[str]) -> Files:
     """These files as the last commit has them and git would check them out; empty where not every one is in it."""
-    found = {}
+    files = {}
     for path in paths:
-        done = _git(checkout, "cat-file", "--filters", f"HEAD:./{path}")
+        done = git.ask(folder, "cat-file", "--filters", f"HEAD:./{path}")
         if done.returncode:
             return {}
-        found[path] = done.stdout
-    return found
+        files[path] = done.stdout
+    return files
 
 
-def require_no_links(checkout: Path, files: Iterable[str] = ()) -> None:
-    """Raise DiffError where one of PATHS or of these files leads over a symbolic link: another place would be changed.
-
-    The checkout itself may be reached by one.
-    """
-    for path in (*PATHS, *files):
-        for part in (Path(path), *Path(path).parents):
-            if part != Path() and (checkout / part).is_symlink():
-                where = os.readlink(checkout / part)
-                raise DiffError(
-                    f"{checkout / part} is a symbolic link to {where}; only files that are its own are changed"
-                )
-
-
-def replace(checkout: Path, before: Files, after: Files) -> None:
-    """Make the files of a checkout that are as in `before` those of `after`: all of them or, with DiffError, none.
-
-    Each new content is written beside its file and then takes its name, so a reader finds one or the other, and a file
-    that is a hard link, as of uv's cache, stops being one. Modes stay.
-    """
-    changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
-    changed.sort(key=lambda path: (path in before, path not in after, path))  # no encoder is without its runtime
-    require_no_links(checkout, changed)
-    had_folder = (checkout / FOLDER).exists()
-    staged: dict[str, Path] = {}
-    done: list[str] = []
+def _version_of(folder: Path) -> str:
+    """The version in nemo/package_info.py."""
+    file = folder / "nemo" / "package_info.py"
     try:
-        for path in changed:
-            _require_replaceable(checkout / path, before.get(path))
-            if path in after:
-                (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-                new = (checkout / path).with_name(f".{Path(path).name}.nemo_patches-{os.getpid()}")
-                with new.open("xb") as file:
-                    staged[path] = new
-                    file.write(after[path])
-                if path in before:
-                    shutil.copymode(checkout / path, staged[path])
-        for path in changed:
-            done.append(path)
-            if path in after:
-                staged[path].replace(checkout / path)
-            else:
-                (checkout / path).unlink()
-            if _content(checkout / path) != after.get(path):
-                raise DiffError(f"{checkout / path} is not what was written")
-    except BaseException as error:  # also Ctrl-C
-        _put_back(checkout, before, done)
-        if isinstance(error, OSError):
-            raise DiffError(f"{error.filename or checkout}: {error.strerror}; nothing was changed") from error
-        raise
-    finally:
-        for new in staged.values():
-            new.unlink(missing_ok=True)
-        if not had_folder:
-            _remove_empty(checkout)
-    _remove_empty(checkout)
-
-
-def _remove_empty(checkout: Path) -> None:
-    """Remove the vendored runtime's folder, with Python's cache, where the runtime is not in it."""
-    folder = checkout / FOLDER
-    if folder.is_dir() and not any(folder.glob("*.py")):
-        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-        with contextlib.suppress(OSError):  # what else is in it is somebody's
-            folder.rmdir()
-
-
-def _require_replaceable(file: Path, content: bytes | None) -> None:
-    """Raises DiffError, and OSError where it cannot be read."""
-    if _content(file) != content:
-        raise DiffError(f"{file} has changed meanwhile; nothing was changed")
-    for place in (file, file.parent) if content is not None else ():
-        if not os.access(place, os.W_OK):
-            raise DiffError(f"{place} is read-only; nothing was changed")
-
-
-def _put_back(checkout: Path, before: Files, paths: Iterable[str]) -> None:
-    """Raises DiffError with the files that it could not put back."""
-    left = []
-    for path in paths:
-        try:
-            if path not in before:
-                (checkout / path).unlink(missing_ok=True)
-            elif _content(checkout / path) != before[path]:  # then it is one that was put there
-                (checkout / path).write_bytes(before[path])
-        except OSError as error:
-            left.append(f"{error.filename}: {error.strerror}")
-    if left:
-        raise DiffError(f"half done, and not to be put back: {'; '.join(left)}")
-
-
-def _content(file: Path) -> bytes | None:
+        values = constants(file.read_bytes(), str(file))
+    except OSError as error:
+        needed = "needed is the folder that has nemo/package_info.py"
+        raise DiffError(f"{folder}: no NeMo here ({error.strerror}); {needed}") from None
     try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        return None
+        return ".".join(values[name] for name in ("MAJOR", "MINOR", "PATCH")) + values["PRE_RELEASE"]
+    except KeyError as error:
+        raise DiffError(f"{file}: found no {error}") from None
 
 
-def _uses_it(source: bytes, path: str) -> bool:
-    try:
-        return "bounded_length_sync" in compile(source, path, "exec", dont_inherit=True).co_names
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DiffError(f"{path}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}") from error
+def _vendored(folder: Path) -> list[str]:
+    """The Python files in our folder. Python's cache, which outlives a patch that is taken out, is none of it."""
+    paths: list[str] = []
+    for place in (FOLDER, f"{FOLDER}/sync", f"{FOLDER}/stall"):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            paths += [f"{place}/{name}" for name in sorted(os.listdir(folder / place)) if name.endswith(".py")]
+    return paths
 
 
-def _git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """git in the repository that a checkout is in, with the user's configuration: it says how files are checked out.
+def _state_of(files: Files) -> State:
+    encoders = {path: is_edited(files[path], path) for path in files if parts.part_of(path) is Part.NEMO}
+    vendored = {path: content for path, content in files.items() if path not in encoders}
+    in_ = {parts.part_of(path) for path in vendored} | {Part.NEMO for edited in encoders.values() if edited}
+    flat = f"{FOLDER}/encoder_methods.py" in vendored
+    marker = f"{FOLDER}/__init__.py" if flat else f"{FOLDER}/sync/__init__.py"
+    version = constants(vendored[marker], marker).get("__version__", "") if marker in vendored else ""
 
-    Raises DiffError where git is not there or does not end in time.
-    """
-    # Inside a hook, git's variables name the repository of that hook.
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    variables |= {name: value for name, value in os.environ.items() if name.startswith("GIT_CONFIG")}
-    # A status writes no index, and starts no watcher of the file system that would outlive it.
-    git = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "--literal-pathspecs"]
-    try:
-        return subprocess.run(
-            [*git, *arguments],
-            cwd=checkout,
-            env=variables | {"LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=diffs.GIT_LIMIT.total_seconds(),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DiffError(f"git {arguments[0]}: {error}") from None
+    own = {path: content for part in in_ for path, content in parts.own_files(part).items()}
+    foreign = [path for path in vendored if vendored[path] != own.get(path)]
+    lacking = [f"{FOLDER}/{NEEDED[part].value}" for part in in_ if part in NEEDED and NEEDED[part] not in in_]
+    # Another version may well have other files.
+    (lacking if version in (__version__, "") else foreign).extend(own.keys() - vendored.keys())
+    unedited = [path for path, edited in encoders.items() if not edited]
+    if lacking or (Part.NEMO in in_ and unedited):
+        lacking = unedited + sorted(set(lacking))
+    having = [path for path, edited in encoders.items() if edited]
+    having += [f"{FOLDER}/{part.value}" for part in (Part.SYNC, Part.STALL) if part in in_]
+    names = tuple(path.removeprefix(f"{FOLDER}/") for path in sorted(foreign))
+    return State(frozenset(in_), tuple(having), tuple(lacking), version, names, flat)

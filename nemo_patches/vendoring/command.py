@@ -1,225 +1,158 @@
-"""What `nemo-patches diff` does with a checkout: prints its diff, tries the committed ones, puts the patch in or out.
+"""What `nemo-patches diff` does with a checkout: prints its diff, tries the committed ones, puts parts in or out.
 
 git does the applying, in a copy of the few files that it is about; what came out as planned is put in the checkout.
 """
 
 from __future__ import annotations
 
-import re
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-
-from nemo_patches.vendoring import checkouts, diffs
-from nemo_patches.vendoring.checkouts import Files
-from nemo_patches.vendoring.diffs import FOLDER, DiffError
-
-COMMITTED = Path(__file__).parent.parent / "patches"  # a checkout of nemo_patches has a link there to its patches/
+from nemo_patches.vendoring import diffs, git, parts, replacement, way_back
+from nemo_patches.vendoring.checkouts import Checkout
+from nemo_patches.vendoring.errors import Declined, DiffError
+from nemo_patches.vendoring.git import Files
+from nemo_patches.vendoring.parts import FOLDER, NEEDED, Part, Parts
 
 
-class Declined(DiffError):
-    """The answer is no, and there is nothing to do. The text says why."""
+def printed(checkout: Checkout, chosen: Parts) -> bytes:
+    """The diff that puts those of the chosen parts into a checkout that are not in. Raises DiffError.
 
-
-@dataclass(frozen=True)
-class Committed:
-    """One of the diffs that come with nemo_patches."""
-
-    name: str
-    text: bytes
-
-    @property
-    def series(self) -> str:
-        """Of NeMo, as in 2.7."""
-        return self.name.removeprefix("nemo-").removesuffix(".diff")
-
-
-@dataclass(frozen=True)
-class WayBack:
-    """The files of a checkout without the patch, and where that is from."""
-
-    origin: str
-    files: Files
-
-
-def uncommitted(checkout: Path) -> str:
-    """What is to be said of uncommitted changes in the files that a diff would be of; empty where that is nothing.
-
-    (Nothing of a patched checkout, whose changes are the patch.) Raises DiffError.
+    What a part needs may be missing: a printed part is to be read, or applied after another one.
     """
-    diffs.version_of(checkout)  # it is one
-    return checkouts.uncommitted(checkout) if checkouts.state_of(diffs.present(checkout)).stock else ""
+    missing = chosen - checkout.state.parts
+    if not missing or not checkout.state.sound:
+        raise DiffError(f"{checkout.folder}: {checkout.state}")
+    return diffs.text(checkout, missing)
 
 
-def printed(checkout: Path) -> str:
-    """The diff that puts the bounded sync into a checkout. Only reads; raises DiffError."""
-    version = diffs.version_of(checkout)
-    state = checkouts.state_of(diffs.present(checkout))
-    if not state.stock:
-        raise DiffError(f"{checkout}: {state}")
-    return _text(version, diffs.edits(checkout))
+def check(checkout: Checkout, chosen: Parts) -> str:
+    """For each chosen part, which committed diff applies and gives what `printed` gives, in a sentence.
 
-
-def check(checkout: Path) -> str:
-    """Which committed diff applies to a checkout and gives what `printed` gives, in a sentence. Only reads.
-
-    Raises Declined where none does or the patch is in, DiffError where it cannot be told.
+    Raises Declined where none does or the parts are in, DiffError where it cannot be told.
     """
-    version = diffs.version_of(checkout)
-    files = diffs.present(checkout)
-    if not (state := checkouts.state_of(files)).stock:
-        raise Declined(f"{checkout}: {state}; {_about_the_way_back(checkout, files)}")
+    missing = chosen - checkout.state.parts
+    if not missing or not checkout.state.sound:
+        raise Declined(f"{checkout.folder}: {checkout.state}; {_about_the_way_back(checkout)}")
+    return "\n".join(_fitting(checkout, part) for part in Part if part in missing)
+
+
+def apply(checkout: Checkout, chosen: Parts) -> str:
+    """Put parts of the patch into a checkout and say so. All or nothing, and only where `reverse` can undo it exactly.
+
+    Raises Declined where they are in already, DiffError where the patch is in partly, or they cannot be put in.
+    """
+    folder, files, state = checkout.folder, checkout.files, checkout.state
+    missing = chosen - state.parts
+    if not missing or not state.sound:
+        raise (Declined if state.sound else DiffError)(f"{folder}: {state}")
+    _require_needed(checkout, state.parts | missing, chosen)
+    after = git.apply(diffs.text(checkout, missing), files)
+    if after != _planned(checkout, missing):
+        raise DiffError(f"{folder}: git made something else of the diff than was planned; nothing was changed")
+    if Part.NEMO in missing:
+        _require_way_back(checkout, after)
+    replacement.replace(folder, files, after)
+    done = []
+    if Part.NEMO in missing:
+        done.append(f"patched {', '.join(sorted(_of_nemo(files)))}")
+    if folders := missing - {Part.NEMO}:
+        done.append(f"put {parts.named(folders)} into {FOLDER}")
+    return f"{folder}: {'; '.join(done)}"
+
+
+def reverse(checkout: Checkout, chosen: Parts) -> str:
+    """Take parts of the patch out of a checkout, also where only some of their files are in, and say so.
+
+    Raises Declined where they are not in, DiffError where they cannot be taken out without anything else.
+    """
+    folder, state = checkout.folder, checkout.state
+    taken = chosen & state.parts
+    if not taken:
+        raise Declined(f"{folder}: {state}, so there is nothing to take back")
+    _require_needed(checkout, state.parts - taken, chosen)
+    after, origin = _without(checkout, taken)
+    replacement.replace(folder, checkout.files, after)
+    text = "the patch is out" if taken == state.parts else f"taken out: {parts.named(taken)}"
+    return f"{folder}: {text}" + (f"; its files are {origin}" if origin else "")
+
+
+def _fitting(checkout: Checkout, part: Part) -> str:
+    """Which committed diff of a part applies to a checkout. Raises Declined with the reasons where none does."""
+    folder, version, series = checkout.folder, checkout.version, diffs.series_of(checkout.version)
     try:
-        checkouts.require_no_links(checkout)
-        planned = _after(diffs.edits(checkout))
-        else_ = f"`nemo-patches diff --nemo {checkout}` makes one for it"
+        replacement.require_no_links(folder)
+        planned = _planned(checkout, frozenset({part}))
+        otherwise = f"`nemo-patches diff --nemo {folder}` makes one for it"
     except DiffError as error:
-        planned, else_ = {}, f"`nemo-patches diff` makes none for it: {error}"
+        planned, otherwise = {}, f"`nemo-patches diff` makes none for it: {error}"
     reasons = []
-    for diff in _committed(version):
-        own = diff.series == _series(version)
+    for diff in diffs.committed(part, version):
         try:
-            given = _applied(diff.text, files)
+            after = git.apply(diff.text, checkout.files)
         except DiffError as error:
-            reasons += [f"{diff.name} does not apply ({error})"] * own
+            if diff.series in ("", series):  # the others were made from other code
+                reasons.append(f"{diff.name} does not apply ({error})")
             continue
-        if given == planned:
+        if after == planned:
             return f"{diff.name} applies to this NeMo {version}, and gives what `nemo-patches diff` gives"
         reasons.append(f"{diff.name} would apply, but gives something else" if planned else f"{diff.name} would apply")
-    reason = "; ".join(reasons) or f"no committed diff is for NeMo {_series(version)}, and none of the others applies"
-    raise Declined(f"{checkout}: {reason}; {else_}")
+    reason = "; ".join(reasons) or f"no committed diff is for NeMo {series}, and none of the others applies"
+    raise Declined(f"{folder}: {reason}; {otherwise}")
 
 
-def apply(checkout: Path) -> str:
-    """Put the bounded sync into a checkout and say so. All or nothing, and only where `reverse` can undo it exactly.
+def _planned(checkout: Checkout, chosen: Parts) -> Files:
+    """The files of a checkout with these parts put in."""
+    return {**checkout.files, **{edit.path: edit.after for edit in checkout.edits(chosen)}}
 
-    Raises Declined where it is in already, DiffError where it is partly, or cannot be put in.
-    """
-    version = diffs.version_of(checkout)
-    files = diffs.present(checkout)
-    if not (state := checkouts.state_of(files)).stock:
-        raise (Declined if state.complete else DiffError)(f"{checkout}: {state}")
-    edits = diffs.edits(checkout)
-    after = _applied(_text(version, edits).encode("utf-8", "surrogateescape"), files)
-    if after != _after(edits):
-        raise DiffError(f"{checkout}: git made something else of the diff than was planned; nothing was changed")
-    keep = f"keep it, and apply it with git: nemo-patches diff --nemo {checkout} > FILE"
+
+def _of_nemo(files: Files) -> Files:
+    return {path: content for path, content in files.items() if parts.part_of(path) is Part.NEMO}
+
+
+def _require_needed(checkout: Checkout, result: Parts, chosen: Parts) -> None:
+    """Raise DiffError where a part would then be in without the one that it needs."""
+    for part, needed in NEEDED.items():
+        if part in result and needed not in result:
+            given = ",".join(name.value for name in Part if name in chosen)
+            other = needed if part in chosen else part
+            problem = f"--parts {given} would leave {part.value} in without {needed.value}, which it needs"
+            raise DiffError(f"{checkout.folder}: {problem}; allowed is --parts {given},{other.value}")
+
+
+def _require_way_back(checkout: Checkout, after: Files) -> None:
+    """Raise DiffError where `reverse` would not give back the very files of NeMo's that are here now."""
+    folder, stock = checkout.folder, _of_nemo(checkout.files)
+    keep = f"keep it, and apply it with git: nemo-patches diff --nemo {folder} > FILE"
     try:
-        way_back = _way_back(checkout, after)
+        back = way_back.find(checkout, _of_nemo(after))
     except DiffError as error:
         raise DiffError(f"{error}, so --reverse could not take the patch back; {keep}") from None
-    if way_back.files != files:
-        names = ", ".join(path for path in files if files[path] != way_back.files.get(path))
+    if back.files != stock:
+        names = ", ".join(path for path in stock if stock[path] != back.files.get(path))
         raise DiffError(
-            f"{checkout}: --reverse would give its files {way_back.origin}, without what is in {names} now; {keep}"
+            f"{folder}: --reverse would give its files {back.origin}, without what is in {names} now; {keep}"
         )
-    checkouts.replace(checkout, files, after)
-    return f"{checkout}: patched {', '.join(sorted(files))}; their runtime is in {FOLDER}"
 
 
-def reverse(checkout: Path) -> str:
-    """Take the bounded sync out of a checkout, also where only a part of it is in, and say by what.
-
-    Raises Declined where it is not in, DiffError where it cannot be taken out without anything else.
-    """
-    diffs.version_of(checkout)  # it is one
-    files = diffs.present(checkout)
-    state = checkouts.state_of(files)
-    if state.stock:
-        raise Declined(f"{checkout}: not patched, so there is nothing to take back")
-    by_hand = "take it back with the diff that was applied: git apply -R FILE"
-    if state.foreign:
-        raise DiffError(f"{checkout}: {state}; it was changed here, or is of another version; {by_hand}")
+def _about_the_way_back(checkout: Checkout) -> str:
     try:
-        way_back = _way_back(checkout, files)
-    except DiffError as error:
-        raise DiffError(f"{error}; {by_hand}") from None
-    checkouts.replace(checkout, files, way_back.files)
-    return f"{checkout}: the patch is out; its files are {way_back.origin}"
-
-
-def _committed(version: str) -> list[Committed]:
-    """Those that come with nemo_patches, that of the version's series first. Raises DiffError where none does."""
-    found = [Committed(file.name, file.read_bytes()) for file in COMMITTED.glob("nemo-*.diff")]
-    if not found:
-        raise DiffError(
-            "this copy of nemo_patches has no committed diffs with it; a checkout of it has them in patches/"
-        )
-    numbers = {diff: tuple(map(int, diff.series.split("."))) for diff in found}
-    return sorted(found, key=lambda diff: (diff.series == _series(version), numbers[diff]), reverse=True)
-
-
-def _series(version: str) -> str:
-    return ".".join(re.findall(r"\d+", version)[:2])
-
-
-def _text(version: str, edits: list[diffs.Edit]) -> str:
-    return diffs.header(version) + diffs.unified(edits)
-
-
-def _after(edits: list[diffs.Edit]) -> Files:
-    return {edit.path: edit.after for edit in edits}
-
-
-def _about_the_way_back(checkout: Path, files: Files) -> str:
-    try:
-        return f"--reverse takes it out, to files {_way_back(checkout, files).origin}"
+        _, origin = _without(checkout, checkout.state.parts)
     except DiffError as error:
         return f"--reverse would refuse: {error}"
+    return "--reverse takes it out" + (f", to files {origin}" if origin else "")
 
 
-def _way_back(checkout: Path, files: Files) -> WayBack:
-    """The files of a checkout without the patch that is in them, or in a part of them. Raises DiffError.
-
-    Only what becomes exactly these files when it is edited again is taken for it.
-    """
-    encoders = [path for path in files if not path.startswith(f"{FOLDER}/")]
-    head = checkouts.at_head(checkout, encoders)
-    if head and _become(head, files):
-        return WayBack("as in the last commit", head)
-    # Beside other lines than a release has: the lines to take out are each the only such one in their file.
-    having = checkouts.state_of(files).having
-    include = [f"--include={path}" for path in files if path in having or path.startswith(f"{FOLDER}/")]
-    for options in (include, [*include, "-C0"]):
-        for diff in _committed(diffs.version_of(checkout)):
-            try:
-                stock = _reversed(diff, files, *options)
-            except DiffError:
-                continue
-            if _become(stock, files):
-                return WayBack(f"as {diff.name} reversed gives them", stock)
-    raise DiffError(f"{checkout}: neither the last commit nor a committed diff reversed gives files that become these")
-
-
-def _become(stock: Files, files: Files) -> bool:
-    """Whether these files are the stock ones, each as it is or edited."""
+def _without(checkout: Checkout, taken: Parts) -> tuple[Files, str]:
+    """The files of a checkout without these parts, and where NeMo's own are then from. Raises DiffError."""
+    state = checkout.state
+    by_hand = "take it back with the diff that was applied: git apply -R FILE"
+    if state.flat:
+        raise DiffError(f"{checkout.folder}: {state}")
+    if state.foreign:
+        raise DiffError(f"{checkout.folder}: {state}; it was changed here, or is of another version; {by_hand}")
+    left = {path: content for path, content in checkout.files.items() if parts.part_of(path) not in taken}
+    if Part.NEMO not in taken:
+        return left, ""
     try:
-        edits = diffs.edits_of(stock)
-    except DiffError:
-        return False
-    paths = {edit.path for edit in edits}
-    return files.keys() <= paths and all(files.get(edit.path) in (edit.before, edit.after) for edit in edits)
-
-
-def _reversed(diff: Committed, files: Files, *options: str) -> Files:
-    """The files without a diff, which is taken out of those that it is in. Raises DiffError with git's reason."""
-    # The committed diffs have plain line ends; a checkout may have others.
-    returns = {path for path, content in files.items() if content.count(b"\n") == content.count(b"\r\n") > 0}
-    plain = {path: _replaced(files[path], b"\r\n", b"\n", path in returns) for path in files}
-    stock = _applied(diff.text, plain, "-R", *options)
-    return {path: _replaced(content, b"\n", b"\r\n", path in returns) for path, content in stock.items()}
-
-
-def _replaced(content: bytes, old: bytes, new: bytes, wanted: bool) -> bytes:
-    return content.replace(old, new) if wanted else content
-
-
-def _applied(diff: bytes, files: Files, *options: str) -> Files:
-    """The files after `git apply`. Raises DiffError with git's reason."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        diffs.clean_git(name, "init", "-q", "--template=")
-        diffs.write(folder, files)
-        diffs.clean_git(name, "apply", "--whitespace=nowarn", *options, "-", given=diff)
-        found = [path.relative_to(folder).as_posix() for path in (folder / "nemo").rglob("*") if path.is_file()]
-        return {path: (folder / path).read_bytes() for path in found}
+        back = way_back.find(checkout, _of_nemo(checkout.files))
+    except DiffError as error:
+        raise DiffError(f"{error}; {by_hand}") from None
+    return {**left, **back.files}, back.origin

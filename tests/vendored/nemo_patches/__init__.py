@@ -1,7 +1,8 @@
 """Stands where nemo_patches would be, so that the same tests drive a vendored NeMo beside which it is not importable.
 
-Its `apply` only chooses the settings: the diff has done the rest. `nemo_patches.runtime` is the vendored runtime, and
-`nemo_patches.tools` the checkout's, whose demo drives a training and patches nothing itself.
+Its `apply` only chooses the settings: the diffs have done the rest. `nemo_patches.sync` and, where it is vendored too,
+`nemo_patches.stall` are the vendored ones. `nemo_patches.tools` is the checkout's, whose demo drives a training and
+patches nothing itself.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from types import ModuleType
 from typing import Any
 
 import numpy
-from nemo.collections.asr.parts import nemo_patches as runtime
-from nemo.collections.asr.parts.nemo_patches import length_sync
-from nemo.collections.asr.parts.nemo_patches.settings import Settings, resolve
+from nemo.collections.asr.parts import nemo_patches as vendored
+from nemo.collections.asr.parts.nemo_patches.sync import length_sync
+from nemo.collections.asr.parts.nemo_patches.sync.settings import Settings, resolve
 
 # Nothing else of the real package is importable from here, not even through an editable installation of it.
 __path__: list[str] = []
 sys.meta_path[:] = [finder for finder in sys.meta_path if "nemo_patches" not in getattr(finder, "__module__", "")]
-sys.modules["nemo_patches.runtime"] = runtime
-for module in pkgutil.iter_modules(runtime.__path__):
-    vendored = importlib.import_module(f"{runtime.__name__}.{module.name}")
-    sys.modules[f"nemo_patches.runtime.{module.name}"] = vendored
+for module in pkgutil.walk_packages(vendored.__path__, f"{vendored.__name__}."):
+    inner = module.name.removeprefix(f"{vendored.__name__}.")
+    sys.modules[f"nemo_patches.{inner}"] = importlib.import_module(module.name)
+subscriber = sys.modules.get("nemo_patches.stall.subscriber")  # None beside the core alone
 tools = sys.modules["nemo_patches.tools"] = ModuleType("nemo_patches.tools")
 tools.__path__ = [str(Path(__file__).parents[3] / "nemo_patches" / "tools")]
 
@@ -53,7 +54,8 @@ def apply(
 
 
 def status() -> Status:
-    return Status(length_sync.current(), length_sync.counters(), length_sync.unannounced(), length_sync.stalls())
+    unannounced = subscriber.unannounced() if subscriber else ()
+    return Status(length_sync.current(), vendored.counters(), unannounced, vendored.stalls())
 
 
 def revert() -> None:

@@ -1,0 +1,42 @@
+"""nemo_patches inside a vendored NeMo: the bounded length sync and, where stall/ is beside it, stall reports.
+
+In nemo_patches this file is vendoring/vendored_package.py; the diffs carry it as the __init__.py beside sync/.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .sync import __version__
+from .sync.length_sync import LengthSyncTimeout, counters
+from .sync.rank_log import first_line, report
+
+__all__ = ["LengthSyncTimeout", "__version__", "counters", "stalls"]
+
+
+def stalls() -> tuple[Any, ...]:
+    """The stalls that this rank has seen lately; empty without stall/."""
+    return _stalls()
+
+
+def _subscribe() -> Callable[[], tuple[Any, ...]]:
+    """Have stall/ watch the sync, if it is here. Returns what tells the stalls."""
+    spec = importlib.util.find_spec(".stall", __name__)
+    if spec is None or spec.origin is None:  # not here, or all that is left of it is Python's cache
+        return tuple
+    try:
+        from .stall import subscriber
+
+        subscriber.subscribe()
+    except Exception as error:  # nothing of ours may break NeMo's import
+        problem = f"{first_line(error)}, in importing {spec.origin}"
+        report(logging.ERROR, f"no stall reports: {problem}; the length sync works without them")
+        return tuple
+    return subscriber.stalls  # type: ignore[no-any-return]
+
+
+_stalls = _subscribe()

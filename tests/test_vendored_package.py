@@ -1,0 +1,77 @@
+"""The __init__.py of our package in a vendored NeMo: with stall/, without it, and with one that does not work."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from interpreters import CHECKOUT, environment, run
+
+PACKAGE = CHECKOUT / "nemo_patches"
+SUBSCRIBER = "def subscribe():\n    print('subscribed')\n\ndef stalls():\n    return ('a stall',)\n"
+PROGRAM = (
+    "import sys\n"
+    "missing = ('nemo_patches', 'nemo', 'wrapt', 'typer', 'rich', 'lightning')\n"
+    "sys.modules.update(dict.fromkeys(missing))\n"
+    "import vendored.sync.encoder_methods\n"
+    "from vendored import LengthSyncTimeout, counters, stalls\n"
+    "print(vendored.__version__, issubclass(LengthSyncTimeout, RuntimeError), counters(), stalls())\n"
+)
+
+pytestmark = pytest.mark.one_nemo
+
+
+@pytest.fixture
+def vendored(tmp_path: Path) -> Path:
+    """The package under another name, with the core alone."""
+    folder = tmp_path / "vendored"
+    shutil.copytree(PACKAGE / "sync", folder / "sync", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE / "vendoring" / "vendored_package.py", folder / "__init__.py")
+    return folder
+
+
+def imported(vendored: Path) -> subprocess.CompletedProcess[str]:
+    done = run([sys.executable, "-c", PROGRAM], environment(), cwd=vendored.parent)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("left", ["nothing", "Python's cache"])
+def test_without_stall_it_tells_no_stalls_and_says_nothing(left: str, vendored: Path) -> None:
+    if left != "nothing":
+        (vendored / "stall" / "__pycache__").mkdir(parents=True)
+    done = imported(vendored)
+    assert (done.stdout, done.stderr) == ("0.1.0 True () ()\n", "")
+
+
+def test_with_stall_it_subscribes_once_and_tells_its_stalls(vendored: Path) -> None:
+    (vendored / "stall").mkdir()
+    (vendored / "stall" / "__init__.py").write_text("")
+    (vendored / "stall" / "subscriber.py").write_text(SUBSCRIBER)
+    done = imported(vendored)
+    assert (done.stdout, done.stderr) == ("subscribed\n0.1.0 True () ('a stall',)\n", "")
+
+
+@pytest.mark.parametrize(
+    ("subscriber", "problem"),
+    [
+        (None, "ImportError: cannot import name 'subscriber'"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (SUBSCRIBER.replace("print('subscribed')", "raise OSError('two\\nlines')"), "OSError: two"),
+    ],
+    ids=["incomplete", "not importable", "not to be subscribed"],
+)
+def test_a_stall_that_does_not_work_is_said_once_and_breaks_nothing(
+    subscriber: str | None, problem: str, vendored: Path
+) -> None:
+    (vendored / "stall").mkdir()
+    (vendored / "stall" / "__init__.py").write_text("")
+    if subscriber is not None:
+        (vendored / "stall" / "subscriber.py").write_text(subscriber)
+    done = imported(vendored)
+    assert done.stdout == "0.1.0 True () ()\n"
+    assert len(done.stderr.splitlines()) == 1
+    assert f"no stall reports: {problem}" in done.stderr and "the length sync works without them" in done.stderr
