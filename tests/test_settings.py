@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from interpreters import CHECKOUT, environment, run
 
 from nemo_patches.patching import admission
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
@@ -98,34 +94,4 @@ def test_a_misspelt_variable_is_named_with_the_near_miss_or_all_settings(variabl
 def test_only_what_is_set_and_begins_like_a_setting_is_misspelt() -> None:
     known = {setting.variable: "x" for setting in ALL_SETTINGS}
     others = {"NEMO_PATCHES_TIMEOUTS": "", "NEMO_PATCHES": "1", "MY_NEMO_PATCHES_TIMEOUTS": "1", "PATH": "/"}
-    assert misspelt({**known, **others}, known) == []
-
-
-SYNC_ALONE = """
-from {package} import length_sync
-length_sync.current()
-length_sync.current()
-"""
-
-
-def test_a_vendored_sync_says_once_what_is_no_setting_of_its_own(tmp_path: Path) -> None:
-    for room in ("sync", "stall"):
-        shutil.copytree(CHECKOUT / "nemo_patches" / room, tmp_path / "vendored" / room)
-    variables = {"NEMO_PATCHES_TIMEOUT": "3", "NEMO_PATCHES_TIMEOUTS": "3", "NEMO_PATCHES_TRACE": "here", "RANK": "5"}
-    for package, sentences in (
-        (
-            "vendored.sync",
-            (
-                "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?",
-                "NEMO_PATCHES_TRACE is not a setting, and has no effect; settings, after NEMO_PATCHES_: SYNC, "
-                "TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT",
-            ),
-        ),
-        ("nemo_patches.sync", ()),  # where patching it says this
-    ):
-        command: list[str | Path] = [sys.executable, "-c", SYNC_ALONE.format(package=package)]
-        done = run(command, environment(tmp_path, CHECKOUT, **variables), limit=120)
-        lines = done.stderr.splitlines()
-        assert len(lines) == len(sentences), done.stderr
-        for line, sentence in zip(lines, sentences, strict=True):
-            assert " nemo_patches WARNING [rank 5/" in line and line.endswith("] " + sentence)
+    assert list(misspelt({**known, **others}, known)) == []

@@ -75,3 +75,26 @@ def test_a_stall_that_does_not_work_is_said_once_and_breaks_nothing(
     assert done.stdout == "0.1.0 True () ()\n"
     assert len(done.stderr.splitlines()) == 1
     assert f"no stall reports: {problem}" in done.stderr and "the length sync works without them" in done.stderr
+
+
+@pytest.mark.parametrize("has_stall", [False, True], ids=["sync", "sync+stall"])
+def test_a_variable_that_has_no_effect_there_is_said_once(has_stall: bool, vendored: Path) -> None:
+    if has_stall:
+        (vendored / "stall").mkdir()
+        (vendored / "stall" / "__init__.py").write_text("")
+        (vendored / "stall" / "subscriber.py").write_text(SUBSCRIBER)
+    names = ("NEMO_PATCHES_TIMEOUT", "NEMO_PATCHES_TIMEOUTS", "NEMO_PATCHES_TRACE", "NEMO_PATCHES_CALL_TIMEOUT")
+    variables = dict.fromkeys(names, "3") | {"RANK": "5"}
+    done = run([sys.executable, "-c", PROGRAM], environment(**variables), cwd=vendored.parent)
+    settings = "SYNC, TIMEOUT, ON_TIMEOUT" + ", CALL_TIMEOUT" * has_stall
+    sentences = [
+        "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?",
+        f"NEMO_PATCHES_TRACE is not a setting, and has no effect; settings, after NEMO_PATCHES_: {settings}",
+    ]
+    if not has_stall:  # stall/ alone watches for long calls
+        sentences.insert(
+            0, "NEMO_PATCHES_CALL_TIMEOUT is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
+        )
+    lines = done.stderr.splitlines()
+    assert [line.partition("] ")[2] for line in lines] == sentences
+    assert all(" nemo_patches WARNING [rank 5/" in line for line in lines)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
 from .sync import __version__
 from .sync.length_sync import LengthSyncTimeout, counters
 from .sync.rank_log import first_line, report
+from .sync.settings import CALL_TIMEOUT, SETTINGS, misspelt
 
 __all__ = ["LengthSyncTimeout", "__version__", "counters", "stalls"]
 
@@ -39,4 +42,13 @@ def _subscribe() -> Callable[[], tuple[Any, ...]]:
     return subscriber.stalls  # type: ignore[no-any-return]
 
 
+def _say_misspelt() -> None:
+    """A variable of ours that has no effect here; a data loader's worker imports NeMo, too, and does not say it again."""
+    if not multiprocessing.current_process().daemon:
+        known = [setting.variable for setting in SETTINGS if setting is not CALL_TIMEOUT or _stalls is not tuple]
+        for sentence in misspelt(os.environ, known):
+            report(logging.WARNING, sentence)
+
+
 _stalls = _subscribe()
+_say_misspelt()
