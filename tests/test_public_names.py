@@ -47,7 +47,7 @@ import nemo_patches
 try:
     nemo_patches.apply(timeout=3)
 except nemo_patches.LengthSyncTimeout as error:
-    reveal_type(error.missing)
+    missing: tuple[nemo_patches.MissingRank, ...] = error.missing
 except (nemo_patches.DriftError, nemo_patches.SettingsError, nemo_patches.UnsupportedNeMo) as refusal:
     reveal_type(refusal)
 status: nemo_patches.Status = nemo_patches.status()
@@ -70,7 +70,6 @@ def test_a_type_checker_knows_the_names_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(CONFIGURATION)
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "script.py"]
     done = run(command, clean_environment(CHECKOUT, MYPYPATH=str(CHECKOUT)), limit=280, cwd=tmp_path)
-    missing, refusal, unknown = done.stdout.splitlines()
-    assert "tuple[nemo_patches.stall." in missing and "MissingRank" in missing
+    refusal, unknown = done.stdout.splitlines()
     assert all(name in refusal for name in ("DriftError", "SettingsError", "UnsupportedNeMo"))
     assert 'Module has no attribute "LengthSyncTimeouts"' in unknown

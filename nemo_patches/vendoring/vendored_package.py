@@ -43,8 +43,8 @@ def _subscribe() -> Callable[[], tuple[Any, ...]]:
 
 
 def _say_misspelt() -> None:
-    """A variable of ours that has no effect here; a data loader's worker imports NeMo, too, and does not say it again."""
-    if not multiprocessing.current_process().daemon:
+    """Our variables that have no effect here."""
+    if not multiprocessing.current_process().daemon:  # a data loader's worker imports NeMo, too
         known = [setting.variable for setting in SETTINGS if setting is not CALL_TIMEOUT or _stalls is not tuple]
         for sentence in misspelt(os.environ, known):
             report(logging.WARNING, sentence)
