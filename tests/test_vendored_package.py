@@ -85,7 +85,8 @@ def test_a_variable_that_has_no_effect_there_is_said_once(has_stall: bool, vendo
         (vendored / "stall" / "subscriber.py").write_text(SUBSCRIBER)
     names = ("NEMO_PATCHES_TIMEOUT", "NEMO_PATCHES_TIMEOUTS", "NEMO_PATCHES_TRACE", "NEMO_PATCHES_CALL_TIMEOUT")
     variables = dict.fromkeys(names, "3") | {"RANK": "5"}
-    done = run([sys.executable, "-c", PROGRAM], environment(**variables), cwd=vendored.parent)
+    program = PROGRAM.replace("'nemo_patches', ", "")
+    done = run([sys.executable, "-c", program], environment(**variables), cwd=vendored.parent)
     settings = "SYNC, TIMEOUT, ON_TIMEOUT" + ", CALL_TIMEOUT" * has_stall
     sentences = [
         "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?",

@@ -135,6 +135,9 @@ class Patching:
         subscriber.subscribe()
         self._skipped.clear()
         self._in_force = self._follows_imports = True
+        self._say_misspelt()
+
+    def _say_misspelt(self) -> None:
         if not self._misspelt_said:
             self._misspelt_said = True
             for sentence in admission.misspelt():
@@ -175,6 +178,7 @@ class Patching:
     def _leave_alone(self, built_in: str, trace: TraceSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
         self._follows_imports = False
+        self._say_misspelt()
         reason = f"this NeMo has nemo_patches {built_in} built in; its settings are the NEMO_PATCHES_* variables"
         self._skipped.clear()
         self._skipped.update(dict.fromkeys(TARGETS, reason))

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,8 @@ def _subscribe() -> Callable[[], tuple[Any, ...]]:
 
 
 def _say_misspelt() -> None:
-    """Our variables that have no effect here."""
-    if not multiprocessing.current_process().daemon:  # a data loader's worker imports NeMo, too
+    """Our variables that have no effect here; where nemo_patches itself is in use, it says that."""
+    if "nemo_patches" not in sys.modules and not multiprocessing.current_process().daemon:  # a loader's worker
         known = [setting.variable for setting in SETTINGS if setting is not CALL_TIMEOUT or _stalls is not tuple]
         for sentence in misspelt(os.environ, known):
             report(logging.WARNING, sentence)
