@@ -20,7 +20,7 @@ _NEW_NETWORK, _NEW_NAMES = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def two_hosts() -> Iterator[None]:
         yield
     finally:
         for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=60)
 
 
 def move_to(host: str) -> None:

@@ -25,7 +25,7 @@ def environment(*path: Path, **variables: str) -> dict[str, str]:
 
 
 def run(
-    command: list[str | Path], variables: dict[str, str], limit: float = 60.0, cwd: Path | None = None
+    command: list[str | Path], variables: dict[str, str], limit: float = 240.0, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; at the limit it is killed with all that it has started, and the test fails."""
     process = subprocess.Popen(

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-STEPS, STALL_AT, STALL = 4, 1, 7.0
+STEPS, STALL_AT, STALL = 4, 1, 12.0
 EXAMPLE = Path(__file__).parent.parent / "examples" / "nest"
 
 
@@ -54,6 +54,7 @@ def main() -> None:
     class Stall(pl.Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, module: Any) -> None:
             def stall(*_: object) -> None:
+                torch.distributed.barrier()  # what the data loaders differ by is none of the stall's
                 if trainer.global_rank == 1 and trainer.global_step == STALL_AT:
                     time.sleep(STALL)  # the straggler itself, not a wait of the test's
 

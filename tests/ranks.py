@@ -17,10 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["nemo.collections.asr", "nemo_patches.patching.monkeypatch"])
+
+# What a busy machine may add.
+SLACK_S = 1.9  # to a call: less than the shortest timeout that is waited for, so that a second wait is seen
+REPORT_S = 12.0  # from the timeout until the report is there
+CONNECTING_S = 60.0  # the timeout where a scenario begins only when the ranks are in step
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ def run_ranks(
     function: Callable[..., Any],
     size: int,
     *args: Any,
-    limit: float = 120.0,
+    limit: float = 300.0,
     dies: tuple[int, ...] = (),
     group: bool = True,
 ) -> list[Result]:
@@ -73,7 +81,7 @@ def run_ranks(
                 logs.append(log)
             outcomes = _collect(pipes, limit)
             for process in processes:
-                process.join(5)
+                process.join(30)  # an interpreter's end, which with torch in it takes a while
         finally:
             for process in processes:
                 if process.is_alive():
@@ -144,7 +152,7 @@ def join_group(rank: int, size: int, port: int, seconds: float = 60.0, host: str
     )
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not within the limit"
@@ -166,6 +174,41 @@ def stall_monitor() -> Any:
     monitor = subscriber.monitor()
     assert monitor is not None
     return monitor
+
+
+def in_step(**settings: Any) -> torch.nn.Module:
+    """A Conformer after two calls that every rank has made; the settings (of `nemo_patches.apply`) hold from now on.
+
+    Until here the timeout is long: the first call connects the ranks, which a busy machine may take seconds for.
+    """
+    import encoders
+    import torch.distributed as dist
+
+    import nemo_patches
+
+    nemo_patches.apply(**{**settings, "timeout": CONNECTING_S, "call_timeout": 0.0})
+    encoder = encoders.conformer()
+    dist.barrier()
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        come_in(encoder)
+    wait_until(all_have_come)
+    nemo_patches.apply(**settings)
+    dist.barrier()
+    return encoder
+
+
+def come_in(encoder: torch.nn.Module) -> None:
+    """Until the round has come on every rank. On a busy machine a barrier may be first, and a rank that does not see
+    its round yet at the next call issues none: the others then wait in vain once more."""
+    import torch.distributed as dist
+
+    from nemo_patches.sync import length_sync
+
+    sync = length_sync.sync_of(encoder)
+    assert sync is not None
+    wait_until(lambda: sync.handle.round is not None and sync.handle.has_come(sync.handle.round))
+    dist.barrier()
 
 
 def wait_for_others(event: str, count: int) -> None:

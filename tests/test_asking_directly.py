@@ -22,7 +22,8 @@ from nemo_patches.stall.wire import Peer, decode_peers, encode_peers
 from nemo_patches.stall.wire import encode_heartbeat as encode
 
 pytestmark = pytest.mark.one_nemo
-PATIENCE = 1.0
+PATIENCE_S = 5.0  # where somebody is silent; who answers has answered by then
+LONG_S = 60.0  # where all answer
 
 
 def peer_at(port: int) -> Peer:
@@ -50,9 +51,9 @@ def answering(listeners: dict[int, Listener]) -> Iterator[None]:
             listener.close()
 
 
-def asked(peers: dict[int, Peer]) -> tuple[dict[int, Heartbeat], float]:
+def asked(peers: dict[int, Peer], patience_s: float) -> tuple[dict[int, Heartbeat], float]:
     began = time.monotonic()
-    return ask(peers, PATIENCE, lambda: False), time.monotonic() - began
+    return ask(peers, patience_s, lambda: False), time.monotonic() - began
 
 
 def test_who_answers_is_found_and_who_is_gone_or_silent_is_not() -> None:
@@ -63,15 +64,15 @@ def test_who_answers_is_found_and_who_is_gone_or_silent_is_not() -> None:
     closed.close()
     peers = {rank: peer_at(one.port) for rank, one in listeners.items()}
     with silent, answering(listeners):
-        found, took = asked({**peers, 1: peer_at(port), 3: peer_at(silent.getsockname()[1])})
+        found, took = asked({**peers, 1: peer_at(port), 3: peer_at(silent.getsockname()[1])}, PATIENCE_S)
     assert found == {rank: replace(BEAT, rank=rank) for rank in (0, 2)}
-    assert took < PATIENCE + 2
+    assert took < PATIENCE_S + 10
 
 
 def test_more_ranks_than_a_process_may_have_connections_all_answer() -> None:
     listeners = {rank: Listener(("127.0.0.1", 1)) for rank in range(300)}
     with answering(listeners):
-        found, _ = asked({rank: peer_at(one.port) for rank, one in listeners.items()})
+        found, _ = asked({rank: peer_at(one.port) for rank, one in listeners.items()}, LONG_S)
     assert sorted(found) == list(range(300))
 
 
@@ -98,10 +99,10 @@ def test_what_is_no_heartbeat_of_that_rank_is_not_taken(sent: bytes) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        found, took = asked({BEAT.rank: peer_at(server.getsockname()[1])})
+        found, took = asked({BEAT.rank: peer_at(server.getsockname()[1])}, LONG_S)
         thread.join(10)
     assert found == {}
-    assert took < PATIENCE + 2
+    assert took < LONG_S
 
 
 def test_who_asks_and_sends_or_never_reads_holds_up_nobody() -> None:
@@ -111,7 +112,7 @@ def test_who_asks_and_sends_or_never_reads_holds_up_nobody() -> None:
             client = clients.enter_context(socket.create_connection(("127.0.0.1", listener.port), 5))
             client.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with answering({3: listener}):
-            found, _ = asked({3: peer_at(listener.port)})
+            found, _ = asked({3: peer_at(listener.port)}, LONG_S)
     assert found == {3: BEAT}
 
 

@@ -17,7 +17,8 @@ from nest_training import STALL, STEPS, overrides
 from nemo_patches.tools.demo import data
 
 SCRIPT = Path(__file__).with_name("nest_training.py")
-LIMIT = 240.0
+LIMIT = 600.0
+TIMEOUT = 5  # seconds, in which the ranks connect on a busy machine too
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,11 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
     ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
     assert sorted(end["rank"] for end in ends) == [0, 1]
     assert all((end["size"], end["steps"]) == (2, STEPS) for end in ends)
-    assert len(lines(done, "INFO", "patched", "ConformerEncoder", "timeout=3 s")) == 2
-    assert len(lines(done, "WARNING", "training call 2: not every rank's length came within 3.0", "[rank 0/2")) == 1
+    assert len(lines(done, "INFO", "patched", "ConformerEncoder", f"timeout={TIMEOUT} s")) == 2
+    late = f"training call 2: not every rank's length came within {TIMEOUT}.0"
+    assert len(lines(done, "WARNING", late, "[rank 0/2")) == 1
     recovered, *_ = lines(done, "recovered", "[rank 0/2")  # a busy machine may have shorter stalls after it
-    assert STALL - 2 <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 3
+    assert TIMEOUT <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 30
     assert lines(done, "ERROR") == []
 
 
@@ -49,7 +51,7 @@ def test_torchrun(folder: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(
         [*torchrun, SCRIPT, *overrides(folder)],
-        environment(CHECKOUT, NEMO_PATCHES_TIMEOUT="3", NEMO_PATCHES_TRACE=str(tmp_path)),
+        environment(CHECKOUT, NEMO_PATCHES_TIMEOUT=str(TIMEOUT), NEMO_PATCHES_TRACE=str(tmp_path)),
         LIMIT,
     )
     trained_over_the_stall(done)
@@ -68,7 +70,7 @@ def test_torchrun(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.one_nemo
 def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(folder: Path) -> None:
-    command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", "3", "--", sys.executable, SCRIPT]
+    command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", str(TIMEOUT), "--", sys.executable, SCRIPT]
     command += overrides(folder)
     trained_over_the_stall(run(command, environment(CHECKOUT), LIMIT))
 

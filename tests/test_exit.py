@@ -20,10 +20,11 @@ import datetime, os, sys, time
 import torch, torch.distributed as dist
 rank, port, ending, done = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
-                        timeout=datetime.timedelta(seconds=30))
+                        timeout=datetime.timedelta(seconds=120))
 from nemo_patches.sync.length_sync import synced_length, use
 from nemo_patches.sync.settings import Settings
-use(Settings(timeout=datetime.timedelta(seconds=0.3)))
+short = Settings(timeout=datetime.timedelta(seconds=0.3))
+use(short if ending == "never connected" else Settings(timeout=datetime.timedelta(seconds=120)))
 encoder = torch.nn.Linear(1, 1)
 if rank == 1:
     if ending != "never connected":
@@ -33,6 +34,7 @@ if rank == 1:
     os._exit(0)
 if ending != "stock":
     synced_length(encoder, 1)
+    use(short)
     synced_length(encoder, 2)  # rank 1 never makes this call: the round stays pending
 if ending == "encoder dropped":
     del encoder
@@ -44,6 +46,7 @@ if ending == "exception":
 sys.exit(7)
 """
 
+LIMIT = 240.0  # seconds; on a vendored NeMo the program imports all of it
 ENDINGS = ("stock", "pending", "never connected", "encoder dropped", "group destroyed", "exception")
 
 
@@ -69,7 +72,7 @@ def test_exit_with_a_pending_round_is_as_fast_as_stocks(ending: str, tmp_path: P
     stock, code, _ = seconds_to_exit("stock", tmp_path)
     assert code == 7
     ours, code, error = seconds_to_exit(ending, tmp_path)
-    assert ours < 2 * stock + 5  # a hang lasts for 30 s and more; on a vendored NeMo most of it is its own end
+    assert ours < 2 * stock + 15  # a hang lasts for minutes; on a vendored NeMo most of it is its own end
     assert code == (1 if ending == "exception" else 7), error
     assert "terminate called" not in error
     assert ("the user's own" in error) == (ending == "exception")
@@ -95,4 +98,5 @@ sys.exit(7)
 def test_exit_while_gloos_constructor_waits_for_a_rank_that_died() -> None:
     done = subprocess.run([sys.executable, "-c", HALF_CONNECTED], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 7, done.stderr
-    assert time.time() - float(done.stdout) < 10  # a vendored runtime brings all of NeMo, whose own end takes 3 s
+    # A hang lasts for days. A vendored runtime brings all of NeMo, whose own end takes 3 s.
+    assert time.time() - float(done.stdout) < 40

@@ -63,7 +63,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_bit_identical_to_stock() -> None:
-    for result in run_ranks(stock_and_patched, 3, limit=200):
+    for result in run_ranks(stock_and_patched, 3, limit=400):
         assert set(result.value) == set(encoders.makers())
         for name, (compared, different, counters) in result.value.items():
             assert compared > STEPS * 4, name

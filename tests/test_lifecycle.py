@@ -6,8 +6,10 @@ import functools
 import gc
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, join_group, run_ranks, wait_until
+from ranks import come_in, free_port, join_group, run_ranks, wait_until
 
 import nemo_patches
 
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.one_nemo  # of Gloo and processes, not of NeMo's versio
 
 
 def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
-    nemo_patches.apply(timeout=5.0)
+    nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     found = []
     encoders.sync(encoder, 50)  # no process group yet
@@ -37,11 +39,16 @@ def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
         dist.barrier()
         during = resources()
         dist.destroy_process_group()
-        after = resources()
-        found.append((during[0] > before[0], after[0] <= before[0], after[1] <= before[1]))
+        wait_until(lambda before=before: no_more_than(before))  # threads and sockets end a little later
+        found.append(during[0] > before[0])
     encoders.sync(encoder, 2000)
     found.append((encoder.max_audio_length, 0))
     return found
+
+
+def no_more_than(before: tuple[int, int, int], threads: int = 0, files: int = 0) -> bool:
+    now = resources()
+    return now[0] <= before[0] + threads and now[1] <= before[1] + files
 
 
 def resources() -> tuple[int, int, int]:
@@ -58,7 +65,7 @@ def test_a_new_process_group_starts_afresh_and_an_old_one_leaves_nothing() -> No
         assert none == (60, 0)
         assert first == (121, 3)
         assert second == (221, 3)
-        assert gone == gone_again == (True, True, True)
+        assert gone is gone_again is True
         assert alone == (2000, 0)
         assert result.lines("WARNING") == result.lines("ERROR") == []
 
@@ -74,14 +81,14 @@ def alone(rank: int, size: int) -> Any:
 def test_a_world_of_one_does_nothing() -> None:
     (result,) = run_ranks(alone, 1)
     seconds, maximum, new_threads = result.value
-    assert seconds < 0.5
+    assert seconds < 5  # no wait of 10 s
     assert (maximum, new_threads) == (500, 0)
 
 
 def without_gloo(rank: int, size: int) -> Any:
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"  # read where our group is made; the default one is there
-    nemo_patches.apply(timeout=3.0)
+    nemo_patches.apply(timeout=20.0)
     encoder = encoders.conformer()
     seconds = [encoders.sync(encoder, 100 * (step + 1) + rank) for step in range(3)]
     dist.barrier()
@@ -92,7 +99,7 @@ def test_a_rank_whose_gloo_cannot_connect_is_named_and_nobody_waits_for_it() -> 
     results = run_ranks(without_gloo, 2)
     for rank, result in enumerate(results):
         seconds, maximum = result.value
-        assert sum(seconds) < 2.5
+        assert sum(seconds) < 15  # no wait of 20 s
         assert maximum == 300 + rank
         (line,) = result.lines("the length sync has ended")
         assert "rank 1" in line
@@ -102,7 +109,7 @@ def test_a_rank_whose_gloo_cannot_connect_is_named_and_nobody_waits_for_it() -> 
 def without_a_cpu_backend(rank: int, size: int, port: int) -> Any:
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=size)
-    nemo_patches.apply(timeout=5.0)
+    nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     encoders.sync(encoder, 100 * (rank + 1))
     return encoder.max_audio_length
@@ -115,7 +122,7 @@ def test_a_default_group_without_a_cpu_backend() -> None:
 
 def with_a_file_store(rank: int, size: int, path: str) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
-    nemo_patches.apply(timeout=5.0)
+    nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     encoders.sync(encoder, 100 * (rank + 1))
     dist.barrier()
@@ -132,11 +139,11 @@ def without_store_clone(rank: int, size: int) -> Any:
         if "clone" in vars(owner):
             del owner.clone  # older torch does not have it
     assert not hasattr(dist.PrefixStore, "clone")
-    nemo_patches.apply(timeout=5.0)
+    nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     seconds = encoders.sync(encoder, 100 * (rank + 1))
     dist.barrier()
-    return encoder.max_audio_length, seconds < 2
+    return encoder.max_audio_length, seconds < 15  # no wait of 30 s
 
 
 def test_a_store_that_cannot_be_cloned() -> None:
@@ -167,7 +174,7 @@ def interrupted(rank: int, size: int, number: int) -> Any:
             sent = []
 
             def send(sent: list[float] = sent) -> None:
-                time.sleep(1.0)  # the wait is well under way
+                wait_until(lambda: in_a_wait(threading.main_thread()))
                 sent.append(time.monotonic())
                 os.kill(os.getpid(), number)
 
@@ -181,6 +188,12 @@ def interrupted(rank: int, size: int, number: int) -> Any:
     return found
 
 
+def in_a_wait(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(frame)] if frame else []
+    return "synced_length" in names and "wait" in names
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_act_during_a_wait(number: int) -> None:
@@ -188,7 +201,7 @@ def test_signals_act_during_a_wait(number: int) -> None:
     names = {"KeyboardInterrupt"} if number == signal.SIGINT else {"Stopped"}
     assert {name for name, _ in first.value} == names
     assert len(first.value) == 2
-    assert all(delay < 0.5 for _, delay in first.value)  # slices of 0.1 s, on a busy machine
+    assert all(delay < 5 for _, delay in first.value)  # no wait to its end, at 20 s
 
 
 class Handlers:
@@ -221,7 +234,7 @@ def test_an_exception_of_a_signal_handler_is_told_from_our_own(handler: Any) -> 
 
 def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
     """Rank 1 drops an encoder that it has announced; rank 0 comes to it only then, and keeps it."""
-    nemo_patches.apply(timeout=1.0)
+    nemo_patches.apply(timeout=4.0)
     dropped = Path(folder, "dropped")
     first = encoders.conformer()
     if rank == 1:
@@ -233,12 +246,13 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
     else:
         wait_until(dropped.exists)
         encoders.sync(first, 100)
+    dist.barrier()
     second = encoders.conformer()
     found = []
     for step in range(8):
         encoders.sync(second, 200 + 10 * step + rank)
         found.append(second.max_audio_length - 10 * step)
-        dist.barrier()
+        come_in(second)
     return found
 
 
@@ -270,13 +284,11 @@ def many_encoders(rank: int, size: int) -> Any:
         del dropped
         if number == 500:
             middle = resources()
-    return before, middle, resources()
+    wait_until(lambda: no_more_than(before, threads=4, files=6))  # they end a little later
+    return resources()[2] - middle[2]
 
 
 def test_a_thousand_encoders_leave_nothing_behind() -> None:
-    for result in run_ranks(many_encoders, 2, limit=200):
-        before, middle, after = result.value
-        assert after[0] <= before[0] + 4, "threads"
-        assert after[1] <= before[1] + 6, "sockets"
-        assert after[2] - middle[2] < 15, "MiB"
+    for result in run_ranks(many_encoders, 2, limit=500):
+        assert result.value < 15, "MiB"
         assert result.lines("WARNING") == result.lines("ERROR") == []

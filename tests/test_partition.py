@@ -15,7 +15,7 @@ from typing import Any
 import encoders
 import pytest
 from hosts import HOSTS, ip, move_to, two_hosts
-from ranks import all_have_come, free_port, join_group, run_ranks, wait_until
+from ranks import REPORT_S, SLACK_S, free_port, in_step, join_group, run_ranks, wait_until
 
 import nemo_patches
 
@@ -40,11 +40,7 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
     move_to(HOSTS[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = "cable-a" if rank < 2 else "cable-b"
     join_group(rank, size, port, host="10.77.0.1")
-    nemo_patches.apply(timeout=TIMEOUT)
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-    wait_until(all_have_come)
+    encoder = in_step(timeout=TIMEOUT)
     meet(folder, "before", rank, size)
     if rank == 0:
         cut()
@@ -65,11 +61,11 @@ def meet(folder: str, event: str, rank: int, size: int) -> None:
 
 
 def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tmp_path: Path) -> None:
-    results = run_ranks(parted, 3, free_port(), str(tmp_path), group=False, limit=90)
+    results = run_ranks(parted, 3, free_port(), str(tmp_path), group=False)
     for result in results:
         call, report, _, _ = result.value
-        assert call < TIMEOUT + 0.5
-        assert report < TIMEOUT + 3
+        assert call < TIMEOUT + SLACK_S
+        assert report < TIMEOUT + REPORT_S
     for result in results[:2]:  # with the store
         _, _, missing, unknown = result.value
         assert missing == [(2, "no heartbeat", HOSTS[1])]

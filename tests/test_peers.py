@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
-
-import nemo_patches
+from ranks import SLACK_S, come_in, in_step, run_ranks, wait_until
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # of Gloo and processes, not of NeMo's version
 
 
 def with_a_killed_peer(rank: int, size: int) -> Any:
-    nemo_patches.apply(timeout=5.0)
-    encoder = encoders.conformer()
-    for step in range(3):
-        encoders.sync(encoder, 100 + step)
+    encoder = in_step(timeout=20.0)
+    encoders.sync(encoder, 100)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -32,7 +27,7 @@ def with_a_killed_peer(rank: int, size: int) -> Any:
 def test_a_killed_peer_costs_no_wait_and_one_line() -> None:
     results = run_ranks(with_a_killed_peer, 3, dies=(1,))
     for rank in (0, 2):
-        assert sum(seconds for seconds, _ in results[rank].value) < 2.5
+        assert sum(seconds for seconds, _ in results[rank].value) < 15  # no wait of 20 s
         assert [maximum for _, maximum in results[rank].value][-1] == 1400 + rank
         (line,) = results[rank].lines("the length sync has ended")
         assert f"rank {rank}/3" in line
@@ -42,9 +37,7 @@ def test_a_killed_peer_costs_no_wait_and_one_line() -> None:
 
 
 def with_a_peer_killed_during_the_wait(rank: int, size: int) -> Any:
-    nemo_patches.apply(timeout=20.0)
-    encoder = encoders.conformer()
-    encoders.sync(encoder, 100)
+    encoder = in_step(timeout=20.0)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return encoders.sync(encoder, 300), encoder.max_audio_length
@@ -52,16 +45,14 @@ def with_a_peer_killed_during_the_wait(rank: int, size: int) -> Any:
 
 def test_a_peer_killed_during_the_wait_ends_it() -> None:
     seconds, maximum = run_ranks(with_a_peer_killed_during_the_wait, 2, dies=(1,))[0].value
-    assert seconds < 5
+    assert seconds < 15  # no wait of 20 s
     assert maximum == 300
 
 
 def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
-    nemo_patches.apply(timeout=1.0)
-    encoder = encoders.conformer()
+    encoder = in_step(timeout=8.0)  # the next wait is an eighth of it, and must bear a busy machine
     peers: list[Any] = [0] * size
     dist.all_gather_object(peers, os.getpid())
-    encoders.sync(encoder, 100)
     dist.barrier()
     if rank == 0:
         os.kill(peers[1], signal.SIGSTOP)
@@ -69,20 +60,19 @@ def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
         os.kill(peers[1], signal.SIGCONT)
         Path(go_on).touch()
     else:
-        while not Path(go_on).exists():
-            time.sleep(0.01)
+        wait_until(Path(go_on).exists)
         seconds = encoders.sync(encoder, 301)
-    dist.barrier()
+    come_in(encoder)
     for step in range(3):
         encoders.sync(encoder, 400 + 10 * step + rank)
-        dist.barrier()
+        come_in(encoder)
     return seconds, encoder.max_audio_length
 
 
 def test_a_stopped_peer_is_as_late_and_recovers(tmp_path: Path) -> None:
     first, second = run_ranks(with_a_stopped_peer, 2, str(tmp_path / "go on"))
-    assert 0.9 <= first.value[0] <= 1.5
-    assert second.value[0] < 0.5
+    assert 7.9 <= first.value[0] <= 8.0 + SLACK_S
+    assert second.value[0] < SLACK_S
     assert first.value[1] == second.value[1] == 421
     assert len(first.lines("not every rank")) == len(first.lines("recovered")) == 1
     assert first.lines("ERROR") == second.lines("ERROR") == []

@@ -74,7 +74,7 @@ def _rank_events(kinds: list[bool], chance: random.Random, pause: float = 1.0) -
 
 
 @given(healthy_schedules())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_healthy_ranks_get_stocks_value_at_every_call(schedules: list[list[Event]]) -> None:
     lengths = [[event.length for event in events if isinstance(event, Call)] for events in schedules]
     expected = [max(together) for together in zip(*lengths, strict=True)]
@@ -131,7 +131,7 @@ def bound(calls: int) -> timedelta:
 
 
 @given(troubled_schedules())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 def test_no_schedule_deadlocks_and_the_vain_waits_are_bounded(schedules: list[list[Event]]) -> None:
     for rank in run(schedules):
         series = 1 + rank.protocol.rounds // CALM_ROUNDS  # a hundred rounds in time forget the timeouts

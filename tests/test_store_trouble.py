@@ -16,7 +16,7 @@ from typing import Any
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import all_have_come, run_ranks, wait_until
+from ranks import REPORT_S, SLACK_S, in_step, run_ranks, wait_until
 
 import nemo_patches
 
@@ -39,7 +39,7 @@ class Proxy:
     def close(self) -> None:
         self._ended = True
         for thread in list(self._threads):
-            thread.join(10)
+            thread.join(30)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -84,13 +84,7 @@ def two_are_missing(rank: int, size: int, port: int, folder: str, mode: str) -> 
     """Rank 1 is elsewhere, and rank 3 stopped. The store's server is in no rank."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    nemo_patches.apply(timeout=TIMEOUT)
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 100)
-        dist.barrier()
-    wait_until(all_have_come)
-    dist.barrier()
+    encoder = in_step(timeout=TIMEOUT)
     said = [Path(folder, f"said-{one}") for one in (0, 2)]
     if rank == 3:
         change(Path(folder, "pid"), str(os.getpid()))
@@ -142,8 +136,8 @@ def test_the_report_comes_in_time_and_names_who_is_missing(mode: str, note: str,
     results = run_ranks(two_are_missing, 4, proxy.port, str(tmp_path), mode, group=False)
     for rank in (0, 2):
         call, report, missing, unknown, maximum = results[rank].value
-        assert call < TIMEOUT + 0.5
-        assert report < TIMEOUT + 3
+        assert call < TIMEOUT + SLACK_S
+        assert report < TIMEOUT + REPORT_S
         (first, kind, host, has_pid, where), other = missing
         assert (first, kind, host, has_pid) == (1, "elsewhere", socket.gethostname(), True)
         assert "wait_for_files" in where

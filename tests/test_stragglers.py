@@ -11,11 +11,12 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Result, Said, run_ranks, wait_until
+from ranks import REPORT_S, SLACK_S, Result, Said, come_in, in_step, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 
 pytestmark = pytest.mark.alone
+RACE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Life:
     steps: list[Step]
     timeouts: int
     fallbacks: int
-    vain: float  # seconds of waits that ran out of time
+    vain: float  # in timeouts: the waits that ran out of time, as many as there were
+    taken: float  # in timeouts: all calls, as long as they took
 
 
 def call(encoder: torch.nn.Module, length: int) -> Step:
@@ -41,14 +43,15 @@ def call(encoder: torch.nn.Module, length: int) -> Step:
 
 def life(steps: list[Step]) -> Life:
     (counters,) = nemo_patches.status().encoders
-    timeout = nemo_patches.status().settings.timeout.total_seconds()
     shares = [1, 1 / 8] + [1 / 64] * counters.timeouts
-    return Life(steps, counters.timeouts, counters.fallbacks, timeout * sum(shares[: counters.timeouts]))
+    taken = sum(step.seconds for step in steps) / nemo_patches.status().settings.timeout.total_seconds()
+    return Life(steps, counters.timeouts, counters.fallbacks, sum(shares[: counters.timeouts]), taken)
 
 
 def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
-    nemo_patches.apply(timeout=4.0)  # the next wait is an eighth of it, and must bear a busy machine
-    encoder = encoders.conformer()
+    """late_step 0: the encoder's first call, so that the ranks connect after it."""
+    # The next wait is an eighth of it, and must bear a busy machine.
+    encoder = in_step(timeout=8.0) if late_step else first_call(timeout=8.0)
     steps = []
     said = Said()
     for step in range(late_step + 4):
@@ -63,62 +66,76 @@ def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
     return life(steps)
 
 
-def come_in(encoder: torch.nn.Module) -> None:
-    """Until the round has come on every rank. On a busy machine the barrier may be first, and a rank that does not see
-    its round yet at the next call issues none: the others then wait in vain once more."""
-    from nemo_patches.sync import length_sync
-
-    sync = length_sync.sync_of(encoder)
-    assert sync is not None
-    wait_until(lambda: sync.handle.round is not None and sync.handle.has_come(sync.handle.round))
+def first_call(**settings: Any) -> torch.nn.Module:
+    """An encoder to which every rank comes now."""
+    nemo_patches.apply(**settings)
+    encoder = encoders.conformer()
     dist.barrier()
+    return encoder
 
 
 @pytest.mark.names_ranks
 @pytest.mark.parametrize("late_step", [0, pytest.param(3, marks=pytest.mark.matrix)])
-def test_a_rank_six_seconds_late(late_step: int) -> None:
-    results = run_ranks(late_once, 3, late_step, 6.0)
+def test_a_rank_ten_seconds_late(late_step: int) -> None:
+    results = run_ranks(late_once, 3, late_step, 10.0)
+    calls_before = 2 if late_step else 0  # in_step's
     for rank, result in enumerate(results):
         steps = result.value.steps
         if rank == 1:
-            assert steps[late_step].seconds < 1
+            assert steps[late_step].seconds < 7  # no wait in vain, if it does connect
             (told,) = result.lines("WARNING")
             assert (
-                f"other ranks waited for this one, and gave up (ConformerEncoder: training call {late_step + 1})"
-                in told
+                "other ranks waited for this one, and gave up "
+                f"(ConformerEncoder: training call {calls_before + late_step + 1})" in told
             )
         else:
-            assert 3.9 <= steps[late_step].seconds <= 4.5
+            assert 7.9 <= steps[late_step].seconds <= 8 + SLACK_S
             assert steps[late_step].maximum == steps[late_step].length
             assert result.value.timeouts == result.value.fallbacks == 1
             (warning,) = result.lines(
                 "WARNING", "ConformerEncoder", f"rank {rank}/3", f"own, {steps[late_step].length}"
             )
-            assert f"call {late_step + 1}:" in warning
+            assert f"call {calls_before + late_step + 1}:" in warning
             assert ". Missing: rank 1 of 3 | rank 1 " in warning
             assert ("rank 1 has not announced itself" in warning) == (late_step == 0)
             assert ("is elsewhere: late_once (" in warning) == (late_step > 0)
             (recovery,) = result.lines("recovered")
-            assert 5.5 <= float(recovery.split("came ")[1].split(" s late")[0]) <= 8.0
+            assert 8.0 <= float(recovery.split("came ")[1].split(" s late")[0]) <= 10 + REPORT_S
         for later in range(late_step + 1, late_step + 4):
-            assert steps[later].seconds < 1
+            assert steps[later].seconds < 1.0 + SLACK_S  # an eighth of the timeout, at most
             assert steps[later].maximum == 100 * (later + 1) + 2
 
 
+def patient_timeout_s(encoder: torch.nn.Module, races: random.Random) -> float:
+    """A timeout whose 64th, the shortest wait, is three times the slowest of fifty healthy rounds here and now.
+
+    Of a shorter one healthy rounds would run out, on a busy machine. The same on all ranks.
+    """
+    slowest_s = torch.zeros(1)
+    for step in range(50):
+        time.sleep(races.random() * RACE_S)
+        slowest_s.clamp_(min=encoders.sync(encoder, 100 + step))
+        dist.barrier()
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+    return min(max(1.0, 64 * 3 * slowest_s.item()), 30.0)
+
+
 def one_incident(rank: int, size: int, kind: str, seed: int) -> Life:
-    nemo_patches.apply(timeout=1.0)
-    encoder = encoders.conformer()
+    encoder = in_step(timeout=60.0)
+    races = random.Random(seed * 10 + rank)
+    timeout_s = patient_timeout_s(encoder, races)
+    nemo_patches.apply(timeout=timeout_s)
+    dist.barrier()
     chance = random.Random(seed)
     at, culprit = chance.randint(0, 6), chance.randrange(size)
-    races = random.Random(seed * 10 + rank)
     steps = []
     for step in range(40):
-        time.sleep(races.random() * 0.01)  # so that the ranks race, each time otherwise
+        time.sleep(races.random() * RACE_S)  # so that the ranks race, each time otherwise
         if rank == culprit and step == at:
             if kind == "extra":
                 steps.append(call(encoder, 70))
             if kind == "late":
-                time.sleep(2.5)
+                time.sleep(1.5 * timeout_s)  # the straggler itself, not a wait of the test's
         if not (kind == "skipped" and rank == culprit and step == at):
             steps.append(call(encoder, 50 * (step + 1) + rank))
         dist.barrier()
@@ -140,6 +157,7 @@ def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(size: int, seed
     for result in results:
         for kind, lived in result.value.items():
             assert lived.vain <= 1.2, (kind, lived.timeouts)
+            assert lived.taken < 1.9, kind  # a fifth for forty healthy rounds, and no second timeout
             # In step again well before the end: on a busy machine not at every call (docs/design.md, "Breaker").
             stocks = [50 * (step + 1) + size - 1 for step in range(40)]
             last = [step.maximum for step in lived.steps[-25:]]
@@ -152,8 +170,7 @@ def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(size: int, seed
 
 
 def persistent_asymmetry(rank: int, size: int, kind: str) -> Life:
-    nemo_patches.apply(timeout=1.0)
-    encoder = encoders.conformer()
+    encoder = in_step(timeout=1.0)
     steps = []
     for step in range(250):
         steps.append(call(encoder, 100 + step))
@@ -170,7 +187,7 @@ def persistent_asymmetry(rank: int, size: int, kind: str) -> Life:
 def test_persistent_asymmetry_costs_at_most_1_3_timeouts(kind: str) -> None:
     for result in run_ranks(persistent_asymmetry, 2, kind):
         assert result.value.vain <= 1.3
-        assert sum(step.seconds for step in result.value.steps) < 1.3 + 6  # the rest is work, on a busy machine
+        assert sum(step.seconds for step in result.value.steps) < 1.3 + 30  # the rest is work, on a busy machine
 
 
 def overlapped_and_local(rank: int, size: int) -> dict[str, Any]:
@@ -181,10 +198,11 @@ def overlapped_and_local(rank: int, size: int) -> dict[str, Any]:
         steps = []
         for step in range(5):
             if rank == 1 and step == 2:
-                time.sleep(1.5)
+                time.sleep(5.0)  # the straggler itself, not a wait of the test's
             steps.append(call(encoder, 100 * (step + 1) + rank))
             dist.barrier()
-            time.sleep(0.05)  # overlapped: a round needs some time that is not ours
+            if mode == "overlapped":
+                come_in(encoder)
         found[mode] = (steps, nemo_patches.status().encoders[-1])
     return found
 
@@ -195,7 +213,7 @@ def test_overlapped_and_local_never_wait() -> None:
     for rank, result in enumerate(results):
         assert result.lines("WARNING") == []
         for mode, (steps, counters) in result.value.items():
-            assert all(step.seconds < 0.5 for step in steps), mode
+            assert all(step.seconds < SLACK_S for step in steps), mode
             assert all(step.maximum >= step.length for step in steps)
             assert (counters.rounds > 0) == (mode == "overlapped")
         if rank == 0:  # it learns of rank 1's length one call later; here its own is larger by then
@@ -206,23 +224,24 @@ def test_overlapped_and_local_never_wait() -> None:
 def raises(rank: int, size: int) -> Any:
     from nemo_patches.sync.length_sync import LengthSyncTimeout
 
-    nemo_patches.apply(timeout=0.5, on_timeout="raise")
-    encoder = encoders.conformer()
+    encoder = in_step(timeout=1.0, on_timeout="raise")
     if rank == 1:
-        time.sleep(1.5)
+        wait_for_others("raised", size)
+    text = ""
     try:
         call(encoder, 100)
     except LengthSyncTimeout as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
+        text = str(error)
+    if rank == 0:
+        wait_for_others("raised", size)
+    dist.barrier()
+    return text
 
 
 @pytest.mark.one_nemo
 def test_on_timeout_raise() -> None:
     first, second = run_ranks(raises, 2)
-    assert "ConformerEncoder: training call 1" in first.value
+    assert "ConformerEncoder: training call 3" in first.value
     assert second.value == ""
 
 

@@ -30,7 +30,7 @@ from nemo_patches.tools.demo.jobs import (
     RunOutcome,
 )
 
-LIMIT = 240  # seconds, for what takes 15 to 30
+LIMIT = 800  # seconds, for what takes 15 to 30 and an import of NeMo
 DEVICES = 2
 EVALUATIONS = TRAINING_STEPS // VALIDATE_EVERY
 HAS_STOCK = importlib.util.find_spec("nemo_patches.patching") is not None  # the diff cannot be taken out of a NeMo
@@ -77,7 +77,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(runs.pid, signal.SIGKILL)
-        runs.wait(timeout=10)
+        runs.wait(timeout=60)
 
 
 def losses(run: RunOutcome) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import encoders
 import pytest
-from ranks import run_ranks, wait_for_others, wait_until
+from ranks import REPORT_S, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 from nemo_patches.stall import subscriber
@@ -23,6 +23,7 @@ TIMEOUT = 2.0
 def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[float, tuple[int, ...]]:
     """The seconds until both status() and a line have named a rank, and the ranks that status() names."""
     encoder = encoders.conformer()
+    wait_for_others("ready", size)
     if rank == stock_rank:
         with contextlib.suppress(RuntimeError):  # stock's reduce finds no partner
             encoders.sync(encoder, 100)
@@ -50,7 +51,7 @@ def test_a_rank_of_stock_nemo_is_named_within_one_timeout(mode: str) -> None:
     for rank in (0, 2):
         visible_after, unannounced = results[rank].value
         assert unannounced == (1,)
-        assert visible_after < TIMEOUT + 3
+        assert visible_after < TIMEOUT + REPORT_S
         (line,) = results[rank].lines("WARNING", "not announced itself", "What keeps it from being patched")
         assert "rank 1 of 3" in line
         assert f"rank {rank}/3" in line
@@ -92,7 +93,7 @@ def test_an_encoder_without_a_length_sync_calls_no_roll() -> None:
 
 def store_goes(rank: int, size: int, goes_on: bool) -> None:
     """Rank 0 has the store's server, and ends; whether rank 1 goes on past the timeout is what is said or not."""
-    nemo_patches.apply(sync="local", timeout=1.0)
+    nemo_patches.apply(sync="local", timeout=8.0)  # half of it for the first look, the rest for what is to come then
     if rank == 0:
         wait_for_others("looked", size)
         os._exit(0)

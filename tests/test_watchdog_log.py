@@ -197,7 +197,7 @@ def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
     assert diagnose_log(file).findings[0].id == log.LENGTH_SYNC
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 1 << 30), data=st.binary(max_size=300))
 def test_a_damaged_log_is_no_crash(seed: int, data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     draw = random.Random(seed)
