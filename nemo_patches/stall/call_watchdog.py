@@ -19,14 +19,14 @@ class CallWatchdog:
 
     def look(self, now: float, limit_s: float) -> None:
         """limit_s: 0.0 for never."""
-        last, phase = self._notes.last, self._notes.phase
-        if not limit_s or not last.since or self._said_since == last.since or now - last.since < limit_s:
+        last, phase = self._notes.last, self._notes.phase()
+        if not limit_s or last.sync is None or self._said_since == last.since or now - last.since < limit_s:
             return
         if phase == FORWARD and not last.in_forward():
             return
         self._said_since = last.since
         report(
             logging.WARNING,
-            f"{last.encoder}: call {last.call} has lasted {now - last.since:.1f} s, more than call_timeout; it is in: "
-            f"{phase}. Nothing is interrupted. | " + " | ".join(stacks.all_threads()),
+            f"{last.sync.title}: call {last.call} has lasted {now - last.since:.1f} s, more than call_timeout; it is "
+            f"in: {phase}. Nothing is interrupted. | " + " | ".join(stacks.all_threads()),
         )

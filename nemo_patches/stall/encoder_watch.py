@@ -63,7 +63,7 @@ class EncoderWatch:
                 return
             self._send_heartbeat()  # with this round, before anybody is asked
             # An open incident was reported already: then it takes the whole timeout to make another one.
-            heeds_wait = not self._incident_open(self._notes.in_time_at if pending is None else pending.in_time_at)
+            heeds_wait = not self._incident_open(self._sync.in_time_at if pending is None else pending.in_time_at)
             late = self._late = _LateRound(round_, heeds_wait)
             if not is_last:
                 late.query = self._ask(late, timeout_s, 0)
@@ -138,7 +138,7 @@ class EncoderWatch:
         missing = answer.text(self._surroundings.size)
         text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
         _keep(late.promise, Report(text, answer.missing))
-        bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
+        bus.publish(StallReported, self._sync.title, round_.call, answer.missing, answer.unknown)
         report(logging.WARNING, text)
 
     def _say_recovered(self, late: _LateRound) -> None:

@@ -31,7 +31,7 @@ class OwnHeartbeat:
         now, settings, last = time.monotonic(), current(), self._notes.last
         idle = now - last.since if last.since else -1.0
         if not phase:
-            phase = self._notes.phase
+            phase = self._notes.phase()
             if phase == FORWARD and not last.in_forward():
                 phase = "between encoder calls"
         # A rank that is long away says where it is by itself: one that is asked may be unable to answer.
@@ -46,7 +46,7 @@ class OwnHeartbeat:
             versions=_versions(),
             settings=str(settings),
             phase=phase,
-            encoder=last.encoder,
+            encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,
             clock=last.clock,
             idle=idle,

@@ -23,7 +23,7 @@ FORWARD = "forward, after the length sync"
 class LastCall(NamedTuple):
     """The encoder call of this process that began last, under a process group."""
 
-    encoder: str = ""
+    sync: SyncHandle | None = None  # of the encoder
     call: int = 0  # of that encoder
     clock: tuple[int, int] = (0, 0)  # of that encoder, before the call: training calls, evaluation calls since
     calls: int = 0  # of all encoders
@@ -50,7 +50,6 @@ class EncoderNotes:
     def __init__(self, sync: SyncHandle) -> None:
         self.sync = sync
         self.timed_out: TimedOut | None = None  # the latest
-        self.in_time_at = 0.0  # time.monotonic() at which a round last came in time
         self.place = stacks.encoder_function()
 
 
@@ -59,7 +58,7 @@ class TrainingNotes:
 
     def __init__(self) -> None:
         self.last = LastCall()
-        self.phase = ""  # of that call
+        self._growing = False
         self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
         self._encoders: dict[SyncHandle, EncoderNotes] = {}
 
@@ -67,38 +66,39 @@ class TrainingNotes:
         """Those of one process group, also of encoders that have gone just now."""
         return [notes for notes in list(self._encoders.values()) if notes.sync.group is group]
 
+    def phase(self) -> str:
+        """Of the last call; empty before the first."""
+        sync = self.last.sync
+        if sync is None:
+            return ""
+        return LENGTH_SYNC if sync.in_call else GROWTH if self._growing else FORWARD
+
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """For the event bus."""
         return {
             events.CallBegan: self._call_began,
-            events.CallLeft: self._forward_goes_on,
             events.GrowthBegan: self._growth_began,
-            events.Grown: self._forward_goes_on,
-            events.RoundCame: self._round_came,
+            events.Grown: self._grown,
             events.WaitTimedOut: self._wait_timed_out,
             events.SyncEnded: self._sync_ended,
         }
 
     def _call_began(self, event: events.CallBegan) -> None:
-        self.phase = LENGTH_SYNC
-        title, place = event.sync.title, self._of(event.sync).place
+        self._growing = False  # also where a growth has raised
+        sync, place = event.sync, self._of(event.sync).place
         calls, thread = self.last.calls + 1, threading.get_ident()
-        self.last = LastCall(title, event.call, event.clock, calls, time.monotonic(), thread, place)
+        self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), thread, place)
 
     def _growth_began(self, _: events.GrowthBegan) -> None:
-        self.phase = GROWTH
+        self._growing = True
 
-    def _forward_goes_on(self, _: events.CallLeft | events.Grown) -> None:
-        self.phase = FORWARD
-
-    def _round_came(self, event: events.RoundCame) -> None:
-        if event.in_time:
-            self._of(event.sync).in_time_at = time.monotonic()
+    def _grown(self, _: events.Grown) -> None:
+        self._growing = False
 
     def _wait_timed_out(self, event: events.WaitTimedOut) -> None:
         notes = self._of(event.sync)
         _promise(event.report)
-        notes.timed_out = TimedOut(event, notes.in_time_at)
+        notes.timed_out = TimedOut(event, event.sync.in_time_at)
 
     def _sync_ended(self, event: events.SyncEnded) -> None:
         if event.report is not None:

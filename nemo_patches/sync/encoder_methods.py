@@ -33,10 +33,10 @@ def bounded(
         length = synced_length(encoder, seq_length)
         if length > encoder.max_audio_length:
             before = encoder.max_audio_length
-            bus.publish(GrowthBegan(encoder))
+            bus.publish(GrowthBegan, encoder)
             with grown_privately(encoder):
                 grow(encoder, length, device)
-            bus.publish(Grown(encoder, before, encoder.max_audio_length))
+            bus.publish(Grown, encoder, before, encoder.max_audio_length)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:

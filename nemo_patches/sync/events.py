@@ -11,13 +11,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
 from .gloo_rounds import Rounds
 from .rank_log import raised_by_signal_handler, report
 from .store import JobStore
+
+P = ParamSpec("P")
 
 
 class Group:
@@ -46,6 +49,7 @@ class SyncHandle:
         self.title, self.key, self.group = title, key, group
         self.round: Round | None = None  # the latest that was issued
         self.ended = ""  # why there are no more rounds
+        self.in_call, self.in_time_at = False, 0.0  # a call is in its length sync; when a round last came in time
         self.rounds, self._late_text = rounds, late_text  # rounds.closed: the encoder is gone, or its process group
 
     def call_title(self, round_: Round) -> str:
@@ -121,7 +125,7 @@ class CallLeft(NamedTuple):
     sync: SyncHandle
     outcome: str  # one of protocol.py's; empty where an exception of a signal handler came through
     round: int  # the latest that was issued
-    waited_s: float
+    waited: timedelta
     local: int  # this rank's own length
     result: int  # the one that the encoder grows to
 
@@ -140,29 +144,32 @@ class EventBus:
     """Hands each event to its subscribers. What goes wrong in a subscriber is said once, and it gets no more."""
 
     def __init__(self) -> None:
-        self._subscribers: dict[str, Mapping[type, Callable[[Any], None]]] = {}  # replaced as a whole
+        self._handlers: dict[object, tuple[tuple[str, Callable[[Any], None]], ...]] = {}  # replaced as a whole
 
     def subscribe(self, name: str, handlers: Mapping[type, Callable[[Any], None]]) -> None:
         """Have each kind of event handled from now on. An error is said of `name`, which is a subscriber's own."""
-        self._subscribers = {**self._subscribers, name: handlers}
+        self.unsubscribe(name)
+        for kind, handle in handlers.items():
+            self._handlers = {**self._handlers, kind: (*self._handlers.get(kind, ()), (name, handle))}
 
     def unsubscribe(self, name: str) -> None:
-        self._subscribers = {other: handlers for other, handlers in self._subscribers.items() if other != name}
+        for kind, pairs in self._handlers.items():
+            self._handlers = {**self._handlers, kind: tuple(pair for pair in pairs if pair[0] != name)}
 
-    def publish(self, event: object) -> bool:
-        """Whether a subscriber handles it. Raises only what a signal handler of the user's raises meanwhile."""
-        handled = False
-        for name, handlers in self._subscribers.items():
+    def publish(self, kind: Callable[P, object], *fields: P.args, **named_fields: P.kwargs) -> bool:
+        """Whether a subscriber handles it; else it is not made. Raises only what a signal handler raises meanwhile."""
+        if not (handlers := self._handlers.get(kind)):
+            return False
+        event = kind(*fields, **named_fields)
+        for name, handle in handlers:
             try:
-                if (handle := handlers.get(type(event))) is not None:
-                    handle(event)
-                    handled = True
+                handle(event)
             except Exception as error:
                 if raised_by_signal_handler(error):
                     raise
                 self.unsubscribe(name)
                 report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
-        return handled
+        return True
 
 
 bus = EventBus()  # of this process

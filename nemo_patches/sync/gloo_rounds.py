@@ -112,15 +112,11 @@ class Rounds:
 
     def has_come(self) -> bool:
         """Whether the outstanding round has come; any thread may ask."""
-        work = self._work
-        return self._came or (work is not None and work.is_completed() and not _failed(work))
+        return self._came or _came(self._work) is True
 
     def has_failed(self) -> bool:
         """Whether a round has failed, so that there will be no more; any thread may ask."""
-        work = self._work
-        if self.closed:
-            return False
-        return bool(self._error) or (work is not None and work.is_completed() and _failed(work))
+        return not self.closed and (bool(self._error) or _came(self._work) is False)
 
     def close(self) -> None:
         """Let the group go, with its threads and sockets; with a round pending it stays: the destructor would block."""
@@ -287,12 +283,15 @@ def _require_gloo() -> None:
         dist.ProcessGroupGloo.create_device(interface=interface)
 
 
-def _failed(completed: Any) -> bool:
+def _came(work: Any) -> bool | None:
+    """Whether a round has come, or else failed; None while it is pending."""
+    if work is None or not work.is_completed():
+        return None
     try:
-        completed.wait(SHORTEST_WAIT)
-    except RuntimeError:
+        work.wait(SHORTEST_WAIT)
         return True
-    return False
+    except RuntimeError:
+        return False
 
 
 def _stop(join: bool) -> None:

@@ -35,8 +35,7 @@ def report(level: int, text: str) -> None:
         logger.log(level, "[%s] %s", _who(), text)
     except Exception as error:
         if raised_by_signal_handler(error):
-            raise
-        # else there is nowhere left to say it
+            raise  # anything else: there is nowhere left to say it
 
 
 def first_line(error: BaseException) -> str:

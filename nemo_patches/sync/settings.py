@@ -76,14 +76,10 @@ def _seconds_setting(name: str, default_s: int, help: str, or_never: bool = Fals
     return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s")
 
 
-SYNC = word_setting(
-    "sync", SYNC_MODES, "bounded: wait for the other ranks; overlapped: never wait; local: no communication."
-)
+SYNC = word_setting("sync", SYNC_MODES, "bounded: wait for other ranks; overlapped: never; local: no communication.")
 TIMEOUT = _seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
 ON_TIMEOUT = word_setting("on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.")
-CALL_TIMEOUT = _seconds_setting(
-    "call_timeout", 60, "Seconds: a longer encoder call has all threads' stacks logged; 0: off.", or_never=True
-)
+CALL_TIMEOUT = _seconds_setting("call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True)
 SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT)
 
 

@@ -152,7 +152,7 @@ class Recorder:
                 n=state.number,
                 outcome=event.outcome,
                 round=event.round,
-                waited=round(event.waited_s, 6),
+                waited=round(event.waited.total_seconds(), 6),
                 local=event.local,
                 result=event.result,
             )
