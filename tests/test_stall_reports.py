@@ -24,6 +24,7 @@ from ranks import (
     Result,
     Said,
     all_have_come,
+    come_in,
     free_port,
     in_step,
     join_group,
@@ -430,6 +431,33 @@ def test_no_timeout_is_too_short_to_be_said() -> None:
         timeouts, said = result.value
         assert said >= timeouts
     assert results[0].value[0] > 5
+
+
+def monitor_that_fails(rank: int, size: int) -> list[str]:
+    encoder = in_step(timeout=TIMEOUT)
+    said = Said()
+    if rank == 0:
+        from nemo_patches.stall import encoder_watch
+
+        encoder_watch.EncoderWatch.look = None  # type: ignore[method-assign, assignment]  # any bug of ours
+        wait_until(lambda: said.lines)
+        encoders.sync(encoder, 200)
+    wait_for_others("the late one may come", 2)
+    if rank == 1:
+        encoders.sync(encoder, 200)
+    dist.barrier()
+    for _ in range(3):
+        encoders.sync(encoder, 300)
+        come_in(encoder)
+    return said.lines
+
+
+def test_without_the_monitor_the_sync_itself_says_once_that_a_rank_was_late() -> None:
+    ended, late, recovered = run_ranks(monitor_that_fails, 2)[0].value
+    assert "the stall monitor has ended by an error of its own" in ended
+    assert "ConformerEncoder: training call 3: not every rank's length came within" in late
+    assert "using this rank's own, 200" in late
+    assert "ConformerEncoder: recovered: the missing length came" in recovered
 
 
 def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | None:

@@ -71,7 +71,7 @@ class EncoderWatch:
             late.promise, self._pending = pending.event.report, None
         self._step(late, now, timeout_s, is_last)
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """The round has come, or nobody waits for it any more."""
         if self._late is not None and self._late.query is not None:
             self._late.query.cancel()
@@ -107,7 +107,7 @@ class EncoderWatch:
         due_at = late.due_at(timeout_s)
         due = due_at <= (late.came_at or now)
         if over and not due:
-            self.drop()
+            self._drop()
             return
         query = late.query
         if due and not late.said_at:
@@ -117,7 +117,7 @@ class EncoderWatch:
         if late.said_at and over:
             if came:
                 self._say_recovered(late)
-            self.drop()
+            self._drop()
         elif late.said_at and now >= late.said_at + FIRST_REPEAT_S * 2**late.repeats:
             if query is None or query.question.repeat <= late.repeats:
                 late.query = self._ask(late, timeout_s, late.repeats + 1)

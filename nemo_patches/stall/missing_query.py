@@ -9,7 +9,6 @@ asks the ranks themselves. Each query runs in a short-lived thread.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -113,11 +112,6 @@ class MissingQuery:
         if peers := self._surroundings.peers():
             self._direct_query = DirectQuery(self._surroundings, self.question, peers)
 
-    def alive(self) -> bool:
-        """Whether a thread of it runs."""
-        queries = (self._store_query, self._direct_query)
-        return any(query is not None and query.thread.is_alive() for query in queries)
-
     @property
     def age_s(self) -> float:
         return time.monotonic() - self._began
@@ -141,7 +135,7 @@ class StoreQuery:
         self._asked_at = 0.0  # since when the store owes an answer
         self._announced: set[int] = set()
         self._error = ""  # the store's
-        self.thread = surroundings.client.ask_in_thread(self._run)
+        surroundings.client.ask_in_thread(self._run)
 
     def trouble(self) -> str:
         """What is wrong with the store; empty where it answers."""
@@ -290,7 +284,7 @@ class DirectQuery:
         self._peers = {rank: peer for rank, peer in peers.items() if rank != surroundings.rank and peer.address}
         unasked = sorted(set(range(surroundings.size)) - {surroundings.rank, *self._peers})
         self.unknown = f"{named(unasked)} cannot be asked" if unasked else ""  # why `missing` may not be all
-        self.thread: threading.Thread = surroundings.client.ask_in_thread(self._run)
+        surroundings.client.ask_in_thread(self._run)
 
     def _run(self) -> None:
         """Asks when it begins and, where that is before, when the report is due."""

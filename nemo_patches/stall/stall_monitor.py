@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 
-from ..sync.events import Group
+from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from ..sync.rank_log import report
 from .call_watchdog import CallWatchdog
@@ -33,6 +33,7 @@ from .sync_end_report import SyncEndReport
 from .training_notes import EncoderNotes, TrainingNotes
 from .wire import Peer
 
+SUBSCRIBER = "the stall monitor"
 _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
 
 
@@ -104,7 +105,8 @@ class StallMonitor:
             self._tick(is_last=True)
             self._send_heartbeat(LEFT)
         except Exception as error:
-            report(logging.ERROR, f"the stall monitor has ended by an error of its own, please report it: {error!r}")
+            bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            report(logging.ERROR, f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}")
         finally:
             self._late_return.cancel()
             for query in self._queries():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..sync.events import GroupBegan, bus
 from .missing_rank import Stall
-from .stall_monitor import StallMonitor
+from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
 
@@ -17,7 +17,7 @@ class StallSubscriber:
         self._notes = TrainingNotes()
 
     def subscribe(self) -> None:
-        bus.subscribe("the stall monitor", {**self._notes.handlers(), GroupBegan: self._group_began})
+        bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
 
     def _group_began(self, event: GroupBegan) -> None:
         self.monitor = StallMonitor(event.group, self._notes)

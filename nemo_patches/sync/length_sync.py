@@ -197,10 +197,9 @@ class EncoderSync:
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
-        self.handle.in_call = True
-        settings, protocol = current(), self._protocol
-        bus.publish(events.CallBegan, self.handle, protocol.calls + 1, protocol.clock)
+        settings, protocol, self.handle.in_call = current(), self._protocol, True
         try:
+            bus.publish(events.CallBegan, self.handle, protocol.calls + 1, protocol.clock)
             wanted = getattr(encoder, "sync_max_audio_length", True)
             if wanted:
                 self.group_syncs.begin()
