@@ -17,7 +17,7 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo test test-% test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo test test-% test-others test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -37,10 +37,17 @@ help:
 demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
 
-# What may run beside other work runs beside the checks, and the installation of what else is needed.
-test: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
-	$(MAKE) -j2 test-together-$(firstword $(NEMO_VERSIONS)) lint check-patches $(ENVIRONMENTS)
-	$(MAKE) test-wheel test-alone-$(firstword $(NEMO_VERSIONS)) $(patsubst %,test-%,$(wordlist 2,9,$(NEMO_VERSIONS)))
+# What may run beside other work runs beside the checks, and the installation of what else is needed. The tests that wait
+# (marker "alone") run one at a time, beside those of the wheel and of the other NeMo.
+FIRST = $(firstword $(NEMO_VERSIONS))
+OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
+test: .venv/nemo-$(FIRST)/ready
+	$(MAKE) -j2 test-together-$(FIRST) lint check-patches $(ENVIRONMENTS)
+	$(MAKE) -j2 test-alone-$(FIRST) test-others
+	$(MAKE) $(OTHERS:%=test-alone-%)
+
+test-others:
+	$(MAKE) test-wheel $(OTHERS:%=test-together-%)
 
 test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* test-alone-$*
@@ -52,11 +59,11 @@ test-together-%: .venv/nemo-%/ready
 	.venv/nemo-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that must be alone"
+	@echo "== tests on NeMo $*, those that wait, one at a time"
 	.venv/nemo-$*/bin/python -m pytest -q -m "alone $(call unless_first,$*)"
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
-# but the installed one. (Not beside other work: a build has a copy of all files in the checkout for a moment.)
+# but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
 test-wheel: tools = .venv/nemo-$(firstword $(NEMO_VERSIONS))/bin/python
 test-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	@echo "== the wheel, its tests where neither NeMo nor torch is"

@@ -107,7 +107,7 @@ def test_a_rank_ten_seconds_late(late_step: int) -> None:
 
 
 def patient_timeout_s(encoder: torch.nn.Module, races: random.Random) -> float:
-    """A timeout whose 64th, the shortest wait, is three times the slowest of fifty healthy rounds here and now.
+    """A timeout whose 64th, the shortest wait, is five times the slowest of fifty healthy rounds here and now.
 
     Of a shorter one healthy rounds would run out, on a busy machine. The same on all ranks.
     """
@@ -117,7 +117,7 @@ def patient_timeout_s(encoder: torch.nn.Module, races: random.Random) -> float:
         slowest_s.clamp_(min=encoders.sync(encoder, 100 + step))
         dist.barrier()
     dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
-    return min(max(1.0, 64 * 3 * slowest_s.item()), 30.0)
+    return min(max(3.0, 64 * 5 * slowest_s.item()), 30.0)
 
 
 def one_incident(rank: int, size: int, kind: str, seed: int) -> Life:
