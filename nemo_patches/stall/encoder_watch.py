@@ -12,12 +12,11 @@ from datetime import timedelta
 
 from ..sync.events import Report, Round, bus
 from ..sync.rank_log import report
-from .missing_query import Answer, MissingQuery, Question, Surroundings
+from .missing_query import PATIENCE_S, Answer, MissingQuery, Question, Surroundings
 from .missing_rank import MissingRank, Stall, StallReported
 from .rank_text import LATE, named
 from .training_notes import EncoderNotes, TimedOut
 
-_QUERY_PATIENCE_S = 2.6  # for a query that is not done when its report is due
 _RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
 FIRST_REPEAT_S = 60.0
 
@@ -111,7 +110,7 @@ class EncoderWatch:
             return
         query = late.query
         if due and not late.said_at:
-            patience_s = _QUERY_PATIENCE_S if late.promise is None else _RAISE_PATIENCE_S
+            patience_s = PATIENCE_S if late.promise is None else _RAISE_PATIENCE_S
             if query is None or query.done or now >= due_at + patience_s or is_last:
                 self._say(late, now)
         if late.said_at and over:
@@ -121,7 +120,7 @@ class EncoderWatch:
         elif late.said_at and now >= late.said_at + FIRST_REPEAT_S * 2**late.repeats:
             if query is None or query.question.repeat <= late.repeats:
                 late.query = self._ask(late, timeout_s, late.repeats + 1)
-            elif query.done or query.age_s > _QUERY_PATIENCE_S + self._surroundings.period_s * 2:
+            elif query.done or query.age_s > PATIENCE_S + self._surroundings.period_s * 2:
                 late.repeats += 1
                 self._say(late, now)
 

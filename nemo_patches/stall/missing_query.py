@@ -24,6 +24,7 @@ from .rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from .store_client import StoreClient, announced_ranks, read_heartbeats
 from .wire import Peer, decode_missing, encode_missing, encode_texts
 
+PATIENCE_S = 2.6  # for a query that is not done when its report is due
 END = "end"  # in place of an encoder's key: its group is gone, and so is some rank
 _PERIODS_TO_SEE = 1.75  # after so many periods, a heart that beats has been seen to
 _LOOK_S = 0.2  # between two looks for what another rank is to find out

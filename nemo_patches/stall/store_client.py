@@ -31,7 +31,7 @@ class StoreClient:
     def __init__(self, job_store: JobStore) -> None:
         self._job_store = job_store
         self._lock = threading.Lock()
-        self._store: dist.Store | None = None  # written under the lock
+        self._store: dist.Store | None = None  # `asking` makes it, under the lock; `disconnect` lets it go
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     @contextmanager

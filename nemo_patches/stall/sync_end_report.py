@@ -10,10 +10,8 @@ from datetime import timedelta
 
 from ..sync.events import Report, SyncHandle, bus
 from ..sync.rank_log import report
-from .missing_query import END, Answer, MissingQuery, Question, Surroundings
+from .missing_query import END, PATIENCE_S, Answer, MissingQuery, Question, Surroundings
 from .missing_rank import Stall, StallReported
-
-_QUERY_PATIENCE_S = 2.6
 
 
 class SyncEndReport:
@@ -46,7 +44,7 @@ class SyncEndReport:
     def look(self, is_last: bool) -> None:
         query = self._query
         if query is not None and self._answer is None:
-            patience_s = _QUERY_PATIENCE_S + 2 * self._surroundings.period_s
+            patience_s = PATIENCE_S + 2 * self._surroundings.period_s
             if query.done or is_last or query.age_s > patience_s:
                 self._say(query.answer(), is_last)
         if self._answer is not None:
