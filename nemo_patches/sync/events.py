@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
-from .gloo_rounds import Rounds
 from .rank_log import raised_by_signal_handler, report
+from .side_channel import Rounds
 from .store import JobStore
 
 P = ParamSpec("P")
