@@ -155,10 +155,10 @@ class GroupSyncs:
         # among equals, the order of first calls.
         paths = "\n".join(path for path, _ in encoder.named_parameters())
         kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-        sync = next((sync for sync in self.unmatched if sync.rounds.is_extra and sync.kind == kind), None)
+        sync = next((sync for sync in self.unmatched if sync.is_extra and sync.kind == kind), None)
         if sync is not None:
             self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
-            sync.rounds.reopen()
+            sync.is_extra = sync.rounds.closed = False
         else:
             self._seen.update((kind, name))
             title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
@@ -173,7 +173,7 @@ class GroupSyncs:
         self._all.add(sync)
         if sync.finalizer is not None:  # of an encoder whose place this one takes
             sync.finalizer.detach()
-        sync.finalizer = weakref.finalize(encoder, sync.rounds.close)
+        sync.finalizer = weakref.finalize(encoder, sync.close)
         sync.finalizer.atexit = False
 
     def round_came(self, came: Round) -> None:
@@ -184,8 +184,9 @@ class GroupSyncs:
         """
         self.unmatched = [sync for sync in self.unmatched if not sync.is_matched]
         for sync in self.unmatched:
-            if sync.handle.round is not None and sync.handle.round.issued_at < came.issued_at:
-                sync.rounds.mark_extra()
+            first = sync.handle.round
+            if first is not None and first.issued_at < came.issued_at and not sync.rounds.has_come():
+                sync.is_extra = True
 
     def begin(self) -> None:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
@@ -197,7 +198,7 @@ class GroupSyncs:
         """Takes no lock: the garbage collector may call this anywhere."""
         self.group.closed = True
         for sync in list(self._all):
-            sync.rounds.close()
+            sync.close()
         self.channel.stop("the process group was destroyed")
 
 
@@ -214,7 +215,8 @@ class EncoderSync:
         like: LengthProtocol | None = None,
     ) -> None:
         """key: the encoder's kind and a last part. patience: for the report of on_timeout="raise"."""
-        self.group_syncs, self.kind, self.is_matched = group_syncs, key.rpartition("-")[0], False
+        self.group_syncs, self.kind = group_syncs, key.rpartition("-")[0]
+        self.is_matched = self.is_extra = False  # a round has come; only this rank has called the encoder
         self.rounds, self.protocol = group_syncs.channel.rounds(key), LengthProtocol(like)
         self.handle = SyncHandle(title, key, group_syncs.group, self.rounds, late_text)
         self.finalizer: weakref.finalize[Any, Any] | None = None
@@ -275,12 +277,16 @@ class EncoderSync:
         counts = (protocol.calls, protocol.rounds, self._fallbacks, protocol.timeouts)
         return EncoderCounters(self.handle.title, *counts, waited=self._waited, ended=self.handle.ended)
 
+    def close(self) -> None:
+        """The encoder is gone, or its rounds. Takes no lock: the garbage collector may call this anywhere."""
+        self.rounds.closed = True
+
     def _round_came(self, in_time: bool, settings: Settings) -> None:
         if round_ := self.handle.round:
             round_.came_at = time.monotonic()
             if (took_s := self.rounds.came_at - round_.issued_at) <= settings.timeout.total_seconds():
                 self.protocol.took(took_s)
-            self.is_matched, self.rounds.is_extra = True, False
+            self.is_matched = True
             self.group_syncs.round_came(round_)
             self.handle.in_time_at = round_.came_at if in_time else self.handle.in_time_at
             bus.publish(events.RoundCame, self.handle, round_, in_time)
@@ -318,7 +324,7 @@ class EncoderSync:
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
         text = f"{self.handle.title}: the length sync has ended at call {self.protocol.calls}"
         self.handle.ended = reason
-        self.rounds.close()
+        self.close()
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
         bus.publish(events.SyncEnded, self.handle, reason, promise)

@@ -1,9 +1,8 @@
 """Rounds over a tree of sockets: MAX all-reduces of one int64 among all ranks, waited for in bounded time.
 
-One tree per process group, kept by one daemon thread; every encoder's rounds travel on the same connections. A message
-is (key, round, value), so nothing is paired by order. Values go up to rank 0, each rank's for all ranks below it, and
-the result comes down. A lost connection ends the rounds on every rank. Standard library only: the job's store is handed
-in. docs/design.md, "The side channel", says why it is built so.
+One tree per process group, in one daemon thread; all encoders' rounds travel on the same connections. Values go up to
+rank 0, each rank's for all ranks below it, and the result comes down. Messages carry key and number, so nothing is
+paired by order. A lost connection ends the rounds on every rank. No torch: the job's store is handed in.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -15,7 +14,6 @@ import hashlib
 import hmac
 import math
 import os
-import resource
 import secrets
 import selectors
 import socket
@@ -27,12 +25,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .tree import FAN_OUT, Place
+from .tree import FAN_OUT, Connection, Place, make_room
 
 if TYPE_CHECKING:
     from .store import JobStore
 
-_MESSAGE, _HELLO = struct.Struct("<8sqq"), struct.Struct("<16sq")  # key, round, value; token, rank: 24 bytes each
+_HELLO = struct.Struct("<16sq")  # token, rank
 _WELCOME, _GONE = -1, -2  # in place of a round's number; the value is the rank that lets this one in, or that has gone
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
 _HELLO_S, _IDLE_S = 0.005, 5.0
@@ -48,7 +46,6 @@ class Rounds:
 
     def __init__(self, channel: SideChannel, key: bytes) -> None:
         self.key, self.closed = key, False  # closed: nobody here wants these rounds any more
-        self.is_extra = False  # the other ranks have not called this encoder; another one's first call will take part
         self.issued = self.done = self.result = 0
         self.came_at = 0.0  # time.monotonic() of the last result
         self.arrived: dict[int, int] = {}  # to the round that is not done, by rank: the children's, and this rank's own
@@ -56,8 +53,7 @@ class Rounds:
 
     def issue(self, value: int) -> None:
         """Send a round off; raises RoundFailed where there are no more. `value` is an int64."""
-        self._channel.start()
-        with self._channel.lock:
+        with self._channel.started():
             self._pending.acquire(blocking=False)
             self.issued = self.done + 1
             self._channel.arrive(self, self.issued, value, self._channel.rank)
@@ -84,48 +80,9 @@ class Rounds:
         """Whether the outstanding round will never come; any thread may ask."""
         return bool(self._channel.error) and not self.closed and not self.has_come()
 
-    def close(self) -> None:
-        """Takes no lock: the garbage collector may call this anywhere."""
-        self.closed = True
-        if self.has_come() and not self.is_extra:
-            self._channel.by_key.pop(self.key, None)
-
-    def mark_extra(self) -> None:
-        with self._channel.lock:
-            self.is_extra = not self.has_come()
-
-    def reopen(self) -> None:
-        self.closed = self.is_extra = False
-
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody waits
             self._pending.release()
-
-
-class Connection:
-    """A socket to a child or to the parent, which do not block here."""
-
-    def __init__(self, own: socket.socket, rank: int) -> None:
-        self.socket, self.rank, self._received = own, rank, b""
-        own.setblocking(False)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-    def send(self, key: bytes, number: int, value: int) -> None:
-        """Never more than a socket takes: in each direction a key has one message under way, and then its answer."""
-        with contextlib.suppress(OSError):  # lost: `receive` sees it
-            self.socket.send(_MESSAGE.pack(key, number, value))
-
-    def receive(self) -> list[tuple[bytes, int, int]] | None:
-        """The messages that have come; None where the connection is lost."""
-        try:
-            data = self.socket.recv(1 << 14)
-        except OSError as error:
-            return [] if isinstance(error, BlockingIOError) else None
-        everything = self._received + data
-        whole = len(everything) // _MESSAGE.size * _MESSAGE.size
-        self._received = everything[whole:]
-        return list(_MESSAGE.iter_unpack(everything[:whole])) if data else None
 
 
 class SideChannel:
@@ -133,9 +90,8 @@ class SideChannel:
 
     def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
         """say: logs what keeps this rank from connecting."""
-        self.rank, self.error = rank, ""  # error: why there are no more rounds
-        self.lock = threading.RLock()  # held for arithmetic, and for sends that do not block
-        self.by_key: dict[bytes, Rounds] = {}
+        self.rank, self.error, self.by_key = rank, "", dict[bytes, Rounds]()  # error: why there are no more rounds
+        self._lock = threading.RLock()  # held for arithmetic, and for sends that do not block
         self._job_store, self._say, self._place = job_store, say, Place(job_store.server, rank, size)
         self._longest_pause_s = _LONGEST_PAUSE_S + size * _PAUSE_PER_RANK_S
         self._connections: dict[int, Connection] = {}  # by rank: the children, and the parent
@@ -147,14 +103,17 @@ class SideChannel:
         _channels.add(self)
 
     def rounds(self, name: str) -> Rounds:
-        """The rounds of this name, which is the same on all ranks."""
-        with self.lock:
+        """The rounds of this name, which is the same on all ranks. Time to forget those that nobody wants."""
+        with self._lock:
+            self.by_key = {key: one for key, one in self.by_key.items() if not (one.closed and one.has_come())}
             return self._of(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
-    def start(self) -> None:
+    def started(self) -> threading.RLock:
+        """The lock; from now on there is a thread."""
         if self._thread is None and not self.error:
             self._thread = threading.Thread(target=self._run, name="nemo_patches side channel", daemon=True)
             self._thread.start()
+        return self._lock
 
     def stop(self, reason: str) -> None:
         """End this rank's rounds at once, and the thread soon. Takes no lock: the garbage collector may call this."""
@@ -174,7 +133,7 @@ class SideChannel:
 
     def forget(self) -> None:
         """In a forked child: its copies would keep the connections open after this rank's death."""
-        self.lock, self.error = threading.RLock(), "this process was forked from the rank's own"
+        self._lock, self.error = threading.RLock(), "this process was forked from the rank's own"
         self._close()
 
     # What follows runs with the lock held.
@@ -203,8 +162,6 @@ class SideChannel:
             if connection is not self._parent:
                 connection.send(rounds.key, rounds.done, value)
         rounds.wake()
-        if rounds.closed and not rounds.is_extra:
-            self.by_key.pop(rounds.key, None)
 
     def _fail(self, lost: int) -> None:
         """No more rounds on any rank: the first reason is passed on."""
@@ -244,7 +201,7 @@ class SideChannel:
             self._serve()
         except Exception as error:
             self.stop(f"the side channel has ended by an error of its own, please report it: {error!r}")
-        with self.lock:
+        with self._lock:
             for connection in self._connections.values():
                 connection.send(bytes(8), _GONE, self.rank)
             self._close()
@@ -256,7 +213,8 @@ class SideChannel:
                 store, next_look = None, math.inf  # the tree is whole
             elif time.monotonic() >= next_look:
                 try:
-                    store = store or self._connect_to_store()
+                    make_room(_SPARE_FILES)
+                    store = store or self._job_store.connect()
                     pause = _FIRST_PAUSE_S if self._look(self._job_store.join(store)) else pause * 1.5
                 except Exception as error:  # torch has no common class for what its stores raise
                     store, pause = None, self._longest_pause_s
@@ -276,21 +234,11 @@ class SideChannel:
 
     def _read(self, connection: Connection) -> None:
         messages = connection.receive()
-        with self.lock:
+        with self._lock:
             for message in messages or ():
                 self._hear(connection, *message)
             if messages is None:
                 self._drop(connection)
-
-    def _connect_to_store(self) -> Any:
-        """Raises the soft limit on open files first, where that leaves no room."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(OSError):  # there is no /proc, or no file left to read it with
-            if soft - len(os.listdir("/proc/self/fd")) >= _SPARE_FILES:
-                return self._job_store.connect()
-        wanted = soft + _SPARE_FILES if hard == resource.RLIM_INFINITY else min(soft + _SPARE_FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return self._job_store.connect()
 
     def _look(self, store: Any) -> bool:
         """One step towards a whole tree, by what the store has; False: none to take yet. Waits for no rank."""
@@ -300,60 +248,51 @@ class SideChannel:
                 self.stop(place.problem)
             return place.is_known
         if self._listener is None and place.children - self._connections.keys():
-            self._listener = listener = place.listen(store, self._token)
-            self._selector.register(listener, selectors.EVENT_READ)
+            self._listener = place.listen(store, self._token)
+            self._selector.register(self._listener, selectors.EVENT_READ)
         if self.rank > 0 and self._parent is None and (door := place.knock(store)) is not None:
             own, token = door
             own.sendall(_HELLO.pack(token, self.rank))
-            self._parent = self._watched(Connection(own, place.parent))
+            self._parent = Connection(own, place.parent)
+            self._selector.register(own, selectors.EVENT_READ, self._parent)
         return False
 
     def _visited(self, listener: socket.socket) -> None:
         """Let in a child that knows the token; drop everybody else at once."""
+        missing = self._place.children - self._connections.keys()
         try:
             visitor, _ = listener.accept()
             visitor.settimeout(_HELLO_S)  # said already, where the kernel holds back who says nothing
             token, rank = _HELLO.unpack(visitor.recv(_HELLO.size))
+            if hmac.compare_digest(token, self._token) and rank in missing:
+                with self._lock:
+                    self._connections[rank] = child = Connection(visitor, rank)
+                    child.send(bytes(8), _WELCOME, self.rank)
+                self._selector.register(visitor, selectors.EVENT_READ, child)
+                missing -= {rank}
         except (ConnectionError, TimeoutError, BlockingIOError, struct.error):
-            return
-        except OSError as error:  # no more files: `_look` listens again
-            self._stop_listening(listener)
+            pass
+        except OSError as error:  # no more files: the next look listens again
             self._tell_trouble(error)
-            return
-        with self.lock:
-            missing = self._place.children - self._connections.keys()
-            if not hmac.compare_digest(token, self._token) or rank not in missing:
-                visitor.close()
-                return
-            self._connections[rank] = connection = self._watched(Connection(visitor, rank))
-            connection.send(bytes(8), _WELCOME, self.rank)
-        if missing == {rank}:
-            self._stop_listening(listener)
-
-    def _watched(self, connection: Connection) -> Connection:
-        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-        return connection
-
-    def _stop_listening(self, listener: socket.socket) -> None:
-        self._selector.unregister(listener)
-        listener.close()
-        self._listener = None
+            missing = frozenset()
+        if not missing:
+            self._selector.unregister(listener)
+            listener.close()
+            self._listener = None
 
 
-_channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
-
-
-def _at_exit() -> None:
+def _stop(reason: str) -> None:
     for channel in list(_channels):
-        channel.stop("this process ends")
+        channel.stop(reason)
     for channel in list(_channels):
         channel.join(timedelta(seconds=0.5))
 
 
-def _in_forked_child() -> None:
+def _forget() -> None:
     for channel in list(_channels):
         channel.forget()
 
 
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_in_forked_child)
+_channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
+atexit.register(_stop, "this process ends")
+os.register_at_fork(after_in_child=_forget)
