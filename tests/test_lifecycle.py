@@ -204,6 +204,50 @@ def test_signals_act_during_a_wait(number: int) -> None:
     assert all(delay < 5 for _, delay in first.value)  # no wait to its end, at 20 s
 
 
+def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, folder: str) -> Any:
+    nemo_patches.apply(timeout=100.0)
+    encoder = encoders.conformer()
+    done = Path(folder, "done")
+    join_group(rank, size, ports[0])
+    if rank == 1:
+        wait_until(done.exists)  # never comes to the call
+        dist.destroy_process_group()
+        seconds = 0.0
+    else:
+        signal.signal(signal.SIGUSR1, lambda *_: dist.destroy_process_group())
+
+        def destroy() -> None:
+            wait_until(lambda: in_a_wait(threading.main_thread()))
+            if where == "a thread":
+                dist.destroy_process_group()
+            else:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        thread = threading.Thread(target=destroy)
+        thread.start()
+        seconds = encoders.sync(encoder, 100)
+        thread.join()
+        done.touch()
+    during = encoder.max_audio_length
+    join_group(rank, size, ports[1])
+    for step in range(3):
+        encoders.sync(encoder, 200 + 10 * step + rank)
+    dist.barrier()
+    return seconds, during, encoder.max_audio_length, nemo_patches.status().encoders[0].timeouts
+
+
+@pytest.mark.parametrize("where", ["a thread", "a signal handler"])
+def test_a_process_group_that_is_destroyed_during_a_wait(where: str, tmp_path: Path) -> None:
+    """The call goes on with its own length at once, and the next process group syncs."""
+    results = run_ranks(destroyed_in_a_wait, 2, [free_port(), free_port()], where, str(tmp_path), group=False)
+    for rank, result in enumerate(results):
+        seconds, during, last, timeouts = result.value
+        assert seconds < 50  # not the timeout
+        assert during == (60 if rank else 100)
+        assert (last, timeouts) == (221, 0)
+        assert result.lines("ERROR") == []
+
+
 class Handlers:
     """What a user may give signal.signal."""
 

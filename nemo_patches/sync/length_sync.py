@@ -158,7 +158,7 @@ class GroupSyncs:
         sync = next((sync for sync in self.unmatched if sync.is_extra and sync.kind == kind), None)
         if sync is not None:
             self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
-            sync.is_extra = sync.rounds.closed = False
+            sync.take_over()
         else:
             self._seen.update((kind, name))
             title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
@@ -271,6 +271,12 @@ class EncoderSync:
         self._outcome = self._outcome or (SERVED if is_served else UNWAITED)
         self._fallbacks += not is_served
         return protocol.agreed() if self._outcome in (CAME, TIMEOUT) else protocol.latest()
+
+    def take_over(self) -> None:
+        """For another encoder: its calls begin anew, and the first takes part in the round that is outstanding."""
+        self.is_extra = self.rounds.closed = False
+        self.protocol = LengthProtocol(self.protocol)
+        self.protocol.outstanding, self.protocol.rounds = True, 1
 
     def counters(self) -> EncoderCounters:
         protocol = self.protocol
