@@ -51,7 +51,7 @@ def test_lengths_are_agreed_on_after_restarts_that_the_nodes_count_differently(t
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A store of its own for each attempt: in the agents' one, Gloo itself may find an earlier attempt's addresses.
+            # A store for each attempt: in one for all, Gloo itself may find an earlier attempt's addresses.
             env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )
         for _ in range(2)
