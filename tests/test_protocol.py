@@ -141,12 +141,12 @@ def waited_in_vain(rank: Rank) -> timedelta:
     return sum(rank.vain, timedelta(0))
 
 
-def bound(rank: Rank) -> timedelta:
+def bound(rank: Rank, calm_rounds: int = CALM_ROUNDS) -> timedelta:
     """The most that the waits of one rank that run out of time can add up to (docs/design.md, "Breaker")."""
     healthy = HEALTHY_ROUNDS * rank.healthy
     calls = len(rank.used)
     series = TIMEOUT + max(TIMEOUT / 8, healthy) + math.log2(max(calls, 2)) * max(TIMEOUT / 64, healthy)
-    return series * (1 + calls // CALM_ROUNDS)  # a hundred rounds in time forget the timeouts
+    return series * (1 + calls // calm_rounds)  # so many rounds in time forget the timeouts
 
 
 @given(troubled_schedules())
