@@ -178,8 +178,10 @@ def stall_monitor() -> Any:
     return monitor
 
 
-def in_step(**settings: Any) -> torch.nn.Module:
-    """A Conformer after two calls that every rank has made; the settings (of `nemo_patches.apply`) hold from now on.
+def in_step(calls: int = 2, **settings: Any) -> torch.nn.Module:
+    """A Conformer after calls that every rank has made; the settings (of `nemo_patches.apply`) hold from now on.
+
+    More than a hundred calls: the breaker has forgotten what an earlier Conformer of this process has met.
 
     Until here the timeout is long: the first call connects the ranks, which a busy machine may take seconds for.
     """
@@ -191,7 +193,7 @@ def in_step(**settings: Any) -> torch.nn.Module:
     nemo_patches.apply(**{**settings, "timeout": CONNECTING_S, "call_timeout": 0.0})
     encoder = encoders.conformer()
     dist.barrier()
-    for _ in range(2):
+    for _ in range(calls):
         encoders.sync(encoder, 100)
         come_in(encoder)
     wait_until(all_have_come)
