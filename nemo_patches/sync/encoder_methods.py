@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from . import __version__
 from .events import Grown, GrowthBegan, bus
 from .length_sync import synced_length
 from .private_growth import apply_to_grown, grown_privately, growth
@@ -86,23 +85,3 @@ def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 def _distributed() -> bool:
     """Looked up at each call: some NeMo code replaces torch.distributed.is_initialized for a while."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]:
-    """Class decorator of a vendored NeMo whose `method` has lost its reduce: does what nemo_patches.apply() does.
-
-    method: `update_max_seq_length` or its like. setter: the method that grows the buffers, where `method` does not.
-    The diffs put it on the classes; torch's and NeMo's own decorators go around it.
-    """
-
-    def decorate(owner: Any) -> type:
-        original = owner.__dict__[method]
-        update = bounded(original, original, lambda: True)
-        update.__nemo_patches__ = __version__  # type: ignore[attr-defined]  # for apply(), which leaves it alone then
-        setattr(owner, method, update)
-        if setter:
-            setattr(owner, setter, private_setter(owner.__dict__[setter], lambda: True))
-        owner._apply = following_apply(owner._apply)
-        return owner  # type: ignore[no-any-return]
-
-    return decorate
