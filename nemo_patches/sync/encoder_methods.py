@@ -16,10 +16,10 @@ from .events import Grown, GrowthBegan, bus
 from .length_sync import synced_length
 from .private_growth import grown_privately, growth
 
+Method = Callable[..., None]
 
-def bounded(
-    original: Callable[..., None], grow: Callable[..., None], in_force: Callable[[], bool]
-) -> Callable[..., None]:
+
+def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Method:
     """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the reduce.
 
     original: NeMo's own method, which runs where there is no process group. grow: the same without its reduce, which
@@ -38,7 +38,7 @@ def bounded(
     return update
 
 
-def private_setter(original: Callable[..., None], in_force: Callable[[], bool]) -> Callable[..., None]:
+def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
     """`set_max_audio_length(self, max_audio_length)`, which others than the sync call too, with private growth."""
 
     @functools.wraps(original)
@@ -52,7 +52,7 @@ def private_setter(original: Callable[..., None], in_force: Callable[[], bool]) 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile runs it as it is, like stock's reduce
-def _sync_and_grow(encoder: Any, grow: Callable[..., None], seq_length: int, device: torch.device) -> None:
+def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
     length, before = synced_length(encoder, seq_length), encoder.max_audio_length
     if length > before:
         bus.publish(GrowthBegan, encoder)
@@ -61,7 +61,7 @@ def _sync_and_grow(encoder: Any, grow: Callable[..., None], seq_length: int, dev
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_privately(encoder: Any, method: Callable[..., None], *arguments: Any, register_new: bool = False) -> None:
+def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: bool = False) -> None:
     with grown_privately(encoder, register_new):
         method(encoder, *arguments)
 
