@@ -82,13 +82,12 @@ HALF_CONNECTED = """
 import json, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from nemo_patches.sync import keys
 from nemo_patches.sync.side_channel import SideChannel
-from nemo_patches.sync.store import JobStore
+from nemo_patches.sync.store import PREFIX, JobStore
+from nemo_patches.sync.tree import PLACE
 server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
 # Rank 1 has said where it is, and died before it connected.
-place = keys.PLACE.format(rank=1)
-dist.PrefixStore("0", dist.PrefixStore(keys.PREFIX, server)).set(place, json.dumps(["host", ""]))
+dist.PrefixStore("0", dist.PrefixStore(PREFIX, server)).set(PLACE.format(rank=1), json.dumps(["host", ""]))
 rounds = SideChannel(JobStore(server, 0), 0, 2, print).rounds("encoder")
 rounds.issue(5)
 assert rounds.wait(timedelta(seconds=1)) is None

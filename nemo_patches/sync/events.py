@@ -1,7 +1,6 @@
 """What the length sync does on this rank, as small immutable events: the sync publishes them, who watches subscribes.
 
-An event is published on the thread on which it happens, mostly the training thread: a subscriber only notes it there.
-Without a subscriber the sync works and logs the same.
+Handlers run on the thread that publishes, mostly the training thread, and only note what they are given.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -32,8 +31,6 @@ class Group:
 
 class Round:
     """One round of an encoder on this rank. Only the training thread writes it. Times are monotonic; 0.0: not yet."""
-
-    __slots__ = ("call", "came_at", "gave_up_at", "issued_at", "length", "number", "training")
 
     def __init__(self, number: int, call: int, training: bool, length: int) -> None:
         self.number, self.call, self.training, self.length = number, call, training, length
@@ -76,9 +73,7 @@ class Report(NamedTuple):
 
 
 class GroupBegan(NamedTuple):
-    """The first call of an encoder that syncs, under this process group."""
-
-    group: Group
+    group: Group  # under which an encoder that syncs is called for the first time
 
 
 class CallBegan(NamedTuple):
@@ -144,24 +139,20 @@ class EventBus:
     """Hands each event to its subscribers. What goes wrong in a subscriber is said once, and it gets no more."""
 
     def __init__(self) -> None:
-        self._handlers: dict[object, tuple[tuple[str, Callable[[Any], None]], ...]] = {}  # replaced as a whole
+        self._handlers: dict[str, Mapping[Any, Callable[[Any], None]]] = {}  # by subscriber; replaced as a whole
 
     def subscribe(self, name: str, handlers: Mapping[type, Callable[[Any], None]]) -> None:
         """Have each kind of event handled from now on. An error is said of `name`, which is a subscriber's own."""
-        self.unsubscribe(name)
-        for kind, handle in handlers.items():
-            self._handlers = {**self._handlers, kind: (*self._handlers.get(kind, ()), (name, handle))}
+        self._handlers = {**self._handlers, name: handlers}
 
     def unsubscribe(self, name: str) -> None:
-        for kind, pairs in self._handlers.items():
-            self._handlers = {**self._handlers, kind: tuple(pair for pair in pairs if pair[0] != name)}
+        self._handlers = {other: handlers for other, handlers in self._handlers.items() if other != name}
 
     def publish(self, kind: Callable[P, object], *fields: P.args, **named_fields: P.kwargs) -> bool:
         """Whether a subscriber handles it; else it is not made. Raises only what a signal handler raises meanwhile."""
-        if not (handlers := self._handlers.get(kind)):
-            return False
-        event = kind(*fields, **named_fields)
-        for name, handle in handlers:
+        subscribers = [(name, handlers[kind]) for name, handlers in self._handlers.items() if kind in handlers]
+        event = kind(*fields, **named_fields) if subscribers else None
+        for name, handle in subscribers:
             try:
                 handle(event)
             except Exception as error:
@@ -169,7 +160,7 @@ class EventBus:
                     raise
                 self.unsubscribe(name)
                 report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
-        return True
+        return bool(subscribers)
 
 
 bus = EventBus()  # of this process

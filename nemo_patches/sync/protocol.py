@@ -36,17 +36,14 @@ class Clock(NamedTuple):
     evaluation: int = 0
 
     def next(self, training: bool) -> Clock:
-        if training:
-            return Clock(min(self.training + 1, MAX_TRAINING), 0)
-        if self.evaluation < MAX_EVALUATION:
+        if not training and self.evaluation < MAX_EVALUATION:
             return Clock(self.training, self.evaluation + 1)
-        return Clock(min(self.training + 1, MAX_TRAINING), 1)  # not 0, which only a training call has
+        return Clock(min(self.training + 1, MAX_TRAINING), 0 if training else 1)  # only a training call has 0
 
 
 def pack(clock: Clock, length: int) -> int:
     """One int64 whose order is the order of (clock, length)."""
-    packed = clock.training << EVALUATION_BITS | clock.evaluation
-    return packed << LENGTH_BITS | min(length, MAX_LENGTH)
+    return (clock.training << EVALUATION_BITS | clock.evaluation) << LENGTH_BITS | min(length, MAX_LENGTH)
 
 
 def unpack(value: int) -> tuple[Clock, int]:
@@ -129,12 +126,9 @@ class LengthProtocol:
     def _learn(self, completed: int, training: bool) -> None:
         self.outstanding = False
         self._completed += 1
-        clock, length = unpack(completed)
-        self._agreed_clock, self._agreed_length = clock, length
-        if clock <= self.clock:
-            return
-        if training or clock.evaluation:
-            self.clock = clock
-        elif clock.training - 1 > self.clock.training:
+        clock, self._agreed_length = unpack(completed)
+        self._agreed_clock = clock
+        if not training and clock.evaluation == 0:
             # An evaluation call that hears of a training call has that training call still before it.
-            self.clock = Clock(clock.training - 1, self.clock.evaluation)
+            clock = Clock(clock.training - 1, self.clock.evaluation)
+        self.clock = max(self.clock, clock)

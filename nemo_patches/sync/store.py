@@ -11,7 +11,9 @@ import weakref
 
 import torch.distributed as dist
 
-from .keys import ATTEMPT, PREFIX, SEAT
+PREFIX = "nemo_patches"  # above all our keys; below it the attempts' numbers, and below these tree.py's and stall's
+_ATTEMPT = "attempt"  # the number of the process group that meets here at present
+_SEAT = "{attempt}/seat/{rank}"  # the random id of the process that is this rank
 
 
 class JobStore:
@@ -28,16 +30,23 @@ class JobStore:
         self._rank, self._id = rank, secrets.token_hex(16)
         self._lock = threading.Lock()
         self.attempt = -1  # of this process group, as far as it is known
-        inner = _innermost(default_store)
+        inner = default_store
+        while isinstance(inner, dist.PrefixStore):
+            inner = inner.underlying_store
         self.is_file = isinstance(inner, dist.FileStore)
         self.server = (inner.host, inner.port) if isinstance(inner, dist.TCPStore) else None
 
     def connect(self) -> dist.Store:
-        """A new connection, for `join`. May block; RuntimeError where the group is gone."""
+        """A connection for one thread alone, if possible. May block; RuntimeError where the group is gone."""
         default_store = self._default_store()
         if default_store is None:
             raise RuntimeError("the process group was destroyed")
-        return dist.PrefixStore(PREFIX, _own_connection(default_store))
+        if hasattr(default_store, "clone"):  # newer torch; keeps the prefixes
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                return dist.PrefixStore(PREFIX, default_store.clone())
+        if self.server is not None:
+            default_store = dist.TCPStore(*self.server, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(PREFIX, default_store)
 
     def join(self, connection: dist.Store) -> dist.Store:
         """The present attempt's part of the store, where this rank has taken its seat; `attempt` says which.
@@ -45,14 +54,14 @@ class JobStore:
         Until all ranks have come it may turn out to be an earlier one's, so ask again until then. Waits for no rank.
         """
         with self._lock:
-            attempt = connection.add(ATTEMPT, 0)
+            attempt = connection.add(_ATTEMPT, 0)
             while attempt != self.attempt:
-                seat = SEAT.format(attempt=attempt, rank=self._rank)
+                seat = _SEAT.format(attempt=attempt, rank=self._rank)
                 if connection.compare_set(seat, "", self._id) == self._id.encode():
                     self.attempt = attempt
                 else:
                     attempt += 1
-                    connection.set(ATTEMPT, str(attempt))
+                    connection.set(_ATTEMPT, str(attempt))
             return dist.PrefixStore(str(attempt), connection)
 
     def outlive_interpreter(self) -> None:
@@ -62,21 +71,3 @@ class JobStore:
         """
         if (default_store := self._default_store()) is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(default_store))
-
-
-def _innermost(store: dist.Store) -> dist.Store:
-    """The store itself, without the prefixes around it."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """One that no one else uses, for a blocking request holds its client's lock; else the store itself."""
-    if hasattr(store, "clone"):  # newer torch; keeps the prefixes
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            return store.clone()  # type: ignore[no-any-return]
-    inner = _innermost(store)
-    if isinstance(inner, dist.TCPStore):
-        return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False)
-    return store

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import json
 import os
 import resource
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .keys import DOOR, HOSTS, PLACE
+# Keys in the job's store, below the attempt's number.
+PLACE = "place/{rank}"  # which host a rank is on, or why it cannot take part
+HOSTS = "hosts"  # of all ranks: rank 0's, once all have come
+DOOR = "door/{rank}"  # where an inner rank of the tree listens for its children, and the token that admits them
 
 FAN_OUT = 16  # children of a rank, at most
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value
@@ -56,12 +60,13 @@ class Place:
         self.parent, self.children, self.is_known = -1, frozenset[int](), False  # parent -1: rank 0 has none
         self.problem = ""  # why there is no tree
         self._server, self._rank, self._hosts = server, rank, [rank] * size
+        self._address = self._store_address = ""  # this host's, and the store's
 
     def find(self, store: Any) -> bool:
         """Whether the tree is known, as it is once every rank has said where it is."""
         keys = [PLACE.format(rank=rank) for rank in range(len(self._hosts))]
         try:
-            here_and_store(self._server)
+            self._address, self._store_address = here_and_store(self._server)
         except OSError as error:
             self.problem = f"rank {self._rank} cannot take part: {error}"
         store.set(keys[self._rank], json.dumps([socket.gethostname(), self.problem]))
@@ -77,17 +82,13 @@ class Place:
 
     def listen(self, store: Any, token: bytes) -> socket.socket:
         """A port for the children, on this host's address; they find it, and the token, in the store."""
-        address, _ = here_and_store(self._server)
-        # A loopback address is no good for children on other hosts, who come by the store's address.
-        is_apart = address.startswith("127.") and {self._hosts[one] for one in self.children} != {
-            self._hosts[self._rank]
-        }
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server(("" if is_apart else address, 0), family=family, backlog=_BACKLOG)
+        address = "" if self._is_loopback_apart(self._address, self.children) else self._address
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         listener.setblocking(False)
         if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel holds back who says nothing: such a visitor costs no file
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
-        store.set(DOOR.format(rank=self._rank), json.dumps([address, listener.getsockname()[1], token.hex()]))
+        store.set(DOOR.format(rank=self._rank), json.dumps([self._address, listener.getsockname()[1], token.hex()]))
         return listener
 
     def knock(self, store: Any) -> tuple[socket.socket, bytes] | None:
@@ -96,9 +97,14 @@ class Place:
         if not store.check([door]):
             return None
         address, port, token = json.loads(store.get(door))
-        if address.startswith("127.") and self._hosts[self.parent] != self._hosts[self._rank]:
-            _, address = here_and_store(self._server)
+        if self._is_loopback_apart(address, [self.parent]):
+            address = self._store_address
         return socket.create_connection((address, port), _CONNECT_S), bytes.fromhex(token)
+
+    def _is_loopback_apart(self, address: str, ranks: Iterable[int]) -> bool:
+        """Whether these ranks need another address than this, a loopback one: the store's, which is on that host."""
+        is_apart = any(self._hosts[rank] != self._hosts[self._rank] for rank in ranks)
+        return is_apart and ipaddress.ip_address(address).is_loopback
 
 
 def parents(hosts: Sequence[int], fan_out: int) -> list[int]:
