@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
-from nemo_patches.sync.settings import SETTINGS, Setting, Settings, SettingsError, misspelt, resolve
+from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
 from nemo_patches.tracing.settings import ALL_SETTINGS, TraceSettings
 
 pytestmark = pytest.mark.wheel
@@ -28,9 +28,7 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
     }
     seconds = timedelta(seconds=1)
     assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise", 0 * seconds)
-    assert resolve("local", 4, "fallback", 7, environment=environment) == Settings(
-        "local", 4 * seconds, "fallback", 7 * seconds
-    )
+    assert resolve("local", 4, "fallback", 7, environment) == Settings("local", 4 * seconds, "fallback", 7 * seconds)
     assert resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
@@ -52,7 +50,7 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
 )
 def test_a_bad_value_is_named_with_what_is_allowed(keyword: str, value: object, allowed: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        resolve(*(value if setting.name == keyword else None for setting in SETTINGS), environment={})
+        resolve(**{keyword: value}, environment={})  # type: ignore[arg-type]
     assert f"{keyword}={value!r}" in str(caught.value)
     assert allowed in str(caught.value)
 

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import time
 
+from ..sync import keys
 from ..sync.rank_log import report
-from . import keys
 from .missing_query import sleep_until
 from .store_client import StoreClient
 from .training_notes import TrainingNotes

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ..sync import keys
 from ..sync.rank_log import first_line
-from . import keys
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank, described
 from .peers import ask

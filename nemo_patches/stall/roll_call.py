@@ -17,9 +17,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..sync import keys
 from ..sync.events import Group
 from ..sync.rank_log import first_line, report
-from . import keys
 from .heartbeat import Heartbeat
 from .missing_rank import UNPATCHED
 from .own_heartbeat import OwnHeartbeat

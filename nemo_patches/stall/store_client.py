@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..sync import keys
 from ..sync.store import JobStore
-from . import keys
 from .heartbeat import Heartbeat
 from .wire import decode_heartbeat, encode_heartbeat
 

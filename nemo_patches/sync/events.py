@@ -73,7 +73,9 @@ class Report(NamedTuple):
 
 
 class GroupBegan(NamedTuple):
-    group: Group  # under which an encoder that syncs is called for the first time
+    """The first call of an encoder that syncs, under this process group."""
+
+    group: Group
 
 
 class CallBegan(NamedTuple):
@@ -139,20 +141,24 @@ class EventBus:
     """Hands each event to its subscribers. What goes wrong in a subscriber is said once, and it gets no more."""
 
     def __init__(self) -> None:
-        self._handlers: dict[str, Mapping[Any, Callable[[Any], None]]] = {}  # by subscriber; replaced as a whole
+        self._handlers: dict[object, tuple[tuple[str, Callable[[Any], None]], ...]] = {}  # replaced as a whole
 
     def subscribe(self, name: str, handlers: Mapping[type, Callable[[Any], None]]) -> None:
         """Have each kind of event handled from now on. An error is said of `name`, which is a subscriber's own."""
-        self._handlers = {**self._handlers, name: handlers}
+        self.unsubscribe(name)
+        for kind, handle in handlers.items():
+            self._handlers = {**self._handlers, kind: (*self._handlers.get(kind, ()), (name, handle))}
 
     def unsubscribe(self, name: str) -> None:
-        self._handlers = {other: handlers for other, handlers in self._handlers.items() if other != name}
+        for kind, pairs in self._handlers.items():
+            self._handlers = {**self._handlers, kind: tuple(pair for pair in pairs if pair[0] != name)}
 
     def publish(self, kind: Callable[P, object], *fields: P.args, **named_fields: P.kwargs) -> bool:
         """Whether a subscriber handles it; else it is not made. Raises only what a signal handler raises meanwhile."""
-        subscribers = [(name, handlers[kind]) for name, handlers in self._handlers.items() if kind in handlers]
-        event = kind(*fields, **named_fields) if subscribers else None
-        for name, handle in subscribers:
+        if not (handlers := self._handlers.get(kind)):
+            return False
+        event = kind(*fields, **named_fields)
+        for name, handle in handlers:
             try:
                 handle(event)
             except Exception as error:
@@ -160,7 +166,7 @@ class EventBus:
                     raise
                 self.unsubscribe(name)
                 report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
-        return bool(subscribers)
+        return True
 
 
 bus = EventBus()  # of this process

@@ -100,9 +100,15 @@ class Settings:
         return ", ".join(setting.shown(value) for setting, value in self.items())
 
 
-def resolve(*keywords: object, environment: Mapping[str, str] = os.environ) -> Settings:
-    """From keywords (in the table's order; None: not given), else variables, else defaults. Raises SettingsError."""
-    given = zip(SETTINGS, keywords or [None] * len(SETTINGS), strict=True)
+def resolve(
+    sync: str | None = None,
+    timeout: float | str | None = None,
+    on_timeout: str | None = None,
+    call_timeout: float | str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Settings:
+    """From keywords (timeouts in seconds), else the environment, else the defaults. Raises SettingsError."""
+    given = zip(SETTINGS, (sync, timeout, on_timeout, call_timeout), strict=True)
     return Settings(*(setting.value(keyword, environment) for setting, keyword in given))
 
 

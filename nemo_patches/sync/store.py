@@ -11,9 +11,7 @@ import weakref
 
 import torch.distributed as dist
 
-PREFIX = "nemo_patches"  # above all our keys; below it the attempts' numbers, and below these tree.py's and stall's
-_ATTEMPT = "attempt"  # the number of the process group that meets here at present
-_SEAT = "{attempt}/seat/{rank}"  # the random id of the process that is this rank
+from .keys import ATTEMPT, PREFIX, SEAT
 
 
 class JobStore:
@@ -54,14 +52,14 @@ class JobStore:
         Until all ranks have come it may turn out to be an earlier one's, so ask again until then. Waits for no rank.
         """
         with self._lock:
-            attempt = connection.add(_ATTEMPT, 0)
+            attempt = connection.add(ATTEMPT, 0)
             while attempt != self.attempt:
-                seat = _SEAT.format(attempt=attempt, rank=self._rank)
+                seat = SEAT.format(attempt=attempt, rank=self._rank)
                 if connection.compare_set(seat, "", self._id) == self._id.encode():
                     self.attempt = attempt
                 else:
                     attempt += 1
-                    connection.set(_ATTEMPT, str(attempt))
+                    connection.set(ATTEMPT, str(attempt))
             return dist.PrefixStore(str(attempt), connection)
 
     def outlive_interpreter(self) -> None:

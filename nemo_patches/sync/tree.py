@@ -15,10 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Keys in the job's store, below the attempt's number.
-PLACE = "place/{rank}"  # which host a rank is on, or why it cannot take part
-HOSTS = "hosts"  # of all ranks: rank 0's, once all have come
-DOOR = "door/{rank}"  # where an inner rank of the tree listens for its children, and the token that admits them
+from .keys import DOOR, HOSTS, PLACE
 
 FAN_OUT = 16  # children of a rank, at most
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value

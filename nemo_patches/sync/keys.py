@@ -1,6 +1,14 @@
-"""The keys of the roll call and of stall reports in the job's store, below the attempt's part of it (sync/store.py)."""
+"""Every key that nemo_patches has in the job's store."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
+PREFIX = "nemo_patches"  # above all other keys
+ATTEMPT = "attempt"  # the number of the process group that meets here at present
+SEAT = "{attempt}/seat/{rank}"  # the random id of the process that is this rank
+# Below an attempt's number. Of the side channel:
+PLACE = "place/{rank}"  # which host a rank is on, or why it cannot take part
+HOSTS = "hosts"  # of all ranks: rank 0's, once all have come
+DOOR = "door/{rank}"  # where an inner rank of the tree listens for its children, and the token that admits them
+# Of the roll call and of stall reports:
 ANNOUNCED = "announced"  # how many ranks have announced themselves
 PRESENT = "present/{block}"  # one bit for each rank of a block, in a number that ranks add to: every store can add
 RANKS_PER_BLOCK = 62
