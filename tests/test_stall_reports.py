@@ -25,6 +25,7 @@ from ranks import (
     Said,
     all_have_come,
     come_in,
+    forget_incidents,
     free_port,
     in_step,
     join_group,
@@ -37,7 +38,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
 from nemo_patches.stall.missing_rank import MissingRank
-from nemo_patches.sync.protocol import CALM_ROUNDS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -129,7 +129,8 @@ def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dic
 
 
 def one_way(rank: int, size: int, go_on: Path, way: Callable[[Path], None], missing: tuple[int, ...]) -> Report | None:
-    encoder = in_step(calls=CALM_ROUNDS + 10, timeout=TIMEOUT)
+    forget_incidents()
+    encoder = in_step(timeout=TIMEOUT)
     if rank in missing:
         way(go_on)
         encoders.sync(encoder, 200)

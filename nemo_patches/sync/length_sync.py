@@ -143,7 +143,7 @@ class GroupSyncs:
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
         self._all: weakref.WeakSet[EncoderSync] = weakref.WeakSet()
         self._seen: Counter[str] = Counter()
-        self._latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
+        self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
         self.unmatched: list[EncoderSync] = []  # whose first round has not been seen to come
         self._begun = False
 
@@ -162,8 +162,8 @@ class GroupSyncs:
         else:
             self._seen.update((kind, name))
             title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-            sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self, like=self._latest.get(kind))
-            self._latest[kind] = sync.protocol
+            sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self, like=self.latest.get(kind))
+            self.latest[kind] = sync.protocol
         self.by_encoder[encoder] = sync
         self.add(encoder, sync)
         return sync
