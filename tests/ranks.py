@@ -179,7 +179,7 @@ def stall_monitor() -> Any:
 
 
 def forget_incidents() -> None:
-    """The next encoder waits as if none of its kind had waited in vain yet: in one process there are several scenarios."""
+    """The next encoder waits as if none of its kind had waited in vain yet: one process has several scenarios."""
     from nemo_patches.sync import length_sync
 
     if (group_syncs := length_sync.process.group_syncs) is not None:
