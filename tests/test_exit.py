@@ -82,14 +82,15 @@ HALF_CONNECTED = """
 import json, sys, time
 from datetime import timedelta
 import torch.distributed as dist
+from nemo_patches.sync import keys
 from nemo_patches.sync.side_channel import SideChannel
-from nemo_patches.sync.store import PREFIX, JobStore
-from nemo_patches.sync.tree import PLACE
+from nemo_patches.sync.store import JobStore
 server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-# Rank 1 has said where it is, and died before it connected.
-dist.PrefixStore("0", dist.PrefixStore(PREFIX, server)).set(PLACE.format(rank=1), json.dumps(["host", ""]))
 rounds = SideChannel(JobStore(server, 0), 0, 2, print).rounds("encoder")
 rounds.issue(5)
+# Rank 1 has answered rank 0, said where it is, and died before it connected.
+part = dist.PrefixStore("0", dist.PrefixStore(keys.PREFIX, server))
+part.set(keys.PLACE.format(rank=1), json.dumps(["host", "", part.get(keys.ROOT).decode()]))
 assert rounds.wait(timedelta(seconds=1)) is None
 print(time.time(), flush=True)
 sys.exit(7)

@@ -80,7 +80,8 @@ class StoreClient:
         """
         end = time.monotonic() + limit.total_seconds()
         for thread in (*also, *list(self._threads)):
-            thread.join(max(end - time.monotonic(), 0.0))
+            if thread.ident is not None:  # else a signal handler raised before it started
+                thread.join(max(end - time.monotonic(), 0.0))
             if thread.is_alive():
                 self._job_store.outlive_interpreter()
 

@@ -96,7 +96,8 @@ class SideChannel:
         self._longest_pause_s = _LONGEST_PAUSE_S + size * _PAUSE_PER_RANK_S
         self._connections: dict[int, Connection] = {}  # by rank: the children, and the parent
         self._parent: Connection | None = None  # also before it has let this rank in
-        self._selector, self._token = selectors.DefaultSelector(), secrets.token_bytes(16)
+        self._selector = selectors.PollSelector()  # which is no file: this process may have none left
+        self._token = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._trouble = ""  # what keeps this rank from connecting
@@ -126,7 +127,7 @@ class SideChannel:
 
     def join(self, limit: timedelta) -> None:
         """At exit: wait for the thread's end, for a short while."""
-        if (thread := self._thread) is not None:
+        if (thread := self._thread) is not None and thread.ident is not None:  # None: interrupted before it started
             thread.join(limit.total_seconds())
             if thread.is_alive():  # in a request to the store
                 self._job_store.outlive_interpreter()

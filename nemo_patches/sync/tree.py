@@ -9,13 +9,14 @@ import ipaddress
 import json
 import os
 import resource
+import secrets
 import socket
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .keys import DOOR, HOSTS, PLACE
+from .keys import DOOR, HOSTS, PLACE, ROOT
 
 FAN_OUT = 16  # children of a rank, at most
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value
@@ -56,20 +57,27 @@ class Place:
         """server: the store's, if it has one."""
         self.parent, self.children, self.is_known = -1, frozenset[int](), False  # parent -1: rank 0 has none
         self.problem = ""  # why there is no tree
-        self._server, self._rank, self._hosts = server, rank, [rank] * size
+        self._server, self._rank, self._hosts, self._id = server, rank, [rank] * size, secrets.token_hex(16)
         self._address = self._store_address = ""  # this host's, and the store's
 
     def find(self, store: Any) -> bool:
-        """Whether the tree is known, as it is once every rank has said where it is."""
+        """Whether the tree is known, as it is once every rank has answered rank 0, and said where it is.
+
+        What a rank has left that came and died before rank 0 came answers nobody: its successor opens another attempt.
+        """
         keys = [PLACE.format(rank=rank) for rank in range(len(self._hosts))]
         try:
-            self._address, self._store_address = here_and_store(self._server)
+            self.problem, (self._address, self._store_address) = "", here_and_store(self._server)
         except OSError as error:
             self.problem = f"rank {self._rank} cannot take part: {error}"
-        store.set(keys[self._rank], json.dumps([socket.gethostname(), self.problem]))
+        if self._rank == 0:
+            store.set(ROOT, self._id)
+        root = store.get(ROOT).decode() if store.check([ROOT]) else ""
+        store.set(keys[self._rank], json.dumps([socket.gethostname(), self.problem, root]))
         if self._rank == 0 and store.check(keys):
-            hosts, problems = zip(*map(json.loads, store.multi_get(keys)), strict=True)
-            store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
+            hosts, problems, roots = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+            if set(roots) == {self._id}:
+                store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
         if store.check([HOSTS]):
             self._hosts, self.problem = json.loads(store.get(HOSTS))
             found = parents(self._hosts, FAN_OUT)
@@ -148,10 +156,15 @@ def _address(interface: str) -> str:
 
 
 def make_room(files: int) -> None:
-    """Raise the soft limit on open files, as far as the hard one allows, where it does not leave room for so many."""
+    """Raise the soft limit on open files, as far as the hard one allows, where it does not leave room for so many.
+
+    Raises OSError where there is none left at all: torch would try for minutes, in silence, to reach the store.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError):  # there is no /proc, or no file left to read it with
         soft = hard if soft - len(os.listdir("/proc/self/fd")) >= files else soft
     if soft != hard:
         wanted = soft + files if hard == resource.RLIM_INFINITY else min(soft + files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    with socket.socket(), socket.socket():  # torch looks up the server's name beside it
+        pass
