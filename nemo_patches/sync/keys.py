@@ -5,9 +5,9 @@ PREFIX = "nemo_patches"  # above all other keys
 ATTEMPT = "attempt"  # the number of the process group that meets here at present
 SEAT = "{attempt}/seat/{rank}"  # the random id of the process that is this rank
 # Below an attempt's number. Of the side channel:
-ROOT = "root"  # a random id of rank 0's, once it has come
-PLACE = "place/{rank}"  # which host a rank is on, or why it cannot take part; and the root's id, once it has seen that
-HOSTS = "hosts"  # of all ranks: rank 0's, once all have answered it
+ROOT = "root"  # rank 0 has come
+PLACE = "place/{rank}"  # which host a rank is on, or why it cannot take part; once rank 0 has come
+HOSTS = "hosts"  # of all ranks: rank 0's, once all have said where they are
 DOOR = "door/{rank}"  # where an inner rank of the tree listens for its children, and the token that admits them
 # Of the roll call and of stall reports:
 ANNOUNCED = "announced"  # how many ranks have announced themselves

@@ -245,7 +245,7 @@ class SideChannel:
         """One step towards a whole tree, by what the store has; False: none to take yet. Waits for no rank."""
         place = self._place
         if not place.is_known:
-            if place.find(store) and place.problem:
+            if place.find(store, self._job_store.attempt) and place.problem:
                 self.stop(place.problem)
             return place.is_known
         if self._listener is None and place.children - self._connections.keys():

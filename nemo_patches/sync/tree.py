@@ -9,7 +9,6 @@ import ipaddress
 import json
 import os
 import resource
-import secrets
 import socket
 import struct
 from collections.abc import Iterable, Sequence
@@ -57,27 +56,28 @@ class Place:
         """server: the store's, if it has one."""
         self.parent, self.children, self.is_known = -1, frozenset[int](), False  # parent -1: rank 0 has none
         self.problem = ""  # why there is no tree
-        self._server, self._rank, self._hosts, self._id = server, rank, [rank] * size, secrets.token_hex(16)
+        self._server, self._rank, self._hosts, self._attempt = server, rank, [rank] * size, -1
         self._address = self._store_address = ""  # this host's, and the store's
 
-    def find(self, store: Any) -> bool:
-        """Whether the tree is known, as it is once every rank has answered rank 0, and said where it is.
+    def find(self, store: Any, attempt: int) -> bool:
+        """Whether the tree is known, as it is once every rank has said where it is.
 
-        What a rank has left that came and died before rank 0 came answers nobody: its successor opens another attempt.
+        Ranks say so once rank 0 has come: what was left before that may be of processes that have died since.
         """
         keys = [PLACE.format(rank=rank) for rank in range(len(self._hosts))]
-        try:
-            self.problem, (self._address, self._store_address) = "", here_and_store(self._server)
-        except OSError as error:
-            self.problem = f"rank {self._rank} cannot take part: {error}"
-        if self._rank == 0:
-            store.set(ROOT, self._id)
-        root = store.get(ROOT).decode() if store.check([ROOT]) else ""
-        store.set(keys[self._rank], json.dumps([socket.gethostname(), self.problem, root]))
+        if attempt != self._attempt:
+            if self._rank > 0 and not store.check([ROOT]):
+                return False
+            try:
+                self.problem, (self._address, self._store_address) = "", here_and_store(self._server)
+            except OSError as error:
+                self.problem = f"rank {self._rank} cannot take part: {error}"
+            store.set(keys[self._rank], json.dumps([socket.gethostname(), self.problem]))
+            store.set(ROOT, "")
+            self._attempt = attempt
         if self._rank == 0 and store.check(keys):
-            hosts, problems, roots = zip(*map(json.loads, store.multi_get(keys)), strict=True)
-            if set(roots) == {self._id}:
-                store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
+            hosts, problems = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+            store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
         if store.check([HOSTS]):
             self._hosts, self.problem = json.loads(store.get(HOSTS))
             found = parents(self._hosts, FAN_OUT)
