@@ -44,7 +44,9 @@ def part_of_store(rank: Rank, attempt: int = 0) -> Any:
 def take_place(rank: Rank) -> None:
     """This rank says where it is, and does not connect yet: the others' ports stay open for it."""
     job_store = rank.channel._job_store
-    Place(job_store.server, rank.number, rank.size).find(job_store.join(job_store.connect()))
+    store = job_store.join(job_store.connect())
+    store.wait([keys.ROOT], LONG)  # rank 0 has come
+    Place(job_store.server, rank.number, rank.size).find(store, job_store.attempt)
 
 
 # Rounds
@@ -314,7 +316,8 @@ def in_process_of_its_own(rank: Rank, scenario: Any) -> None:
 
 def predecessor(rank: Rank, attempt: int) -> int:
     rank.rounds.issue(rank.number)
-    part_of_store(rank, attempt).wait([keys.PLACE.format(rank=rank.number)], LONG)
+    seat = keys.SEAT.format(attempt=attempt, rank=rank.number)
+    part_of_store(rank, attempt).wait([seat.removeprefix(f"{attempt}/")], LONG)
     return 0  # its end is as sudden as a kill
 
 
