@@ -452,7 +452,7 @@ def test_parents_make_a_tree_with_one_connection_to_each_other_host(hosts: list[
 
 # Many rounds, many ranks
 
-SOAK_ROUNDS, SETTLED = 20_000, 2_000
+SOAK_ROUNDS, SETTLED = 100_000, 2_000
 
 
 def soak(rank: Rank) -> tuple[int, int]:
