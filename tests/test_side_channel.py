@@ -44,7 +44,8 @@ def part_of_store(rank: Rank, attempt: int = 0) -> Any:
 def take_place(rank: Rank) -> None:
     """This rank says where it is, and does not connect yet: the others' ports stay open for it."""
     job_store = rank.channel._job_store
-    Place(job_store.server, rank.number, rank.size).find(job_store.join(job_store.connect()))
+    place, store = Place(job_store.server, rank.number, rank.size), job_store.connect()
+    wait_until(lambda: place.find(job_store.join(store)))
 
 
 # Rounds
