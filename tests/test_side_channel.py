@@ -44,9 +44,8 @@ def part_of_store(rank: Rank, attempt: int = 0) -> Any:
 def take_place(rank: Rank) -> None:
     """This rank says where it is, and does not connect yet: the others' ports stay open for it."""
     job_store = rank.channel._job_store
-    store = job_store.join(job_store.connect())
-    store.wait([keys.ROOT], LONG)  # rank 0 has come
-    Place(job_store.server, rank.number, rank.size).find(store, job_store.attempt)
+    place, store = Place(job_store.server, rank.number, rank.size), job_store.connect()
+    wait_until(lambda: place.find(job_store.join(store), job_store.attempt))
 
 
 # Rounds
@@ -455,7 +454,7 @@ def test_parents_make_a_tree_with_one_connection_to_each_other_host(hosts: list[
 
 # Many rounds, many ranks
 
-SOAK_ROUNDS, SETTLED = 20_000, 2_000
+SOAK_ROUNDS, SETTLED = 100_000, 2_000
 
 
 def soak(rank: Rank) -> tuple[int, int]:
