@@ -216,12 +216,11 @@ def test_the_soft_limit_on_files_is_raised() -> None:
 
 def no_files(rank: Rank, listens: bool) -> None:
     if rank.number == INNER:
-        held = [os.dup(0) for _ in range(40)]
+        held = [os.dup(0) for _ in range(40)]  # each the lowest number that was free
         if listens:
             rank.rounds.issue(rank.number)
             wait_until(listeners)
-        # The store's client of this scenario has its connection already.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files(),) * 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1,) * 2)
         rank.meet("no files")
         if not listens:
             rank.rounds.issue(rank.number)
