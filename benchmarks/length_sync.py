@@ -29,7 +29,7 @@ FRAMES = 1000
 AGAIN = "stock again"  # against itself
 VARIANTS = ("stock", "bounded", "overlapped", "local", AGAIN)
 GOALS = {"bounded": "0.7", "overlapped": "0.1"}
-TIGHT_BLOCKS, TIGHT_CALLS = 150, 100
+TIGHT_BLOCKS, TIGHT_CALLS = 150, 100  # blocks at 2 ranks; of more ranks fewer, which take longer
 SPACED_BLOCKS, SPACED_CALLS = 60, 9
 COMPUTE, TICK = 0.002, 0.003  # seconds of compute before a spaced call; seconds from call to call, for each rank
 
@@ -95,7 +95,7 @@ def time_calls(rank: int, size: int, spaced: bool) -> list[dict[str, Block]]:
         switch_to(variant)
         check_all_reduces(encoder, expected=10 if variant.startswith("stock") else 0)
     repetitions = []
-    for number in range(SPACED_BLOCKS if spaced else TIGHT_BLOCKS):
+    for number in range((SPACED_BLOCKS if spaced else TIGHT_BLOCKS) * 2 // size):
         found = {}
         turn = number % len(VARIANTS)
         for variant in VARIANTS[turn:] + VARIANTS[:turn]:
