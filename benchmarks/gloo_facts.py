@@ -1,16 +1,14 @@
-"""Shows each fact about Gloo that docs/design.md builds on: two ranks on this machine, torch alone, about a minute.
+"""Shows why the rounds do not run on Gloo (docs/design.md): two ranks on this machine, torch alone, about a minute.
 
 python benchmarks/gloo_facts.py
 """
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import socket
-import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -92,30 +90,13 @@ def alarm(rank: int, port: int) -> None:
         print(f"  TimeoutError after {time.monotonic() - start:.2f} s, for an alarm of 2 s", flush=True)
 
 
-def payload(rank: int, port: int) -> None:
-    group = own_group(rank, port, 60 * SECOND)
-    medians = {}
-    for elements in (1, 3):
-        value, times = torch.ones(elements, dtype=torch.int64), []
-        for _ in range(600):
-            start = time.perf_counter()
-            group.allreduce([value], maximum()).wait(SECOND)
-            times.append(time.perf_counter() - start)
-        medians[elements] = statistics.median(times)
-    if rank == 0:
-        print(f"  3 elements take {medians[3] / medians[1]:.1f} times as long as 1", flush=True)
-
-
-def leave_pending(rank: int, port: int, extra_reference: bool) -> None:
+def leave_pending(rank: int, port: int) -> None:
     group = own_group(rank, port, EXIT_GROUP_TIMEOUT)
     if rank == 1:
         time.sleep(60)
         return
     work = group.allreduce([torch.ones(1)], maximum())
     outcome_of(work, SECOND)
-    if extra_reference:
-        for thing in (group, work):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def run(function: Callable[..., None], *args: Any, wait_for: tuple[int, ...] = (0, 1)) -> float:
@@ -144,14 +125,10 @@ def main() -> None:
     print("2. the group's own timeout kills the group for good (group timeout 3 s)")
     run(late_rank, 3 * SECOND)
     print(f"3. a pending reduce holds up the interpreter's exit (group timeout {EXIT_GROUP_TIMEOUT.seconds} s)")
-    for extra_reference in (False, True):
-        took = run(leave_pending, extra_reference, wait_for=(0,))
-        print(f"  {'one reference more' if extra_reference else 'as it is'}: ended {took:.1f} s after its start")
-    print("4. one element is the fast payload")
-    run(payload)
-    print("5. a wait of less than a millisecond has no limit (the other rank is 2 s late)")
+    print(f"  ended {run(leave_pending, wait_for=(0,)):.1f} s after its start")
+    print("4. a wait of less than a millisecond has no limit (the other rank is 2 s late)")
     run(short_wait)
-    print("6. signal.alarm around a reduce fires only after it")
+    print("5. signal.alarm around a reduce fires only after it")
     run(alarm)
 
 

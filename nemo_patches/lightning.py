@@ -15,8 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.store_client import StoreClient
-from nemo_patches.sync import length_sync
-from nemo_patches.sync import store as keys
+from nemo_patches.sync import keys, length_sync
 from nemo_patches.sync.rank_log import report
 
 _MOST_RANKS = 64  # with more, every rank's own figures would be thousands of series

@@ -45,6 +45,7 @@ class Rank:
     used: list[int] = field(default_factory=list)
     vain: list[timedelta] = field(default_factory=list)
     issued: int = 0
+    healthy: timedelta = timedelta(0)  # the longest that the protocol has taken a healthy round for
 
 
 @dataclass
@@ -83,20 +84,22 @@ def _run_rank(rank: Rank, rounds: list[Round], size: int, latency: float) -> Gen
     """One rank's life: yields each pause, and is sent the time at its end."""
     protocol = rank.protocol
     current: Round | None = None
+    issued_at = 0.0
     now = yield Pause(0.0)
     for event in rank.events:
         if isinstance(event, Gradients):
             now = yield Pause(math.inf)
             continue
         now = yield Pause(now + event.pause)
-        completed = None
+        completed = wait = None
         if current is not None and current.came_at <= now:
-            completed, current = max(current.values.values()), None
+            completed = take(rank, current, issued_at)
+            current = None
         if protocol.begin(event.length, event.training, completed):
             assert current is None, "a round was issued while one is outstanding"
             if rank.issued == len(rounds):
                 rounds.append(Round())
-            current = rounds[rank.issued]
+            current, issued_at = rounds[rank.issued], now
             rank.issued += 1
             current.values[rank.number] = protocol.value()
             if len(current.values) == size:
@@ -105,11 +108,20 @@ def _run_rank(rank: Rank, rounds: list[Round], size: int, latency: float) -> Gen
             if wait is not None:
                 now = yield Pause(now + wait.total_seconds(), current)
                 if current.came_at <= now:
-                    protocol.came_in_time(max(current.values.values()), event.training)
+                    protocol.came_in_time(take(rank, current, issued_at), event.training)
                     current = None
                 else:
                     protocol.timed_out()
                     rank.vain.append(wait)
-        used = protocol.agreed()
+        used = protocol.latest() if wait is None else protocol.agreed()
         assert used >= event.length, "a call got less than its own length"
         rank.used.append(used)
+
+
+def take(rank: Rank, round_: Round, issued_at: float) -> int:
+    """The result of a round that has come, and what it took, as EncoderSync tells it."""
+    took = timedelta(seconds=round_.came_at - issued_at)
+    if took <= TIMEOUT:
+        rank.protocol.took(took.total_seconds())
+        rank.healthy = max(rank.healthy, rank.protocol.healthy)
+    return max(round_.values.values())

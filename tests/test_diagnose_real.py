@@ -19,7 +19,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, wait_until
+from ranks import forget_incidents, run_ranks, wait_until
 from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_gil, stopper
 
 import nemo_patches
@@ -207,6 +207,7 @@ def copy_of_hang(place: Place) -> None:
 def go_wrong(rank: int, size: int, folder: str) -> None:
     kept = []  # as models do, they live until the end
     for name, scenario in {**HANGS, **RUNS}.items():
+        forget_incidents()
         place = Place(rank, Path(folder, name), encoders.conformer())
         kept.append(place)
         checks = "inputs" if name == "nan" else ""

@@ -162,7 +162,7 @@ def test_what_an_earlier_nemo_patches_put_in_is_said_and_left(checkout: Path) ->
     for edit in checkouts.read(checkout).edits(ALL - {Part.STALL}):
         place = checkout / edit.path.replace(f"{RUNTIME}/sync/", f"{RUNTIME}/")
         place.parent.mkdir(exist_ok=True)
-        place.write_bytes(edit.after.replace(b"nemo_patches.sync.encoder_methods", b"nemo_patches.encoder_methods"))
+        place.write_bytes(edit.after.replace(b"nemo_patches import", b"nemo_patches.encoder_methods import"))
     (checkout / RUNTIME / "__init__.py").write_text('__version__ = "0.1.0"\n')
     said = (
         f"patched by an earlier nemo_patches, 0.1.0, which had all its files in {RUNTIME} itself",

@@ -28,7 +28,7 @@ SPEC = importlib.util.find_spec("nemo")  # finds the files, imports nothing
 SITE = Path(next(iter((SPEC and SPEC.submodule_search_locations) or ["."]))).parent
 PACKAGE_INFO = 'MAJOR = 3\nMINOR = 0\nPATCH = 0\nPRE_RELEASE = ""\n'
 
-IMPORT = b"from nemo.collections.asr.parts.nemo_patches.sync.encoder_methods import bounded_length_sync"
+IMPORT = b"from nemo.collections.asr.parts.nemo_patches import bounded_length_sync"
 DECORATOR = re.compile(rb"@bounded_length_sync\([^()]*\)")
 COMMENT = b"# nemo_patches: it is the largest of all ranks already, agreed on in bounded time (bounded_length_sync)"
 

@@ -85,9 +85,9 @@ def test_a_world_of_one_does_nothing() -> None:
     assert (maximum, new_threads) == (500, 0)
 
 
-def without_gloo(rank: int, size: int) -> Any:
+def without_an_address(rank: int, size: int) -> Any:
     if rank == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"  # read where our group is made; the default one is there
+        os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"  # read where we connect; the default group is there
     nemo_patches.apply(timeout=20.0)
     encoder = encoders.conformer()
     seconds = [encoders.sync(encoder, 100 * (step + 1) + rank) for step in range(3)]
@@ -95,8 +95,8 @@ def without_gloo(rank: int, size: int) -> Any:
     return seconds, encoder.max_audio_length
 
 
-def test_a_rank_whose_gloo_cannot_connect_is_named_and_nobody_waits_for_it() -> None:
-    results = run_ranks(without_gloo, 2)
+def test_a_rank_that_cannot_connect_is_named_and_nobody_waits_for_it() -> None:
+    results = run_ranks(without_an_address, 2)
     for rank, result in enumerate(results):
         seconds, maximum = result.value
         assert sum(seconds) < 15  # no wait of 20 s
@@ -190,8 +190,8 @@ def interrupted(rank: int, size: int, number: int) -> Any:
 
 def in_a_wait(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
-    names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(frame)] if frame else []
-    return "synced_length" in names and "wait" in names
+    codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)] if frame else []
+    return any(code.co_name == "wait" and code.co_filename.endswith("side_channel.py") for code in codes)
 
 
 @pytest.mark.alone
@@ -202,6 +202,50 @@ def test_signals_act_during_a_wait(number: int) -> None:
     assert {name for name, _ in first.value} == names
     assert len(first.value) == 2
     assert all(delay < 5 for _, delay in first.value)  # no wait to its end, at 20 s
+
+
+def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, folder: str) -> Any:
+    nemo_patches.apply(timeout=100.0)
+    encoder = encoders.conformer()
+    done = Path(folder, "done")
+    join_group(rank, size, ports[0])
+    if rank == 1:
+        wait_until(done.exists)  # never comes to the call
+        dist.destroy_process_group()
+        seconds = 0.0
+    else:
+        signal.signal(signal.SIGUSR1, lambda *_: dist.destroy_process_group())
+
+        def destroy() -> None:
+            wait_until(lambda: in_a_wait(threading.main_thread()))
+            if where == "a thread":
+                dist.destroy_process_group()
+            else:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        thread = threading.Thread(target=destroy)
+        thread.start()
+        seconds = encoders.sync(encoder, 100)
+        thread.join()
+        done.touch()
+    during = encoder.max_audio_length
+    join_group(rank, size, ports[1])
+    for step in range(3):
+        encoders.sync(encoder, 200 + 10 * step + rank)
+    dist.barrier()
+    return seconds, during, encoder.max_audio_length, nemo_patches.status().encoders[0].timeouts
+
+
+@pytest.mark.parametrize("where", ["a thread", "a signal handler"])
+def test_a_process_group_that_is_destroyed_during_a_wait(where: str, tmp_path: Path) -> None:
+    """The call goes on with its own length at once, and the next process group syncs."""
+    results = run_ranks(destroyed_in_a_wait, 2, [free_port(), free_port()], where, str(tmp_path), group=False)
+    for rank, result in enumerate(results):
+        seconds, during, last, timeouts = result.value
+        assert seconds < 50  # not the timeout
+        assert during == (60 if rank else 100)
+        assert (last, timeouts) == (221, 0)
+        assert result.lines("ERROR") == []
 
 
 class Handlers:
@@ -233,13 +277,12 @@ def test_an_exception_of_a_signal_handler_is_told_from_our_own(handler: Any) -> 
 
 
 def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
-    """Rank 1 drops an encoder that it has announced; rank 0 comes to it only then, and keeps it."""
+    """Rank 1 drops an encoder whose round it has issued; rank 0 comes to it only then, and keeps it."""
     nemo_patches.apply(timeout=4.0)
     dropped = Path(folder, "dropped")
     first = encoders.conformer()
     if rank == 1:
         encoders.sync(first, 100)
-        wait_until(announced_all)
         del first
         gc.collect()
         dropped.touch()
@@ -254,14 +297,6 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
         found.append(second.max_audio_length - 10 * step)
         come_in(second)
     return found
-
-
-def announced_all() -> bool:
-    from nemo_patches.sync import length_sync
-
-    group_syncs = length_sync.process.group_syncs
-    assert group_syncs is not None
-    return all(entry.store is not None for entry in group_syncs.helper._connecting)
 
 
 @pytest.mark.alone

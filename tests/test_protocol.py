@@ -13,6 +13,7 @@ from simulated_ranks import TIMEOUT, Call, Event, Gradients, Rank, run
 
 from nemo_patches.sync.protocol import (
     CALM_ROUNDS,
+    HEALTHY_ROUNDS,
     MAX_EVALUATION,
     MAX_LENGTH,
     MAX_TRAINING,
@@ -37,20 +38,35 @@ def test_one_int64_orders_clock_then_length(one: Clock, other: Clock, short: int
 def test_fields_saturate_and_never_wrap() -> None:
     assert unpack(pack(Clock(1, 2), MAX_LENGTH + 5)) == (Clock(1, 2), MAX_LENGTH)
     last = Clock(MAX_TRAINING, MAX_EVALUATION)
-    assert last.next(training=False) == last
+    assert last.next(training=False) == Clock(MAX_TRAINING, 1)
     assert last.next(training=True) == Clock(MAX_TRAINING, 0)
+    assert Clock(5, MAX_EVALUATION).next(training=False) == Clock(6, 1), "it carries"
     assert MAX_TRAINING > 10_000_000
     assert MAX_EVALUATION > 10_000
     assert MAX_LENGTH > 16_000 * 1000  # audio samples: more than a thousand seconds
 
 
-def test_a_saturated_clock_issues_no_round_and_uses_no_less_than_its_own_length() -> None:
-    protocol = LengthProtocol()
-    protocol.clock = Clock(0, MAX_EVALUATION - 1)
-    assert protocol.begin(7, False, None)
-    protocol.came_in_time(protocol.value(), False)
-    assert not protocol.begin(9, False, None)
-    assert protocol.agreed() == 9
+def test_an_encoder_that_only_evaluates_goes_on_agreeing_when_its_count_of_evaluation_calls_is_full() -> None:
+    """A frozen encoder, for two and a half times as many calls as the count holds."""
+    ranks = [LengthProtocol(), LengthProtocol()]
+    for call in range(MAX_EVALUATION * 5 // 2):
+        lengths = call % 7, call % 5
+        for protocol, length in zip(ranks, lengths, strict=True):
+            assert protocol.begin(length, False, None)
+        result = max([protocol.value() for protocol in ranks])
+        for protocol in ranks:
+            protocol.came_in_time(result, False)
+        assert {protocol.agreed() for protocol in ranks} == {max(lengths)}, call
+
+
+@pytest.mark.parametrize("skipped", [1, 3, 50])
+def test_a_rank_that_skips_calls_where_the_count_carries_catches_up_at_its_next_call(skipped: int) -> None:
+    ahead, behind = Clock(0, MAX_EVALUATION), LengthProtocol()
+    behind.clock = Clock(0, MAX_EVALUATION - skipped)
+    assert behind.begin(5, False, None)
+    behind.came_in_time(max(behind.value(), pack(ahead.next(training=False), 9)), False)
+    assert behind.clock == Clock(1, 1)
+    assert behind.agreed() == 9
 
 
 @st.composite
@@ -125,17 +141,19 @@ def waited_in_vain(rank: Rank) -> timedelta:
     return sum(rank.vain, timedelta(0))
 
 
-def bound(calls: int) -> timedelta:
-    """The most that the waits of one incident series can add up to (docs/design.md)."""
-    return TIMEOUT * (1 + 1 / 8 + math.log2(max(calls, 2)) / 64)
+def bound(rank: Rank, calm_rounds: int = CALM_ROUNDS) -> timedelta:
+    """The most that the waits of one rank that run out of time can add up to (docs/design.md, "Breaker")."""
+    healthy = HEALTHY_ROUNDS * rank.healthy
+    calls = len(rank.used)
+    series = TIMEOUT + max(TIMEOUT / 8, healthy) + math.log2(max(calls, 2)) * max(TIMEOUT / 64, healthy)
+    return series * (1 + calls // calm_rounds)  # so many rounds in time forget the timeouts
 
 
 @given(troubled_schedules())
 @settings(max_examples=1500)
 def test_no_schedule_deadlocks_and_the_vain_waits_are_bounded(schedules: list[list[Event]]) -> None:
     for rank in run(schedules):
-        series = 1 + rank.protocol.rounds // CALM_ROUNDS  # a hundred rounds in time forget the timeouts
-        assert waited_in_vain(rank) <= bound(len(rank.used)) * series
+        assert waited_in_vain(rank) <= bound(rank)
 
 
 KINDS = ("skipped", "extra", "late")

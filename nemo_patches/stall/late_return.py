@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 
-from ..sync import store as keys
+from ..sync import keys
 from ..sync.rank_log import report
 from .missing_query import sleep_until
 from .store_client import StoreClient

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ..sync import store as keys
+from ..sync import keys
 from ..sync.rank_log import first_line
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank, described

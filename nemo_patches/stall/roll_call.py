@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..sync import store as keys
+from ..sync import keys
 from ..sync.events import Group
 from ..sync.rank_log import first_line, report
 from .heartbeat import Heartbeat
@@ -52,13 +52,20 @@ class RollCall:
         self._group, self._client, self._own_heartbeat = group, client, own_heartbeat
         self._limit, self._stall_reported = limit, stall_reported
         self._began = time.monotonic()
-        self._announced = self._due = self._said = False
+        self._attempt = -1  # in which this rank has announced itself
+        self._due = self._said = False
         self._pause = _FIRST_PAUSE_S + group.size * _PAUSE_PER_RANK_S
         self._next_look = 0.0
         self._broken = ""  # why the store cannot be asked any more
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether all had come to what has turned out to be an earlier process group's part of the store."""
+        return self.done and not self._broken and self._attempt != self._group.store.attempt
+
     def run(self, stopped: Callable[[], bool]) -> None:
         """Announce this rank, and look who else has, until all have or `stopped`."""
+        self.done = False
         while not self.done and not stopped():
             self._look()
             wake = self._next_look if self._due else min(self._next_look, self._began + self._limit.total_seconds())
@@ -73,7 +80,7 @@ class RollCall:
         self._due = self._due or due_now
         try:
             if not self._broken:
-                with self._client.asking() as store:
+                with self._client.asking(join=True) as store:
                     self._see(store)
         except Exception as error:
             # At the end of a short job the store goes before everybody was seen. Only if this one goes on is it said.
@@ -86,12 +93,12 @@ class RollCall:
                 report(logging.WARNING, self._warning())
 
     def _see(self, store: dist.Store) -> None:
-        if not self._announced:
-            if self._group.store.server is not None:
+        if self._attempt != self._group.store.attempt:
+            if self._group.store.server is not None and self.listener is None:
                 with contextlib.suppress(OSError):  # without a listener, peers report this rank as unreachable
                     self.listener = Listener(self._group.store.server)
             announce(store, self._own_heartbeat.make(self.listener))
-            self._announced = True
+            self._attempt = self._group.store.attempt
         if count_announced(store) == self._group.size:
             self._all_have_come(store)
         elif self._due or time.monotonic() - self._began > self._limit.total_seconds() / 2:

@@ -126,6 +126,8 @@ class StallMonitor:
         came_back = not is_last and self._late_return.look(timeout_s / 2, where)
         for query in self._queries():
             query.look_after_the_store()
+        if self.roll_call.is_outdated:
+            self.client.ask_in_thread(self._call_roll, "nemo_patches roll call")
         if now >= self._next_heartbeat_at or came_back:
             self._send_heartbeat()
         self._watch_encoders(now, timeout_s, is_last)

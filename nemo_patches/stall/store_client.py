@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..sync import store as keys
+from ..sync import keys
 from ..sync.store import JobStore
 from .heartbeat import Heartbeat
 from .wire import decode_heartbeat, encode_heartbeat
@@ -31,15 +31,23 @@ class StoreClient:
     def __init__(self, job_store: JobStore) -> None:
         self._job_store = job_store
         self._lock = threading.Lock()
-        self._store: dist.Store | None = None  # `asking` makes it, under the lock; `disconnect` lets it go
+        self._connection: dist.Store | None = None  # `asking` makes both, under the lock; `disconnect` lets them go
+        self._store: dist.Store | None = None  # the present attempt's part of it
+        self._attempt = -1
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     @contextmanager
-    def asking(self) -> Iterator[dist.Store]:
-        """The store, for requests by this thread alone. May block; raises the store's errors."""
+    def asking(self, join: bool = False) -> Iterator[dist.Store]:
+        """The store, for requests by this thread alone. May block; raises the store's errors.
+
+        join: look first whether the attempt is still the present one.
+        """
         with self._lock:
-            if self._store is None:
-                self._store = self._job_store.connect()
+            if self._connection is None:
+                self._connection = self._job_store.connect()
+            if join or self._store is None or self._attempt != self._job_store.attempt:
+                self._store = self._job_store.join(self._connection)
+                self._attempt = self._job_store.attempt
             yield self._store
 
     def send(self, make_heartbeat: Callable[[], Heartbeat]) -> Heartbeat | None:
@@ -63,7 +71,7 @@ class StoreClient:
 
     def disconnect(self) -> None:
         """Let the connection go, unless a thread is still asking over it; then that thread does, at its end."""
-        self._store = None
+        self._connection = self._store = None
 
     def join(self, also: Iterable[threading.Thread], limit: timedelta) -> None:
         """At exit: wait for the threads' ends, for a short while; c10d must not return into a dying interpreter.
@@ -72,7 +80,8 @@ class StoreClient:
         """
         end = time.monotonic() + limit.total_seconds()
         for thread in (*also, *list(self._threads)):
-            thread.join(max(end - time.monotonic(), 0.0))
+            if thread.ident is not None:  # else a signal handler raised before it started
+                thread.join(max(end - time.monotonic(), 0.0))
             if thread.is_alive():
                 self._job_store.outlive_interpreter()
 

@@ -1,7 +1,6 @@
 """What stands in for an encoder's methods: the bounded sync for the reduce, and growth for this process only.
 
-The replacements are plain functions: torch.compile traces through them, and breaks the graph at an object that it does
-not know (wrapt's wrappers).
+Plain functions: torch.compile traces through them, and breaks the graph at an object that it does not know (wrapt's).
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -13,96 +12,60 @@ from typing import Any
 
 import torch
 
-from . import __version__
 from .events import Grown, GrowthBegan, bus
 from .length_sync import synced_length
-from .private_growth import apply_to_grown, grown_privately, growth
+from .private_growth import grown_privately, growth
+
+Method = Callable[..., None]
 
 
-def bounded(
-    original: Callable[..., None], grow: Callable[..., None], in_force: Callable[[], bool]
-) -> Callable[..., None]:
+def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Method:
     """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the reduce.
 
     original: NeMo's own method, which runs where there is no process group. grow: the same without its reduce, which
     runs where the agreed length is more than the encoder's `max_audio_length`. in_force: false after a revert.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile runs it as it is, like stock's reduce
-    def sync_and_grow(encoder: Any, seq_length: int, device: torch.device) -> None:
-        length = synced_length(encoder, seq_length)
-        if length > encoder.max_audio_length:
-            before = encoder.max_audio_length
-            bus.publish(GrowthBegan, encoder)
-            with grown_privately(encoder):
-                grow(encoder, length, device)
-            bus.publish(Grown, encoder, before, encoder.max_audio_length)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def grow_alone(encoder: Any, seq_length: int, device: torch.device) -> None:
-        with grown_privately(encoder):
-            original(encoder, seq_length, device)
-
     @functools.wraps(original)
     def update(self: Any, seq_length: int, device: torch.device) -> None:
         if in_force() and _distributed():
-            sync_and_grow(self, seq_length, device)
+            _sync_and_grow(self, grow, seq_length, device)
         elif growth.happened:  # the process group is gone, or hidden for a while: what is private must stay so
-            grow_alone(self, seq_length, device)
+            _run_privately(self, original, seq_length, device)
         else:
             original(self, seq_length, device)
 
     return update
 
 
-def private_setter(original: Callable[..., None], in_force: Callable[[], bool]) -> Callable[..., None]:
+def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
     """`set_max_audio_length(self, max_audio_length)`, which others than the sync call too, with private growth."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def set_privately(encoder: Any, max_audio_length: int) -> None:
-        with grown_privately(encoder, register_new=True):
-            original(encoder, max_audio_length)
 
     @functools.wraps(original)
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:
         if growth.happened or (in_force() and _distributed()):
-            set_privately(self, max_audio_length)
+            _run_privately(self, original, max_audio_length, register_new=True)
         else:
             original(self, max_audio_length)
 
     return set_max_audio_length
 
 
-def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module._apply(self, fn, ...)`, behind .to(), .half() and the like, with the private tensors taken along."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile runs it as it is, like stock's reduce
+def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
+    length, before = synced_length(encoder, seq_length), encoder.max_audio_length
+    if length > before:
+        bus.publish(GrowthBegan, encoder)
+        _run_privately(encoder, grow, length, device)
+        bus.publish(Grown, encoder, before, encoder.max_audio_length)
 
-    @functools.wraps(original)
-    def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return apply_to_grown(self, functools.partial(original, self, fn, *args, **kwargs), fn)
 
-    return _apply
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: bool = False) -> None:
+    with grown_privately(encoder, register_new):
+        method(encoder, *arguments)
 
 
 def _distributed() -> bool:
     """Looked up at each call: some NeMo code replaces torch.distributed.is_initialized for a while."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]:
-    """Class decorator of a vendored NeMo whose `method` has lost its reduce: does what nemo_patches.apply() does.
-
-    method: `update_max_seq_length` or its like. setter: the method that grows the buffers, where `method` does not.
-    The diffs put it on the classes; torch's and NeMo's own decorators go around it.
-    """
-
-    def decorate(owner: Any) -> type:
-        original = owner.__dict__[method]
-        update = bounded(original, original, lambda: True)
-        update.__nemo_patches__ = __version__  # type: ignore[attr-defined]  # for apply(), which leaves it alone then
-        setattr(owner, method, update)
-        if setter:
-            setattr(owner, setter, private_setter(owner.__dict__[setter], lambda: True))
-        owner._apply = following_apply(owner._apply)
-        return owner  # type: ignore[no-any-return]
-
-    return decorate

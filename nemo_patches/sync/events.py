@@ -1,7 +1,6 @@
 """What the length sync does on this rank, as small immutable events: the sync publishes them, who watches subscribes.
 
-An event is published on the thread on which it happens, mostly the training thread: a subscriber only notes it there.
-Without a subscriber the sync works and logs the same.
+Handlers run on the thread that publishes, mostly the training thread, and only note what they are given.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
-from .gloo_rounds import Rounds
 from .rank_log import raised_by_signal_handler, report
+from .side_channel import Rounds
 from .store import JobStore
 
 P = ParamSpec("P")
@@ -32,8 +31,6 @@ class Group:
 
 class Round:
     """One round of an encoder on this rank. Only the training thread writes it. Times are monotonic; 0.0: not yet."""
-
-    __slots__ = ("call", "came_at", "gave_up_at", "issued_at", "length", "number", "training")
 
     def __init__(self, number: int, call: int, training: bool, length: int) -> None:
         self.number, self.call, self.training, self.length = number, call, training, length

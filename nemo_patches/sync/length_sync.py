@@ -9,12 +9,13 @@ encoders: state_dict, deepcopy, pickle and export see none of it. Who is missing
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
-import os
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ import torch
 from . import events
 from . import settings as _settings
 from .events import Group, Report, Round, SyncHandle, bus
-from .gloo_rounds import Helper, RoundFailed, Rounds
 from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import raised_by_signal_handler, report
 from .settings import Settings
-from .store import PREFIX, JobStore
+from .side_channel import RoundFailed, SideChannel
+from .store import JobStore
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
@@ -70,8 +71,7 @@ class ProcessSync:
     def __init__(self) -> None:
         self.group_syncs: GroupSyncs | None = None
         self._settings: Settings | None = None
-        self._generation = 0  # process groups so far
-        self._given_up = False
+        self._given_up: Callable[[], object] = lambda: None  # the process group whose sync an error of ours has ended
 
     def synced_length(self, encoder: torch.nn.Module, seq_length: int) -> int:
         """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks, and never below its own.
@@ -89,8 +89,9 @@ class ProcessSync:
         except Exception as error:
             if raised_by_signal_handler(error):
                 raise
-            if not self._given_up:  # an error of ours must not reach training
-                self._given_up = True
+            # An error of ours must not reach training. Without a process group it was destroyed just now.
+            if (group := torch.distributed.group.WORLD) is not None and self._given_up() is not group:
+                self._given_up = weakref.ref(group)
                 report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
             return length
 
@@ -116,33 +117,34 @@ class ProcessSync:
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
         """The encoder's sync under the present process group; None without other ranks, or after an error of ours."""
         # Looked up at each call: some NeMo code replaces is_initialized for a while.
-        if self._given_up or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return None
         default_group = torch.distributed.group.WORLD
-        if default_group is None:
+        if default_group is None or default_group is self._given_up():
             return None
         group_syncs = self.group_syncs
         if group_syncs is None or group_syncs.default_group() is not default_group:
             if group_syncs is not None:
                 group_syncs.close()
-            self.group_syncs = group_syncs = GroupSyncs(default_group, self._generation)
-            self._generation += 1
+            self.group_syncs = group_syncs = GroupSyncs(default_group)
         return group_syncs.sync_of(encoder) if group_syncs.group.size > 1 else None
 
 
 class GroupSyncs:
     """The encoders' syncs under one default process group."""
 
-    def __init__(self, default_group: torch.distributed.ProcessGroup, generation: int) -> None:
+    def __init__(self, default_group: torch.distributed.ProcessGroup) -> None:
         # Weak: a strong reference would keep NCCL's communicators. It also tells us of destroy_process_group.
         self.default_group = weakref.ref(default_group, lambda _: self.close())
-        prefix = PREFIX.format(restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), generation=generation)
-        store = JobStore(torch.distributed.distributed_c10d._get_default_store(), prefix)
-        self.group = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), store)
-        self.helper = Helper(store, self.group.rank, self.group.size)
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        store = JobStore(torch.distributed.distributed_c10d._get_default_store(), rank)
+        self.group = Group(rank, size, store)
+        self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
         self._all: weakref.WeakSet[EncoderSync] = weakref.WeakSet()
         self._seen: Counter[str] = Counter()
+        self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
+        self.unmatched: list[EncoderSync] = []  # whose first round has not been seen to come
         self._begun = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
@@ -153,16 +155,38 @@ class GroupSyncs:
         # among equals, the order of first calls.
         paths = "\n".join(path for path, _ in encoder.named_parameters())
         kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-        self._seen.update((kind, name))
-        title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-        sync = self.by_encoder[encoder] = EncoderSync(title, f"{kind}-{self._seen[kind]}", self)
+        sync = next((sync for sync in self.unmatched if sync.is_extra and sync.kind == kind), None)
+        if sync is not None:
+            self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
+            sync.take_over()
+        else:
+            self._seen.update((kind, name))
+            title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
+            sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self, like=self.latest.get(kind))
+            self.latest[kind] = sync.protocol
+        self.by_encoder[encoder] = sync
         self.add(encoder, sync)
         return sync
 
     def add(self, encoder: torch.nn.Module, sync: EncoderSync) -> None:
         """Let a sync go with its encoder and with the process group."""
         self._all.add(sync)
-        weakref.finalize(encoder, sync.close).atexit = False
+        if sync.finalizer is not None:  # of an encoder whose place this one takes
+            sync.finalizer.detach()
+        sync.finalizer = weakref.finalize(encoder, sync.close)
+        sync.finalizer.atexit = False
+
+    def round_came(self, came: Round) -> None:
+        """Find encoders that only this rank has called: ranks match encoders by the order of their first calls.
+
+        Messages keep their order. So where a round comes that was issued after another encoder's first one, which has
+        not come, the others have gone on without that encoder, and what they call next of its kind takes its place.
+        """
+        self.unmatched = [sync for sync in self.unmatched if not sync.is_matched]
+        for sync in self.unmatched:
+            first = sync.handle.round
+            if first is not None and first.issued_at < came.issued_at and not sync.rounds.has_come():
+                sync.is_extra = True
 
     def begin(self) -> None:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
@@ -173,22 +197,30 @@ class GroupSyncs:
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
         self.group.closed = True
-        self.helper.stop()
         for sync in list(self._all):
             sync.close()
+        self.channel.stop("the process group was destroyed")
 
 
 class EncoderSync:
     """One encoder's length sync on this rank: the protocol and its rounds. Others read its `handle`."""
 
     def __init__(
-        self, title: str, key: str, group_syncs: GroupSyncs, late_text: str = _LATE, patience: timedelta = _PATIENCE
+        self,
+        title: str,
+        key: str,
+        group_syncs: GroupSyncs,
+        late_text: str = _LATE,
+        patience: timedelta = _PATIENCE,
+        like: LengthProtocol | None = None,
     ) -> None:
-        self.group_syncs = group_syncs
-        self._rounds = Rounds(group_syncs.helper, key)
-        self.handle = SyncHandle(title, key, group_syncs.group, self._rounds, late_text)
-        self._patience = patience  # for the report of on_timeout="raise"
-        self._protocol = LengthProtocol()
+        """key: the encoder's kind and a last part. patience: for the report of on_timeout="raise"."""
+        self.group_syncs, self.kind = group_syncs, key.rpartition("-")[0]
+        self.is_matched = self.is_extra = False  # a round has come; only this rank has called the encoder
+        self.rounds, self.protocol = group_syncs.channel.rounds(key), LengthProtocol(like)
+        self.handle = SyncHandle(title, key, group_syncs.group, self.rounds, late_text)
+        self.finalizer: weakref.finalize[Any, Any] | None = None
+        self._patience = patience
         self._outcome = ""  # of the last call; empty while it is not known
         self._fallbacks = 0
         self._waited = timedelta(0)
@@ -197,7 +229,7 @@ class EncoderSync:
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
-        settings, protocol, self.handle.in_call = current(), self._protocol, True
+        settings, protocol, self.handle.in_call = current(), self.protocol, True
         try:
             bus.publish(events.CallBegan, self.handle, protocol.calls + 1, protocol.clock)
             wanted = getattr(encoder, "sync_max_audio_length", True)
@@ -215,41 +247,53 @@ class EncoderSync:
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
         """One call's part in the rounds, while there are any. began_at: time.monotonic() at which the call began."""
-        protocol, self._outcome = self._protocol, ""
+        protocol, self._outcome = self.protocol, ""
         try:
-            completed = self._rounds.poll() if protocol.outstanding else None
+            completed = self.rounds.poll() if protocol.outstanding else None
             if completed is not None:
-                self._round_came(in_time=settings.sync == "overlapped")
+                self._round_came(settings.sync == "overlapped", settings)
             if protocol.begin(length, training, completed):
                 value = protocol.value()
+                if protocol.rounds == 1:
+                    self.group_syncs.unmatched.append(self)
                 round_ = Round(protocol.rounds, protocol.calls, training, length)
-                self._rounds.issue(value)
+                self.rounds.issue(value)
                 self.handle.round = round_  # after issue(): `handle.has_come` takes the rounds' state for this round's
                 bus.publish(events.RoundIssued, self.handle, round_)
                 if settings.sync == "bounded":
                     self._wait(settings, round_)
         except RoundFailed as error:
             self._outcome = ENDED
-            self._end(str(error), settings, began_at)
+            if not self.group_syncs.group.closed:  # else it was destroyed meanwhile
+                self._end(str(error), settings, began_at)
             return length
-        if settings.sync == "overlapped":
-            self._outcome = SERVED
-            return protocol.latest()
-        self._outcome = self._outcome or (SERVED if protocol.served else UNWAITED)
-        self._fallbacks += not protocol.served
-        return protocol.agreed()
+        is_served = protocol.served or settings.sync == "overlapped"
+        self._outcome = self._outcome or (SERVED if is_served else UNWAITED)
+        self._fallbacks += not is_served
+        return protocol.agreed() if self._outcome in (CAME, TIMEOUT) else protocol.latest()
+
+    def take_over(self) -> None:
+        """For another encoder: its calls begin anew, and the first takes part in the round that is outstanding."""
+        self.is_extra = self.rounds.closed = False
+        self.protocol = LengthProtocol(self.protocol)
+        self.protocol.outstanding, self.protocol.rounds = True, 1
 
     def counters(self) -> EncoderCounters:
-        protocol = self._protocol
+        protocol = self.protocol
         counts = (protocol.calls, protocol.rounds, self._fallbacks, protocol.timeouts)
         return EncoderCounters(self.handle.title, *counts, waited=self._waited, ended=self.handle.ended)
 
     def close(self) -> None:
-        self._rounds.close()
+        """The encoder is gone, or its rounds. Takes no lock: the garbage collector may call this anywhere."""
+        self.rounds.closed = True
 
-    def _round_came(self, in_time: bool) -> None:
+    def _round_came(self, in_time: bool, settings: Settings) -> None:
         if round_ := self.handle.round:
             round_.came_at = time.monotonic()
+            if (took_s := self.rounds.came_at - round_.issued_at) <= settings.timeout.total_seconds():
+                self.protocol.took(took_s)
+            self.is_matched = True
+            self.group_syncs.round_came(round_)
             self.handle.in_time_at = round_.came_at if in_time else self.handle.in_time_at
             bus.publish(events.RoundCame, self.handle, round_, in_time)
             if round_ is self._said:
@@ -258,19 +302,19 @@ class EncoderSync:
             self._said = None if in_time else self._said
 
     def _wait(self, settings: Settings, round_: Round) -> None:
-        limit = self._protocol.wait_limit(settings.timeout)
+        limit = self.protocol.wait_limit(settings.timeout)
         if limit is None:
             return
         try:
-            completed = self._rounds.wait(limit)
+            completed = self.rounds.wait(limit)
         finally:  # also where a signal handler raised
             self._waited += timedelta(seconds=time.monotonic() - round_.issued_at)
         if completed is not None:
-            self._protocol.came_in_time(completed, round_.training)
+            self.protocol.came_in_time(completed, round_.training)
             self._outcome = CAME
-            self._round_came(in_time=True)
+            self._round_came(True, settings)
             return
-        self._protocol.timed_out()
+        self.protocol.timed_out()
         self._outcome = TIMEOUT
         round_.gave_up_at = time.monotonic()
         promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
@@ -284,9 +328,9 @@ class EncoderSync:
             raise LengthSyncTimeout(kept.text or text, kept.missing)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
-        text = f"{self.handle.title}: the length sync has ended at call {self._protocol.calls}"
+        text = f"{self.handle.title}: the length sync has ended at call {self.protocol.calls}"
         self.handle.ended = reason
-        self._rounds.close()
+        self.close()
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
         bus.publish(events.SyncEnded, self.handle, reason, promise)

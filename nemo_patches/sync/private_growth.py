@@ -1,16 +1,15 @@
 """Length-sized buffers that grow for this process only, so that DDP always collects the same shapes on every rank.
 
-NeMo registers `pe` (positional encodings, multi_head_attention.py) and `seq_range` (Squeezeformer, ConvASR and its
-SqueezeExcite, the punctuation model) as buffers and replaces them by larger ones. DDP collects a module's buffers anew
-at every forward and broadcasts rank 0's (pytorch issue 63916): with unequal sizes that overwrites other rows and other
-buffers. Here the grown tensor goes into the module instance's `__dict__`, which Python reads before a module's buffers,
-and the buffer keeps the shape it was built with.
+NeMo registers positional encodings and the like as buffers, and replaces them by larger ones. DDP collects buffers anew
+at every forward and broadcasts rank 0's (pytorch issue 63916): unequal sizes overwrite other rows and other buffers. So
+what has grown goes into the module's `__dict__`, which Python reads before its buffers; they keep the shape they had.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import copyreg
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-LENGTH_SIZED = ("pe", "seq_range")
+LENGTH_SIZED = ("pe", "seq_range")  # buffers of Conformer and its likes; of Squeezeformer, ConvASR, punctuation
 
 
 class Growth:
@@ -68,16 +67,19 @@ def grown_privately(encoder: torch.nn.Module, register_new: bool = False) -> Ite
             growth.happened = True
 
 
-def apply_to_grown(
-    encoder: torch.nn.Module, move: Callable[..., Any], function: Callable[[torch.Tensor], torch.Tensor]
-) -> Any:
-    """Run `move`, the encoder's `_apply` with `function`, and have the private tensors follow (.to, .half, ...)."""
-    grown = [(module, name, module.__dict__[name]) for module, name in _places(encoder) if name in module.__dict__]
-    result = move()
-    for module, name, tensor in grown:
-        if module.__dict__.get(name) is tensor and isinstance(tensor, torch.Tensor):  # not done by a nested encoder
-            module.__dict__[name] = function(tensor)
-    return result
+def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply(self, fn, ...)`, behind .to(), .half() and the like, with the private tensors taken along."""
+
+    @functools.wraps(original)
+    def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        grown = [(module, name, module.__dict__[name]) for module, name in _places(self) if name in module.__dict__]
+        result = original(self, fn, *args, **kwargs)
+        for module, name, tensor in grown:
+            if module.__dict__.get(name) is tensor and isinstance(tensor, torch.Tensor):  # not done by a nested encoder
+                module.__dict__[name] = fn(tensor)
+        return result
+
+    return _apply
 
 
 def reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:

@@ -10,20 +10,22 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import NamedTuple
 
-# 24 bits of length: every length that stock's float32 carries exactly. Each field saturates, none ever wraps.
+# 24 bits of length: every length that stock's float32 carries exactly. None ever wraps: a full count of evaluation
+# calls carries into that of training calls; the others saturate.
 LENGTH_BITS, EVALUATION_BITS, TRAINING_BITS = 24, 15, 24
 MAX_LENGTH, MAX_EVALUATION, MAX_TRAINING = ((1 << bits) - 1 for bits in (LENGTH_BITS, EVALUATION_BITS, TRAINING_BITS))
 
-SHORTEST_WAIT = timedelta(milliseconds=1)  # c10d rounds a wait to milliseconds, and takes 0 as no limit at all
+SHORTEST_WAIT = timedelta(milliseconds=1)
 # Outcomes of a call.
 CAME = "came"  # it waited for its round, which came: the wait ends when the last rank arrives
 SERVED = "served"  # an earlier round served it, or, with sync="overlapped", serves all: it waited for none
 TIMEOUT = "timeout"  # it waited for its round, and gave up
-UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none, and used its own length
+UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none
 LOCAL = "local"  # this rank does not sync: sync="local", or the encoder's flag is false
 ENDED = "ended"  # a round has failed, because a rank has gone: there are no more
 
 CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeouts are forgotten
+HEALTHY_ROUNDS, _RECENT_ROUNDS = 4, 8  # a wait lasts at least 4 healthy rounds, by the running mean of some 8
 _MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
 
 
@@ -34,15 +36,14 @@ class Clock(NamedTuple):
     evaluation: int = 0
 
     def next(self, training: bool) -> Clock:
-        if training:
-            return Clock(min(self.training + 1, MAX_TRAINING), 0)
-        return Clock(self.training, min(self.evaluation + 1, MAX_EVALUATION))
+        if not training and self.evaluation < MAX_EVALUATION:
+            return Clock(self.training, self.evaluation + 1)
+        return Clock(min(self.training + 1, MAX_TRAINING), 0 if training else 1)  # only a training call has 0
 
 
 def pack(clock: Clock, length: int) -> int:
     """One int64 whose order is the order of (clock, length)."""
-    packed = clock.training << EVALUATION_BITS | clock.evaluation
-    return packed << LENGTH_BITS | min(length, MAX_LENGTH)
+    return (clock.training << EVALUATION_BITS | clock.evaluation) << LENGTH_BITS | min(length, MAX_LENGTH)
 
 
 def unpack(value: int) -> tuple[Clock, int]:
@@ -58,15 +59,17 @@ class LengthProtocol:
     after its call is handed to the next `begin`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, like: LengthProtocol | None = None) -> None:
+        """like: of another encoder of the same kind. A fresh copy begins with what that one has learned of waiting."""
         self.clock = Clock()  # of this rank's current call
         self.length = 0  # this rank's own, of its current call
         self.outstanding = False  # a round was issued and its result has not been seen
         self.calls = self.rounds = self.timeouts = 0
         self._agreed_clock, self._agreed_length = Clock(-1), 0
         self._completed = 0  # rounds whose result was seen
-        self._breaker = 0  # timed-out waits that are not forgotten: k in docs/design.md
-        self._wait_after = 0  # no call waits until so many rounds have completed
+        self._breaker: int = like._breaker if like else 0  # timed-out waits that are not forgotten: k in docs/design.md
+        self.healthy: timedelta = like.healthy if like else timedelta(0)  # running mean of what a healthy round takes
+        self._wait_after = 2**self._breaker - 2  # no call waits until so many rounds have completed
         self._in_time = 0  # waited rounds in a row that came in time
 
     def begin(self, length: int, training: bool, completed: int | None) -> bool:
@@ -88,7 +91,12 @@ class LengthProtocol:
         """How long this call may wait for the round that it issued; None: not at all."""
         if self._completed < self._wait_after:
             return None
-        return max(timeout / (1, 8, 64)[min(self._breaker, 2)], SHORTEST_WAIT)
+        shrunken = timeout / (1, 8, 64)[min(self._breaker, 2)]
+        return min(max(shrunken, HEALTHY_ROUNDS * self.healthy, SHORTEST_WAIT), timeout)
+
+    def took(self, seconds: float) -> None:
+        """A healthy round took so long, from its issue until it came: one that waited for no straggler."""
+        self.healthy += (timedelta(seconds=seconds) - self.healthy) / _RECENT_ROUNDS
 
     def came_in_time(self, completed: int, training: bool) -> None:
         self._learn(completed, training)
@@ -112,18 +120,15 @@ class LengthProtocol:
         return max(self.length, self._agreed_length) if self.served else self.length
 
     def latest(self) -> int:
-        """For sync="overlapped": the latest round's length serves, although it belongs to an earlier call."""
+        """For a call that does not wait: the latest round's length serves, although it belongs to an earlier call."""
         return max(self.length, self._agreed_length)
 
     def _learn(self, completed: int, training: bool) -> None:
         self.outstanding = False
         self._completed += 1
-        clock, length = unpack(completed)
-        self._agreed_clock, self._agreed_length = clock, length
-        if clock <= self.clock:
-            return
-        if training or clock.evaluation:
-            self.clock = clock
-        elif clock.training - 1 > self.clock.training:
+        clock, self._agreed_length = unpack(completed)
+        self._agreed_clock = clock
+        if not training and clock.evaluation == 0:
             # An evaluation call that hears of a training call has that training call still before it.
-            self.clock = Clock(clock.training - 1, self.clock.evaluation)
+            clock = Clock(clock.training - 1, self.clock.evaluation)
+        self.clock = max(self.clock, clock)

@@ -15,7 +15,7 @@ from nemo_patches.patching.targets import Target
 from nemo_patches.vendoring.errors import DiffError
 
 VENDORED = "nemo.collections.asr.parts.nemo_patches"  # our package inside a vendored NeMo
-_IMPORT = f"from {VENDORED}.sync.encoder_methods import bounded_length_sync"
+_IMPORT = f"from {VENDORED} import bounded_length_sync"
 _IN_ITS_PLACE = (
     "# nemo_patches: it is the largest of all ranks already, agreed on in bounded time (bounded_length_sync)"
 )

@@ -15,11 +15,33 @@ from collections.abc import Callable
 from typing import Any
 
 from .sync import __version__
+from .sync.encoder_methods import bounded, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
+from .sync.private_growth import following_apply
 from .sync.rank_log import first_line, report
 from .sync.settings import CALL_TIMEOUT, SETTINGS, misspelt
 
-__all__ = ["LengthSyncTimeout", "__version__", "counters", "stalls"]
+__all__ = ["LengthSyncTimeout", "__version__", "bounded_length_sync", "counters", "stalls"]
+
+
+def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]:
+    """Class decorator of a vendored NeMo whose `method` has lost its reduce: does what nemo_patches.apply() does.
+
+    method: `update_max_seq_length` or its like. setter: the method that grows the buffers, where `method` does not.
+    The diffs put it on the classes; torch's and NeMo's own decorators go around it.
+    """
+
+    def decorate(owner: Any) -> type:
+        original = owner.__dict__[method]
+        update = bounded(original, original, lambda: True)
+        update.__nemo_patches__ = __version__  # for apply(), which leaves it alone then
+        setattr(owner, method, update)
+        if setter:
+            setattr(owner, setter, private_setter(owner.__dict__[setter], lambda: True))
+        owner._apply = following_apply(owner._apply)
+        return owner  # type: ignore[no-any-return]
+
+    return decorate
 
 
 def stalls() -> tuple[Any, ...]:

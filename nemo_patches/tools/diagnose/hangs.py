@@ -250,8 +250,8 @@ def sync_ended(case: Case) -> list[Finding]:
             severity=WARNING,
             ranks=tuple(ending.rank for ending in ended),
             text=f"The length sync of {case.name} has ended on all ranks, and all went on with their own lengths.",
-            next_step="Look for the reason in any rank's stderr (`the length sync has ended`): mostly Gloo cannot "
-            "connect the hosts; set GLOO_SOCKET_IFNAME.",
+            next_step="Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
+            "network was lost, or GLOO_SOCKET_IFNAME names no interface.",
             encoder=case.name,
             call=ended[0].call,
         )

@@ -221,6 +221,8 @@ class _Part:
     def _take(self) -> None:
         import torch.distributed as dist
 
+        from nemo_patches.sync.store import JobStore
+
         here = self._here
         self.at = f"connecting to the job's store at {here.address}:{here.port}"
         tcp_store = dist.TCPStore(
@@ -231,7 +233,7 @@ class _Part:
             wait_for_workers=False,
             **({"multi_tenant": True} if here.has_server else {}),
         )
-        store = dist.PrefixStore(f"nemo_patches/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)
+        store = JobStore(tcp_store, here.rank).join(dist.PrefixStore("nemo_patches/doctor", tcp_store))
         self.at = "publishing its facts"
         _publish(store, "facts", self._own)
         if here.rank == 0:

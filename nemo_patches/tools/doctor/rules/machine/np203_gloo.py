@@ -1,7 +1,8 @@
 """Gloo does not work here.
 
-The length sync runs on a Gloo group of its own. Without it no length is ever communicated: each encoder goes on with
-its own rank's, which is safe, after one timeout. Other tools that make CPU groups stop with an error.
+A job that makes a CPU process group stops with an error. The length sync has sockets of its own; where
+GLOO_SOCKET_IFNAME names no interface with an address, it ends on every rank, and each goes on with its own lengths,
+which is safe.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
 """
 

@@ -1,7 +1,8 @@
 """Gloo takes a loopback address, which no other host can reach.
 
 It takes the address of the interface in GLOO_SOCKET_IFNAME, else the one that the host's own name resolves to, which on
-many systems is 127.0.1.1. Ranks on other hosts then cannot connect, and each host's length sync goes on by itself.
+many systems is 127.0.1.1. A CPU process group's ranks on other hosts then cannot connect. The length sync does not mind
+the name: it takes that interface, else the address on the way to the job's store.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
 """
 

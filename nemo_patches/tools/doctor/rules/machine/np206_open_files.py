@@ -1,7 +1,8 @@
 """The limit on open files, against how many ranks there may be.
 
-nemo_patches has one connection to each other rank, and each rank has two to the job's store, beside torch's own: where
-the store's server is, that is four files for each rank. A process without files left cannot connect, nor read audio.
+Each rank has up to three connections to the job's store, two of them nemo_patches', and a Gloo group has one to each
+other rank: where the store's server is, four files for each rank. A process without files left cannot connect, nor read
+audio.
 Link: docs/design.md
 """
 
@@ -14,7 +15,9 @@ from nemo_patches.tools.doctor.machine import Machine, fact
 
 WORST = Severity.WARNING
 
-_FILES_PER_RANK = 4  # on the host of the store's server: Gloo's connection, two of ours to the store, torch's own
+_FILES_PER_RANK = (
+    4  # on the host of the store's server: a Gloo group's connection, two of ours to the store, torch's own
+)
 _OTHER_FILES = 300  # torch, NeMo, the first encoders, audio, data loader workers
 _FEW_RANKS = 512
 

@@ -1,7 +1,7 @@
 """The sync of one number among all ranks, over Gloo, and the requests to the job's store, as they were measured.
 
-The length sync makes such a sync at every encoder call, and stall reports go through the store. Where Gloo cannot
-connect the hosts, no length is communicated, and each rank goes on with its own after one timeout.
+The length sync makes such a sync at every encoder call, over faster sockets of its own between the same hosts, and
+stall reports go through the store. Where hosts cannot connect, each rank goes on with its own length after one timeout.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
 """
 

@@ -1,0 +1,299 @@
+"""Rounds over a tree of sockets: MAX all-reduces of one int64 among all ranks, waited for in bounded time.
+
+One tree per process group, in one daemon thread; all encoders' rounds travel on the same connections. Values go up to
+rank 0, each rank's for all ranks below it, and the result comes down. Messages carry key and number, so nothing is
+paired by order. A lost connection ends the rounds on every rank. No torch: the job's store is handed in.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import hmac
+import math
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .tree import FAN_OUT, Connection, Place, make_room
+
+if TYPE_CHECKING:
+    from .store import JobStore
+
+_HELLO = struct.Struct("<16sq")  # token, rank
+_WELCOME, _GONE = -1, -2  # in place of a round's number; the value is the rank that lets this one in, or that has gone
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
+_HELLO_S, _IDLE_S = 0.005, 5.0
+_SPARE_FILES = FAN_OUT + 8  # for the tree, and for the connection to the store
+
+
+class RoundFailed(Exception):
+    """There will be no more rounds: a rank has gone or cannot take part, or the network failed. The text says which."""
+
+
+class Rounds:
+    """One encoder's rounds, at most one outstanding: `issue`, then `wait` or `poll` until it gives the result."""
+
+    def __init__(self, channel: SideChannel, key: bytes) -> None:
+        self.key, self.closed = key, False  # closed: nobody here wants these rounds any more
+        self.issued = self.done = self.result = 0
+        self.came_at = 0.0  # time.monotonic() of the last result
+        self.arrived: dict[int, int] = {}  # to the round that is not done, by rank: the children's, and this rank's own
+        self._channel, self._pending = channel, threading.Lock()  # locked from a round's issue until it has come
+
+    def issue(self, value: int) -> None:
+        """Send a round off; raises RoundFailed where there are no more. `value` is an int64."""
+        with self._channel.started():
+            self._pending.acquire(blocking=False)
+            self.issued = self.done + 1
+            self._channel.arrive(self, self.issued, value, self._channel.rank)
+        self.poll()
+
+    def wait(self, limit: timedelta) -> int | None:
+        """The outstanding round's result; None if it has not come within `limit`. Signal handlers run at once."""
+        end = time.monotonic() + limit.total_seconds()
+        while not self.has_come() and not self._channel.error and (left := end - time.monotonic()) > 0:
+            self._pending.acquire(timeout=left)
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """The outstanding round's result, or None while it has not come; raises RoundFailed. Does not block."""
+        if not self.has_come() and self._channel.error:
+            raise RoundFailed(self._channel.error)
+        return self.result if self.has_come() else None
+
+    def has_come(self) -> bool:
+        """Whether the outstanding round has come; any thread may ask."""
+        return self.done >= self.issued
+
+    def has_failed(self) -> bool:
+        """Whether the outstanding round will never come; any thread may ask."""
+        return bool(self._channel.error) and not self.closed and not self.has_come()
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody waits
+            self._pending.release()
+
+
+class SideChannel:
+    """This rank's part of the tree. Its thread begins with the first round, and ends with the process group."""
+
+    def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
+        """say: logs what keeps this rank from connecting."""
+        self.rank, self.error, self.by_key = rank, "", dict[bytes, Rounds]()  # error: why there are no more rounds
+        self._lock = threading.RLock()  # held for arithmetic, and for sends that do not block
+        self._job_store, self._say, self._place = job_store, say, Place(job_store.server, rank, size)
+        self._longest_pause_s = _LONGEST_PAUSE_S + size * _PAUSE_PER_RANK_S
+        self._connections: dict[int, Connection] = {}  # by rank: the children, and the parent
+        self._parent: Connection | None = None  # also before it has let this rank in
+        self._selector = selectors.PollSelector()  # which is no file: this process may have none left
+        self._token = secrets.token_bytes(16)
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._trouble = ""  # what keeps this rank from connecting
+        _channels.add(self)
+
+    def rounds(self, name: str) -> Rounds:
+        """The rounds of this name, which is the same on all ranks. Time to forget those that nobody wants."""
+        with self._lock:
+            self.by_key = {key: one for key, one in self.by_key.items() if not (one.closed and one.has_come())}
+            return self._of(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+    def started(self) -> threading.RLock:
+        """The lock; from now on there is a thread."""
+        if self._thread is None and not self.error:
+            self._thread = threading.Thread(target=self._run, name="nemo_patches side channel", daemon=True)
+            self._thread.start()
+        return self._lock
+
+    def stop(self, reason: str) -> None:
+        """End this rank's rounds at once, and the thread soon. Takes no lock: the garbage collector may call this."""
+        self.error = self.error or reason
+        for rounds in list(self.by_key.values()):
+            rounds.wake()
+        for connection in list(self._connections.values()):
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RD)  # wakes the thread
+
+    def join(self, limit: timedelta) -> None:
+        """At exit: wait for the thread's end, for a short while."""
+        if (thread := self._thread) is not None and thread.ident is not None:  # None: interrupted before it started
+            thread.join(limit.total_seconds())
+            if thread.is_alive():  # in a request to the store
+                self._job_store.outlive_interpreter()
+
+    def forget(self) -> None:
+        """In a forked child: its copies would keep the connections open after this rank's death."""
+        self._lock, self.error = threading.RLock(), "this process was forked from the rank's own"
+        self._close()
+
+    # What follows runs with the lock held.
+
+    def arrive(self, rounds: Rounds, number: int, value: int, source: int) -> None:
+        """To a round: a child's value, for all ranks below it, or this rank's own."""
+        if number == rounds.done + 1:
+            rounds.arrived[source] = max(value, rounds.arrived.get(source, value))
+            self._pass_on(rounds)
+
+    def _of(self, key: bytes) -> Rounds:
+        return self.by_key.get(key) or self.by_key.setdefault(key, Rounds(self, key))
+
+    def _pass_on(self, rounds: Rounds) -> None:
+        if not self._place.is_known or len(rounds.arrived) <= len(self._place.children):
+            return
+        value = max(rounds.arrived.values())
+        if self.rank == 0:
+            self._deliver(rounds, value)
+        elif self._place.parent in self._connections:
+            self._connections[self._place.parent].send(rounds.key, rounds.done + 1, value)
+
+    def _deliver(self, rounds: Rounds, value: int) -> None:
+        rounds.result, rounds.came_at, rounds.arrived, rounds.done = value, time.monotonic(), {}, rounds.done + 1
+        for connection in self._connections.values():
+            if connection is not self._parent:
+                connection.send(rounds.key, rounds.done, value)
+        rounds.wake()
+
+    def _fail(self, lost: int) -> None:
+        """No more rounds on any rank: the first reason is passed on."""
+        if not self.error:
+            for connection in self._connections.values():
+                connection.send(bytes(8), _GONE, lost)
+            self.stop(f"rank {lost} has gone, or has left the process group, or the network to it was lost")
+
+    def _hear(self, connection: Connection, key: bytes, number: int, value: int) -> None:
+        if number == _GONE:
+            self._fail(value)
+        elif number == _WELCOME:
+            self._connections[connection.rank] = connection
+            for rounds in list(self.by_key.values()):
+                self._pass_on(rounds)
+        elif connection is not self._parent:
+            self.arrive(self._of(key), number, value, connection.rank)
+        elif (rounds := self._of(key)).issued == number == rounds.done + 1:
+            self._deliver(rounds, value)
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._parent = None if connection is self._parent else self._parent
+        if self._connections.pop(connection.rank, None) is not None:
+            self._fail(connection.rank)
+
+    def _close(self) -> None:
+        for entry in list((self._selector.get_map() or {}).values()):
+            entry.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    # What follows runs in the channel's thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self.stop(f"the side channel has ended by an error of its own, please report it: {error!r}")
+        with self._lock:
+            for connection in self._connections.values():
+                connection.send(bytes(8), _GONE, self.rank)
+            self._close()
+
+    def _serve(self) -> None:
+        store, pause, next_look = None, _FIRST_PAUSE_S, 0.0
+        while not self.error:
+            if self._place.is_known and len(self._connections) == len(self._place.children) + (self.rank > 0):
+                store, next_look = None, math.inf  # the tree is whole
+            elif time.monotonic() >= next_look:
+                try:
+                    make_room(_SPARE_FILES)
+                    store = store or self._job_store.connect()
+                    pause = _FIRST_PAUSE_S if self._look(self._job_store.join(store)) else pause * 1.5
+                except Exception as error:  # torch has no common class for what its stores raise
+                    store, pause = None, self._longest_pause_s
+                    self._tell_trouble(error)
+                pause = min(pause, self._longest_pause_s)
+                next_look = time.monotonic() + pause
+            for entry, _ in self._selector.select(min(max(next_look - time.monotonic(), 0.0), _IDLE_S)):
+                if entry.data is not None:
+                    self._read(entry.data)
+                elif self._listener is not None:
+                    self._visited(self._listener)
+
+    def _tell_trouble(self, error: Exception) -> None:
+        before, self._trouble = self._trouble, ascii(error)
+        if self._trouble != before:
+            self._say(f"the length sync is not connected yet, this rank tries again: {self._trouble}")
+
+    def _read(self, connection: Connection) -> None:
+        messages = connection.receive()
+        with self._lock:
+            for message in messages or ():
+                self._hear(connection, *message)
+            if messages is None:
+                self._drop(connection)
+
+    def _look(self, store: Any) -> bool:
+        """One step towards a whole tree, by what the store has; False: none to take yet. Waits for no rank."""
+        place = self._place
+        if not place.is_known:
+            if place.find(store, self._job_store.attempt) and place.problem:
+                self.stop(place.problem)
+            return place.is_known
+        if self._listener is None and place.children - self._connections.keys():
+            self._listener = place.listen(store, self._token)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        if self.rank > 0 and self._parent is None and (door := place.knock(store)) is not None:
+            own, token = door
+            own.sendall(_HELLO.pack(token, self.rank))
+            self._parent = Connection(own, place.parent)
+            self._selector.register(own, selectors.EVENT_READ, self._parent)
+        return False
+
+    def _visited(self, listener: socket.socket) -> None:
+        """Let in a child that knows the token; drop everybody else at once."""
+        missing = self._place.children - self._connections.keys()
+        try:
+            visitor, _ = listener.accept()
+            visitor.settimeout(_HELLO_S)  # said already, where the kernel holds back who says nothing
+            token, rank = _HELLO.unpack(visitor.recv(_HELLO.size))
+            if hmac.compare_digest(token, self._token) and rank in missing:
+                with self._lock:
+                    self._connections[rank] = child = Connection(visitor, rank)
+                    child.send(bytes(8), _WELCOME, self.rank)
+                self._selector.register(visitor, selectors.EVENT_READ, child)
+                missing -= {rank}
+        except (ConnectionError, TimeoutError, BlockingIOError, struct.error):
+            pass
+        except OSError as error:  # no more files: the next look listens again
+            self._tell_trouble(error)
+            missing = frozenset()
+        if not missing:
+            self._selector.unregister(listener)
+            listener.close()
+            self._listener = None
+
+
+def _stop(reason: str) -> None:
+    for channel in list(_channels):
+        channel.stop(reason)
+    for channel in list(_channels):
+        channel.join(timedelta(seconds=0.5))
+
+
+def _forget() -> None:
+    for channel in list(_channels):
+        channel.forget()
+
+
+_channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
+atexit.register(_stop, "this process ends")
+os.register_at_fork(after_in_child=_forget)
