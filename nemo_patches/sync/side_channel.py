@@ -34,11 +34,10 @@ _HELLO = struct.Struct("<16sq")  # token, rank
 _WELCOME, _GONE = -1, -2  # in place of a round's number; the value is the rank that lets this one in, or that has gone
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
 _HELLO_S, _IDLE_S = 0.005, 5.0
-_SPARE_FILES = FAN_OUT + 8  # for the tree, and for the connection to the store
 
 
 class RoundFailed(Exception):
-    """There will be no more rounds: a rank has gone or cannot take part, or the network failed. The text says which."""
+    """There will be no more rounds: a rank has gone or cannot take part, or the network failed."""
 
 
 class Rounds:
@@ -208,17 +207,19 @@ class SideChannel:
             self._close()
 
     def _serve(self) -> None:
-        store, pause, next_look = None, _FIRST_PAUSE_S, 0.0
+        store, part, pause, next_look = None, None, _FIRST_PAUSE_S, 0.0
         while not self.error:
             if self._place.is_known and len(self._connections) == len(self._place.children) + (self.rank > 0):
-                store, next_look = None, math.inf  # the tree is whole
+                store, part, next_look = None, None, math.inf  # the tree is whole
             elif time.monotonic() >= next_look:
                 try:
-                    make_room(_SPARE_FILES)
+                    make_room(FAN_OUT + 8)  # for the tree, and for the connection to the store
                     store = store or self._job_store.connect()
-                    pause = _FIRST_PAUSE_S if self._look(self._job_store.join(store)) else pause * 1.5
+                    if part is None or not self._place.is_known:  # a tree that is known is of one attempt
+                        part = self._job_store.join(store)
+                    pause = _FIRST_PAUSE_S if self._look(part) else pause * 1.5
                 except Exception as error:  # torch has no common class for what its stores raise
-                    store, pause = None, self._longest_pause_s
+                    store, part, pause = None, None, self._longest_pause_s
                     self._tell_trouble(error)
                 pause = min(pause, self._longest_pause_s)
                 next_look = time.monotonic() + pause
@@ -282,9 +283,9 @@ class SideChannel:
             self._listener = None
 
 
-def _stop(reason: str) -> None:
+def _at_exit() -> None:
     for channel in list(_channels):
-        channel.stop(reason)
+        channel.stop("this process ends")
     for channel in list(_channels):
         channel.join(timedelta(seconds=0.5))
 
@@ -295,5 +296,5 @@ def _forget() -> None:
 
 
 _channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
-atexit.register(_stop, "this process ends")
+atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_forget)
