@@ -17,7 +17,7 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo test test-% test-alone test-together test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo test test-% test-beside test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -37,18 +37,16 @@ help:
 demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
 
-# The tests that wait (marker "alone") run one at a time, beside all that does not.
+# The tests that wait (marker "alone") run one at a time, beside what does not wait.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
-	$(MAKE) -j2 $(ENVIRONMENTS) lint check-patches
-	$(MAKE) -j2 test-alone test-together
+	$(MAKE) -j2 test-alone-$(FIRST) test-beside
+	$(MAKE) -j2 $(OTHERS:%=test-alone-%) $(OTHERS:%=test-together-%)
 
-test-alone:
-	$(MAKE) $(NEMO_VERSIONS:%=test-alone-%)
-
-test-together:
-	$(MAKE) test-together-$(FIRST) test-wheel $(OTHERS:%=test-together-%)
+test-beside:
+	$(MAKE) $(ENVIRONMENTS) lint check-patches
+	$(MAKE) test-together-$(FIRST) test-wheel
 
 test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* test-alone-$*
