@@ -69,7 +69,7 @@ class LengthProtocol:
         self._completed = 0  # rounds whose result was seen
         self._breaker: int = like._breaker if like else 0  # timed-out waits that are not forgotten: k in docs/design.md
         self.healthy: timedelta = like.healthy if like else timedelta(0)  # running mean of what a healthy round takes
-        self._wait_after = 2**self._breaker - 2  # no call waits until so many rounds have completed
+        self._wait_after = 0  # no call waits until so many rounds have completed; a new encoder's calls wait, shortly
         self._in_time = 0  # waited rounds in a row that came in time
 
     def begin(self, length: int, training: bool, completed: int | None) -> bool:

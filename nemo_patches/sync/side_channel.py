@@ -99,7 +99,7 @@ class SideChannel:
         self._token = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._trouble = ""  # what keeps this rank from connecting
+        self._troubles: dict[str, int] = {}  # how often something has kept this rank from connecting
         _channels.add(self)
 
     def rounds(self, name: str) -> Rounds:
@@ -220,7 +220,7 @@ class SideChannel:
                     pause = _FIRST_PAUSE_S if self._look(part) else pause * 1.5
                 except Exception as error:  # torch has no common class for what its stores raise
                     store, part, pause = None, None, self._longest_pause_s
-                    self._tell_trouble(error)
+                    self._tell_trouble(ascii(error))
                 pause = min(pause, self._longest_pause_s)
                 next_look = time.monotonic() + pause
             for entry, _ in self._selector.select(min(max(next_look - time.monotonic(), 0.0), _IDLE_S)):
@@ -229,10 +229,10 @@ class SideChannel:
                 elif self._listener is not None:
                     self._visited(self._listener)
 
-    def _tell_trouble(self, error: Exception) -> None:
-        before, self._trouble = self._trouble, ascii(error)
-        if self._trouble != before:
-            self._say(f"the length sync is not connected yet, this rank tries again: {self._trouble}")
+    def _tell_trouble(self, text: str) -> None:
+        self._troubles[text] = self._troubles.get(text, 0) + 1
+        if self._troubles[text] == 2:  # at the end of a job the store may go first, which is nobody's concern
+            self._say(f"the length sync is not connected yet, this rank tries again: {text}")
 
     def _read(self, connection: Connection) -> None:
         messages = connection.receive()
@@ -275,7 +275,7 @@ class SideChannel:
         except (ConnectionError, TimeoutError, BlockingIOError, struct.error):
             pass
         except OSError as error:  # no more files: the next look listens again
-            self._tell_trouble(error)
+            self._tell_trouble(ascii(error))
             missing = frozenset()
         if not missing:
             self._selector.unregister(listener)
