@@ -17,7 +17,7 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo test test-% test-beside test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo test test-% test-others test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -37,16 +37,16 @@ help:
 demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
 
-# The tests that wait (marker "alone") run one at a time, beside what does not wait.
+# First what does not wait, beside the checks and the installation of what else is needed; then the tests that wait (marker
+# "alone"), two files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
-	$(MAKE) -j2 test-alone-$(FIRST) test-beside
-	$(MAKE) -j2 $(OTHERS:%=test-alone-%) $(OTHERS:%=test-together-%)
+	$(MAKE) -j2 test-together-$(FIRST) lint check-patches $(ENVIRONMENTS)
+	$(MAKE) -j2 test-alone-$(FIRST) test-others
 
-test-beside:
-	$(MAKE) $(ENVIRONMENTS) lint check-patches
-	$(MAKE) test-together-$(FIRST) test-wheel
+test-others:
+	$(MAKE) test-wheel $(OTHERS:%=test-together-%) $(OTHERS:%=test-alone-%)
 
 test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* test-alone-$*
@@ -58,8 +58,8 @@ test-together-%: .venv/nemo-%/ready
 	.venv/nemo-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, one at a time"
-	.venv/nemo-$*/bin/python -m pytest -q -m "alone $(call unless_first,$*)"
+	@echo "== tests on NeMo $*, those that wait, two files at a time"
+	.venv/nemo-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "alone $(call unless_first,$*)"
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
