@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import encoders
 import pytest
@@ -37,7 +38,13 @@ from ranks import (
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
+from nemo_patches.stall.encoder_watch import EncoderWatch
+from nemo_patches.stall.missing_query import Surroundings
 from nemo_patches.stall.missing_rank import MissingRank
+from nemo_patches.stall.training_notes import EncoderNotes, TimedOut
+from nemo_patches.sync.events import Group, Round, SyncHandle, WaitTimedOut
+from nemo_patches.sync.side_channel import SideChannel
+from nemo_patches.sync.store import JobStore
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -433,6 +440,22 @@ def test_no_timeout_is_too_short_to_be_said() -> None:
         timeouts, said = result.value
         assert said >= timeouts
     assert results[0].value[0] >= 1  # on later encoders of the kind, calls wait no more
+
+
+def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> None:
+    """Also where the round has come meanwhile, and the monitor's look began before the wait ended."""
+    store, said = JobStore(dist.HashStore(), 0), Said()
+    rounds = SideChannel(store, 0, 2, said.lines.append).rounds("an encoder")
+    sync = SyncHandle("Encoder", "encoder-1", Group(0, 2, store), rounds, "late after {waited:.2f} s with {length}")
+    notes, surroundings = EncoderNotes(sync), cast(Surroundings, SimpleNamespace(size=2, rank=0))
+    watch = EncoderWatch(notes, surroundings, lambda: None)
+    look_began_at = time.monotonic()
+    sync.round = round_ = Round(number=1, call=1, training=True, length=7)
+    round_.gave_up_at = time.monotonic()
+    notes.timed_out = TimedOut(WaitTimedOut(sync, round_, None), 0.0)
+    assert sync.has_come(round_)  # no round of `rounds` is outstanding
+    watch.look(look_began_at, 10.0, is_last=True)
+    assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
 
 
 def monitor_that_fails(rank: int, size: int) -> list[str]:

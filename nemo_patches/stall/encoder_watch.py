@@ -63,12 +63,12 @@ class EncoderWatch:
             self._send_heartbeat()  # with this round, before anybody is asked
             # An open incident was reported already: then it takes the whole timeout to make another one.
             heeds_wait = not self._incident_open(self._sync.in_time_at if pending is None else pending.in_time_at)
-            late = self._late = _LateRound(round_, heeds_wait)
+            late = self._late = _LateRound(round_, heeds_wait, pending)
             if not is_last:
                 late.query = self._ask(late, timeout_s, 0)
         if pending is not None and pending.event.round is late.round:
-            late.promise, self._pending = pending.event.report, None
-        self._step(late, now, timeout_s, is_last)
+            late.timed_out, self._pending = pending, None
+        self._step(late, time.monotonic(), timeout_s, is_last)
 
     def _drop(self) -> None:
         """The round has come, or nobody waits for it any more."""
@@ -110,7 +110,7 @@ class EncoderWatch:
             return
         query = late.query
         if due and not late.said_at:
-            patience_s = PATIENCE_S if late.promise is None else _RAISE_PATIENCE_S
+            patience_s = PATIENCE_S if late.promise() is None else _RAISE_PATIENCE_S
             if query is None or query.done or now >= due_at + patience_s or is_last:
                 self._say(late, now)
         if late.said_at and over:
@@ -136,7 +136,7 @@ class EncoderWatch:
         still = f"still (after {timedelta(seconds=round(now - round_.issued_at))}) " if late.repeats else ""
         missing = answer.text(self._surroundings.size)
         text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
-        _keep(late.promise, Report(text, answer.missing))
+        _keep(late.promise(), Report(text, answer.missing))
         bus.publish(StallReported, self._sync.title, round_.call, answer.missing, answer.unknown)
         report(logging.WARNING, text)
 
@@ -154,16 +154,20 @@ class _LateRound:
 
     round: Round
     heeds_wait: bool  # whether a wait that timed out makes it one to report, or only the whole timeout
+    timed_out: TimedOut | None = None  # its wait, as soon as it has run out of time
     query: MissingQuery | None = None  # None at exit, when nobody is asked any more
-    promise: Future[Report] | None = None  # for the exception of on_timeout="raise"
     answer: Answer = Answer()  # noqa: RUF009  # frozen; replaced as a whole, other threads read it
     came_at: float = 0.0  # as soon as the monitor or the training thread has seen it
     said_at: float = 0.0
     repeats: int = 0
 
+    def promise(self) -> Future[Report] | None:
+        """For the exception of on_timeout="raise"."""
+        return self.timed_out.event.report if self.timed_out is not None else None
+
     def due_at(self, timeout_s: float) -> float:
         end = self.round.issued_at + timeout_s
-        return min(self.round.gave_up_at, end) if self.heeds_wait and self.round.gave_up_at else end
+        return min(self.round.gave_up_at, end) if self.heeds_wait and self.timed_out is not None else end
 
 
 def _keep(promise: Future[Report] | None, kept: Report) -> None:
