@@ -61,6 +61,9 @@ def apply(
     timeout: "float | None" = None,
     on_timeout: "Literal['fallback', 'raise'] | None" = None,
     call_timeout: "float | None" = None,
+    stall_timeout: "float | None" = None,
+    stall_exit: "float | None" = None,
+    on_stall: "str | None" = None,
     trace: "str | os.PathLike[str] | None" = None,
     trace_size: "float | None" = None,
     trace_checks: "str | Sequence[str] | None" = None,
@@ -72,6 +75,9 @@ def apply(
         communicate. timeout: seconds (default 10), for the wait of one encoder call. on_timeout: "fallback" (default)
         goes on with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
         never); an encoder call that lasts longer has all threads' stacks logged, once, and is not interrupted.
+    stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank says where all ranks
+        are. stall_exit: seconds (default 0: never) of such a stall, after which the process ends with exit code 83.
+        on_stall: a command, run once per stall by one rank, with the report as JSON on its standard input.
     trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
         trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
         several, with commas. on_finding: "continue" (default); "raise" raises a finding out of the encoder call.
@@ -82,14 +88,16 @@ def apply(
     supported range, DriftError where NeMo's code is not as expected (nothing is patched then), ModuleNotFoundError
     where NeMo is not installed.
     """
+    from nemo_patches.stall.settings import resolve as resolve_stall
     from nemo_patches.sync.settings import resolve
     from nemo_patches.tracing.settings import resolve as resolve_trace
 
     settings = resolve(sync, timeout, on_timeout, call_timeout)
+    stall_settings = resolve_stall(stall_timeout, stall_exit, on_stall)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding)
     from nemo_patches.patching import monkeypatch, start_up
 
-    if monkeypatch.this_process.apply(settings, trace_settings):
+    if monkeypatch.this_process.apply(settings, stall_settings, trace_settings):
         start_up.install()
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.tracing.settings import ALL_SETTINGS
@@ -79,6 +80,7 @@ def run(
 
     try:
         settings.resolve(*(given[setting.name] for setting in settings.SETTINGS))
+        stall_settings.resolve(*(given[setting.name] for setting in stall_settings.SETTINGS))
         trace_settings.resolve(*(given[setting.name] for setting in trace_settings.SETTINGS))
         if admission.disabled():
             typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_patches.stall import stacks
 from nemo_patches.stall.heartbeat import Heartbeat
+from nemo_patches.stall.loader_workers import loader_workers
 from nemo_patches.stall.missing_rank import DETAILED, MissingRank, described
 from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
 from nemo_patches.stall.wire import LONGEST_HEARTBEAT as LONGEST
@@ -199,10 +200,10 @@ def test_loader_workers_are_found_and_not_reaped() -> None:
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,), daemon=True)
     process.start()
     os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
-    assert process.pid in stacks.loader_workers()
+    assert process.pid in loader_workers()
     process.join()
     assert process.exitcode == 3
-    assert process.pid not in stacks.loader_workers()
+    assert process.pid not in loader_workers()
 
 
 @given(st.sets(st.integers(0, 63)))

@@ -16,7 +16,9 @@ from nemo_patches.patching.give_back import give_back_all
 from nemo_patches.patching.process_status import Skipped, Status, settings_text
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
+from nemo_patches.stall import settings as stall_settings
 from nemo_patches.stall import subscriber
+from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
@@ -38,7 +40,7 @@ class Patching:
         self._collection_complete = False  # imported as a whole: from then on training may run
         self._misspelt_said = False
 
-    def apply(self, settings: Settings, trace: TraceSettings) -> bool:
+    def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> bool:
         """Patch every target of the installed NeMo, or only change the settings where that is done already.
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
@@ -49,7 +51,7 @@ class Patching:
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
         if self._in_force:
-            self._change_settings(settings, trace)
+            self._change_settings(settings, stall, trace)
             return False
         self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
         modules = {target: module for target in TARGETS if (module := _import(target)) is not None}
@@ -63,7 +65,7 @@ class Patching:
             raise DriftError(
                 f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
             )
-        self._begin(settings)
+        self._begin(settings, stall)
         self._patch_all(modules, trace)
         self._say_collection_complete()
         return True
@@ -90,6 +92,7 @@ class Patching:
                 self._leave_alone(built_in, trace_settings.resolve())
                 return
             settings = length_sync.current() if self._in_force else resolve()
+            stall = subscriber.settings_in_force() if self._in_force else stall_settings.resolve()
             trace = tracing.settings_in_force() if self._in_force else trace_settings.resolve()
             admission.require_supported(admission.nemo_version())
             if problem := target.drift(module):
@@ -98,7 +101,7 @@ class Patching:
             self._refuse(target, error)
             return
         if not self._in_force:
-            self._begin(settings)
+            self._begin(settings, stall)
         self._patch_all({target: module}, trace)
         if self._collection_complete:
             self._say_patched((target,))
@@ -123,6 +126,7 @@ class Patching:
             patched=tuple(map(str, self._patched)),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             settings=length_sync.current(),
+            stall_settings=subscriber.settings_in_force(),
             trace=tracing.settings_in_force(),
             trace_file=tracing.where(),
             encoders=length_sync.counters(),
@@ -130,8 +134,9 @@ class Patching:
             stalls=subscriber.stalls(),
         )
 
-    def _begin(self, settings: Settings) -> None:
+    def _begin(self, settings: Settings, stall: StallSettings) -> None:
         length_sync.use(settings)
+        subscriber.use(stall)
         subscriber.subscribe()
         self._skipped.clear()
         self._in_force = self._follows_imports = True
@@ -166,14 +171,18 @@ class Patching:
         else:
             self.replacements.restore_forwards()
 
-    def _change_settings(self, settings: Settings, trace: TraceSettings) -> None:
-        before = length_sync.current(), tracing.settings_in_force()
+    def _change_settings(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> None:
+        before = self._settings_in_force()
         length_sync.use(settings)
+        subscriber.use(stall)
         tracing.length_sync_changed(settings)
         self._trace(trace)
-        if before != (settings, trace):
-            texts = settings_text(settings, trace), settings_text(*before)
+        if before != (settings, stall, trace):
+            texts = settings_text(settings, stall, trace), settings_text(*before)
             report(logging.INFO, "settings changed: {} (before: {})".format(*texts))
+
+    def _settings_in_force(self) -> tuple[Settings, StallSettings, TraceSettings]:
+        return length_sync.current(), subscriber.settings_in_force(), tracing.settings_in_force()
 
     def _leave_alone(self, built_in: str, trace: TraceSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
@@ -192,6 +201,7 @@ class Patching:
             return
         self.revert()
         self._skipped.update(dict.fromkeys(TARGETS, str(error)))
+        subscriber.use(StallSettings())
         length_sync.use(Settings())  # a variable that is not allowed is said here, and not again by status()
         report(logging.ERROR, f"not patched, NeMo {admission.nemo_version()} runs as stock: {error}")
 
@@ -215,7 +225,7 @@ class Patching:
     def _say_patched(self, targets: Iterable[Target], not_patched: str = "") -> None:
         names = ", ".join(map(str, targets)) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        settings = settings_text(length_sync.current(), tracing.settings_in_force())
+        settings = settings_text(*self._settings_in_force())
         _say(f"patched {names} ({versions}; {settings}){not_patched}")
 
 

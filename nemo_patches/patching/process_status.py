@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.rank_text import named
+from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.settings import TraceSettings
@@ -26,7 +27,7 @@ class Status:
 
     trace_file: the file that is being written, or why there is none; empty without a trace.
     unannounced: ranks without a sign of nemo_patches: not patched, or not at their first encoder call yet.
-    stalls: encoder calls that not every rank has come to, with the ranks that are missing.
+    stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
     """
 
     nemo: str
@@ -34,6 +35,7 @@ class Status:
     patched: tuple[str, ...]
     skipped: tuple[Skipped, ...]
     settings: Settings
+    stall_settings: StallSettings
     trace: TraceSettings
     trace_file: str
     encoders: tuple[EncoderCounters, ...]
@@ -43,7 +45,7 @@ class Status:
     def __str__(self) -> str:
         lines = [
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {settings_text(self.settings, self.trace)}",
+            f"settings: {settings_text(self.settings, self.stall_settings, self.trace)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
@@ -54,9 +56,9 @@ class Status:
         return "\n".join((*lines, *map(str, self.stalls)))
 
 
-def settings_text(settings: Settings, trace: TraceSettings) -> str:
-    """Both in one text; the trace's only where there is one."""
-    return f"{settings}; {trace}" if trace.folder else str(settings)
+def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings) -> str:
+    """All in one text; the trace's only where there is one."""
+    return f"{settings}, {stall}" + (f"; {trace}" if trace.folder else "")
 
 
 def _encoder_line(counters: EncoderCounters) -> str:

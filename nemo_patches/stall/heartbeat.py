@@ -26,6 +26,9 @@ class Heartbeat:
     port: int = 0
     where: str = ""  # what its training thread does, where the last call is long ago
     workers: tuple[int, ...] = ()  # process ids of data loader workers, then
+    worker_states: tuple[str, ...] = ()  # what there is to say of some of them
+    collective: str = ""  # what its training thread waits in, then; empty: in none that is known
+    activity: str = ""  # "a checkpoint", "a debugger", then
 
     def has_come(self, encoder_key: str, round_number: int) -> bool:
         """Whether its rank has come to this round of this encoder."""

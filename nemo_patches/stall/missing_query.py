@@ -8,7 +8,6 @@ asks the ranks themselves. Each query runs in a short-lived thread.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank, described
 from .peers import ask
 from .rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
-from .store_client import StoreClient, announced_ranks, read_heartbeats
+from .store_client import AskedStore, StoreClient, announced_ranks, read_heartbeats
 from .wire import Peer, decode_missing, encode_missing, encode_texts
 
 PATIENCE_S = 2.6  # for a query that is not done when its report is due
 END = "end"  # in place of an encoder's key: its group is gone, and so is some rank
-_PERIODS_TO_SEE = 1.75  # after so many periods, a heart that beats has been seen to
+PERIODS_TO_SEE = 1.75  # after so many periods, a heart that beats has been seen to
 _LOOK_S = 0.2  # between two looks for what another rank is to find out
-_STORE_SLOW_AFTER_S = 0.5
 _DIRECT_PATIENCE_S = 1.2  # for a rank to answer: one whose heart beats looks four times a second
 _SLICE_S = 0.05  # between two looks whether the answer is still wanted
 
@@ -133,20 +131,13 @@ class StoreQuery:
         self.cancelled = False  # written by who asked
         self._surroundings, self._question = surroundings, question
         self._began = time.monotonic()
-        self._asked_at = 0.0  # since when the store owes an answer
+        self._store = AskedStore(surroundings.client)
         self._announced: set[int] = set()
-        self._error = ""  # the store's
         surroundings.client.ask_in_thread(self._run)
 
     def trouble(self) -> str:
         """What is wrong with the store; empty where it answers."""
-        if self.missing is not None:
-            return ""
-        if self._error:
-            return f"the job's store, which all ranks meet at, is gone: {self._error}"
-        asked_at = self._asked_at
-        owed = time.monotonic() - asked_at if asked_at else 0.0
-        return f"the job's store has not answered for {owed:.1f} s" if owed >= _STORE_SLOW_AFTER_S else ""
+        return "" if self.missing is not None else self._store.trouble()
 
     # What follows runs in its own thread.
 
@@ -157,7 +148,7 @@ class StoreQuery:
                 attempt += 1
                 self._ask(self._topic(attempt))
         except Exception as error:
-            self._error = first_line(error)
+            self._store.error = first_line(error)
 
     def _topic(self, attempt: int) -> str:
         """Under which ranks agree on who finds out, and where that rank leaves it."""
@@ -166,20 +157,20 @@ class StoreQuery:
 
     def _ask(self, topic: str) -> None:
         """The first to ask under a topic finds out for all; the others wait for that, and not for long."""
-        with self._asking() as store:
+        with self._store.asking() as store:
             is_first = store.add(f"{topic}/asked", 1) == 1
         if is_first:
             missing = self._find_out()
             if not self.cancelled:
-                with self._asking() as store:
+                with self._store.asking() as store:
                     self._publish(store, topic, missing)
                 self.missing = missing
             return
         due_at, period_s = self._question.due_at, self._surroundings.period_s
-        patience = max(due_at, time.monotonic() + _PERIODS_TO_SEE * period_s) + 3 * _LOOK_S
+        patience = max(due_at, time.monotonic() + PERIODS_TO_SEE * period_s) + 3 * _LOOK_S
         self._sleep_until(due_at)  # nobody knows before
         while not self.cancelled and time.monotonic() < patience:
-            with self._asking() as store:
+            with self._store.asking() as store:
                 data = store.get(f"{topic}/missing") if store.check([f"{topic}/missing"]) else None
             if data is not None:
                 missing_there = decode_missing(data, self._surroundings.size)
@@ -205,7 +196,7 @@ class StoreQuery:
         # Where all have come, and the round has not, some rank has died or was stopped since it came.
         came = self._question.key == END or not absent
         self.partly = () if came else self._described(absent, {}, due, due)
-        self._sleep_until(began + _PERIODS_TO_SEE * self._surroundings.period_s)
+        self._sleep_until(began + PERIODS_TO_SEE * self._surroundings.period_s)
         last, still_absent = self._look(others if came else absent)
         if came:
             return self._described(others, first, last, due, (SILENT, LEFT))
@@ -216,7 +207,7 @@ class StoreQuery:
         """The heartbeats of these ranks, and which of them have not come to the round."""
         if not ranks or self.cancelled:
             return {}, set()
-        with self._asking() as store:
+        with self._store.asking() as store:
             if ranks - self._announced:
                 self._announced |= announced_ranks(store, self._surroundings.size)
             heartbeats = read_heartbeats(store, self._announced & ranks)
@@ -243,11 +234,12 @@ class StoreQuery:
                 continue
             # One that has come just now does not say any more where it was when the others gave up.
             then = due.get(rank) if self._question.came(heartbeat) else heartbeat
-            where, workers = (then.where, then.workers) if then and kind in (LATE, ELSEWHERE) else ("", ())
+            says = then if kind in (LATE, ELSEWHERE) else None
+            doing = (says.where, says.workers, says.collective) if says is not None else ("", (), "")
             silent = kind == SILENT and heartbeat.idle >= 0
             idle = heartbeat.idle + (time.monotonic() - self._began if silent else 0.0)
             place = (heartbeat.host, heartbeat.pid, heartbeat.calls)
-            missing.append(MissingRank(rank, kind, *place, idle, where, workers))
+            missing.append(MissingRank(rank, kind, *place, idle, *doing))
         return tuple(missing)
 
     def _kind(self, first: Heartbeat | None, last: Heartbeat | None, early: bool) -> str:
@@ -259,16 +251,6 @@ class StoreQuery:
         if first is not None and first.number == last.number and not early:
             return SILENT
         return LATE if early or self._question.came(last) else ELSEWHERE
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[dist.Store]:
-        """While the store owes an answer."""
-        self._asked_at = time.monotonic()
-        try:
-            with self._surroundings.client.asking() as store:
-                yield store
-        finally:
-            self._asked_at = 0.0
 
     def _sleep_until(self, end: float) -> None:
         sleep_until(end, lambda: self.cancelled)
@@ -313,7 +295,7 @@ class DirectQuery:
                 yield MissingRank(rank, SILENT, peer.host, peer.pid)
             else:
                 place = (heartbeat.host, heartbeat.pid, heartbeat.calls, heartbeat.idle)
-                yield MissingRank(rank, ELSEWHERE, *place, heartbeat.where, heartbeat.workers)
+                yield MissingRank(rank, ELSEWHERE, *place, heartbeat.where, heartbeat.workers, heartbeat.collective)
 
 
 def sleep_until(end: float, cancelled: Callable[[], bool]) -> None:

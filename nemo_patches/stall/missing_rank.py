@@ -25,7 +25,7 @@ class MissingRank:
     kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late". The rest is what it last said of itself: empty,
     0 and -1 where it said nothing, or where too many ranks are missing to describe each. idle: seconds since its last
     encoder call began. where: what its training thread does, only if its heart beats. workers: process ids of its data
-    loader's workers.
+    loader's workers. collective: what it waits in itself, for others; empty: in none that is known.
     """
 
     rank: int
@@ -36,6 +36,7 @@ class MissingRank:
     idle: float = -1.0
     where: str = ""
     workers: tuple[int, ...] = ()
+    collective: str = ""
 
     def __str__(self) -> str:
         place = [*([self.host] if self.host else []), *([f"pid {self.pid}"] if self.pid else [])]
@@ -50,6 +51,8 @@ class MissingRank:
         if self.kind == SILENT:
             meaning = "stopped, killed, its host unreachable, or something in it holds Python's lock (GIL)"
             return f"{who} has no heartbeat: {meaning}{last}"
+        if self.collective:
+            return f"{who} waits itself, in {self.collective}: {self.where}{last}"
         has = "is elsewhere" if self.kind == ELSEWHERE else "is late"
         return f"{who} {has}{': ' if self.where else ''}{self.where}{last}{workers}"
 
@@ -64,8 +67,11 @@ class Stall:
     missing: tuple[MissingRank, ...]
     size: int  # ranks in all
     unknown: str  # why `missing` is not known; empty where it is
+    text: str = ""  # where all ranks are, for a stall outside the encoder
 
     def __str__(self) -> str:
+        if self.text:
+            return f"no encoder call for {self.since.total_seconds():.0f} s. {self.text}"
         who = f"not told: {self.unknown}" if self.unknown else described(self.missing, self.size)
         return f"{self.encoder}: call {self.call}, {self.since.total_seconds():.0f} s ago, missing: {who}"
 

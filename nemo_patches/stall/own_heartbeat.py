@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket
 import sys
@@ -14,9 +15,11 @@ from ..sync.events import Group
 from ..sync.length_sync import current
 from . import stacks
 from .heartbeat import Heartbeat
+from .loader_workers import described, loader_workers
+from .occupation import Occupation
 from .peers import Listener
 from .rank_text import LEFT
-from .training_notes import FORWARD, TrainingNotes
+from .training_notes import FORWARD, LENGTH_SYNC, TrainingNotes
 
 
 class OwnHeartbeat:
@@ -26,8 +29,11 @@ class OwnHeartbeat:
         self._group, self._notes = group, notes
         self._numbers = itertools.count(1)
 
-    def make(self, listener: Listener | None, phase: str = "") -> Heartbeat:
-        """This rank's next heartbeat. phase: in place of the noted one."""
+    def make(self, listener: Listener | None, away_after_s: float = math.inf, phase: str = "") -> Heartbeat:
+        """This rank's next heartbeat. away_after_s: so long after its last encoder call it says where it is.
+
+        phase: in place of the noted one.
+        """
         now, settings, last = time.monotonic(), current(), self._notes.last
         idle = now - last.since if last.since else -1.0
         if not phase:
@@ -35,7 +41,9 @@ class OwnHeartbeat:
             if phase == FORWARD and not last.in_forward():
                 phase = "between encoder calls"
         # A rank that is long away says where it is by itself: one that is asked may be unable to answer.
-        away = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
+        away = idle >= away_after_s and phase != LEFT
+        workers = loader_workers() if away else ()
+        collective, activity = stacks.occupation(last.thread) if away else Occupation()
         syncs = [notes.sync for notes in self._notes.encoders(self._group)]
         rounds = [(round_.issued_at, sync.key, round_.number) for sync in syncs if (round_ := sync.round) is not None]
         return Heartbeat(
@@ -54,7 +62,10 @@ class OwnHeartbeat:
             address=listener.address if listener is not None else "",
             port=listener.port if listener is not None else 0,
             where=stacks.where(last.thread) if away else "",
-            workers=stacks.loader_workers() if away else (),
+            workers=workers,
+            worker_states=described(workers),
+            collective=LENGTH_SYNC if phase == LENGTH_SYNC else collective,
+            activity=activity,
         )
 
 

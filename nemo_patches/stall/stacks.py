@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+from .occupation import Frame, Occupation
+from .occupation import occupation as occupation_of
 
 LONGEST = 600  # characters
 _OWN_FRAMES, _FOLDS = 5, 4
@@ -50,6 +52,11 @@ def where(thread: int) -> str:
     return line[:LONGEST]
 
 
+def occupation(thread: int) -> Occupation:
+    """What this thread is occupied with; nothing known where there is no such thread."""
+    return occupation_of([Frame(frame.f_code, frame.f_lasti) for frame in _frames(thread)])
+
+
 def runs(thread: int, place: tuple[str, str]) -> bool:
     """Whether the function `place` (its file, its name) is being run by this thread."""
     return any((frame.f_code.co_filename, frame.f_code.co_name) == place for frame in _frames(thread))
@@ -76,13 +83,6 @@ def all_threads() -> list[str]:
         if thread != threading.get_ident():
             lines.append(f"thread {names.get(thread, thread)}: {where(thread)}")
     return lines
-
-
-def loader_workers() -> tuple[int, ...]:
-    """The process ids of this process's daemonic children: a data loader's workers. Reaps nobody."""
-    # active_children() would take a dead child's exit code away from the thread that waits for it.
-    children = list(getattr(multiprocessing.process, "_children", ()))
-    return tuple(sorted(child.pid for child in children if child.daemon and child.pid))
 
 
 def _frames(thread: int) -> Iterator[FrameType]:

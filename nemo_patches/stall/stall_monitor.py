@@ -13,21 +13,24 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from ..sync.rank_log import report
 from .call_watchdog import CallWatchdog
+from .census import Census
 from .encoder_watch import EncoderWatch
 from .heartbeat import PERIOD_ON_A_FILE_S, Heartbeat, period_for_s
+from .job_stall import JobStallWatch
 from .late_return import LateReturn
 from .missing_query import MissingQuery, Surroundings
 from .missing_rank import Stall
 from .own_heartbeat import OwnHeartbeat
 from .rank_text import LEFT
 from .roll_call import RollCall
+from .settings import StallSettings
 from .store_client import StoreClient
 from .sync_end_report import SyncEndReport
 from .training_notes import EncoderNotes, TrainingNotes
@@ -40,7 +43,8 @@ _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
 class StallMonitor:
     """The monitor of one process group on this rank; it ends with the group. Its thread alone writes the fields."""
 
-    def __init__(self, group: Group, notes: TrainingNotes) -> None:
+    def __init__(self, group: Group, notes: TrainingNotes, settings: Callable[[], StallSettings]) -> None:
+        self._settings = settings
         self.client = StoreClient(group.store)
         self._group, self._notes = group, notes
         self._own_heartbeat = OwnHeartbeat(group, notes)
@@ -51,6 +55,7 @@ class StallMonitor:
         self._end_report = SyncEndReport(self._surroundings, notes.end_promises)
         self._late_return = LateReturn(group.rank, self.client, notes)
         self._watchdog = CallWatchdog(notes)
+        self._job_stall = JobStallWatch(notes, self._surroundings, self._make_heartbeat, self._send_heartbeat)
         self._next_heartbeat_at = 0.0
         self._heart_stopped = False  # the store takes no heartbeats any more; what that means, a query finds out
         self.latest: Heartbeat | None = None  # of this rank
@@ -63,8 +68,12 @@ class StallMonitor:
         self._thread.start()
 
     def stalls(self) -> tuple[Stall, ...]:
-        """The rounds that were reported and have not come; and, where a round has failed, who has gone."""
-        reports = [self._end_report.stall(), *(watch.stall() for watch in list(self._watches.values()))]
+        """The rounds that were reported and have not come; where one has failed, who has gone; a job that stalls."""
+        reports = [
+            self._end_report.stall(),
+            self._job_stall.stall(),
+            *(watch.stall() for watch in list(self._watches.values())),
+        ]
         return tuple(stall for stall in reports if stall is not None)
 
     def stop(self) -> None:
@@ -133,12 +142,13 @@ class StallMonitor:
         self._watch_encoders(now, timeout_s, is_last)
         self._end_report.look(is_last)
         if (listener := self.roll_call.listener) is not None:
-            listener.answer(lambda: self._own_heartbeat.make(listener))
+            listener.answer(self._make_heartbeat)
         self._watchdog.look(now, settings.call_timeout.total_seconds())
+        self._job_stall.look(time.monotonic(), self._settings(), is_last)
 
-    def _queries(self) -> list[MissingQuery]:
+    def _queries(self) -> list[MissingQuery | Census]:
         in_watches = [query for watch in self._watches.values() for query in watch.queries()]
-        return self._end_report.queries() + in_watches
+        return [*self._end_report.queries(), *in_watches, *self._job_stall.censuses()]
 
     def _watch_encoders(self, now: float, timeout_s: float, is_last: bool) -> None:
         known = self._notes.encoders(self._group)
@@ -153,11 +163,15 @@ class StallMonitor:
             if notes in forgotten and not watch.busy:
                 del self._watches[notes]
 
+    def _make_heartbeat(self, phase: str = "") -> Heartbeat:
+        away_after = min(current().timeout, self._settings().stall_timeout or current().timeout)
+        return self._own_heartbeat.make(self.roll_call.listener, away_after.total_seconds() / 2, phase)
+
     def _send_heartbeat(self, phase: str = "") -> None:
         if self._heart_stopped:
             return
         try:
-            heartbeat = self.client.send(lambda: self._own_heartbeat.make(self.roll_call.listener, phase))
+            heartbeat = self.client.send(lambda: self._make_heartbeat(phase))
             if heartbeat is not None:  # else at the next look again
                 self._next_heartbeat_at = time.monotonic() + self._surroundings.period_s
                 self.latest = heartbeat

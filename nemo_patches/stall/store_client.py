@@ -22,6 +22,7 @@ from .heartbeat import Heartbeat
 from .wire import decode_heartbeat, encode_heartbeat
 
 _KEYS_PER_REQUEST = 256
+_STORE_SLOW_AFTER_S = 0.5
 _SEND_PATIENCE_S = 0.05  # for the lock: a heartbeat waits for nobody's answer
 
 
@@ -84,6 +85,33 @@ class StoreClient:
                 thread.join(max(end - time.monotonic(), 0.0))
             if thread.is_alive():
                 self._job_store.outlive_interpreter()
+
+
+class AskedStore:
+    """The store as one query's thread asks it, and what is wrong with it, which any thread may read."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self.error = ""  # the query's thread writes it
+        self._client = client
+        self._asked_at = 0.0  # since when the store owes an answer
+
+    @contextmanager
+    def asking(self) -> Iterator[dist.Store]:
+        """While the store owes an answer. Raises the store's errors."""
+        self._asked_at = time.monotonic()
+        try:
+            with self._client.asking() as store:
+                yield store
+        finally:
+            self._asked_at = 0.0
+
+    def trouble(self) -> str:
+        """What is wrong with the store; empty where it answers."""
+        if self.error:
+            return f"the job's store, which all ranks meet at, is gone: {self.error}"
+        asked_at = self._asked_at
+        owed = time.monotonic() - asked_at if asked_at else 0.0
+        return f"the job's store has not answered for {owed:.1f} s" if owed >= _STORE_SLOW_AFTER_S else ""
 
 
 def announce(store: dist.Store, heartbeat: Heartbeat) -> None:

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..sync.events import GroupBegan, bus
+from ..sync.rank_log import report
+from ..sync.settings import SettingsError
 from .missing_rank import Stall
+from .settings import StallSettings, resolve
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
@@ -14,13 +19,28 @@ class StallSubscriber:
 
     def __init__(self) -> None:
         self.monitor: StallMonitor | None = None  # of the present process group
+        self._settings: StallSettings | None = None
         self._notes = TrainingNotes()
 
     def subscribe(self) -> None:
         bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
 
+    def use(self, settings: StallSettings) -> None:
+        """These settings hold from the monitor's next look on."""
+        self._settings = settings
+
+    def settings_in_force(self) -> StallSettings:
+        """Those of `use`, else the environment's. A bad variable is said once and not used."""
+        if self._settings is None:
+            try:
+                self._settings = resolve()
+            except SettingsError as error:
+                self._settings = StallSettings()
+                report(logging.ERROR, f"{error}; using {self._settings}")
+        return self._settings
+
     def _group_began(self, event: GroupBegan) -> None:
-        self.monitor = StallMonitor(event.group, self._notes)
+        self.monitor = StallMonitor(event.group, self._notes, self.settings_in_force)
         self.monitor.start()
 
 
@@ -30,6 +50,15 @@ _subscriber = StallSubscriber()
 def subscribe() -> None:
     """Report stalls from now on; a second time: nothing more."""
     _subscriber.subscribe()
+
+
+def use(settings: StallSettings) -> None:
+    """These settings hold for reports of stalls outside the encoder."""
+    _subscriber.use(settings)
+
+
+def settings_in_force() -> StallSettings:
+    return _subscriber.settings_in_force()
 
 
 def monitor() -> StallMonitor | None:

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank
-from .rank_text import KINDS, ranges, safe
+from .rank_groups import RankGroup
+from .rank_text import ELSEWHERE, KINDS, ranges, safe
 
 LONGEST_HEARTBEAT = 4096  # bytes; a longer one is not taken
 LONGEST_REPORT = 1 << 18  # bytes
 _MOST_ENCODERS = 16
 _MOST_WORKERS = 32
+_MOST_GROUPS = 40
 
 
 class Peer(NamedTuple):
@@ -36,11 +38,12 @@ def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
     """At most LONGEST_HEARTBEAT bytes: what a reader can do without goes first."""
     rounds = dict(list(heartbeat.rounds.items())[-_MOST_ENCODERS:])
     short = replace(heartbeat, rounds=rounds, workers=heartbeat.workers[:_MOST_WORKERS])
-    for candidate in (short, replace(short, workers=()), replace(short, workers=(), where="")):
+    without_workers = replace(short, workers=(), worker_states=())
+    for candidate in (short, replace(short, worker_states=()), without_workers, replace(without_workers, where="")):
         data = _bytes(asdict(candidate))
         if len(data) <= LONGEST_HEARTBEAT:
             return data
-    return _bytes(asdict(replace(short, workers=(), where="", rounds={}, settings="", encoder="")))
+    return _bytes(asdict(replace(without_workers, where="", rounds={}, settings="", encoder="")))
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat | None:
@@ -71,6 +74,24 @@ def decode_missing(data: bytes, size: int) -> tuple[MissingRank, ...] | None:
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return tuple(missing[rank] for rank in sorted(missing))
+
+
+def encode_groups(groups: Iterable[RankGroup]) -> bytes:
+    """Of at most _MOST_GROUPS; the ranks of the others become one group, whose place nobody knows."""
+    kept = list(groups)
+    if len(kept) > _MOST_GROUPS:
+        others = sorted(rank for group in kept[_MOST_GROUPS - 1 :] for rank in group.ranks)
+        kept = [*kept[: _MOST_GROUPS - 1], RankGroup(tuple(ranges(others)), ELSEWHERE)]
+    return _bytes([asdict(group) for group in kept])
+
+
+def decode_groups(data: bytes, size: int) -> tuple[RankGroup, ...]:
+    """The groups, of `size` ranks in all; empty if malformed."""
+    content = _json(data, LONGEST_REPORT)
+    checked = [_checked(RankGroup, group) for group in content[:_MOST_GROUPS]] if isinstance(content, list) else []
+    groups = tuple(group for group in checked if group is not None)
+    are_within = all(0 <= first <= last < size for group in groups for first, last in group.runs)
+    return groups if are_within and len(groups) == len(checked) else ()
 
 
 def encode_texts(texts: Mapping[str, str]) -> bytes:
@@ -152,6 +173,14 @@ def _whole_numbers(value: Any) -> tuple[int, ...]:
     return tuple(map(_whole, list(value)[:_MOST_WORKERS]))
 
 
+def _runs(value: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((_whole(first), _whole(last)) for first, last in value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(_text, list(value)[:_MOST_WORKERS]))
+
+
 def _rounds(value: Any) -> dict[str, int]:
     return {_text(key): _whole(number) for key, number in list(value.items())[:_MOST_ENCODERS]}
 
@@ -161,5 +190,7 @@ _CHECKS: dict[str, Any] = {
     "str": _text,
     "float": _seconds,
     "tuple[int, ...]": _whole_numbers,
+    "tuple[str, ...]": _texts,
+    "tuple[tuple[int, int], ...]": _runs,
     "dict[str, int]": _rounds,
 }

@@ -16,5 +16,7 @@ RANKS_PER_BLOCK = 62
 PEERS = "peers"  # where each rank's process is, and where it listens: rank 0's, once all have announced themselves
 HEARTBEAT = "beat/{rank}"
 QUERY = "stall/{encoder}/{round}/{repeat}.{attempt}"  # who finds out who is missing, and what that rank has found
+CENSUS_NUMBER = "census"  # of the last one that has been taken of where all ranks are
+CENSUS = "census/{number}.{attempt}"  # who takes it, and its groups
 WAITED_FOR = "waited_for/{rank}"  # what the ranks that waited for this one have left for it
 FIGURES = "figures/{rank}"  # for the Lightning callback

@@ -66,7 +66,7 @@ def number(value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def _seconds_setting(name: str, default_s: int, help: str, or_never: bool = False) -> Setting[timedelta]:
+def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False) -> Setting[timedelta]:
     def read(value: Any) -> timedelta:
         shortest_s = 0 if or_never and float(value) == 0 else _SHORTEST_S
         return timedelta(seconds=number(value, shortest_s, _LONGEST_S))
@@ -77,9 +77,9 @@ def _seconds_setting(name: str, default_s: int, help: str, or_never: bool = Fals
 
 
 SYNC = word_setting("sync", SYNC_MODES, "bounded: wait for other ranks; overlapped: never; local: no communication.")
-TIMEOUT = _seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
+TIMEOUT = seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
 ON_TIMEOUT = word_setting("on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.")
-CALL_TIMEOUT = _seconds_setting("call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True)
+CALL_TIMEOUT = seconds_setting("call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True)
 SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import settings as trace_settings
@@ -79,7 +80,12 @@ def examine() -> Report:
     targets = tuple(_targets())
     auto_apply, shadowed_by = _auto_apply()
     reasons = [target.problem for target in targets if target.problem]
-    checks: list[Callable[[], object]] = [_require_enabled, sync_settings.resolve, trace_settings.resolve]
+    checks: list[Callable[[], object]] = [
+        _require_enabled,
+        sync_settings.resolve,
+        stall_settings.resolve,
+        trace_settings.resolve,
+    ]
     if not any(target.built_in for target in targets):  # what is built in asks for no version
         checks.append(_require_supported)
     for check in checks:

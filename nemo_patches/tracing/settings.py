@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import Setting, SettingsError, number, word_setting
 
@@ -62,7 +63,7 @@ ON_FINDING = word_setting(
     "on_finding", (CONTINUE, RAISE), "continue: log what a check finds; raise: raise it out of the encoder call, too."
 )
 SETTINGS: tuple[Setting[Any], ...] = (TRACE, TRACE_SIZE, TRACE_CHECKS, ON_FINDING)
-ALL_SETTINGS = (*sync_settings.SETTINGS, *SETTINGS)  # the keywords of apply(), in their order
+ALL_SETTINGS = (*sync_settings.SETTINGS, *stall_settings.SETTINGS, *SETTINGS)  # the keywords of apply(), in their order
 
 
 @dataclass(frozen=True)

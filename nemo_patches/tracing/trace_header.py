@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from nemo_patches.stall import subscriber
 from nemo_patches.sync import __version__
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
@@ -32,7 +33,7 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
         # Of the trace's settings, the size and the checks have fields of their own.
         settings={
             setting.name: setting.text(value)
-            for setting, value in (*settings.items(), *trace.items())
+            for setting, value in (*settings.items(), *subscriber.settings_in_force().items(), *trace.items())
             if setting not in (TRACE, TRACE_CHECKS, TRACE_SIZE)
         },
         checks=list(trace.checks),

@@ -1,0 +1,159 @@
+"""A census: where every rank of the job is. One rank asks the store for all; where it fails, each asks the ranks."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..sync import keys
+from ..sync.rank_log import first_line
+from .heartbeat import Heartbeat
+from .missing_query import PERIODS_TO_SEE, Surroundings, sleep_until
+from .peers import ask
+from .rank_groups import RankGroup, grouped
+from .store_client import AskedStore, announced_ranks, read_heartbeats
+from .wire import Peer, decode_groups, encode_groups
+
+_LOOK_S, _LOOK_PER_RANK_S = 0.2, 0.001  # between two looks for what another rank finds out
+_LONGEST_LOOK_S = 10.0  # a rank on a file store beats too seldom to be seen to
+_MAKER_PATIENCE_S = 1.0  # for the rank that takes the census, once it must have it
+_DIRECT_PATIENCE_S = 1.5
+
+
+class Counted(NamedTuple):
+    """What a census has found. trouble: why the ranks themselves were asked; taken_here: by this rank, and no other."""
+
+    groups: tuple[RankGroup, ...]
+    taken_here: bool
+    trouble: str = ""
+
+
+class CensusQuestion(NamedTuple):
+    """due_at: time.monotonic() from which the ranks' places count. calling_within_s: as of rank_groups.grouped."""
+
+    surroundings: Surroundings
+    own: Callable[[], Heartbeat]  # makes this rank's heartbeat
+    due_at: float
+    calling_within_s: float
+
+    def grouped(self, heartbeats: Mapping[int, Heartbeat], silent: set[int]) -> tuple[RankGroup, ...]:
+        rank, size = self.surroundings.rank, self.surroundings.size
+        return grouped(size, {**heartbeats, rank: self.own()}, silent - {rank}, self.calling_within_s)
+
+
+class Census:
+    """Begun before it is due: only who is looked at twice is seen to have no heartbeat."""
+
+    def __init__(self, question: CensusQuestion) -> None:
+        self.due_at = question.due_at
+        self._question = question
+        self._of_store = StoreCensus(question)
+        self._of_ranks: DirectCensus | None = None
+
+    @property
+    def counted(self) -> Counted | None:
+        """None until it is known."""
+        return self._of_store.counted or (self._of_ranks.counted if self._of_ranks is not None else None)
+
+    def look_after_the_store(self) -> None:
+        """Called again and again, by the stall monitor: where the store fails, ask the ranks themselves."""
+        trouble = "" if self._of_ranks is not None else self._of_store.trouble()
+        if trouble and (peers := self._question.surroundings.peers()):
+            self._of_ranks = DirectCensus(self._question, peers, trouble)
+
+    def trouble(self) -> str:
+        """With the store; empty where it answers."""
+        return self._of_store.trouble()
+
+    def cancel(self) -> None:
+        self._of_store.cancelled = True
+        if self._of_ranks is not None:
+            self._of_ranks.cancelled = True
+
+
+class StoreCensus:
+    """Of the job's store. Its thread writes `counted`."""
+
+    def __init__(self, question: CensusQuestion) -> None:
+        self.counted: Counted | None = None
+        self.cancelled = False  # written by who asked
+        self._question, self._surroundings = question, question.surroundings
+        self._store = AskedStore(self._surroundings.client)
+        self._look_s = min(PERIODS_TO_SEE * self._surroundings.period_s, _LONGEST_LOOK_S)
+        self._surroundings.client.ask_in_thread(self._run)
+
+    def trouble(self) -> str:
+        return "" if self.counted is not None else self._store.trouble()
+
+    def _run(self) -> None:
+        attempt, began = 0, time.monotonic()
+        try:
+            with self._store.asking() as store:
+                number = int(store.add(keys.CENSUS_NUMBER, 0)) + 1
+            while self.counted is None and not self.cancelled:
+                attempt += 1
+                topic = keys.CENSUS.format(number=number, attempt=attempt)
+                with self._store.asking() as store:
+                    is_first = store.add(f"{topic}/asked", 1) == 1
+                if is_first:
+                    self._take(topic, number)
+                else:
+                    self._await(topic, began)
+        except Exception as error:
+            self._store.error = first_line(error)
+
+    def _take(self, topic: str, number: int) -> None:
+        """For all that have begun one since the last."""
+        began, first = time.monotonic(), self._look()
+        sleep_until(max(self._question.due_at, began + self._look_s), lambda: self.cancelled)
+        last = {} if self.cancelled else self._look()
+        seen_long = time.monotonic() - began >= PERIODS_TO_SEE * self._surroundings.period_s
+        silent = {rank for rank, heart in last.items() if rank in first and first[rank].number == heart.number}
+        groups = self._question.grouped(last, silent if seen_long else set())
+        with self._store.asking() as store:  # the number first: nobody may take these groups for a later census's
+            store.add(keys.CENSUS_NUMBER, number - int(store.add(keys.CENSUS_NUMBER, 0)))
+            if not self.cancelled:
+                store.set(f"{topic}/groups", encode_groups(groups).decode())
+                self.counted = Counted(groups, taken_here=True)
+
+    def _await(self, topic: str, began: float) -> None:
+        """What another rank finds out: some time after it is due, that rank is taken for gone."""
+        known_at = max(self._question.due_at, began + self._look_s)
+        pause_s = max(_LOOK_S, self._surroundings.size * _LOOK_PER_RANK_S)
+        while self.counted is None and not self.cancelled and time.monotonic() < known_at + _MAKER_PATIENCE_S:
+            sleep_until(max(time.monotonic() + pause_s, self._question.due_at), lambda: self.cancelled)
+            with self._store.asking() as store:
+                data = store.get(f"{topic}/groups") if store.check([f"{topic}/groups"]) else b""
+            if groups := decode_groups(data, self._surroundings.size):
+                self.counted = Counted(groups, taken_here=False)
+
+    def _look(self) -> dict[int, Heartbeat]:
+        with self._store.asking() as store:
+            return read_heartbeats(store, announced_ranks(store, self._surroundings.size))
+
+
+class DirectCensus:
+    """Of the ranks themselves. Its thread writes `counted`."""
+
+    def __init__(self, question: CensusQuestion, peers: Mapping[int, Peer], trouble: str) -> None:
+        self.counted: Counted | None = None
+        self.cancelled = False  # written by who asked
+        self._question, self._trouble = question, trouble
+        self._peers = {
+            rank: peer for rank, peer in peers.items() if peer.address and rank != question.surroundings.rank
+        }
+        question.surroundings.client.ask_in_thread(self._run)
+
+    def _run(self) -> None:
+        sleep_until(self._question.due_at, lambda: self.cancelled)
+        answers = ask(self._peers, _DIRECT_PATIENCE_S, lambda: self.cancelled)
+        silent = self._peers.keys() - answers.keys()
+        unheard = {rank: _unheard(rank, self._peers[rank]) for rank in silent}
+        is_first = all(self._question.surroundings.rank < rank for rank in answers)
+        self.counted = Counted(self._question.grouped({**answers, **unheard}, silent), is_first, self._trouble)
+
+
+def _unheard(rank: int, peer: Peer) -> Heartbeat:
+    return Heartbeat(rank, 0, peer.host, peer.pid, "", "", "", "", 0, (), -1.0, {})

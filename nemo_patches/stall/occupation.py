@@ -1,0 +1,107 @@
+"""What a thread is occupied with, told from its stack: a collective that it waits in, a checkpoint, a debugger.
+
+A collective is told by the innermost frames only, so that user code which a collective's library calls back is itself.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import dis
+import os
+from collections.abc import Sequence
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+
+CHECKPOINT, DEBUGGER = "a checkpoint", "a debugger"
+PERHAPS = "perhaps "  # how a guess begins
+
+# What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions begin.
+_TORCH = os.path.dirname(torch.__file__).replace(os.sep, "/") + "/"
+_C10D = _TORCH + "distributed/distributed_c10d.py"
+_WAITS = (
+    ("nn/parallel/distributed.py", ("_distributed_broadcast_coalesced", "_sync_"), "DDP's buffer broadcast"),
+    ("nn/parallel/distributed.py", ("__init__", "_ddp_init_helper"), "DDP's construction"),
+    ("distributed/utils.py", ("_sync_module_states", "_verify_param_shape"), "DDP's construction"),
+    ("autograd/graph.py", ("_engine_run_backward",), "backward, which reduces the gradients"),
+    ("distributed/_functional_collectives.py", ("",), "a functional collective"),
+    ("distributed/fsdp/", ("",), "FSDP"),
+    ("nn/modules/_functions.py", ("",), "SyncBatchNorm"),
+    ("cuda/", ("synchronize",), PERHAPS + "the GPU"),
+)
+_NO_COLLECTIVES = {"wrapper", "_wrapper", "init_process_group", "destroy_process_group", "new_group"}
+_DEVICE_WAITS = {"item", "tolist", "cpu", "numpy", "synchronize"}
+_WORK_WAIT = "wait"
+_CHECKPOINT_FUNCTIONS = {"save_checkpoint", "_save_checkpoint", "save_to", "_save_to_state"}
+_CHECKPOINT_FILES = (_TORCH + "serialization.py", _TORCH + "distributed/checkpoint/")
+_DEBUGGER_FILES = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/core/debugger")
+
+
+class Frame(NamedTuple):
+    """One frame of a stack. last_instruction: as of types.FrameType's f_lasti."""
+
+    code: CodeType
+    last_instruction: int
+
+    @property
+    def file(self) -> str:
+        return self.code.co_filename.replace(os.sep, "/")
+
+
+class Occupation(NamedTuple):
+    """collective: what it waits in, empty where that is nothing known. activity: CHECKPOINT, DEBUGGER or empty."""
+
+    collective: str = ""
+    activity: str = ""
+
+
+def occupation(frames: Sequence[Frame]) -> Occupation:
+    """Of the thread whose stack this is, innermost first."""
+    return Occupation(_collective(frames), _activity(frames))
+
+
+def _collective(frames: Sequence[Frame]) -> str:
+    outermost_name = ""  # of c10d's functions: all_gather_object calls all_gather
+    for frame in frames:
+        if not frame.file.startswith(_TORCH):
+            break
+        name = frame.code.co_name
+        if frame.file == _C10D:
+            outermost_name = name if not name.startswith("_") and name not in _NO_COLLECTIVES else outermost_name
+        elif not outermost_name:
+            for path, functions, title in _WAITS:
+                if frame.file.startswith(_TORCH + path) and name.startswith(functions):
+                    return title
+    return outermost_name or _called(frames)
+
+
+def _called(frames: Sequence[Frame]) -> str:
+    """What the innermost frame's call waits for: a guess by the method's name, since C functions have no frame."""
+    method = _method_being_called(frames[0]) if frames else ""
+    if method == _WORK_WAIT:
+        return PERHAPS + "a collective's wait()"
+    return PERHAPS + f"the GPU, in {method}()" if method in _DEVICE_WAITS else ""
+
+
+def _method_being_called(frame: Frame) -> str:
+    name = ""
+    for instruction in dis.get_instructions(frame.code):
+        if instruction.offset > frame.last_instruction:
+            break
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            name = str(instruction.argval)
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            name = ""
+    return name
+
+
+def _activity(frames: Sequence[Frame]) -> str:
+    if any(part in frame.file for frame in frames for part in _DEBUGGER_FILES):
+        return DEBUGGER
+    saves = (
+        frame.code.co_name in _CHECKPOINT_FUNCTIONS
+        or (frame.code.co_name.startswith("save") and any(part in frame.file for part in _CHECKPOINT_FILES))
+        for frame in frames
+    )
+    return CHECKPOINT if any(saves) else ""

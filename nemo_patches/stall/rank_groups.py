@@ -1,0 +1,184 @@
+"""Where all ranks are, grouped, and which of them the others wait for: the verdict on a job that calls no encoder.
+
+A rank that waits in a collective is never blamed for it. Where the evidence does not decide, the verdict says so.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .heartbeat import Heartbeat
+from .missing_rank import DETAILED, UNPATCHED, MissingRank
+from .occupation import CHECKPOINT, DEBUGGER, PERHAPS
+from .rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
+
+WAITING = "waiting"  # in a collective
+CALLING = "calling"  # it goes on with encoder calls
+_DOES = {CHECKPOINT: " writes a checkpoint", DEBUGGER: " is in a debugger"}
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that are in the same state at the same place.
+
+    runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, or a missing rank's. The
+    rest is what the first of them says of itself. idle: seconds since its last encoder call began, -1 if not known.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    kind: str
+    host: str = ""
+    pid: int = 0
+    calls: int = 0
+    idle: float = -1.0
+    where: str = ""
+    collective: str = ""
+    activity: str = ""
+    worker_states: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for first, last in self.runs for rank in range(first, last + 1)]
+
+    @property
+    def size(self) -> int:
+        return sum(last - first + 1 for first, last in self.runs)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it is not in a collective, and does not call encoders either."""
+        return self.kind not in (WAITING, CALLING)
+
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """What makes ranks one group. Those in the same collective are, wherever they called it from."""
+        return self.kind, self.collective, self.activity, "" if self.collective else self.where
+
+    def origin(self) -> str:
+        """Where a collective was called from, and after how many encoder calls."""
+        return f", from {self.where.partition(' < ')[0]}, after encoder call {self.calls}" if self.where else ""
+
+    def missing(self) -> list[MissingRank]:
+        """As what a stall report names."""
+        first, *others = self.ranks
+        named_rank = MissingRank(first, self.kind, self.host, self.pid, self.calls, self.idle, self.where)
+        return [named_rank, *(MissingRank(rank, self.kind) for rank in others)]
+
+    def __str__(self) -> str:
+        if self.size == 1 and self.kind in (SILENT, LEFT, UNANNOUNCED):
+            return str(self.missing()[0])
+        ranks = named(self.ranks)
+        if self.size == 1 and self.host:
+            ranks += f" ({self.host}, pid {self.pid})"
+        if self.kind == WAITING:
+            return f"{ranks}: {self.collective}"
+        if self.kind == CALLING:
+            return f"{ranks}: {'goes' if self.size == 1 else 'go'} on with encoder calls"
+        if self.kind != ELSEWHERE:
+            return f"{ranks}: {_MEANINGS[self.kind]}"
+        workers = "".join(f"; its data loader's {text}" for text in self.worker_states)
+        return f"{ranks}{_DOES.get(self.activity, '')}: {self.where or 'where is not known'}{workers}"
+
+
+_MEANINGS = {
+    SILENT: "no heartbeat: stopped, killed, host unreachable, or Python's lock (GIL) held",
+    LEFT: "have left: they ended, or destroyed their process group",
+    UNANNOUNCED: "have not announced themselves: not patched, not started, or not yet at a first encoder call",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """level: WARNING where ranks wait, and for nothing known to end by itself, else INFO. remark: how to read it."""
+
+    level: int
+    remark: str
+    groups: tuple[RankGroup, ...]  # the suspects first, and of these the smallest
+
+    @property
+    def missing(self) -> tuple[MissingRank, ...]:
+        """The suspects, where somebody waits for them."""
+        if self.level < logging.WARNING and all(group.kind != WAITING for group in self.groups):
+            return ()
+        return tuple(rank for group in self.groups if group.is_suspect for rank in group.missing())
+
+    def text(self) -> str:
+        """The groups in one line."""
+        suspects = [group for group in self.groups if group.is_suspect]
+        others = [group for group in self.groups if not group.is_suspect]
+        only_collectives = not suspects and len(others) > 1  # then where each was called from is all that there is
+        lines = [*map(str, suspects[:DETAILED]), *_rest(suspects)]
+        lines += [str(group) + (group.origin() if only_collectives else "") for group in others[:DETAILED]]
+        lines += _rest(others)
+        lines += [UNPATCHED] if any(group.kind == UNANNOUNCED for group in suspects) else []
+        return " | ".join([*lines, *([self.remark] if self.remark else [])])
+
+
+def grouped(
+    size: int, heartbeats: Mapping[int, Heartbeat], silent: Iterable[int], calling_within_s: float
+) -> tuple[RankGroup, ...]:
+    """The groups of all `size` ranks, by their latest heartbeats.
+
+    silent: ranks whose heart has stopped. calling_within_s: so long after its last encoder call a rank still goes on.
+    """
+    by_place: dict[tuple[str, ...], list[RankGroup]] = {}
+    silent = set(silent)
+    for rank in range(size):
+        group = _alone(rank, heartbeats.get(rank), rank in silent, calling_within_s)
+        by_place.setdefault(group.place, []).append(group)
+    joined = (
+        RankGroup(**{**vars(alone[0]), "runs": tuple(ranges(group.runs[0][0] for group in alone))})
+        for alone in by_place.values()
+    )
+    order = {CALLING: 1, WAITING: 2}
+    return tuple(sorted(joined, key=lambda group: (order.get(group.kind, 0), group.size, group.runs)))
+
+
+def judged(groups: tuple[RankGroup, ...]) -> Verdict:
+    """Who is waited for, as far as the groups tell."""
+    suspects = [group for group in groups if group.is_suspect]
+    waiting = [group for group in groups if group.kind == WAITING]
+    calling = [group for group in groups if group.kind == CALLING]
+    if waiting and suspects:
+        ends_by_itself = all(group.activity for group in suspects)
+        guess = "that they wait is a guess, by a method's name" if _are_guesses(waiting) else ""
+        return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
+    if waiting and calling:
+        return Verdict(logging.INFO, "the ranks that wait may have had fewer batches", groups)
+    if len(waiting) > 1:
+        return Verdict(
+            logging.WARNING, "the ranks wait in different collectives; which of them is wrong cannot be told", groups
+        )
+    if waiting:
+        remark = "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
+        return Verdict(logging.INFO if _are_guesses(waiting) else logging.WARNING, remark, groups)
+    if any(group.kind == SILENT for group in suspects):
+        return Verdict(logging.WARNING, "", groups)
+    return Verdict(logging.INFO, "no rank is known to wait for another", groups)
+
+
+def _are_guesses(waiting: list[RankGroup]) -> bool:
+    return all(group.collective.startswith(PERHAPS) for group in waiting)
+
+
+def _alone(rank: int, heartbeat: Heartbeat | None, is_silent: bool, calling_within_s: float) -> RankGroup:
+    runs = ((rank, rank),)
+    if heartbeat is None:
+        return RankGroup(runs, UNANNOUNCED)
+    place = (heartbeat.host, heartbeat.pid, heartbeat.calls, heartbeat.idle)
+    if heartbeat.phase == LEFT or is_silent:
+        return RankGroup(runs, LEFT if heartbeat.phase == LEFT else SILENT, *place)
+    if 0 <= heartbeat.idle < calling_within_s:
+        return RankGroup(runs, CALLING, *place)
+    kind = WAITING if heartbeat.collective else ELSEWHERE
+    about = (heartbeat.where, heartbeat.collective, heartbeat.activity, heartbeat.worker_states)
+    return RankGroup(runs, kind, *place, *about)
+
+
+def _rest(groups: list[RankGroup]) -> list[str]:
+    rest = groups[DETAILED:]
+    ranks = sorted(rank for group in rest for rank in group.ranks)
+    return [f"{len(rest)} more groups: {named(ranks)}"] if rest else []

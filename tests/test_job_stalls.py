@@ -1,0 +1,359 @@
+"""Stalls anywhere in the job: where all ranks are, and who is waited for, as every rank's stderr says it; real DDP."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import io
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Result, all_have_come, run_ranks, wait_until
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import nemo_patches
+from nemo_patches.stall.job_stall import EXIT_CODE
+from nemo_patches.sync import rank_log
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
+STALL_TIMEOUT = 3.0
+AT_ONCE = {"stall_timeout": STALL_TIMEOUT, "call_timeout": 0.0}
+
+
+class Lines(logging.Handler):
+    """This rank's own lines, as they come, with their levels."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[tuple[int, str]] = []
+        rank_log.enable()
+        logging.getLogger("nemo_patches").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((record.levelno, record.getMessage()))
+
+    def stalls(self) -> list[tuple[int, str]]:
+        return [(level, text) for level, text in self.found if "no encoder call for" in text]
+
+
+class Trainer:
+    """A Conformer in DDP on this rank, and the files by which the ranks tell each other what they have said."""
+
+    def __init__(self, folder: Path, broadcast_buffers: bool) -> None:
+        self.folder, self.rank, self.size = folder, dist.get_rank(), dist.get_world_size()
+        folder.mkdir(exist_ok=True)
+        self.lines = Lines()
+        self.ddp = DistributedDataParallel(encoders.conformer(), broadcast_buffers=broadcast_buffers)
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    def step(self) -> None:
+        """With the loss's backward, as in training."""
+        encoders.run(self.ddp, 80).sum().backward()
+
+    def _tell(self) -> None:
+        """The training thread may wait in a collective when the line comes."""
+        wait_until(self.lines.stalls, 120)
+        (self.folder / f"said.{self.rank}").touch()
+
+    def others_have_said_it(self, but: int = -1) -> None:
+        wait_until(lambda: len(list(self.folder.glob("said.*"))) >= self.size - (but >= 0), 120)
+
+
+def read_audio(trainer: Trainer) -> None:
+    trainer.others_have_said_it()
+
+
+def take_the_lock(trainer: Trainer) -> None:
+    path = trainer.folder / "lock"
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Thread(target=lambda: (trainer.others_have_said_it(), fcntl.flock(held, fcntl.LOCK_UN))).start()
+        with path.open("w") as wanted:
+            fcntl.flock(wanted, fcntl.LOCK_EX)
+
+
+class Shards(Dataset[int]):
+    def __init__(self, trainer_folder: Path, size: int) -> None:
+        self.folder, self.size = trainer_folder, size
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        shard = self.folder / "shard_17.tar"
+        shard.touch()
+        with shard.open():
+            wait_until(lambda: len(list(self.folder.glob("said.*"))) >= self.size, 120)
+        return 0
+
+
+def next_batch(trainer: Trainer) -> None:
+    loader = DataLoader(Shards(trainer.folder, trainer.size), num_workers=1, multiprocessing_context="fork")
+    next(iter(loader))
+
+
+class SlowDisk(io.BytesIO):
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def write(self, data: Any) -> int:
+        self.trainer.others_have_said_it()
+        return len(data)
+
+
+def save_checkpoint(trainer: Trainer) -> None:
+    torch.save({"w": torch.zeros(4)}, SlowDisk(trainer), _use_new_zipfile_serialization=False)
+
+
+def hold_the_gil(trainer: Trainer) -> None:
+    ctypes.PyDLL(None).sleep(int(STALL_TIMEOUT) + 10)  # PyDLL keeps the lock during the call
+
+
+def be_stopped(trainer: Trainer) -> None:
+    child = os.fork()  # who wakes this rank must not be stopped with it
+    if child == 0:
+        wait_until(lambda: len(list(trainer.folder.glob("said.*"))) >= trainer.size - 1, 120)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(child, 0)
+
+
+CULPRIT = 1
+WAYS: dict[str, tuple[Callable[[Trainer], None], str]] = {
+    "data reading": (read_audio, "read_audio (tests/test_job_stalls.py:"),
+    "a file lock": (take_the_lock, "take_the_lock (tests/test_job_stalls.py:"),
+    "a loader's worker": (next_batch, "next_batch (tests/test_job_stalls.py:"),
+    "a checkpoint": (save_checkpoint, "save_checkpoint (tests/test_job_stalls.py:"),
+    "holds the GIL": (hold_the_gil, "no heartbeat"),
+    "stopped": (be_stopped, "no heartbeat"),
+}
+
+
+def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: str) -> dict[str, Any]:
+    found = {}
+    for way in only or WAYS:
+        nemo_patches.apply(stall_timeout=0, call_timeout=0)
+        trainer = Trainer(Path(folder, way.replace(" ", "_")), broadcast_buffers)
+        for _ in range(3):
+            trainer.step()
+        wait_until(all_have_come)
+        dist.barrier()
+        nemo_patches.apply(**AT_ONCE)
+        if rank == CULPRIT:
+            WAYS[way][0](trainer)
+        trainer.step()
+        stalls = trainer.lines.stalls()
+        trainer.step()
+        wait_until(lambda t=trainer: not t.lines.stalls() or any("go on" in text for _, text in t.lines.found))
+        dist.barrier()
+        found[way] = stalls
+        logging.getLogger("nemo_patches").removeHandler(trainer.lines)
+    return found
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["buffers broadcast", "gradients only"])
+def ways(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, list[Result]]:
+    return request.param, run_ranks(each_way, 3, str(tmp_path_factory.mktemp("ways")), request.param)
+
+
+IN_A_COLLECTIVE = "DDP's buffer broadcast|length sync|backward, which reduces the gradients"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_rank_that_is_waited_for_is_named_on_every_rank(ways: tuple[bool, list[Result]], way: str) -> None:
+    _, results = ways
+    for rank, result in enumerate(results):
+        stalls = result.value[way]
+        if rank == CULPRIT and WAYS[way][1] == "no heartbeat":
+            continue  # it can say nothing meanwhile
+        level, text = stalls[0]
+        assert level == (logging.INFO if way == "a checkpoint" else logging.WARNING)
+        _, _, groups = text.partition(" s. ")
+        first, *others = groups.split(" | ")
+        assert first.startswith(f"rank {CULPRIT} ("), text
+        assert WAYS[way][1] in first
+        # Rank 2 has rank 0's buffers, and may go on until it needs rank 1's length or gradients.
+        assert all(re.fullmatch(rf"ranks? 0?(, )?2?( \(.*\))?: ({IN_A_COLLECTIVE})", other) for other in others), text
+
+
+def a_barrier_too_many(trainer: Trainer) -> None:
+    dist.barrier()
+
+
+def another_collective(trainer: Trainer) -> None:
+    dist.all_gather([torch.zeros(1) for _ in range(trainer.size)], torch.zeros(1))
+
+
+def evaluation_in_place_of_training(trainer: Trainer) -> None:
+    trainer.ddp.eval()
+    with torch.no_grad():
+        for _ in range(3):
+            encoders.run(trainer.ddp.module, 80)
+    score = [None] * trainer.size
+    dist.all_gather_object(score, trainer.rank)
+
+
+def end_of_the_epoch(trainer: Trainer) -> None:
+    """It has a batch less than the others."""
+    dist.monitored_barrier()
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise ValueError("in backward")
+
+
+def an_exception_in_backward(trainer: Trainer) -> None:
+    """It is caught, for a last word; others wait for its gradients."""
+    try:
+        FailingBackward.apply(encoders.run(trainer.ddp, 80)).sum().backward()
+    except ValueError:
+        write_a_report()
+
+
+def write_a_report() -> None:
+    threading.Event().wait(200)
+
+
+def keep_the_connections() -> None:
+    """As a data loader's worker does, which was forked: so the others' collectives do not fail when this rank dies."""
+    if os.fork() == 0:
+        parent = os.getppid()
+        wait_until(lambda: os.getppid() != parent, 200)
+        time.sleep(STALL_TIMEOUT + 20)  # what a test would wait for is in other processes
+        os._exit(0)
+
+
+def be_killed(trainer: Trainer) -> None:
+    keep_the_connections()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end(trainer: Trainer) -> None:
+    keep_the_connections()
+    logging.shutdown()
+    from nemo_patches.stall import stall_monitor
+
+    stall_monitor._at_exit()
+    os._exit(0)
+
+
+DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
+    "a barrier on one rank": (a_barrier_too_many, EXIT_CODE, r"rank 1 \(.*\): barrier, from .*a_barrier_too_many"),
+    "another collective": (another_collective, EXIT_CODE, r"rank 1 \(.*\): all_gather, from .*another_collective"),
+    "evaluation": (
+        evaluation_in_place_of_training,
+        EXIT_CODE,
+        r"rank 1 \(.*\): all_gather_object, from .*, after enco",
+    ),
+    "uneven batches": (end_of_the_epoch, EXIT_CODE, r"rank 1 \(.*\): monitored_barrier, from .*end_of_the_epoch"),
+    "an exception": (an_exception_in_backward, EXIT_CODE, r"rank 1 \(.*\): write_a_report \(tests/test_job_stalls.py"),
+    "killed": (be_killed, -signal.SIGKILL, r"rank 1 \(.*\) has no heartbeat|rank 1 has not announced"),
+    "ended": (end, 0, r"rank 1 \(.*\) has left"),
+}
+
+
+def deadlock(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -> None:
+    nemo_patches.apply(stall_timeout=0, call_timeout=0)
+    trainer = Trainer(Path(folder), broadcast_buffers)
+    for _ in range(3):
+        trainer.step()
+    wait_until(all_have_come)
+    dist.barrier()
+    report = shlex.quote(str(Path(folder, f"report.{rank}.json")))
+    nemo_patches.apply(**AT_ONCE, timeout=1.0, stall_exit=STALL_TIMEOUT + 2, on_stall=f"tee -a {report}")
+    if rank == CULPRIT:
+        DEADLOCKS[way][0](trainer)
+    trainer.step()
+    trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("way", "broadcast_buffers"),
+    [*((way, True) for way in DEADLOCKS), ("uneven batches", False), ("an exception", False), ("killed", False)],
+)
+def test_a_deadlock_is_told_handed_to_the_command_and_ended(way: str, broadcast_buffers: bool, tmp_path: Path) -> None:
+    _, exit_code, culprit = DEADLOCKS[way]
+    results = run_ranks(deadlock, 3, str(tmp_path), way, broadcast_buffers, dies=(0, 1, 2))
+    for rank in (0, 2):
+        (line,) = results[rank].lines("no encoder call for", " | ")
+        assert " WARNING " in line
+        _, _, groups = line.partition(" s. ")
+        suspects = [group for group in groups.split(" | ") if re.match(culprit, group)]
+        assert len(suspects) == 1, line
+        if exit_code != EXIT_CODE or way == "an exception":
+            assert groups.startswith(suspects[0])
+        else:
+            assert "which of them is wrong cannot be told" in groups
+    # Who is not the first to end may have lost its connection to the one that was.
+    first_to_end = [result for result in results if result.exit_code == EXIT_CODE]
+    assert first_to_end
+    assert all(result.lines("more than stall_exit=", f"exit code {EXIT_CODE}") for result in first_to_end)
+    (report,) = tmp_path.glob("report.*.json")  # one rank for all
+    told = json.loads(report.read_text())
+    assert told["world_size"] == 3
+    assert told["missing"] or "cannot be told" in told["remark"]
+    assert any(re.match(culprit, group) for group in told["text"].partition(" s. ")[2].split(" | "))
+    assert sorted(rank for group in told["groups"] for rank in group["ranks"]) == [0, 1, 2]
+
+
+def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
+    """Every rank is busy with the same, or has not begun, or is in a debugger: nobody waits for another."""
+    nemo_patches.apply(**AT_ONCE)
+    trainer = Trainer(Path(folder), broadcast_buffers=True)
+    trainer.step()
+    dist.barrier()
+    set_up(1.5 * STALL_TIMEOUT)
+    assert trainer.lines.stalls() == []  # before its second call a job may take any time
+    for _ in range(2):
+        trainer.step()
+    wait_until(all_have_come)
+    score_the_set(trainer)
+    trainer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    set_up(1.5 * STALL_TIMEOUT)  # the training is over
+    return trainer.lines.stalls()
+
+
+def set_up(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > end)
+
+
+def score_the_set(trainer: Trainer) -> None:
+    """Long enough for a second report, were there one."""
+    trainer.others_have_said_it()
+    set_up(2 * STALL_TIMEOUT)
+
+
+def test_ranks_that_are_busy_with_the_same_are_no_stall(tmp_path: Path) -> None:
+    results = run_ranks(no_alarm, 2, str(tmp_path))
+    for result in results:
+        ((level, text),) = result.value
+        assert level == logging.INFO
+        assert re.search(
+            r" s\. ranks 0-1: wait_until .* < score_the_set .* | no rank is known to wait for another", text
+        )
+        assert not result.lines("nemo_patches WARNING")
