@@ -21,6 +21,7 @@ from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
 from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
 
@@ -37,6 +38,7 @@ class Patching:
         self._follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
         self._misspelt_said = False
+        self._trace_settings = TraceSettings()  # in force
 
     def apply(self, settings: Settings, trace: TraceSettings) -> bool:
         """Patch every target of the installed NeMo, or only change the settings where that is done already.
@@ -90,7 +92,7 @@ class Patching:
                 self._leave_alone(built_in, trace_settings.resolve())
                 return
             settings = length_sync.current() if self._in_force else resolve()
-            trace = tracing.settings_in_force() if self._in_force else trace_settings.resolve()
+            trace = self._trace_settings if self._in_force else trace_settings.resolve()
             admission.require_supported(admission.nemo_version())
             if problem := target.drift(module):
                 raise DriftError(problem)
@@ -107,6 +109,8 @@ class Patching:
         """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
         self._in_force = self._follows_imports = self._collection_complete = False
         tracing.stop()
+        dumps.stop()
+        self._trace_settings = TraceSettings()
         self.replacements.restore()
         self._patched.clear()
         self._skipped.clear()
@@ -123,7 +127,7 @@ class Patching:
             patched=tuple(map(str, self._patched)),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             settings=length_sync.current(),
-            trace=tracing.settings_in_force(),
+            trace=self._trace_settings,
             trace_file=tracing.where(),
             encoders=length_sync.counters(),
             unannounced=subscriber.unannounced(),
@@ -156,18 +160,21 @@ class Patching:
             raise
 
     def _trace(self, trace: TraceSettings) -> None:
-        """Have the encoders' calls recorded, or not, as `trace` says; the same trace goes on."""
-        if trace != tracing.settings_in_force():
+        """Have the encoders' calls recorded, or only the last ones kept, as `trace` says; the same trace goes on."""
+        if trace != self._trace_settings:
             tracing.stop()
             if trace.folder:
                 tracing.start(trace)
+        self._trace_settings = trace
         if trace.folder:
+            dumps.stop()
             self.replacements.record_forwards()
         else:
+            dumps.start(trace.dump)
             self.replacements.restore_forwards()
 
     def _change_settings(self, settings: Settings, trace: TraceSettings) -> None:
-        before = length_sync.current(), tracing.settings_in_force()
+        before = length_sync.current(), self._trace_settings
         length_sync.use(settings)
         tracing.length_sync_changed(settings)
         self._trace(trace)
@@ -215,7 +222,7 @@ class Patching:
     def _say_patched(self, targets: Iterable[Target], not_patched: str = "") -> None:
         names = ", ".join(map(str, targets)) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        settings = settings_text(length_sync.current(), tracing.settings_in_force())
+        settings = settings_text(length_sync.current(), self._trace_settings)
         _say(f"patched {names} ({versions}; {settings}){not_patched}")
 
 

@@ -55,8 +55,8 @@ class Status:
 
 
 def settings_text(settings: Settings, trace: TraceSettings) -> str:
-    """Both in one text; the trace's only where there is one."""
-    return f"{settings}; {trace}" if trace.folder else str(settings)
+    """Both in one text; the trace's only where there is one, or other dumps than by default."""
+    return f"{settings}; {trace}" if trace.folder or trace.dump is not None else str(settings)
 
 
 def _encoder_line(counters: EncoderCounters) -> str:
