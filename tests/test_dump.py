@@ -43,6 +43,7 @@ def in_its_layers(encoder: torch.nn.Module, odd: bool, go_on: Path) -> None:
 def in_a_collective(encoder: torch.nn.Module, odd: bool, go_on: Path) -> None:
     """Rank 1 waits in C code, where no Python handler of a signal would run."""
     encoders.run(encoder, 100)
+    go_on.with_suffix(f".{int(odd)}").touch()
     if not odd:
         read_audio(go_on)
     dist.barrier()
@@ -62,14 +63,14 @@ def dump_of(folder: Path, rank: int, why: str) -> bool:
 def watch(folder: Path, name: str, pids: list[int]) -> None:
     """A process of its own, as an engineer at a shell: has rank 1 dump, too, and copies the dumps of the hang."""
     if name == "collective":  # nobody waits in the length sync
-        wait_until((folder / "1.out").exists)
+        wait_until(lambda: len(list(folder.parent.glob("*.collective.[01]"))) == 2)
         os.kill(pids[0], signal.SIGUSR2)
         wait_until(lambda: dump_of(folder, 0, "SIGUSR2"))
     else:
         wait_until(lambda: dump_of(folder, 0, "a stall was reported"))
     os.kill(pids[1], signal.SIGUSR2)
     wait_until(lambda: dump_of(folder, 1, "SIGUSR2"))
-    shutil.copytree(folder, folder.with_suffix(f".{name}"), ignore=shutil.ignore_patterns("*.out"))
+    shutil.copytree(folder, folder.with_suffix(f".{name}"))
     folder.with_suffix(f".{name}.go").touch()
 
 
@@ -97,8 +98,6 @@ def go_wrong(rank: int, size: int, folder: Path) -> None:
                 watch(folder, name, pids)
             finally:
                 os._exit(0)
-        if name == "collective":
-            (folder / f"{rank}.out").touch()
         scenario(encoder, rank == 1, folder.with_suffix(f".{name}.go"))
         if watcher:
             os.waitpid(watcher, 0)
@@ -120,12 +119,22 @@ def diagnosed(folder: Path) -> Report:
     return once(folder)[1]
 
 
+def test_the_verdict_where_only_the_waiting_rank_has_dumped(dumped: Path, tmp_path: Path) -> None:
+    shutil.copytree(dumped.with_suffix(".before"), tmp_path / "one")
+    for file in (tmp_path / "one").glob("rank-00001.*"):
+        file.unlink()
+    first = diagnosed(tmp_path / "one").findings[0]
+    assert (first.id, first.ranks, first.call) == (ids.MISSING_RANK, (1,), 4)
+    assert "Rank 0 waited in vain for rank 1 in training call 4 of ConformerEncoder" in first.text
+    assert "reported of rank 1: elsewhere: " in first.text and "read_audio (tests/test_stall_reports.py:" in first.text
+
+
 @pytest.mark.parametrize(
     ("name", "finding", "ranks", "said"),
     [
         ("before", ids.BEFORE_ENCODER, (1,), "read_audio (tests/test_stall_reports.py:"),
         ("layers", ids.SOME_INSIDE, (1,), "in its layers"),
-        ("collective", ids.OUTSIDE, (0, 1), "in: barrier (torch/distributed/"),
+        ("collective", ids.OUTSIDE, (0, 1), "in_a_collective (tests/test_dump.py:"),
     ],
 )
 def test_the_verdict_from_dumps(dumped: Path, name: str, finding: str, ranks: tuple[int, ...], said: str) -> None:
