@@ -122,6 +122,24 @@ def test_an_exception_that_nobody_catches(failure: str, finding: str, text: str,
     assert f"{tmp_path}/rank-00001." in line
 
 
+UNDER_HYDRA = """
+if rank == 1:
+    from nemo_patches.lightning import LengthSyncCallback
+    LengthSyncCallback().on_exception(None, None, ValueError("no such audio"))
+    sys.exit(1)
+os._exit(0)
+"""
+
+
+def test_an_exception_that_hydra_turns_into_an_exit_is_dumped_by_the_callback(tmp_path: Path) -> None:
+    _, failed = run_ranks(UNDER_HYDRA, tmp_path)
+    assert failed.returncode == 1, failed.stderr
+    (file,) = traces.files(tmp_path)
+    found = traces.records(file)
+    assert traces.kinds(found) == ["header", "encoder", "call", "call", "call", "dumped"]
+    assert found[-1]["error"] == "ValueError: no such audio"
+
+
 ASKED = """
 def asked():
     os.kill(os.getpid(), signal.SIGUSR2)
