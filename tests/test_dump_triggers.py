@@ -59,7 +59,7 @@ rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 sys.excepthook = users_hook
 length_sync.use(Settings(timeout=timedelta(seconds=float(sys.argv[4]))))
 subscriber.subscribe()
-dumps.start(folder)
+dumps.start(folder if folder != "default" else None)
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 encoder = Encoder()
 for _ in range(3):
@@ -67,13 +67,15 @@ for _ in range(3):
 """
 
 
-def run_ranks(program: str, folder: Path, timeout_s: float = 30.0) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(
+    program: str, folder: Path | str, timeout_s: float = 30.0, **variables: str
+) -> list[subprocess.CompletedProcess[str]]:
     port = str(free_port())
     processes = []
     try:
         for rank in range(2):
             command = [sys.executable, "-c", RANK + program, str(rank), port, str(folder), str(timeout_s)]
-            environment = interpreters.environment(interpreters.CHECKOUT)
+            environment = interpreters.environment(interpreters.CHECKOUT, **variables)
             pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             processes.append(subprocess.Popen(command, env=environment, **pipes))
         outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
@@ -274,6 +276,39 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "../my job")
     return tmp_path
+
+
+DEFAULT = """
+if rank == 0:
+    encoder(100)  # alone: reported after the timeout
+    wait_until(lambda: dumps.file)
+    print(dumps.file, port)
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    wait_until(lambda: dumps.file)
+    print(dumps.file, port)
+dist.barrier()
+"""
+
+
+def test_by_default_both_ranks_dump_into_the_jobs_folder(tmp_path: Path) -> None:
+    ranks = run_ranks(DEFAULT, "default", 1.5, TMPDIR=str(tmp_path))
+    for number, rank in enumerate(ranks):
+        assert rank.returncode == 0, rank.stderr
+        file, port = rank.stdout.split()
+        assert Path(file).parent == tmp_path / f"nemo_patches-{os.getuid()}" / f"port-{port}"
+        assert Path(file).name.startswith(f"rank-{number:05}.")
+        assert len([line for line in rank.stderr.splitlines() if file in line]) == 1
+    lines = ranks[0].stderr.splitlines()
+    stall, dump = (
+        next(place for place, line in enumerate(lines) if text in line)
+        for text in (
+            "not every rank's length came",
+            "a stall was reported: the last 4 encoder calls of this rank are in",
+        )
+    )
+    assert stall < dump
 
 
 def test_the_jobs_folder_is_its_owners_alone(temporary: Path) -> None:
