@@ -68,6 +68,7 @@ def apply(
     trace_size: "float | None" = None,
     trace_checks: "str | Sequence[str] | None" = None,
     on_finding: "Literal['continue', 'raise'] | None" = None,
+    dump: "str | os.PathLike[str] | None" = None,
 ) -> None:
     """Patch NeMo's length syncs in this process; a second call only changes the settings, and says so.
 
@@ -81,6 +82,8 @@ def apply(
     trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
         trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
         several, with commas. on_finding: "continue" (default); "raise" raises a finding out of the encoder call.
+    dump: a folder; without a trace, a rank writes its last encoder calls there when a rank is missing, when an
+        exception ends it, and on SIGUSR2. Default: a folder of the job under the system's temporary one. "": never.
     What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
 
@@ -94,7 +97,7 @@ def apply(
 
     settings = resolve(sync, timeout, on_timeout, call_timeout)
     stall_settings = resolve_stall(stall_timeout, stall_exit, on_stall)
-    trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding)
+    trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding, dump)
     from nemo_patches.patching import monkeypatch, start_up
 
     if monkeypatch.this_process.apply(settings, stall_settings, trace_settings):

@@ -86,6 +86,26 @@ class listening:
         logger.removeHandler(self.caplog.handler)
 
 
+@pytest.mark.parametrize("off", ["trace", "dump"])
+def test_calls_are_kept_for_a_dump_unless_there_is_a_trace_or_it_is_off(off: str, tmp_path: Path) -> None:
+    own = sys.excepthook
+    nemo_patches.apply(dump=tmp_path)
+    kept = sys.excepthook
+    assert kept is not own
+    nemo_patches.apply(dump=tmp_path)
+    assert sys.excepthook is kept
+    if off == "trace":
+        nemo_patches.apply(trace=tmp_path)
+    else:
+        nemo_patches.apply(dump="")
+    assert sys.excepthook is own
+    nemo_patches.apply(trace="", dump=tmp_path)
+    assert sys.excepthook is not own
+    assert "dump=" + str(tmp_path) in str(nemo_patches.status())
+    nemo_patches.revert()
+    assert sys.excepthook is own
+
+
 def test_status_prints_well() -> None:
     nemo_patches.apply(timeout=7)
     status = nemo_patches.status()

@@ -68,10 +68,20 @@ def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path:
         "NEMO_PATCHES_ON_FINDING": "raise",
     }
     assert resolve(environment=environment) == TraceSettings(tmp_path, 8.0, ("inputs", "barrier"), "raise")
-    there = resolve(tmp_path / "there", 1, ["cuda"], "continue", environment)
+    there = resolve(tmp_path / "there", 1, ["cuda"], "continue", environment=environment)
     assert there == TraceSettings(tmp_path / "there", 1.0, ("cuda",), "continue")
     off = resolve("", environment=environment)  # whatever the variables say
     assert (off.folder, off.checks) == (None, ())
+
+
+def test_dumps_go_where_a_keyword_or_a_variable_says_and_nowhere_if_it_is_empty(tmp_path: Path) -> None:
+    variable = {"NEMO_PATCHES_DUMP": str(tmp_path)}
+    assert resolve(environment={}).dump is None  # the job's own
+    assert resolve(environment=variable).dump == str(tmp_path)
+    assert resolve(environment={"NEMO_PATCHES_DUMP": ""}).dump == ""
+    assert resolve(dump="", environment=variable).dump == ""
+    assert resolve(dump="here", environment=variable).dump == str(Path("here").absolute())
+    assert str(resolve(dump="", environment={})) == "dump=off"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,7 @@ def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path:
         ({"size": "much"}, "trace_size='much' is not allowed"),
         ({"checks": "input"}, "trace_checks='input' is not allowed; allowed.*'inputs', 'cuda', 'barrier'"),
         ({"on_finding": "stop"}, "on_finding='stop' is not allowed; allowed: 'continue', 'raise'"),
+        ({"dump": 5}, "dump=5 is not allowed; allowed: a folder"),
         ({"trace": "", "checks": "inputs"}, "trace_checks='inputs' is not allowed without a trace: set trace=DIR"),
         ({"environment": {"NEMO_PATCHES_TRACE_SIZE": "-1"}}, "NEMO_PATCHES_TRACE_SIZE='-1' is not allowed"),
         (

@@ -23,6 +23,7 @@ from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
 from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
 
@@ -39,6 +40,7 @@ class Patching:
         self._follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
         self._misspelt_said = False
+        self._trace_settings = TraceSettings()  # in force
 
     def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> bool:
         """Patch every target of the installed NeMo, or only change the settings where that is done already.
@@ -93,7 +95,7 @@ class Patching:
                 return
             settings = length_sync.current() if self._in_force else resolve()
             stall = subscriber.settings_in_force() if self._in_force else stall_settings.resolve()
-            trace = tracing.settings_in_force() if self._in_force else trace_settings.resolve()
+            trace = self._trace_settings if self._in_force else trace_settings.resolve()
             admission.require_supported(admission.nemo_version())
             if problem := target.drift(module):
                 raise DriftError(problem)
@@ -110,6 +112,8 @@ class Patching:
         """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
         self._in_force = self._follows_imports = self._collection_complete = False
         tracing.stop()
+        dumps.stop()
+        self._trace_settings = TraceSettings()
         self.replacements.restore()
         self._patched.clear()
         self._skipped.clear()
@@ -127,7 +131,7 @@ class Patching:
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             settings=length_sync.current(),
             stall_settings=subscriber.settings_in_force(),
-            trace=tracing.settings_in_force(),
+            trace=self._trace_settings,
             trace_file=tracing.where(),
             encoders=length_sync.counters(),
             unannounced=subscriber.unannounced(),
@@ -161,14 +165,17 @@ class Patching:
             raise
 
     def _trace(self, trace: TraceSettings) -> None:
-        """Have the encoders' calls recorded, or not, as `trace` says; the same trace goes on."""
-        if trace != tracing.settings_in_force():
+        """Have the encoders' calls recorded, or only the last ones kept, as `trace` says; the same trace goes on."""
+        if trace != self._trace_settings:
             tracing.stop()
             if trace.folder:
                 tracing.start(trace)
+        self._trace_settings = trace
         if trace.folder:
+            dumps.stop()
             self.replacements.record_forwards()
         else:
+            dumps.start(trace.dump)
             self.replacements.restore_forwards()
 
     def _change_settings(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> None:
@@ -182,7 +189,7 @@ class Patching:
             report(logging.INFO, "settings changed: {} (before: {})".format(*texts))
 
     def _settings_in_force(self) -> tuple[Settings, StallSettings, TraceSettings]:
-        return length_sync.current(), subscriber.settings_in_force(), tracing.settings_in_force()
+        return length_sync.current(), subscriber.settings_in_force(), self._trace_settings
 
     def _leave_alone(self, built_in: str, trace: TraceSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""

@@ -57,8 +57,8 @@ class Status:
 
 
 def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings) -> str:
-    """All in one text; the trace's only where there is one."""
-    return f"{settings}, {stall}" + (f"; {trace}" if trace.folder else "")
+    """All in one text; the trace's only where there is one, or other dumps than by default."""
+    return f"{settings}, {stall}" + (f"; {trace}" if trace.folder or trace.dump is not None else "")
 
 
 def _encoder_line(counters: EncoderCounters) -> str:

@@ -42,12 +42,18 @@ _EXIT_LIMIT_S, _FLUSH_LIMIT_S = 5.0, 1.0  # for on_stall to end, and for the str
 class JobStalled(NamedTuple):
     """An event: this rank has logged where all ranks are. missing: those that the others wait for, as far as known.
 
-    level: logging.WARNING where somebody waits for what is not known to end by itself, else logging.INFO.
+    level: logging.WARNING where somebody waits for what is not known to end by itself, else logging.INFO. since:
+    time.monotonic() of the last encoder call's begin: the same for all reports of one stall.
     """
 
+    since: float
     level: int
     text: str
     missing: tuple[MissingRank, ...]
+
+
+class StallExits(NamedTuple):
+    """An event: stall_exit ends this process as soon as this is handled."""
 
 
 class JobStallWatch:
@@ -129,7 +135,7 @@ class JobStallWatch:
             return  # once is enough
         text = f"{idle}. {verdict.text()}{directly}"
         self._say(verdict.level, text)
-        bus.publish(JobStalled, verdict.level, text, verdict.missing)
+        bus.publish(JobStalled, self._last.since, verdict.level, text, verdict.missing)
         if verdict.level >= logging.WARNING and counted.taken_here and settings.on_stall and self._command is None:
             self._command = _start_command(settings.on_stall, self._as_json(verdict, text, now))
 
@@ -165,6 +171,7 @@ class JobStallWatch:
             f"no encoder call for {now - self._last.since:.0f} s, more than stall_exit={limit_s:g} s: this process "
             f"ends now with exit code {EXIT_CODE}, so that its launcher can start the job again",
         )
+        bus.publish(StallExits)
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
         flushing = threading.Thread(target=_flush, daemon=True)

@@ -156,7 +156,10 @@ def _settings() -> Iterable[SettingReport]:
     for setting in trace_settings.ALL_SETTINGS:
         value = os.environ.get(setting.variable)
         default = setting.text(setting.default)
-        yield SettingReport(setting.name, value or default, setting.variable if value else "default")
+        if value == "" and setting is trace_settings.DUMP:
+            yield SettingReport(setting.name, setting.text(value), setting.variable)
+        else:
+            yield SettingReport(setting.name, value or default, setting.variable if value else "default")
 
 
 def _auto_apply() -> tuple[str, str]:

@@ -61,9 +61,6 @@ class Tracing:
         if self.recorder is not None and (writer := self.recorder.writer) is not None:
             writer.header = make_header(self.recorder.settings, settings, writer.header.started)
 
-    def settings_in_force(self) -> TraceSettings:
-        return self.recorder.settings if self.recorder is not None else TraceSettings()
-
     def where(self) -> str:
         """The file that is being written, or why there is none; empty where nothing is traced."""
         return self.recorder.where() if self.recorder is not None else ""

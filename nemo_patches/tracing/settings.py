@@ -62,7 +62,15 @@ TRACE_CHECKS: Setting[tuple[str, ...]] = Setting(
 ON_FINDING = word_setting(
     "on_finding", (CONTINUE, RAISE), "continue: log what a check finds; raise: raise it out of the encoder call, too."
 )
-SETTINGS: tuple[Setting[Any], ...] = (TRACE, TRACE_SIZE, TRACE_CHECKS, ON_FINDING)
+DUMP: Setting[str | None] = Setting(
+    "dump",
+    None,
+    lambda value: str(_folder(value) or ""),
+    "a folder's path, or '' (no dumps)",
+    "Without a trace: where the last encoder calls go when a rank is missing; '': nowhere.",
+    lambda folder: "a temporary folder" if folder is None else folder or "off",
+)
+SETTINGS: tuple[Setting[Any], ...] = (TRACE, TRACE_SIZE, TRACE_CHECKS, ON_FINDING, DUMP)
 ALL_SETTINGS = (*sync_settings.SETTINGS, *stall_settings.SETTINGS, *SETTINGS)  # the keywords of apply(), in their order
 
 
@@ -71,12 +79,14 @@ class TraceSettings:
     """What is recorded, and where; a field for each of SETTINGS, in their order.
 
     folder: None: no trace. size: MiB that the files of one process may have. checks: of CHECKS.
+    dump: a folder for what is dumped without a trace; None: one of the job's own; empty: no dumps.
     """
 
     folder: Path | None = TRACE.default
     size: float = TRACE_SIZE.default
     checks: tuple[str, ...] = TRACE_CHECKS.default
     on_finding: str = ON_FINDING.default
+    dump: str | None = DUMP.default
 
     def items(self) -> Iterable[tuple[Setting[Any], Any]]:
         """Each setting of the table, with its value here."""
@@ -84,9 +94,9 @@ class TraceSettings:
 
     def __str__(self) -> str:
         if self.folder is None:
-            return TRACE.shown(None)
-        without_checks = () if self.checks else (TRACE_CHECKS, ON_FINDING)
-        return ", ".join(setting.shown(value) for setting, value in self.items() if setting not in without_checks)
+            return TRACE.shown(None) if self.dump is None else DUMP.shown(self.dump)
+        without = (DUMP,) if self.checks else (DUMP, TRACE_CHECKS, ON_FINDING)
+        return ", ".join(setting.shown(value) for setting, value in self.items() if setting not in without)
 
     @property
     def bound(self) -> int:
@@ -99,15 +109,19 @@ def resolve(
     size: float | str | None = None,
     checks: str | Sequence[str] | None = None,
     on_finding: str | None = None,
+    dump: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> TraceSettings:
     """The settings from keywords (None: not given), else from the environment, else the defaults.
 
-    An empty trace is none. Raises SettingsError for a value that is not allowed, wherever it came from.
+    An empty trace is none; with an empty dump there are no dumps. Raises SettingsError for a value that is not allowed,
+    wherever it came from.
     """
     if trace == "" and checks is None:
         checks = ""  # who switches the trace off by keyword has no use for the variable's checks
-    given = zip(SETTINGS, (trace, size, checks, on_finding), strict=True)
+    if dump is None and environment.get(DUMP.variable) == "":
+        dump = ""  # elsewhere a variable that is empty is one that is not set
+    given = zip(SETTINGS, (trace, size, checks, on_finding, dump), strict=True)
     settings = TraceSettings(*(setting.value(keyword, environment) for setting, keyword in given))
     if settings.checks and settings.folder is None:
         source, value = TRACE_CHECKS.given(checks, environment)

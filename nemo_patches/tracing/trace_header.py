@@ -14,7 +14,7 @@ from nemo_patches.sync import __version__
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
-from nemo_patches.tracing.settings import TRACE, TRACE_CHECKS, TRACE_SIZE, TraceSettings
+from nemo_patches.tracing.settings import DUMP, TRACE, TRACE_CHECKS, TRACE_SIZE, TraceSettings
 
 
 def make_header(trace: TraceSettings, settings: Settings, started: float) -> Header:
@@ -30,11 +30,11 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
         restart=_number("TORCHELASTIC_RESTART_COUNT") or 0,
         bound=trace.bound,
         versions=_versions(),
-        # Of the trace's settings, the size and the checks have fields of their own.
+        # The size and the checks have fields of their own; the folders may differ between ranks.
         settings={
             setting.name: setting.text(value)
             for setting, value in (*settings.items(), *subscriber.settings_in_force().items(), *trace.items())
-            if setting not in (TRACE, TRACE_CHECKS, TRACE_SIZE)
+            if setting not in (TRACE, TRACE_CHECKS, TRACE_SIZE, DUMP)
         },
         checks=list(trace.checks),
     )

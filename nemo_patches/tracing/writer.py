@@ -158,8 +158,7 @@ class TraceWriter:
         self._write(lines)
 
     def _path(self, part: int) -> Path:
-        began = time.strftime("%Y%m%dT%H%M%S", time.gmtime(self._named_after))
-        return self.folder / f"rank-{self.header.rank:05}.{began}.{self.header.pid}.{part}.jsonl"
+        return self.folder / file_name(self.header, self._named_after, part)
 
     def _write(self, lines: list[bytes]) -> None:
         left = memoryview(b"".join(lines))
@@ -170,6 +169,12 @@ class TraceWriter:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def file_name(header: Header, named_after: float, part: int) -> str:
+    """named_after: seconds since 1970."""
+    began = time.strftime("%Y%m%dT%H%M%S", time.gmtime(named_after))
+    return f"rank-{header.rank:05}.{began}.{header.pid}.{part}.jsonl"
 
 
 def _record_of(item: Record | _Later | _Last) -> Record:

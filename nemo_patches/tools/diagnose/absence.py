@@ -4,10 +4,47 @@ from __future__ import annotations
 
 from nemo_patches.stall.rank_text import UNANNOUNCED, named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.case import Case, whom
+from nemo_patches.tools.diagnose.case import Case, stall_reports, whom
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.rank_trace import CAME
+
+
+def _without_a_dump(cases: list[Case], absent: tuple[int, ...]) -> list[Finding]:
+    """A rank dumps only when it reports a stall, or is asked to: what the others' reports say of it is there."""
+    for case in cases:
+        reports = stall_reports(case)
+        waited = sorted(ending.rank for ending in case.endings.values() if ending.in_vain)
+        reported = tuple(rank for rank in absent if rank in reports.kinds)
+        if not reported or not waited:
+            continue
+        rank = reported[0]
+        place = f": {reports.where[rank]}" if rank in reports.where else ""
+        call = case.call(case.endings[waited[0]])
+        return [
+            Finding(
+                id=ids.MISSING_RANK,
+                severity=CRITICAL,
+                ranks=reported,
+                text=f"{named(waited)} waited in vain for {named(reported)} in {call}, and reported of "
+                f"rank {rank}: {reports.kinds[rank]}{place}.",
+                next_step="If the process runs, `kill -USR2 PID` has it dump, too; a dump of another host is in that "
+                "host's own folder, unless NEMO_PATCHES_DUMP is one that all share.",
+                encoder=case.name,
+                call=case.endings[waited[0]].call,
+                evidence=tuple(case.last_record(rank) for rank in waited[:4]),
+            )
+        ]
+    return [
+        Finding(
+            id=ids.UNTRACED,
+            severity=WARNING,
+            ranks=absent,
+            text=f"There is no dump of {named(absent)} here.",
+            next_step="`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless "
+            "NEMO_PATCHES_DUMP is one that all share.",
+        )
+    ]
 
 
 def absent_ranks(job: Job, cases: list[Case]) -> list[Finding]:
@@ -15,6 +52,8 @@ def absent_ranks(job: Job, cases: list[Case]) -> list[Finding]:
     absent = tuple(rank for rank in job.absent if rank not in job.suspects)
     if not absent:
         return []
+    if dumps := [case for case in cases if any(case.job.traces[rank].dumped for rank in case.endings)]:
+        return _without_a_dump(dumps, absent)
     took_part = any(CAME in track.calls.outcome for case in cases for track in case.tracks.values())
     if took_part:
         waiting_ranks = sorted({ending.rank for case in cases for ending in case.endings.values() if ending.in_vain})

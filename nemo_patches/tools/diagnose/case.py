@@ -54,7 +54,8 @@ class Case:
         where = (
             f"call {ending.call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if ending.call else "no call"
         )
-        return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}"
+        place = f"; it was in {safe(trace.dumped.where)}" if trace.dumped is not None and trace.dumped.where else ""
+        return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}{place}"
 
 
 _KINDS_IN_WORDS = {
@@ -71,6 +72,7 @@ _KINDS_IN_WORDS = {
     "finding": "a check's finding",
     "grow": "the positional encoding has grown",
     "lost": "records were lost",
+    "dumped": "its dump was written",
 }
 
 

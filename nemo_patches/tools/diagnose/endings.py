@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nemo_patches.stall.rank_text import safe
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
 from nemo_patches.tools.diagnose.rank_trace import (
@@ -45,6 +46,7 @@ class Ending:
     in_vain: bool  # its last call gave up, or did not wait, because a round had not come
     sync_ended: bool
     ended: bool
+    error: str  # the exception outside the encoder that ended the process, if a dump tells; empty else
     unsure: str  # why it is not known what this rank did last; empty if it is known
 
     @property
@@ -63,20 +65,23 @@ class _RecordedPhases:
     sync: bool
     pre: bool
     any_left: bool  # whether any call has come out
+    dumped: bool  # a dump has the length syncs alone
 
 
-def _recorded_phases(tracks: dict[int, Track]) -> _RecordedPhases:
+def _recorded_phases(traces: dict[int, RankTrace], tracks: dict[int, Track]) -> _RecordedPhases:
     calls = [track.calls for track in tracks.values()]
+    dumped = any(trace.dumped for trace in traces.values())
     return _RecordedPhases(
-        sync=any((np.array(of_rank.outcome, dtype=np.int8) != UNSYNCED).any() for of_rank in calls),
+        sync=dumped or any((np.array(of_rank.outcome, dtype=np.int8) != UNSYNCED).any() for of_rank in calls),
         pre=any((~np.isnan(np.array(of_rank.pre))).any() for of_rank in calls),
         any_left=any(LEFT in of_rank.ended for of_rank in calls),
+        dumped=dumped,
     )
 
 
 def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool) -> dict[int, Ending]:
     """The ending of every rank that has a trace, also of one that has not called this encoder."""
-    phases = _recorded_phases(tracks)
+    phases = _recorded_phases(traces, tracks)
     starts = anchors(tracks)
     # If every trace was stopped, the job is over; if only some were, those ranks made calls that are not recorded.
     over = all(trace.is_over for trace in traces.values())
@@ -108,16 +113,21 @@ def _ending(
     if trace.stopped and not over:
         unsure = unsure or f"its trace was stopped: {trace.stopped}"
     ended = trace.ended is not None or over
+    error = safe(trace.dumped.error) if trace.dumped is not None and not trace.raised else ""
     if trace.cut and not moving:
         unsure = "its last line is not whole"
     if track is None or not track.calls.n:
         if trace.damage and not trace.cut:
             unsure = trace.damage
-        return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, unsure)
+        return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, error, unsure)
     calls = track.calls
     if damaged_at_the_end(track):
         unsure = unsure or trace.damage
-    elif calls.ended[-1] == BARE and any(training != UNKNOWN for training in calls.training[-64:]):
+    elif (
+        calls.ended[-1] == BARE
+        and calls.training[-1] == UNKNOWN
+        and any(training != UNKNOWN for training in calls.training[-64:])
+    ):
         unsure = unsure or "the beginning of its last call is not there"
     elif calls.ended[-1] == OPEN and ended:
         unsure = unsure or "it has ended within a call, and its trace does not say how"
@@ -135,6 +145,7 @@ def _ending(
         in_vain=calls.outcome[-1] in (TIMEOUT, UNWAITED),
         sync_ended=calls.outcome[-1] == ENDED,
         ended=ended,
+        error=error,
         unsure=unsure,
     )
 
@@ -147,7 +158,7 @@ def _phase(track: Track, phases: _RecordedPhases) -> str:
         return LAYERS
     if 0 < track.room < track.result:
         return GROWTH
-    return PRE_ENCODE if phases.pre or not phases.any_left else LAYERS
+    return LAYERS if phases.dumped or (phases.any_left and not phases.pre) else PRE_ENCODE
 
 
 def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:

@@ -40,6 +40,7 @@ _PHASES = {
     ids.LAYERS: "in its layers",
 }
 _PHASE_ORDER = list(_PHASES)
+_OWN_TIMEOUT = "LengthSyncTimeout"  # on_timeout="raise": the rank that this one waited for is the reason
 
 
 def hangs(case: Case, explained: set[int]) -> list[Finding]:
@@ -107,6 +108,9 @@ def _text(case: Case, kind: str, endings: list[Ending], at_top: list[Ending], re
             f"{whom(ranks, 'was', 'were')} killed or crashed {last}: its trace stops there without an end, while "
             f"{others} {went} {case.call(usual)}."
         )
+    if kind == ids.ENDED and first.error:
+        last = f"after {case.call(first)}" if first.call else "without an encoder call"
+        return f"{whom(ranks, 'was', 'were')} ended {last} by an exception: {first.error[:300]}."
     if kind == ids.ENDED:
         last = f"after {case.call(first)}" if first.call else "without an encoder call"
         return (
@@ -124,7 +128,9 @@ def _text(case: Case, kind: str, endings: list[Ending], at_top: list[Ending], re
             f"{whom(ranks, 'is', 'are')} inside {case.call(first)}, {_PHASES[first.phase]}, and {others} came out of it"
             ": stuck there, or killed."
         )
-    place = next((place for rank, place in reports.where.items() if rank in ranks), "")
+    dumps = ((rank, case.job.traces[rank].dumped) for rank in ranks)
+    told = [*reports.where.items(), *((rank, safe(dump.where)) for rank, dump in dumps if dump is not None)]
+    place = next((place for rank, place in told if rank in ranks and place), "")
     doing = f"it is in {place}" if place else "it is stuck before the encoder, in its data or whatever else is there"
     number = f" (call {usual.call} there, {first.call + 1} here)" if usual.call != first.call + 1 else ""
     return f"{whom(ranks, 'has', 'have')} not entered {case.call(usual)}, which {others} {went}{number}: {doing}."
@@ -161,6 +167,9 @@ def _evidence(case: Case, endings: list[Ending], at_top: list[Ending], reports: 
 def _level(case: Case, at_top: list[Ending], reports: StallReports) -> list[Finding]:
     """All ranks of which it is known stand at the same call."""
     left = [ending for ending in at_top if ending.ended]
+    if erred := [ending for ending in left if ending.error and not ending.error.startswith(_OWN_TIMEOUT)]:
+        others = [ending for ending in at_top if ending not in erred]
+        return [_finding(case, ids.ENDED, erred, others or erred, reports)]
     stay = [ending for ending in at_top if not ending.ended]
     if not stay:
         return []

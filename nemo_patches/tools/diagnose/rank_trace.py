@@ -37,6 +37,7 @@ _Sync, _Grow, _PreEncoded = structs[records.Sync], structs[records.Grow], struct
 _FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leave], structs[records.Raised]
 _Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory], structs[records.Finding]
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
+_Call, _Dumped = structs[records.Call], structs[records.Dumped]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 _Kept = TypeVar("_Kept")
@@ -112,6 +113,7 @@ class RankTrace:
     last_kind: str = ""
     ended: float | None = None
     stopped: str = ""  # why the trace was stopped while the process went on; empty if it was not
+    dumped: records.Dumped | None = None  # these are the last calls, kept in memory until then
     count: int = 0
     bad_lines: int = 0
     odd_records: int = 0  # that do not follow from those before
@@ -238,6 +240,25 @@ class RankTrace:
             calls.left[-1], calls.ended[-1] = after, RAISED
             _keep(self.raised, _kept(record))
 
+    def _whole_call(self, track: Track, record: Any) -> None:
+        """Take a call of a dump, which may begin with any."""
+        calls, code = track.calls, _CODES.get(record.outcome, UNSYNCED)
+        unknown = bool(record.outcome) and code == UNSYNCED
+        if (
+            unknown
+            or record.waited < 0
+            or (calls.n and (record.n <= calls.n[-1] or 0 < record.round < calls.round[-1]))
+        ):
+            self._odd(track)
+            return
+        calls.begin(record.n, UNKNOWN if record.training is None else record.training, record.t - record.waited)
+        calls.ended[-1] = OPEN if record.inside else BARE
+        if code != UNSYNCED:
+            calls.synced[-1], calls.outcome[-1], calls.waited[-1] = record.waited, code, record.waited
+            track.result = record.result
+        if code not in (UNSYNCED, LOCAL, ENDED):
+            calls.round[-1] = record.round
+
     def _follows(self, track: Track, number: int) -> bool:
         """Whether a call may have this round: it issued the next one, or none. A single leap is not believed."""
         before = track.calls.round[-1]
@@ -316,6 +337,11 @@ class RankTrace:
         elif kind is _Lost:
             self.lost += max(record.count, 1)
             self._damage_all()
+        elif kind is _Call and record.e in self.tracks:
+            self._whole_call(self.tracks[record.e], record)
+        elif kind is _Dumped:
+            self.dumped = _kept(record)
+            self.ended = record.t if record.error else None
         elif kind is _End:
             self.ended = record.t
         elif kind is _Stopped:

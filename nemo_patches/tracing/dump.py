@@ -1,0 +1,265 @@
+"""Dumps: without a trace, the last encoder calls of this process, written when it is time to know them.
+
+That is when a stall is reported, when an exception ends the process, and on SIGUSR2. A thread of its own writes: the
+training thread may wait in C code, in a collective. Each dump of a process replaces the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nemo_patches.stall import stacks
+from nemo_patches.stall.job_stall import JobStalled, StallExits
+from nemo_patches.stall.missing_rank import StallReported
+from nemo_patches.sync import length_sync
+from nemo_patches.sync.events import bus
+from nemo_patches.sync.rank_log import first_line, report
+from nemo_patches.tracing.dump_folder import dump_folder
+from nemo_patches.tracing.recent_calls import RecentCalls
+from nemo_patches.tracing.records import Dumped, encode
+from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.tracing.trace_header import make_header
+from nemo_patches.tracing.writer import file_name
+
+_SUBSCRIBER = "the dump of the last encoder calls"
+_GATHER_S = 0.05  # a signal's handler writes several times
+_SETTLE_S = 1.0  # a call that has timed out leaves its length sync within half a second (on_timeout="raise")
+_PIPE_BYTES = 1 << 16  # that it holds at most
+_EXIT_LIMIT = timedelta(seconds=2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """Why a dump is wanted. incident: of an equal one where the dump is, is said once. done: it is written, or not."""
+
+    why: str
+    error: BaseException | None = None
+    incident: object = field(default_factory=object)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Dumps:
+    """Of this process: keeps the recent calls, and writes them when asked."""
+
+    def __init__(self) -> None:
+        self.file: Path | None = None  # the last dump
+        self._folder: str | None = ""  # as TraceSettings.dump; empty: no dumps
+        self._recent = RecentCalls(self._group_began)
+        self._hooks: _Hooks | None = None
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._said: object = None  # the latest incident
+        self._failed = ""  # why the last dump could not be written
+
+    def start(self, folder: str | None) -> None:
+        """Keep the calls from now on. folder: None: one of the job's own; empty: keep none."""
+        if folder == "":
+            self.stop()
+        elif self._folder == "":
+            self._recent = RecentCalls(self._group_began)
+            bus.subscribe(_SUBSCRIBER, {**self._recent.handlers(), **self._stall_handlers()})
+            self._hooks = _Hooks(self.process_ends)
+        self._folder = folder
+
+    def stop(self) -> None:
+        """Keep none any more, and take back what start() has put into the process."""
+        self._folder = ""
+        bus.unsubscribe(_SUBSCRIBER)
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+
+    def _stall_handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            StallReported: self.stall_reported,
+            JobStalled: self.job_stalled,
+            StallExits: lambda event: self.process_ends(None),
+        }
+
+    def job_stalled(self, event: JobStalled) -> None:
+        """On the stall monitor's thread."""
+        if event.level >= logging.WARNING:
+            self._ask(_Request("a stall was reported", incident=event.since))
+
+    def stall_reported(self, event: StallReported) -> None:
+        """On the thread that reports it, before the line is logged."""
+        self._recent.note_report(event)
+        self._ask(_Request("a stall was reported", incident=(event.encoder, event.call)))
+
+    def process_ends(self, error: BaseException | None) -> None:
+        """An exception ends the process, or stall_exit (None): wait until the dump is written, within a limit."""
+        if self._recent.group is not None:
+            request = _Request("stall_exit" if error is None else "an exception ended the process", error)
+            self._ask(request)
+            request.done.wait(_EXIT_LIMIT.total_seconds())
+
+    def in_forked_child(self) -> None:
+        """The calls are the parent's. A child that is a rank itself begins its own; a data loader's worker none."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        self.file, self._requests = None, queue.SimpleQueue()
+        self._recent.forget()
+
+    def _group_began(self) -> None:
+        """On the training thread: from now on there is something to dump."""
+        if self._hooks is None:  # a forked child that is a rank
+            self._hooks = _Hooks(self.process_ends)
+        self._hooks.start_thread(self._write_requested)
+
+    def _ask(self, request: _Request) -> None:
+        self._requests.put(request)
+        if self._hooks is None or not self._hooks.wake():
+            request.done.set()
+
+    # What follows runs in a thread of its own.
+
+    def _write_requested(self) -> None:
+        requests = [self._requests.get() for _ in range(self._requests.qsize())]
+        for request in requests or [_Request("SIGUSR2")]:
+            try:
+                self._write(request)
+            except OSError as error:
+                self._cannot(f"{error.filename or self._folder}: {error.strerror or error}")
+            except Exception as error:
+                self._cannot(f"an error of its own, please report it: {error!r}")
+            request.done.set()
+
+    def _cannot(self, why: str) -> None:
+        if why != self._failed:
+            self._failed = why
+            report(logging.WARNING, f"the last encoder calls cannot be dumped, training goes on: {why}")
+
+    def _write(self, request: _Request) -> None:
+        recent = self._recent
+        if request.error is None:
+            deadline = time.monotonic() + _SETTLE_S
+            while recent.in_length_sync and time.monotonic() < deadline:
+                time.sleep(0.01)
+        group, error, count = recent.group, request.error, recent.count()
+        if group is None:
+            return
+        found = recent.records(error)
+        where = "" if error is not None else stacks.where(recent.thread)
+        said = first_line(error) if error is not None else ""
+        header = make_header(TraceSettings(), length_sync.current(), recent.started)
+        header = replace(header, rank=group.rank, world_size=group.size, bound=0)
+        lines = [encode(record) for record in (header, *found, Dumped(recent.now(), request.why, where, said))]
+        folder = dump_folder(self._folder, group.store.server[1] if group.store.server else 0)
+        file = folder / file_name(header, header.started, 0)
+        _replace(file, b"".join(lines))
+        if self.file is not None and self.file != file:
+            self.file.unlink(missing_ok=True)
+        self.file, self._failed = file, ""
+        if request.incident != self._said:
+            self._said = request.incident
+            text = f"{request.why}: the last {count} encoder calls of this rank are in {file}"
+            report(logging.INFO, f"{text}; `nemo-patches diagnose {folder}` reads those of all ranks on this host")
+
+
+class _Hooks:
+    """What is put into the process, and a pipe by which each of its parts wakes the thread that writes."""
+
+    def __init__(self, process_ends: Callable[[BaseException], None]) -> None:
+        self._process_ends = process_ends
+        self._reader, self._writer = os.pipe()  # not inherited by other programs
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._thread: threading.Thread | None = None
+        self._previous = sys.excepthook
+        self._own = self._excepthook  # one object: a method is a new one each time
+        sys.excepthook = self._own
+        self._has_signal = _is_free(signal.SIGUSR2)
+        if self._has_signal:
+            # A Python handler would wait for the training thread to come back from C code. This one runs at once, and
+            # writes the thread's stack: that it writes is all that is needed. It leaves set_wakeup_fd to others.
+            faulthandler.register(signal.SIGUSR2, file=self._writer, all_threads=False)
+
+    def start_thread(self, write_requested: Callable[[], None]) -> None:
+        if self._thread is None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._reader, _PIPE_BYTES)  # of a signal when there was nothing to dump
+            arguments = (self._reader, write_requested)
+            self._thread = threading.Thread(target=_serve, args=arguments, name="nemo_patches dump", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> bool:
+        """Whether there is a thread to wake."""
+        if self._thread is None:
+            return False
+        with contextlib.suppress(OSError):  # the pipe is full, and wakes it; or just removed
+            os.write(self._writer, b".")
+        return True
+
+    def remove(self) -> None:
+        """Also in a forked child, where there is no thread any more, and the parent's pipe is open."""
+        if sys.excepthook is self._own:
+            sys.excepthook = self._previous
+        self._process_ends = lambda _: None  # ours may be inside somebody's hook: it stays, and only passes on
+        if self._has_signal and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:  # else somebody has taken it over
+            faulthandler.unregister(signal.SIGUSR2)
+        os.close(self._writer)  # which ends the thread
+        if self._thread is None or not self._thread.is_alive():
+            os.close(self._reader)
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        try:
+            self._process_ends(error)
+        finally:
+            self._previous(kind, error, trace)
+
+
+def _serve(reader: int, write_requested: Callable[[], None]) -> None:
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    while True:
+        poll.poll()
+        time.sleep(_GATHER_S)
+        if not os.read(reader, _PIPE_BYTES):
+            os.close(reader)
+            return
+        write_requested()
+
+
+def _is_free(number: int) -> bool:
+    """Whether nobody handles or ignores this signal, in Python or below."""
+    if signal.getsignal(number) != signal.SIG_DFL:
+        return False
+    try:
+        masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    return not any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Put all of it there, or nothing; only its owner may read it."""
+    part = file.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+        part.replace(file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+dumps = Dumps()
+os.register_at_fork(after_in_child=dumps.in_forked_child)

@@ -1,0 +1,42 @@
+"""The folder that dumps go to: the user's, or the job's own in the system's temporary one, which nobody else reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def dump_folder(given: str | None, store_port: int) -> Path:
+    """The folder, made if need be. given: the user's; None: the job's own. store_port: 0 if none. Raises OSError."""
+    if given is not None:
+        Path(given).mkdir(parents=True, exist_ok=True)
+        return Path(given)
+    mine = Path(tempfile.gettempdir()) / f"nemo_patches-{os.getuid()}"
+    folder = mine / job_name(os.environ, store_port, os.getppid())
+    for each in (mine, folder):
+        _make_private(each)
+    return folder
+
+
+def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> str:
+    """The same for all ranks of a job on this host, and if possible another one for every other job."""
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run == "none":  # torchrun's default; it is itself the parent of its ranks, also after a restart
+        run = f"torchrun-{parent}"
+    name = run or environment.get("SLURM_JOB_ID", "") or f"port-{store_port}"
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:100]
+
+
+def _make_private(folder: Path) -> None:
+    """Everyone may write to a temporary folder: what is there already must be ours alone."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        why = "it is not a folder that this user alone may read"
+        raise PermissionError(0, f"{why}; give another one as NEMO_PATCHES_DUMP", str(folder))

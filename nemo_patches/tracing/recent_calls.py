@@ -1,0 +1,187 @@
+"""The last encoder calls of this process, kept in memory where there is no trace: what a dump is made of.
+
+On the training thread: two clock readings and one packed row for each call. All else is done when a dump is made.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nemo_patches.stall import stacks
+from nemo_patches.stall.missing_rank import StallReported
+from nemo_patches.sync.events import CallBegan, CallLeft, Group, Grown, SyncHandle
+from nemo_patches.tracing import records
+from nemo_patches.tracing.encoder_facts import active_ddp, facts
+from nemo_patches.tracing.recorder import EncoderState
+from nemo_patches.tracing.records import Call, Grow, Missing, Raised, Record
+
+MOST_CALLS = 2000
+_MOST_GROWTHS, _MOST_REPORTS, _MOST_ENCODERS = 100, 16, 64
+_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 8_000  # characters
+
+# t, e, n, training, outcome, round, waited, local, result: packed they take 200 KiB, as tuples 600 KiB.
+_ROW = struct.Struct("<dIq?Bqdqq")
+_OUTCOMES = (records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED, records.LOCAL, records.ENDED)
+_CODES = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
+
+
+class _Encoder(EncoderState):
+    """What is known of one encoder's sync. place: the function that called it: file and name."""
+
+    __slots__ = ("place", "reference", "sync")
+
+    def __init__(self, e: int, sync: SyncHandle) -> None:
+        super().__init__(e, sync.title, 0)
+        self.sync, self.place = sync, stacks.encoder_function()
+        self.reference: Callable[[], torch.nn.Module | None] = lambda: None  # weak; known from the first call's end on
+
+
+class RecentCalls:
+    """Of one process group: the next one begins anew. The training thread writes; a dump is made on any thread."""
+
+    def __init__(self, group_began: Callable[[], object]) -> None:
+        self._group_began = group_began
+        self._begin_anew(None)
+
+    def _begin_anew(self, group: Group | None) -> None:
+        self.group = group
+        self.started, self._started_at = round(time.time(), 6), time.monotonic()
+        self.thread = 0  # that made the last call
+        self._open: tuple[_Encoder, int, float] | None = None  # in its length sync: n, when it began
+        self._latest: _Encoder | None = None
+        self._encoders: dict[SyncHandle, _Encoder] = {}
+        self._count = 0  # of encoders
+        self._rows: deque[bytes] = deque(maxlen=MOST_CALLS)
+        self._growths: deque[Grow] = deque(maxlen=_MOST_GROWTHS)
+        self._reports: deque[Missing] = deque(maxlen=_MOST_REPORTS)
+
+    @property
+    def in_length_sync(self) -> bool:
+        """Whether a call's length sync has not returned yet."""
+        return self._open is not None
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """For the event bus."""
+        return {CallBegan: self._call_began, CallLeft: self._call_left, Grown: self._grown}
+
+    def forget(self) -> None:
+        """In a forked child: the calls were the parent's."""
+        self._begin_anew(None)
+
+    # What follows runs on the training thread.
+
+    def _call_began(self, event: CallBegan) -> None:
+        sync = event.sync
+        if sync.group is not self.group:
+            self._begin_anew(sync.group)
+            self._group_began()
+        encoder = self._encoders.get(sync) or self._first_call(sync)
+        self._latest, self.thread = encoder, threading.get_ident()
+        self._open = encoder, max(event.call, encoder.number + 1), time.monotonic()
+
+    def _first_call(self, sync: SyncHandle) -> _Encoder:
+        self._count += 1
+        if len(self._encoders) >= _MOST_ENCODERS:  # a script may make copies without end
+            self._encoders.pop(next(iter(self._encoders)))
+        encoder = self._encoders[sync] = _Encoder(self._count, sync)
+        return encoder
+
+    def _call_left(self, event: CallLeft) -> None:
+        open_ = self._open
+        if open_ is None or not event.outcome:  # an exception of a signal handler: it has not come out of its sync
+            return
+        self._open = None
+        (encoder, n, _), module = open_, event.encoder
+        encoder.number = n
+        if encoder.reference() is not module:  # an encoder may take another one's place
+            encoder.reference = weakref.ref(module)
+        if not encoder.ddp and active_ddp() is not None:
+            encoder.is_now_inside_ddp(module)
+        self._rows.append(
+            _ROW.pack(
+                time.monotonic(),
+                encoder.e,
+                n,
+                module.training,
+                _CODES[event.outcome],
+                event.round,
+                event.waited.total_seconds(),
+                event.local,
+                event.result,
+            )
+        )
+
+    def _grown(self, event: Grown) -> None:
+        encoder = self._latest
+        if encoder is not None and encoder.reference() is event.encoder:
+            self._growths.append(Grow(self.now(), encoder.e, encoder.number, event.old, event.new))
+
+    # What follows runs on any thread.
+
+    def now(self) -> float:
+        return self._seconds(time.monotonic())
+
+    def note_report(self, event: StallReported) -> None:
+        ranks, kinds, where = ([getattr(rank, name) for rank in event.missing] for name in ("rank", "kind", "where"))
+        self._reports.append(Missing(self.now(), event.encoder, event.call, ranks, kinds, where, event.unknown))
+
+    def count(self) -> int:
+        return len(self._rows)
+
+    def records(self, error: BaseException | None) -> list[Record]:
+        """The encoders that are alive, and their calls. error: what ends the process, if something does."""
+        encoders, infos = {}, []
+        for encoder in list(self._encoders.values()):
+            if (module := encoder.reference()) is not None:
+                encoders[encoder.e] = encoder
+                infos.append(facts(module, 0.0, encoder.e, encoder.name, encoder.ddp))
+        rest: list[Call | Grow | Missing] = [*self._calls(encoders, error), *self._growths, *self._reports]
+        rest = [record for record in rest if isinstance(record, Missing) or record.e in encoders]
+        last = [self._raised(error)] if error is not None and self._raised_inside(error) else []
+        return [*infos, *sorted(rest, key=lambda record: record.t), *last]
+
+    def _calls(self, encoders: dict[int, _Encoder], error: BaseException | None) -> list[Call]:
+        open_, rows, latest = self._open, list(self._rows), self._latest  # in this order: `open_` may be done by now
+        calls = []
+        for t, e, n, training, code, *figures in map(_ROW.unpack, rows):
+            calls.append(Call(self._seconds(t), e, n, training, False, _OUTCOMES[code], *_rounded(*figures)))
+        if open_ is not None and (not calls or (calls[-1].e, calls[-1].n) != (open_[0].e, open_[1])):
+            calls.append(self._in_length_sync(*open_))
+        elif calls and latest is not None and latest.e == calls[-1].e:
+            inside = stacks.runs(self.thread, latest.place) if error is None else self._raised_inside(error)
+            calls[-1] = Call(**{**vars(calls[-1]), "inside": inside})
+        return calls
+
+    def _in_length_sync(self, encoder: _Encoder, n: int, began_at: float) -> Call:
+        module, round_ = encoder.reference(), encoder.sync.round
+        training = module.training if module is not None else round_.training if round_ is not None else None
+        return Call(self._seconds(began_at), encoder.e, n, training, True, "", 0, 0.0, 0, 0)
+
+    def _raised_inside(self, error: BaseException) -> bool:
+        """Whether an exception has come out of the encoder that was called last."""
+        place = self._latest.place if self._latest is not None else ("", "")
+        codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+        return any((code.co_filename, code.co_name) == place for code in codes)
+
+    def _raised(self, error: BaseException) -> Raised:
+        encoder, n = self._open[:2] if self._open is not None else (self._latest, 0)
+        assert encoder is not None
+        text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
+        message = str(error)[:_LONGEST_MESSAGE]
+        return Raised(self.now(), encoder.e, n or encoder.number, type(error).__name__, message, text)
+
+    def _seconds(self, monotonic: float) -> float:
+        return round(monotonic - self._started_at, 6)
+
+
+def _rounded(round_: int, waited: float, local: int, result: int) -> tuple[int, float, int, int]:
+    return round_, round(waited, 6), local, result
