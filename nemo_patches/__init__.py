@@ -61,6 +61,7 @@ def apply(
     timeout: "float | None" = None,
     on_timeout: "Literal['fallback', 'raise'] | None" = None,
     call_timeout: "float | None" = None,
+    stall_port: "Literal['on', 'off'] | None" = None,
     trace: "str | os.PathLike[str] | None" = None,
     trace_size: "float | None" = None,
     trace_checks: "str | Sequence[str] | None" = None,
@@ -72,6 +73,7 @@ def apply(
         communicate. timeout: seconds (default 10), for the wait of one encoder call. on_timeout: "fallback" (default)
         goes on with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
         never); an encoder call that lasts longer has all threads' stacks logged, once, and is not interrupted.
+        stall_port: "on" (default): where the job's store fails, ranks ask each other, at a port of each; "off": none.
     trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
         trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
         several, with commas. on_finding: "continue" (default); "raise" raises a finding out of the encoder call.
@@ -85,7 +87,7 @@ def apply(
     from nemo_patches.sync.settings import resolve
     from nemo_patches.tracing.settings import resolve as resolve_trace
 
-    settings = resolve(sync, timeout, on_timeout, call_timeout)
+    settings = resolve(sync, timeout, on_timeout, call_timeout, stall_port)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding)
     from nemo_patches.patching import monkeypatch, start_up
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.wheel
 
 
 def test_defaults() -> None:
-    assert resolve(environment={}) == Settings("bounded", timedelta(seconds=10), "fallback", timedelta(seconds=60))
+    assert resolve(environment={}) == Settings(
+        "bounded", timedelta(seconds=10), "fallback", timedelta(seconds=60), "on"
+    )
 
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
@@ -25,10 +27,12 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         "NEMO_PATCHES_TIMEOUT": "2.5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
         "NEMO_PATCHES_CALL_TIMEOUT": "0",
+        "NEMO_PATCHES_STALL_PORT": "off",
     }
     seconds = timedelta(seconds=1)
-    assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise", 0 * seconds)
-    assert resolve("local", 4, "fallback", 7, environment) == Settings("local", 4 * seconds, "fallback", 7 * seconds)
+    assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise", 0 * seconds, "off")
+    given = resolve("local", 4, "fallback", 7, "on", environment)
+    assert given == Settings("local", 4 * seconds, "fallback", 7 * seconds, "on")
     assert resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
@@ -40,6 +44,7 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         ("on_timeout", "abort", "'fallback', 'raise'"),
         ("timeout", 0, "0.001 to 86400"),
         ("timeout", -1, "seconds"),
+        ("stall_port", "0", "'on', 'off'"),
         ("call_timeout", -1, "0.001 to 86400, or 0 (never)"),
         ("timeout", math.nan, "seconds"),
         ("timeout", math.inf, "seconds"),
@@ -64,13 +69,20 @@ def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
     defaults = [*Settings().items(), *TraceSettings().items()]
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
     assert str(Settings(timeout=timedelta(seconds=2.5))) == (
-        "sync=bounded, timeout=2.5 s, on_timeout=fallback, call_timeout=60 s"
+        "sync=bounded, timeout=2.5 s, on_timeout=fallback, call_timeout=60 s, stall_port=on"
     )
 
 
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
 def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> None:
-    others = {"sync": "local", "on_timeout": "raise", "trace": "/a", "trace_checks": "cuda", "on_finding": "raise"}
+    others = {
+        "sync": "local",
+        "on_timeout": "raise",
+        "stall_port": "off",
+        "trace": "/a",
+        "trace_checks": "cuda",
+        "on_finding": "raise",
+    }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})
     assert value != setting.default
     assert setting.value(setting.text(value), {}) == value
@@ -83,7 +95,10 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         ("NEMO_PATCHES_ONTIMEOUT", "did you mean NEMO_PATCHES_ON_TIMEOUT?"),
         ("NEMO_PATCHES_TRACE_CHECK", "did you mean NEMO_PATCHES_TRACE_CHECKS?"),
         ("NEMO_PATCHES_DISABLED", "did you mean NEMO_PATCHES_DISABLE?"),
-        ("NEMO_PATCHES_LOG_LEVEL", "settings, after NEMO_PATCHES_: SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT, TRACE, "),
+        (
+            "NEMO_PATCHES_LOG_LEVEL",
+            "settings, after NEMO_PATCHES_: SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT, STALL_PORT, ",
+        ),
     ],
 )
 def test_a_misspelt_variable_is_named_with_the_near_miss_or_all_settings(variable: str, hint: str) -> None:

@@ -12,6 +12,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -33,15 +35,27 @@ _DIRECT_PATIENCE_S = 1.2  # for a rank to answer: one whose heart beats looks fo
 _SLICE_S = 0.05  # between two looks whether the answer is still wanted
 
 
+class Introduction(NamedTuple):
+    """How to ask the ranks themselves.
+
+    peers: where each is; empty while not all have announced themselves. token: what they want to hear. problem: why
+    this rank asks nobody.
+    """
+
+    peers: Mapping[int, Peer] = MappingProxyType({})
+    token: bytes = b""
+    problem: str = ""
+
+
 @dataclass(frozen=True)
 class Surroundings:
-    """What a query needs of this rank. peers: where each rank is; empty while not all have announced themselves."""
+    """What a query needs of this rank."""
 
     rank: int
     size: int
     period_s: float
     client: StoreClient
-    peers: Callable[[], Mapping[int, Peer]]
+    introduction: Callable[[], Introduction]
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,9 @@ class MissingQuery:
             return True
         if not self._store_query.trouble():
             return False
-        return self._direct_query.done if self._direct_query is not None else not self._surroundings.peers()
+        if self._direct_query is None:
+            return not self._surroundings.introduction().peers
+        return self._direct_query.done
 
     def answer(self) -> Answer:
         """What is known by now."""
@@ -104,14 +120,17 @@ class MissingQuery:
             return Answer(store.missing)
         if direct is not None and direct.missing is not None:
             return Answer(direct.missing, direct.unknown, f"{trouble or 'slow store'}; the ranks themselves were asked")
+        if trouble and (problem := self._surroundings.introduction().problem):
+            trouble += f"; the ranks themselves are not asked: {problem}"
         return Answer(store.partly, trouble or ("" if store.partly else "it was not known yet"))
 
     def look_after_the_store(self) -> None:
         """Called again and again, by the stall monitor: where the store fails, ask the ranks themselves."""
         if self._direct_query is not None or self._cancelled or not self._store_query.trouble():
             return
-        if peers := self._surroundings.peers():
-            self._direct_query = DirectQuery(self._surroundings, self.question, peers)
+        introduction = self._surroundings.introduction()
+        if introduction.peers:
+            self._direct_query = DirectQuery(self._surroundings, self.question, introduction)
 
     @property
     def age_s(self) -> float:
@@ -277,12 +296,13 @@ class StoreQuery:
 class DirectQuery:
     """A question to the ranks themselves. Its thread writes `missing`: None before the first answer."""
 
-    def __init__(self, surroundings: Surroundings, question: Question, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, surroundings: Surroundings, question: Question, introduction: Introduction) -> None:
         self.missing: tuple[MissingRank, ...] | None = None
         self.done = False
         self.cancelled = False  # written by who asked
-        self._question = question
-        self._peers = {rank: peer for rank, peer in peers.items() if rank != surroundings.rank and peer.address}
+        self._question, self._token = question, introduction.token
+        others = ((rank, peer) for rank, peer in introduction.peers.items() if rank != surroundings.rank)
+        self._peers = {rank: peer for rank, peer in others if peer.address}
         unasked = sorted(set(range(surroundings.size)) - {surroundings.rank, *self._peers})
         self.unknown = f"{named(unasked)} cannot be asked" if unasked else ""  # why `missing` may not be all
         surroundings.client.ask_in_thread(self._run)
@@ -300,7 +320,7 @@ class DirectQuery:
         self.done = True
 
     def _ask(self) -> None:
-        heartbeats = ask(self._peers, _DIRECT_PATIENCE_S, lambda: self.cancelled)
+        heartbeats = ask(self._peers, self._token, _DIRECT_PATIENCE_S, lambda: self.cancelled)
         if not self.cancelled:
             self.missing = tuple(self._described(heartbeats))
 

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from datetime import timedelta
 
 from ..sync.events import Group, bus
@@ -23,7 +22,7 @@ from .call_watchdog import CallWatchdog
 from .encoder_watch import EncoderWatch
 from .heartbeat import PERIOD_ON_A_FILE_S, Heartbeat, period_for_s
 from .late_return import LateReturn
-from .missing_query import MissingQuery, Surroundings
+from .missing_query import Introduction, MissingQuery, Surroundings
 from .missing_rank import Stall
 from .own_heartbeat import OwnHeartbeat
 from .rank_text import LEFT
@@ -31,7 +30,6 @@ from .roll_call import RollCall
 from .store_client import StoreClient
 from .sync_end_report import SyncEndReport
 from .training_notes import EncoderNotes, TrainingNotes
-from .wire import Peer
 
 SUBSCRIBER = "the stall monitor"
 _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
@@ -46,7 +44,7 @@ class StallMonitor:
         self._own_heartbeat = OwnHeartbeat(group, notes)
         self.roll_call = RollCall(group, self.client, self._own_heartbeat, current().timeout, self._has_stall)
         period_s = PERIOD_ON_A_FILE_S if group.store.is_file else period_for_s(group.size)
-        self._surroundings = Surroundings(group.rank, group.size, period_s, self.client, self._peers)
+        self._surroundings = Surroundings(group.rank, group.size, period_s, self.client, self._introduction)
         self._watches: dict[EncoderNotes, EncoderWatch] = {}
         self._end_report = SyncEndReport(self._surroundings, notes.end_promises)
         self._late_return = LateReturn(group.rank, self.client, notes)
@@ -86,11 +84,12 @@ class StallMonitor:
         """Whether a round is late enough to be looked into."""
         return any(watch.busy for watch in list(self._watches.values()))
 
-    def _peers(self) -> Mapping[int, Peer]:
+    def _introduction(self) -> Introduction:
         listener = self.roll_call.listener
         if listener is None:
-            return {}
-        return {rank: listener.from_here(peer) for rank, peer in self.roll_call.peers.items()}
+            return Introduction(problem=self.roll_call.no_port)
+        peers = {rank: listener.from_here(peer) for rank, peer in self.roll_call.peers.items()}
+        return Introduction(peers, self.roll_call.token)
 
     def _call_roll(self) -> None:
         self.roll_call.run(self._stopped)

@@ -19,6 +19,7 @@ from .rank_text import KINDS, ranges, safe
 
 LONGEST_HEARTBEAT = 4096  # bytes; a longer one is not taken
 LONGEST_REPORT = 1 << 18  # bytes
+TOKEN_BYTES = 16
 _MOST_ENCODERS = 16
 _MOST_WORKERS = 32
 
@@ -85,18 +86,21 @@ def decode_texts(data: bytes) -> dict[str, str]:
     return {safe(name): safe(text) for name, text in content.items() if isinstance(text, str)}
 
 
-def encode_peers(peers: Mapping[int, Peer]) -> str:
-    return json.dumps({str(rank): peer for rank, peer in peers.items()})
+def encode_peers(peers: Mapping[int, Peer], token: bytes) -> str:
+    return json.dumps({"token": token.hex(), "peers": {str(rank): peer for rank, peer in peers.items()}})
 
 
-def decode_peers(data: bytes, size: int) -> dict[int, Peer]:
-    """The peers by rank, for `size` ranks in all; empty if malformed."""
+def decode_peers(data: bytes, size: int) -> tuple[dict[int, Peer], bytes]:
+    """The peers by rank, for `size` ranks in all, and the token that they want to hear; both empty if malformed."""
     try:
         content = json.loads(data) if len(data) <= LONGEST_REPORT else {}
-        peers = {int(rank): _peer(*peer) for rank, peer in content.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
-    return {rank: peer for rank, peer in peers.items() if 0 <= rank < size}
+        peers = {int(rank): _peer(*peer) for rank, peer in content["peers"].items()}
+        token = bytes.fromhex(content["token"])
+        if len(token) != TOKEN_BYTES:
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return {}, b""
+    return {rank: peer for rank, peer in peers.items() if 0 <= rank < size}, token
 
 
 def _peer(host: str, pid: int, address: str, port: int) -> Peer:

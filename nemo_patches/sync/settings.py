@@ -80,7 +80,9 @@ SYNC = word_setting("sync", SYNC_MODES, "bounded: wait for other ranks; overlapp
 TIMEOUT = _seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
 ON_TIMEOUT = word_setting("on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.")
 CALL_TIMEOUT = _seconds_setting("call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True)
-SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT)
+STALL_PORT = word_setting("stall_port", ("on", "off"), "on: ranks ask each other where the store fails; off: no port.")
+SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT, STALL_PORT)
+OF_STALL_REPORTS = (CALL_TIMEOUT, STALL_PORT)  # without effect where stall/ is not there
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Settings:
     timeout: timedelta = TIMEOUT.default
     on_timeout: str = ON_TIMEOUT.default
     call_timeout: timedelta = CALL_TIMEOUT.default
+    stall_port: str = STALL_PORT.default
 
     def items(self) -> Iterable[tuple[Setting[Any], Any]]:
         """Each setting of the table, with its value here."""
@@ -105,10 +108,11 @@ def resolve(
     timeout: float | str | None = None,
     on_timeout: str | None = None,
     call_timeout: float | str | None = None,
+    stall_port: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
     """From keywords (timeouts in seconds), else the environment, else the defaults. Raises SettingsError."""
-    given = zip(SETTINGS, (sync, timeout, on_timeout, call_timeout), strict=True)
+    given = zip(SETTINGS, (sync, timeout, on_timeout, call_timeout, stall_port), strict=True)
     return Settings(*(setting.value(keyword, environment) for setting, keyword in given))
 
 

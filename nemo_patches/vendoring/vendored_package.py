@@ -19,7 +19,7 @@ from .sync.encoder_methods import bounded, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
 from .sync.private_growth import following_apply
 from .sync.rank_log import first_line, report
-from .sync.settings import CALL_TIMEOUT, SETTINGS, misspelt
+from .sync.settings import OF_STALL_REPORTS, SETTINGS, misspelt
 
 __all__ = ["LengthSyncTimeout", "__version__", "bounded_length_sync", "counters", "stalls"]
 
@@ -68,7 +68,7 @@ def _subscribe() -> Callable[[], tuple[Any, ...]]:
 def _say_misspelt() -> None:
     """Our variables that have no effect here; where nemo_patches itself is in use, it says that."""
     if "nemo_patches" not in sys.modules and not multiprocessing.current_process().daemon:  # a loader's worker
-        known = [setting.variable for setting in SETTINGS if setting is not CALL_TIMEOUT or _stalls is not tuple]
+        known = [setting.variable for setting in SETTINGS if setting not in OF_STALL_REPORTS or _stalls is not tuple]
         for sentence in misspelt(os.environ, known):
             report(logging.WARNING, sentence)
 

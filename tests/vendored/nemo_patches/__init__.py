@@ -49,8 +49,9 @@ def apply(
     timeout: float | None = None,
     on_timeout: str | None = None,
     call_timeout: float | None = None,
+    stall_port: str | None = None,
 ) -> None:
-    length_sync.use(resolve(sync, timeout, on_timeout, call_timeout))
+    length_sync.use(resolve(sync, timeout, on_timeout, call_timeout, stall_port))
 
 
 def status() -> Status:
