@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -73,7 +73,13 @@ class Question:
     incident: str
 
     def came(self, heartbeat: Heartbeat) -> bool:
-        return heartbeat.has_come(self.key, self.round_number)
+        """Also where it does not say: nobody is missing for calling more encoders than a heartbeat holds."""
+        return heartbeat.has_come(self.key, self.round_number) is not False
+
+    def unsaid(self, heartbeats: Iterable[Heartbeat]) -> str:
+        """Why it cannot be told that all have come; empty where it can."""
+        ranks = [one.rank for one in heartbeats if one.has_come(self.key, self.round_number) is None]
+        return f"{named(sorted(ranks))}: more encoders than a heartbeat tells of" if ranks and self.key != END else ""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class MissingQuery:
 
     @property
     def done(self) -> bool:
-        if self._store_query.missing is not None:
+        if self._store_query.missing is not None or self._store_query.unsaid:
             return True
         if not self._store_query.trouble():
             return False
@@ -118,6 +124,8 @@ class MissingQuery:
         store, direct, trouble = self._store_query, self._direct_query, self._store_query.trouble()
         if store.missing is not None:
             return Answer(store.missing)
+        if store.unsaid:
+            return Answer(unknown=store.unsaid)
         if direct is not None and direct.missing is not None:
             return Answer(direct.missing, direct.unknown, f"{trouble or 'slow store'}; the ranks themselves were asked")
         if trouble and (problem := self._surroundings.introduction().problem):
@@ -149,6 +157,7 @@ class StoreQuery:
     def __init__(self, surroundings: Surroundings, question: Question) -> None:
         self.missing: tuple[MissingRank, ...] | None = None
         self.partly: tuple[MissingRank, ...] = ()
+        self.unsaid = ""  # in place of `missing`: why it cannot be known
         self.cancelled = False  # written by who asked
         self._surroundings, self._question = surroundings, question
         self._began = time.monotonic()
@@ -172,7 +181,7 @@ class StoreQuery:
     def _run(self) -> None:
         try:
             attempt = 0
-            while not self.cancelled and self.missing is None:
+            while not self.cancelled and self.missing is None and not self.unsaid:
                 attempt += 1
                 self._ask(self._topic(attempt))
         except Exception as error:
@@ -189,7 +198,7 @@ class StoreQuery:
             is_first = store.add(f"{topic}/asked", 1) == 1
         if is_first:
             missing = self._find_out()
-            if not self.cancelled:
+            if not self.cancelled and not self.unsaid:
                 with self._asking() as store:
                     self._publish(store, topic, missing)
                 self.missing = missing
@@ -227,7 +236,9 @@ class StoreQuery:
         self._sleep_until(began + _PERIODS_TO_SEE * self._surroundings.period_s)
         last, still_absent = self._look(others if came else absent)
         if came:
-            return self._described(others, first, last, due, (SILENT, LEFT))
+            gone = self._described(others, first, last, due, (SILENT, LEFT))
+            self.unsaid = "" if gone else self._question.unsaid(last.values())
+            return gone
         # Heartbeats lag by one period: blame a rank seen just now only if no other suspect remains.
         return self._described(still_absent or absent, first, last, due)
 
@@ -304,7 +315,8 @@ class DirectQuery:
         others = ((rank, peer) for rank, peer in introduction.peers.items() if rank != surroundings.rank)
         self._peers = {rank: peer for rank, peer in others if peer.address}
         unasked = sorted(set(range(surroundings.size)) - {surroundings.rank, *self._peers})
-        self.unknown = f"{named(unasked)} cannot be asked" if unasked else ""  # why `missing` may not be all
+        self._unasked = f"{named(unasked)} cannot be asked" if unasked else ""
+        self.unknown = self._unasked  # why `missing` may not be all
         surroundings.client.ask_in_thread(self._run)
 
     def _run(self) -> None:
@@ -322,7 +334,9 @@ class DirectQuery:
     def _ask(self) -> None:
         heartbeats = ask(self._peers, self._token, _DIRECT_PATIENCE_S, lambda: self.cancelled)
         if not self.cancelled:
-            self.missing = tuple(self._described(heartbeats))
+            missing = tuple(self._described(heartbeats))
+            self.unknown = self._unasked or ("" if missing else self._question.unsaid(heartbeats.values()))
+            self.missing = missing
 
     def _described(self, heartbeats: dict[int, Heartbeat]) -> Iterator[MissingRank]:
         silent = self._peers.keys() - heartbeats.keys()

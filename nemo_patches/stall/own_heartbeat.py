@@ -37,7 +37,11 @@ class OwnHeartbeat:
         # A rank that is long away says where it is by itself: one that is asked may be unable to answer.
         away = idle >= settings.timeout.total_seconds() / 2 and phase != LEFT
         syncs = [notes.sync for notes in self._notes.encoders(self._group)]
-        rounds = [(round_.issued_at, sync.key, round_.number) for sync in syncs if (round_ := sync.round) is not None]
+        rounds = [
+            (not sync.has_come(round_), round_.issued_at, sync.key, round_.number)
+            for sync in syncs
+            if (round_ := sync.round) is not None
+        ]
         return Heartbeat(
             rank=self._group.rank,
             number=next(self._numbers),
@@ -50,7 +54,7 @@ class OwnHeartbeat:
             calls=last.calls,
             clock=last.clock,
             idle=idle,
-            rounds={key: number for _, key, number in sorted(rounds)},
+            rounds={key: number for *_, key, number in sorted(rounds)},
             address=listener.address if listener is not None else "",
             port=listener.port if listener is not None else 0,
             where=stacks.where(last.thread) if away else "",

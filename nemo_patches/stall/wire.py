@@ -17,10 +17,10 @@ from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank
 from .rank_text import KINDS, ranges, safe
 
-LONGEST_HEARTBEAT = 4096  # bytes; a longer one is not taken
+LONGEST_HEARTBEAT = 8192  # bytes; a longer one is not taken
 LONGEST_REPORT = 1 << 18  # bytes
 TOKEN_BYTES = 16
-_MOST_ENCODERS = 16
+_MOST_ENCODERS = 64
 _MOST_WORKERS = 32
 
 
@@ -36,12 +36,13 @@ class Peer(NamedTuple):
 def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
     """At most LONGEST_HEARTBEAT bytes: what a reader can do without goes first."""
     rounds = dict(list(heartbeat.rounds.items())[-_MOST_ENCODERS:])
-    short = replace(heartbeat, rounds=rounds, workers=heartbeat.workers[:_MOST_WORKERS])
+    whole = heartbeat.whole and len(rounds) == len(heartbeat.rounds)
+    short = replace(heartbeat, rounds=rounds, whole=whole, workers=heartbeat.workers[:_MOST_WORKERS])
     for candidate in (short, replace(short, workers=()), replace(short, workers=(), where="")):
         data = _bytes(asdict(candidate))
         if len(data) <= LONGEST_HEARTBEAT:
             return data
-    return _bytes(asdict(replace(short, workers=(), where="", rounds={}, settings="", encoder="")))
+    return _bytes(asdict(replace(short, workers=(), where="", rounds={}, whole=False, settings="", encoder="")))
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat | None:
@@ -160,7 +161,14 @@ def _rounds(value: Any) -> dict[str, int]:
     return {_text(key): _whole(number) for key, number in list(value.items())[:_MOST_ENCODERS]}
 
 
+def _yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
 _CHECKS: dict[str, Any] = {
+    "bool": _yes_or_no,
     "int": _whole,
     "str": _text,
     "float": _seconds,
