@@ -17,9 +17,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
+from ..sync.safe_text import safe
 from ..sync.tree import here_and_store
 from .heartbeat import Heartbeat
-from .rank_text import safe
 from .wire import LONGEST_HEARTBEAT, TOKEN_BYTES, Peer, decode_heartbeat, encode_heartbeat
 
 _CONNECTIONS_AT_ONCE = 256  # of one rank: it may have few files left

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
+from ..sync.safe_text import safe
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank
-from .rank_text import KINDS, ranges, safe
+from .rank_text import KINDS, ranges
 
 LONGEST_HEARTBEAT = 8192  # bytes; a longer one is not taken
 LONGEST_REPORT = 1 << 18  # bytes
