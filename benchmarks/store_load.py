@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
+import secrets
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -23,10 +24,10 @@ import torch.distributed as dist
 
 from nemo_patches.stall import store_client
 from nemo_patches.stall.heartbeat import Heartbeat, period_for_s
-from nemo_patches.stall.missing_query import MissingQuery, Question, Surroundings
+from nemo_patches.stall.missing_query import Introduction, MissingQuery, Question, Surroundings
 from nemo_patches.stall.peers import Listener, ask
 from nemo_patches.stall.rank_text import SILENT
-from nemo_patches.stall.wire import Peer, encode_peers
+from nemo_patches.stall.wire import TOKEN_BYTES, Peer, encode_peers
 
 TIMEOUT = 10.0
 HEALTHY = 6.0  # seconds for which heartbeats alone are counted
@@ -95,7 +96,7 @@ class SimulatedRank:
     def __init__(self, rank: int, size: int, port: int, traffic: Traffic) -> None:
         self.rank = rank
         client = store_client.StoreClient(CountedStore(port, traffic))  # type: ignore[arg-type]
-        self.surroundings = Surroundings(rank, size, period_for_s(size), client, dict)
+        self.surroundings = Surroundings(rank, size, period_for_s(size), client, Introduction)
         self.heartbeat = self.heartbeat_of(rank)
 
     @staticmethod
@@ -107,7 +108,7 @@ class SimulatedRank:
             host=f"node-{rank // 8:03}",
             pid=100000 + rank,
             versions="nemo_patches 0.1.0, nemo 3.0.0",
-            settings="sync=bounded, timeout=10 s, on_timeout=fallback, call_timeout=60 s",
+            settings="sync=bounded, timeout=10 s, on_timeout=fallback, call_timeout=60 s, stall_port=on",
             phase="between encoder calls",
             encoder="ConformerEncoder",
             calls=1000,
@@ -192,6 +193,7 @@ def directly(size: int) -> str:
     """KiB that each rank reads once, of the others' addresses; and seconds in which one rank has asked them all."""
     listeners = [Listener(("127.0.0.1", 1)) for _ in range(size)]
     beat = SimulatedRank.heartbeat_of(0)
+    token = secrets.token_bytes(TOKEN_BYTES)
     ended = threading.Event()
 
     def answer() -> None:
@@ -203,16 +205,18 @@ def directly(size: int) -> str:
         rank: Peer(f"node-{rank // 8:03}.cluster", 100000 + rank, "127.0.0.1", one.port)
         for rank, one in enumerate(listeners)
     }
+    for one in listeners:
+        one.introduce(peers, token)
     answering = threading.Thread(target=answer)
     answering.start()
     began = time.monotonic()
-    found = ask(peers, 10.0, lambda: False)
+    found = ask(peers, token, 10.0, lambda: False)
     took = time.monotonic() - began
     ended.set()
     answering.join()
     for one in listeners:
         one.close()
-    return f"| {len(encode_peers(peers)) / 1024:.1f} | {took:.2f} ({len(found)} of {size}) |"
+    return f"| {len(encode_peers(peers, token)) / 1024:.1f} | {took:.2f} ({len(found)} of {size}) |"
 
 
 def minus(one: Traffic, other: Traffic) -> Traffic:

@@ -51,7 +51,7 @@ beats = st.builds(
     calls=st.integers(0, 1 << 40),
     clock=st.tuples(st.integers(0, 1 << 24), st.integers(0, 1 << 15)),
     idle=st.floats(-1, 1e9),
-    rounds=st.dictionaries(st.text(max_size=80), st.integers(0, 1 << 40), max_size=40),
+    rounds=st.dictionaries(st.text(max_size=80), st.integers(0, 1 << 40), max_size=100),
     where=texts,
     workers=st.lists(st.integers(1, 1 << 22), max_size=100).map(tuple),
 )
@@ -83,11 +83,27 @@ def test_a_heartbeat_is_of_bounded_size_and_is_read_back_safe_to_print(beat: Hea
     )
 
 
-def test_what_was_called_last_is_kept() -> None:
-    rounds = {f"encoder-{number}": number for number in range(100)}
+def test_what_was_called_last_is_kept_and_of_the_rest_it_says_nothing() -> None:
+    rounds = {f"encoder-{number}": number for number in range(1, 101)}
     back = decode(encode(replace(BEAT, rounds=rounds)))
     assert back is not None
-    assert list(back.rounds) == list(rounds)[-16:]
+    assert list(back.rounds) == list(rounds)[-64:]
+    assert [back.has_come("encoder-90", number) for number in (90, 91)] == [True, False]
+    assert back.has_come("encoder-1", 1) is None
+
+
+@given(beats)
+def test_no_heartbeat_says_that_its_rank_has_not_come_where_it_has(beat: Heartbeat) -> None:
+    rounds = {f"encoder-{number}": round_ + 1 for number, round_ in enumerate(beat.rounds.values())}
+    back = decode(encode(replace(beat, rounds=rounds)))
+    assert back is not None
+    assert not [key for key, number in rounds.items() if back.has_come(key, number) is False]
+
+
+def test_of_a_few_encoders_all_is_said() -> None:
+    back = decode(encode(replace(BEAT, rounds={f"encoder-{number}": 5 for number in range(64)})))
+    assert back is not None and back.whole
+    assert back.has_come("another", 1) is False
 
 
 @given(st.binary(max_size=300))

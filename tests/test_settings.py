@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
+from nemo_patches.stall.settings import StallSettings
+from nemo_patches.stall.settings import resolve as resolve_stall
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
 from nemo_patches.tracing.settings import ALL_SETTINGS, TraceSettings
 
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.wheel
 
 
 def test_defaults() -> None:
-    assert resolve(environment={}) == Settings("bounded", timedelta(seconds=10), "fallback", timedelta(seconds=60))
+    second = timedelta(seconds=1)
+    assert resolve(environment={}) == Settings("bounded", 10 * second, "fallback")
+    assert resolve_stall(environment={}) == StallSettings(60 * second, 60 * second, 0 * second, "", "on")
 
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
@@ -25,10 +29,14 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         "NEMO_PATCHES_TIMEOUT": "2.5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
         "NEMO_PATCHES_CALL_TIMEOUT": "0",
+        "NEMO_PATCHES_STALL_PORT": "off",
     }
     seconds = timedelta(seconds=1)
-    assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise", 0 * seconds)
-    assert resolve("local", 4, "fallback", 7, environment) == Settings("local", 4 * seconds, "fallback", 7 * seconds)
+    assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise")
+    assert resolve("local", 4, "fallback", environment) == Settings("local", 4 * seconds, "fallback")
+    assert resolve_stall(environment=environment) == StallSettings(0 * seconds, stall_port="off")
+    given = resolve_stall(7, 8, 9, "page --me", "on", environment)
+    assert given == StallSettings(7 * seconds, 8 * seconds, 9 * seconds, "page --me", "on")
     assert resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
@@ -40,7 +48,11 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         ("on_timeout", "abort", "'fallback', 'raise'"),
         ("timeout", 0, "0.001 to 86400"),
         ("timeout", -1, "seconds"),
+        ("stall_port", "0", "'on', 'off'"),
         ("call_timeout", -1, "0.001 to 86400, or 0 (never)"),
+        ("stall_timeout", 0.0001, "0.001 to 86400, or 0 (never)"),
+        ("stall_exit", "an hour", "seconds"),
+        ("on_stall", "page 'me", "a command line whose quotes match"),
         ("timeout", math.nan, "seconds"),
         ("timeout", math.inf, "seconds"),
         ("timeout", "soon", "seconds"),
@@ -50,7 +62,8 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
 )
 def test_a_bad_value_is_named_with_what_is_allowed(keyword: str, value: object, allowed: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        resolve(**{keyword: value}, environment={})  # type: ignore[arg-type]
+        table = resolve if hasattr(Settings(), keyword) else resolve_stall
+        table(**{keyword: value}, environment={})  # type: ignore[operator]
     assert f"{keyword}={value!r}" in str(caught.value)
     assert allowed in str(caught.value)
 
@@ -61,16 +74,30 @@ def test_a_bad_variable_is_named() -> None:
 
 
 def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
-    defaults = [*Settings().items(), *TraceSettings().items()]
+    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items()]
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
-    assert str(Settings(timeout=timedelta(seconds=2.5))) == (
-        "sync=bounded, timeout=2.5 s, on_timeout=fallback, call_timeout=60 s"
-    )
+    assert str(Settings(timeout=timedelta(seconds=2.5))) == "sync=bounded, timeout=2.5 s, on_timeout=fallback"
+    assert str(StallSettings()) == "call_timeout=60 s, stall_timeout=60 s"
+    assert str(StallSettings(on_stall="page me", stall_port="off")).endswith(", on_stall='page me', stall_port=off")
+
+
+@pytest.mark.parametrize("given", [{"stall_exit": 5}, {"on_stall": "page"}])
+def test_what_needs_a_stall_timeout_is_not_allowed_without_one(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=rf"{next(iter(given))}=.* is not allowed with stall_timeout=0"):
+        resolve_stall(stall_timeout=0, **given, environment={})
 
 
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
 def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> None:
-    others = {"sync": "local", "on_timeout": "raise", "trace": "/a", "trace_checks": "cuda", "on_finding": "raise"}
+    others = {
+        "sync": "local",
+        "on_timeout": "raise",
+        "stall_port": "off",
+        "on_stall": "page 'me now'",
+        "trace": "/a",
+        "trace_checks": "cuda",
+        "on_finding": "raise",
+    }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})
     assert value != setting.default
     assert setting.value(setting.text(value), {}) == value
@@ -83,7 +110,10 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         ("NEMO_PATCHES_ONTIMEOUT", "did you mean NEMO_PATCHES_ON_TIMEOUT?"),
         ("NEMO_PATCHES_TRACE_CHECK", "did you mean NEMO_PATCHES_TRACE_CHECKS?"),
         ("NEMO_PATCHES_DISABLED", "did you mean NEMO_PATCHES_DISABLE?"),
-        ("NEMO_PATCHES_LOG_LEVEL", "settings, after NEMO_PATCHES_: SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT, TRACE, "),
+        (
+            "NEMO_PATCHES_LOG_LEVEL",
+            "settings, after NEMO_PATCHES_: SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT, STALL_TIMEOUT, ",
+        ),
     ],
 )
 def test_a_misspelt_variable_is_named_with_the_near_miss_or_all_settings(variable: str, hint: str) -> None:

@@ -80,11 +80,11 @@ def proxy(tmp_path: Path) -> Iterator[Proxy]:
     one.close()
 
 
-def two_are_missing(rank: int, size: int, port: int, folder: str, mode: str) -> Any:
+def two_are_missing(rank: int, size: int, port: int, folder: str, mode: str, stall_port: str = "on") -> Any:
     """Rank 1 is elsewhere, and rank 3 stopped. The store's server is in no rank."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    encoder = in_step(timeout=TIMEOUT)
+    encoder = in_step(timeout=TIMEOUT, stall_port=stall_port)
     said = [Path(folder, f"said-{one}") for one in (0, 2)]
     if rank == 3:
         change(Path(folder, "pid"), str(os.getpid()))
@@ -147,4 +147,18 @@ def test_the_report_comes_in_time_and_names_who_is_missing(mode: str, note: str,
         (line,) = results[rank].lines("not every rank's length came")
         assert "Missing: ranks 1, 3 of 4 | rank 1 (" in line
         assert note in line and ("the ranks themselves were asked" in line) == bool(note)
+        assert results[rank].lines("ERROR") == []
+
+
+@pytest.mark.parametrize("mode", ["silent", "gone"])
+def test_without_a_port_it_cannot_be_told_and_why_is_said(mode: str, proxy: Proxy, tmp_path: Path) -> None:
+    results = run_ranks(two_are_missing, 4, proxy.port, str(tmp_path), mode, "off", group=False)
+    for rank in (0, 2):
+        call, report, missing, unknown, maximum = results[rank].value
+        assert call < TIMEOUT + SLACK_S
+        assert report < TIMEOUT + REPORT_S
+        assert (missing, maximum) == ([], 200)
+        assert unknown.endswith("; the ranks themselves are not asked: stall_port=off")
+        (line,) = results[rank].lines("not every rank's length came")
+        assert "Missing: cannot be told | the job's store" in line and line.endswith("not asked: stall_port=off")
         assert results[rank].lines("ERROR") == []

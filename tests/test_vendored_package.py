@@ -11,7 +11,7 @@ import pytest
 from interpreters import CHECKOUT, environment, run
 
 PACKAGE = CHECKOUT / "nemo_patches"
-SUBSCRIBER = "def subscribe():\n    print('subscribed')\n\ndef stalls():\n    return ('a stall',)\n"
+SUBSCRIBER = "SETTINGS = ()\n\ndef subscribe():\n    print('subscribed')\n\ndef stalls():\n    return ('a stall',)\n"
 PROGRAM = (
     "import sys\n"
     "missing = ('nemo_patches', 'nemo', 'wrapt', 'typer', 'rich', 'lightning')\n"
@@ -80,14 +80,14 @@ def test_a_stall_that_does_not_work_is_said_once_and_breaks_nothing(
 @pytest.mark.parametrize("has_stall", [False, True], ids=["sync", "sync+stall"])
 def test_a_variable_that_has_no_effect_there_is_said_once(has_stall: bool, vendored: Path) -> None:
     if has_stall:
-        (vendored / "stall").mkdir()
-        (vendored / "stall" / "__init__.py").write_text("")
-        (vendored / "stall" / "subscriber.py").write_text(SUBSCRIBER)
+        shutil.copytree(PACKAGE / "stall", vendored / "stall", ignore=shutil.ignore_patterns("__pycache__"))
     names = ("NEMO_PATCHES_TIMEOUT", "NEMO_PATCHES_TIMEOUTS", "NEMO_PATCHES_TRACE", "NEMO_PATCHES_CALL_TIMEOUT")
     variables = dict.fromkeys(names, "3") | {"RANK": "5"}
     program = PROGRAM.replace("'nemo_patches', ", "")
     done = run([sys.executable, "-c", program], environment(**variables), cwd=vendored.parent)
-    settings = "SYNC, TIMEOUT, ON_TIMEOUT" + ", CALL_TIMEOUT" * has_stall
+    settings = "SYNC, TIMEOUT, ON_TIMEOUT" + (
+        ", CALL_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ON_STALL, STALL_PORT" * has_stall
+    )
     sentences = [
         "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?",
         f"NEMO_PATCHES_TRACE is not a setting, and has no effect; settings, after NEMO_PATCHES_: {settings}",

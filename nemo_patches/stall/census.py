@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..sync import keys
 from ..sync.rank_log import first_line
 from .heartbeat import Heartbeat
-from .missing_query import PERIODS_TO_SEE, Surroundings, sleep_until
+from .missing_query import PERIODS_TO_SEE, Introduction, Surroundings, sleep_until
 from .peers import ask
 from .rank_groups import RankGroup, grouped
 from .store_client import AskedStore, announced_ranks, read_heartbeats
@@ -60,12 +60,15 @@ class Census:
     def look_after_the_store(self) -> None:
         """Called again and again, by the stall monitor: where the store fails, ask the ranks themselves."""
         trouble = "" if self._of_ranks is not None else self._of_store.trouble()
-        if trouble and (peers := self._question.surroundings.peers()):
-            self._of_ranks = DirectCensus(self._question, peers, trouble)
+        introduction = self._question.surroundings.introduction()
+        if trouble and introduction.peers:
+            self._of_ranks = DirectCensus(self._question, introduction, trouble)
 
     def trouble(self) -> str:
-        """With the store; empty where it answers."""
-        return self._of_store.trouble()
+        """With the store, and why the ranks are not asked; empty where the store answers."""
+        problem = self._question.surroundings.introduction().problem
+        trouble = self._of_store.trouble()
+        return f"{trouble}; the ranks themselves are not asked: {problem}" if trouble and problem else trouble
 
     def cancel(self) -> None:
         self._of_store.cancelled = True
@@ -137,18 +140,17 @@ class StoreCensus:
 class DirectCensus:
     """Of the ranks themselves. Its thread writes `counted`."""
 
-    def __init__(self, question: CensusQuestion, peers: Mapping[int, Peer], trouble: str) -> None:
+    def __init__(self, question: CensusQuestion, introduction: Introduction, trouble: str) -> None:
         self.counted: Counted | None = None
         self.cancelled = False  # written by who asked
-        self._question, self._trouble = question, trouble
-        self._peers = {
-            rank: peer for rank, peer in peers.items() if peer.address and rank != question.surroundings.rank
-        }
+        self._question, self._trouble, self._token = question, trouble, introduction.token
+        own = question.surroundings.rank
+        self._peers = {rank: peer for rank, peer in introduction.peers.items() if peer.address and rank != own}
         question.surroundings.client.ask_in_thread(self._run)
 
     def _run(self) -> None:
         sleep_until(self._question.due_at, lambda: self.cancelled)
-        answers = ask(self._peers, _DIRECT_PATIENCE_S, lambda: self.cancelled)
+        answers = ask(self._peers, self._token, _DIRECT_PATIENCE_S, lambda: self.cancelled)
         silent = self._peers.keys() - answers.keys()
         unheard = {rank: _unheard(rank, self._peers[rank]) for rank in silent}
         is_first = all(self._question.surroundings.rank < rank for rank in answers)

@@ -21,7 +21,7 @@ class Heartbeat:
     calls: int  # of all encoders
     clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
     idle: float  # seconds since the last encoder call began; -1 before the first
-    rounds: dict[str, int]  # by encoder, those called last: the rounds that this rank has come to
+    rounds: dict[str, int]  # by encoder: the rounds that this rank has come to, the open ones and the latest last
     address: str = ""  # where this rank listens for direct questions; empty: nowhere
     port: int = 0
     where: str = ""  # what its training thread does, where the last call is long ago
@@ -29,9 +29,12 @@ class Heartbeat:
     worker_states: tuple[str, ...] = ()  # what there is to say of some of them
     collective: str = ""  # what its training thread waits in, then; empty: in none that is known
     activity: str = ""  # "a checkpoint", "a debugger", then
+    whole: bool = True  # false where `rounds` has no room for all encoders
 
-    def has_come(self, encoder_key: str, round_number: int) -> bool:
-        """Whether its rank has come to this round of this encoder."""
+    def has_come(self, encoder_key: str, round_number: int) -> bool | None:
+        """Whether its rank has come to this round of this encoder; None where it does not say."""
+        if encoder_key not in self.rounds and not self.whole:
+            return None
         return self.rounds.get(encoder_key, 0) >= round_number > 0
 
 

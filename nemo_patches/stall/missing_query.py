@@ -9,8 +9,10 @@ asks the ranks themselves. Each query runs in a short-lived thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -31,15 +33,27 @@ _DIRECT_PATIENCE_S = 1.2  # for a rank to answer: one whose heart beats looks fo
 _SLICE_S = 0.05  # between two looks whether the answer is still wanted
 
 
+class Introduction(NamedTuple):
+    """How to ask the ranks themselves.
+
+    peers: where each is; empty while not all have announced themselves. token: what they want to hear. problem: why
+    this rank asks nobody.
+    """
+
+    peers: Mapping[int, Peer] = MappingProxyType({})
+    token: bytes = b""
+    problem: str = ""
+
+
 @dataclass(frozen=True)
 class Surroundings:
-    """What a query needs of this rank. peers: where each rank is; empty while not all have announced themselves."""
+    """What a query needs of this rank."""
 
     rank: int
     size: int
     period_s: float
     client: StoreClient
-    peers: Callable[[], Mapping[int, Peer]]
+    introduction: Callable[[], Introduction]
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,13 @@ class Question:
     incident: str
 
     def came(self, heartbeat: Heartbeat) -> bool:
-        return heartbeat.has_come(self.key, self.round_number)
+        """Also where it does not say: nobody is missing for calling more encoders than a heartbeat holds."""
+        return heartbeat.has_come(self.key, self.round_number) is not False
+
+    def unsaid(self, heartbeats: Iterable[Heartbeat]) -> str:
+        """Why it cannot be told that all have come; empty where it can."""
+        ranks = [one.rank for one in heartbeats if one.has_come(self.key, self.round_number) is None]
+        return f"{named(sorted(ranks))}: more encoders than a heartbeat tells of" if ranks and self.key != END else ""
 
 
 @dataclass(frozen=True)
@@ -89,27 +109,34 @@ class MissingQuery:
 
     @property
     def done(self) -> bool:
-        if self._store_query.missing is not None:
+        if self._store_query.missing is not None or self._store_query.unsaid:
             return True
         if not self._store_query.trouble():
             return False
-        return self._direct_query.done if self._direct_query is not None else not self._surroundings.peers()
+        if self._direct_query is None:
+            return not self._surroundings.introduction().peers
+        return self._direct_query.done
 
     def answer(self) -> Answer:
         """What is known by now."""
         store, direct, trouble = self._store_query, self._direct_query, self._store_query.trouble()
         if store.missing is not None:
             return Answer(store.missing)
+        if store.unsaid:
+            return Answer(unknown=store.unsaid)
         if direct is not None and direct.missing is not None:
             return Answer(direct.missing, direct.unknown, f"{trouble or 'slow store'}; the ranks themselves were asked")
+        if trouble and (problem := self._surroundings.introduction().problem):
+            trouble += f"; the ranks themselves are not asked: {problem}"
         return Answer(store.partly, trouble or ("" if store.partly else "it was not known yet"))
 
     def look_after_the_store(self) -> None:
         """Called again and again, by the stall monitor: where the store fails, ask the ranks themselves."""
         if self._direct_query is not None or self._cancelled or not self._store_query.trouble():
             return
-        if peers := self._surroundings.peers():
-            self._direct_query = DirectQuery(self._surroundings, self.question, peers)
+        introduction = self._surroundings.introduction()
+        if introduction.peers:
+            self._direct_query = DirectQuery(self._surroundings, self.question, introduction)
 
     @property
     def age_s(self) -> float:
@@ -128,6 +155,7 @@ class StoreQuery:
     def __init__(self, surroundings: Surroundings, question: Question) -> None:
         self.missing: tuple[MissingRank, ...] | None = None
         self.partly: tuple[MissingRank, ...] = ()
+        self.unsaid = ""  # in place of `missing`: why it cannot be known
         self.cancelled = False  # written by who asked
         self._surroundings, self._question = surroundings, question
         self._began = time.monotonic()
@@ -144,7 +172,7 @@ class StoreQuery:
     def _run(self) -> None:
         try:
             attempt = 0
-            while not self.cancelled and self.missing is None:
+            while not self.cancelled and self.missing is None and not self.unsaid:
                 attempt += 1
                 self._ask(self._topic(attempt))
         except Exception as error:
@@ -161,7 +189,7 @@ class StoreQuery:
             is_first = store.add(f"{topic}/asked", 1) == 1
         if is_first:
             missing = self._find_out()
-            if not self.cancelled:
+            if not self.cancelled and not self.unsaid:
                 with self._store.asking() as store:
                     self._publish(store, topic, missing)
                 self.missing = missing
@@ -199,7 +227,9 @@ class StoreQuery:
         self._sleep_until(began + PERIODS_TO_SEE * self._surroundings.period_s)
         last, still_absent = self._look(others if came else absent)
         if came:
-            return self._described(others, first, last, due, (SILENT, LEFT))
+            gone = self._described(others, first, last, due, (SILENT, LEFT))
+            self.unsaid = "" if gone else self._question.unsaid(last.values())
+            return gone
         # Heartbeats lag by one period: blame a rank seen just now only if no other suspect remains.
         return self._described(still_absent or absent, first, last, due)
 
@@ -259,14 +289,16 @@ class StoreQuery:
 class DirectQuery:
     """A question to the ranks themselves. Its thread writes `missing`: None before the first answer."""
 
-    def __init__(self, surroundings: Surroundings, question: Question, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, surroundings: Surroundings, question: Question, introduction: Introduction) -> None:
         self.missing: tuple[MissingRank, ...] | None = None
         self.done = False
         self.cancelled = False  # written by who asked
-        self._question = question
-        self._peers = {rank: peer for rank, peer in peers.items() if rank != surroundings.rank and peer.address}
+        self._question, self._token = question, introduction.token
+        others = ((rank, peer) for rank, peer in introduction.peers.items() if rank != surroundings.rank)
+        self._peers = {rank: peer for rank, peer in others if peer.address}
         unasked = sorted(set(range(surroundings.size)) - {surroundings.rank, *self._peers})
-        self.unknown = f"{named(unasked)} cannot be asked" if unasked else ""  # why `missing` may not be all
+        self._unasked = f"{named(unasked)} cannot be asked" if unasked else ""
+        self.unknown = self._unasked  # why `missing` may not be all
         surroundings.client.ask_in_thread(self._run)
 
     def _run(self) -> None:
@@ -282,9 +314,11 @@ class DirectQuery:
         self.done = True
 
     def _ask(self) -> None:
-        heartbeats = ask(self._peers, _DIRECT_PATIENCE_S, lambda: self.cancelled)
+        heartbeats = ask(self._peers, self._token, _DIRECT_PATIENCE_S, lambda: self.cancelled)
         if not self.cancelled:
-            self.missing = tuple(self._described(heartbeats))
+            missing = tuple(self._described(heartbeats))
+            self.unknown = self._unasked or ("" if missing else self._question.unsaid(heartbeats.values()))
+            self.missing = missing
 
     def _described(self, heartbeats: dict[int, Heartbeat]) -> Iterator[MissingRank]:
         silent = self._peers.keys() - heartbeats.keys()

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 from ..sync import __version__
 from ..sync.events import Group
@@ -19,46 +19,49 @@ from .loader_workers import described, loader_workers
 from .occupation import Occupation
 from .peers import Listener
 from .rank_text import LEFT
+from .settings import StallSettings
 from .training_notes import FORWARD, LENGTH_SYNC, TrainingNotes
 
 
 class OwnHeartbeat:
     """Any thread may have one made."""
 
-    def __init__(self, group: Group, notes: TrainingNotes) -> None:
-        self._group, self._notes = group, notes
+    def __init__(self, group: Group, notes: TrainingNotes, settings: Callable[[], StallSettings]) -> None:
+        self._group, self._notes, self._settings = group, notes, settings
         self._numbers = itertools.count(1)
 
-    def make(self, listener: Listener | None, away_after_s: float = math.inf, phase: str = "") -> Heartbeat:
-        """This rank's next heartbeat. away_after_s: so long after its last encoder call it says where it is.
-
-        phase: in place of the noted one.
-        """
-        now, settings, last = time.monotonic(), current(), self._notes.last
+    def make(self, listener: Listener | None, phase: str = "") -> Heartbeat:
+        """This rank's next heartbeat. phase: in place of the noted one."""
+        now, settings, last = time.monotonic(), self._settings(), self._notes.last
         idle = now - last.since if last.since else -1.0
         if not phase:
             phase = self._notes.phase()
             if phase == FORWARD and not last.in_forward():
                 phase = "between encoder calls"
         # A rank that is long away says where it is by itself: one that is asked may be unable to answer.
-        away = idle >= away_after_s and phase != LEFT
+        away_after = min(current().timeout, settings.stall_timeout or current().timeout) / 2
+        away = idle >= away_after.total_seconds() and phase != LEFT
         workers = loader_workers() if away else ()
         collective, activity = stacks.occupation(last.thread) if away else Occupation()
         syncs = [notes.sync for notes in self._notes.encoders(self._group)]
-        rounds = [(round_.issued_at, sync.key, round_.number) for sync in syncs if (round_ := sync.round) is not None]
+        rounds = [
+            (not sync.has_come(round_), round_.issued_at, sync.key, round_.number)
+            for sync in syncs
+            if (round_ := sync.round) is not None
+        ]
         return Heartbeat(
             rank=self._group.rank,
             number=next(self._numbers),
             host=socket.gethostname(),
             pid=os.getpid(),
             versions=_versions(),
-            settings=str(settings),
+            settings=f"{current()}, {settings}",
             phase=phase,
             encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,
             clock=last.clock,
             idle=idle,
-            rounds={key: number for _, key, number in sorted(rounds)},
+            rounds={key: number for *_, key, number in sorted(rounds)},
             address=listener.address if listener is not None else "",
             port=listener.port if listener is not None else 0,
             where=stacks.where(last.thread) if away else "",

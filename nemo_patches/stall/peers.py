@@ -1,77 +1,130 @@
 """Heartbeats asked from the peers themselves, each over a connection of its own: the way around a store that fails.
 
-Each rank's stall monitor listens on a port, which the ranks learn at the roll call. Who connects is sent the heartbeat;
-nothing that it sends is read.
+Each rank's stall monitor listens on a port, which the ranks learn at the roll call together with the job's token. Who
+says the token is sent the heartbeat; everybody else is told nothing, and dropped.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hmac
 import ipaddress
+import secrets
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
 
+from ..sync.safe_text import safe
+from ..sync.tree import here_and_store
 from .heartbeat import Heartbeat
-from .wire import LONGEST_HEARTBEAT, Peer, decode_heartbeat, encode_heartbeat
+from .wire import LONGEST_HEARTBEAT, TOKEN_BYTES, Peer, decode_heartbeat, encode_heartbeat
 
 _CONNECTIONS_AT_ONCE = 256  # of one rank: it may have few files left
 _SLICE_S = 0.05  # between two looks whether the answers are still wanted
-_BACKLOG = 1024  # connections
+_BACKLOG = 1024  # connections; also the most that one look takes
+_SILENT_S = 5  # the kernel holds back for so long who says nothing
+_MOST_SILENT = 16  # visitors that have said nothing yet, from one look to the next
 
 
 class Listener:
-    """This rank's port. `answer` is called again and again; it never waits."""
+    """This rank's port. `answer` is called again and again, by one thread; it never waits."""
 
     def __init__(self, server: tuple[str, int]) -> None:
-        """server: the store's. Peers get the address that this host has on the way there; no packet is sent.
+        """server: the store's. The port is on the interface on the way there, and on no other.
 
         Raises OSError where there can be no port.
         """
-        family, _, _, _, address = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(address)
-            self.address, self._store_address = str(way.getsockname()[0]), str(way.getpeername()[0])
-        both = socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(
-            ("", 0), family=socket.AF_INET6 if both else family, backlog=_BACKLOG, dualstack_ipv6=both
-        )
-        self._socket.setblocking(False)
+        self.address, self._store_address = here_and_store(server)
+        self._socket = _listening(self.address, self.address, 0)
         self.port = int(self._socket.getsockname()[1])
+        self._host = safe(socket.gethostname())
+        self._token = secrets.token_bytes(TOKEN_BYTES)  # nobody has it: before the roll call is complete, nobody asks
+        self._too_narrow = False
+        self._silent: list[socket.socket] = []
+
+    def introduce(self, peers: Mapping[int, Peer], token: bytes) -> None:
+        """The roll call is complete: who may ask, and by which token."""
+        self._token = token
+        # Ranks on other hosts cannot reach a loopback address: they ask at the store's, which is this host's then.
+        self._too_narrow = _is_loopback(self.address) and any(peer.host != self._host for peer in peers.values())
 
     def answer(self, make_heartbeat: Callable[[], Heartbeat]) -> None:
-        """Send the heartbeat to everybody who has connected."""
-        data = b""
-        with contextlib.suppress(OSError):  # nobody asks, or closed
-            while True:
-                client, _ = self._socket.accept()
-                with client, contextlib.suppress(OSError):
-                    data = data or encode_heartbeat(make_heartbeat())
-                    client.setblocking(False)
-                    client.send(data)  # of a size that every socket's buffer takes
+        """Send the heartbeat to everybody who says the token. Who says nothing has until the next look."""
+        if self._too_narrow:
+            self._widen()
+        heartbeat = functools.cache(lambda: encode_heartbeat(make_heartbeat()))
+        silent, self._silent = self._silent, []
+        for visitor in silent:
+            with visitor:
+                self._heed(visitor, heartbeat)
+        with contextlib.suppress(OSError):  # nobody more, or closed, or no more files
+            for _ in range(_BACKLOG):
+                visitor, _ = self._socket.accept()
+                visitor.setblocking(False)
+                if self._heed(visitor, heartbeat) or len(self._silent) == _MOST_SILENT:
+                    visitor.close()
+                else:
+                    self._silent.append(visitor)
 
     def from_here(self, peer: Peer) -> Peer:
-        """A peer with a loopback address runs on the store's host: use the store's address."""
-        on_stores_host = peer.address and ipaddress.ip_address(peer.address).is_loopback
-        return peer._replace(address=self._store_address) if on_stores_host else peer
+        """A peer on another host with a loopback address is on the store's host: use the store's address."""
+        is_apart = peer.host != self._host and _is_loopback(peer.address)
+        return peer._replace(address=self._store_address) if is_apart else peer
 
     def close(self) -> None:
+        for own in (self._socket, *self._silent):
+            own.close()
+
+    def _heed(self, visitor: socket.socket, heartbeat: Callable[[], bytes]) -> bool:
+        """False where it has said nothing yet."""
+        try:
+            if hmac.compare_digest(visitor.recv(TOKEN_BYTES), self._token):
+                visitor.send(heartbeat())  # of a size that every socket's buffer takes
+        except BlockingIOError:
+            return False
+        except OSError:  # it has gone
+            pass
+        return True
+
+    def _widen(self) -> None:
+        self._too_narrow = False
         self._socket.close()
+        with contextlib.suppress(OSError):  # somebody else has the port: ranks on other hosts find this one silent
+            self._socket = _listening("", self.address, self.port)
 
 
-def ask(peers: Mapping[int, Peer], patience_s: float, cancelled: Callable[[], bool]) -> dict[int, Heartbeat]:
+def _listening(interface: str, like: str, port: int) -> socket.socket:
+    """interface: "" for all, of the family of the address `like`."""
+    family = socket.AF_INET6 if ":" in like else socket.AF_INET
+    listener = socket.create_server((interface, port), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel holds back who says nothing: such a visitor costs no file
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+    return listener
+
+
+def _is_loopback(address: str) -> bool:
+    return bool(address) and ipaddress.ip_address(address).is_loopback
+
+
+def ask(
+    peers: Mapping[int, Peer], token: bytes, patience_s: float, cancelled: Callable[[], bool]
+) -> dict[int, Heartbeat]:
     """The present heartbeats of those that answer, by rank; each is given `patience_s`."""
     heartbeats: dict[int, Heartbeat] = {}
     ranks = sorted(peers)
     for start in range(0, len(ranks), _CONNECTIONS_AT_ONCE):
         some = {rank: peers[rank] for rank in ranks[start : start + _CONNECTIONS_AT_ONCE]}
-        heartbeats |= _ask(some, patience_s, cancelled)
+        heartbeats |= _ask(some, token, patience_s, cancelled)
     return heartbeats
 
 
-def _ask(peers: Mapping[int, Peer], patience_s: float, cancelled: Callable[[], bool]) -> dict[int, Heartbeat]:
+def _ask(
+    peers: Mapping[int, Peer], token: bytes, patience_s: float, cancelled: Callable[[], bool]
+) -> dict[int, Heartbeat]:
     heartbeats: dict[int, Heartbeat] = {}
     end = time.monotonic() + patience_s
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as pending:
@@ -81,12 +134,16 @@ def _ask(peers: Mapping[int, Peer], patience_s: float, cancelled: Callable[[], b
                 client = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 client.setblocking(False)
                 client.connect_ex((peer.address, peer.port))
-                pending.register(client, selectors.EVENT_READ, (rank, client, bytearray()))
+                pending.register(client, selectors.EVENT_WRITE, (rank, client, bytearray()))
         while pending.get_map() and not cancelled() and (left := end - time.monotonic()) > 0:
-            for key, _ in pending.select(min(left, _SLICE_S)):
+            for key, events in pending.select(min(left, _SLICE_S)):
                 rank, client, data = key.data
                 more = b""
                 with contextlib.suppress(OSError):  # refused, or unreachable
+                    if events & selectors.EVENT_WRITE:  # connected
+                        client.sendall(token)
+                        pending.modify(client, selectors.EVENT_READ, key.data)
+                        continue
                     more = client.recv(LONGEST_HEARTBEAT)
                 data += more
                 if more and len(data) <= LONGEST_HEARTBEAT:

@@ -13,13 +13,6 @@ UNANNOUNCED = "unannounced"  # no sign of nemo_patches
 LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
 KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE)
 
-_LONGEST_TEXT = 600  # characters of any text that a peer sent
-
-
-def safe(text: str) -> str:
-    """A peer's text as it may be printed: one line, no control characters, of bounded length."""
-    return "".join(character if character.isprintable() else "?" for character in text[:_LONGEST_TEXT])
-
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """Ranks in rising order as (first, last) of each run."""

@@ -2,31 +2,32 @@
 
 A rank of stock NeMo never does. It waits in the default process group, where the patched ranks' next collective meets
 its reduce; nobody can help it from outside, so it must be seen. Once all have come, rank 0 compares their versions and
-settings, and leaves for all where each rank is, and where it listens.
+settings, and leaves for all where each rank is, where it listens, and the token that it wants to hear there.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..sync import keys
 from ..sync.events import Group
+from ..sync.length_sync import current
 from ..sync.rank_log import first_line, report
 from .heartbeat import Heartbeat
 from .missing_rank import UNPATCHED
 from .own_heartbeat import OwnHeartbeat
 from .peers import Listener
 from .rank_text import named
+from .settings import StallSettings
 from .store_client import StoreClient, announce, announced_ranks, count_announced, read_heartbeats
-from .wire import Peer, decode_peers, encode_peers
+from .wire import TOKEN_BYTES, Peer, decode_peers, encode_peers
 
 # From one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
 _FIRST_PAUSE_S, _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S = 0.05, 0.001, 5.0
@@ -41,16 +42,19 @@ class RollCall:
         group: Group,
         client: StoreClient,
         own_heartbeat: OwnHeartbeat,
-        limit: timedelta,
+        settings: Callable[[], StallSettings],
         stall_reported: Callable[[], bool],
     ) -> None:
-        """limit: after which missing ranks are named, unless a stall report names them (`stall_reported`)."""
+        """stall_reported: whether a report has named the missing ranks, who are named here after the sync's timeout."""
         self.missing: tuple[int, ...] = ()  # as it was at the last look
         self.peers: dict[int, Peer] = {}  # by rank, once all have come
-        self.listener: Listener | None = None  # this rank's; None where it cannot listen
+        self.token = b""  # the job's, then
+        self.listener: Listener | None = None  # this rank's
+        self.no_port = ""  # why it has none
         self.done = False
         self._group, self._client, self._own_heartbeat = group, client, own_heartbeat
-        self._limit, self._stall_reported = limit, stall_reported
+        self._settings, self._stall_reported = settings, stall_reported
+        self._limit = current().timeout
         self._began = time.monotonic()
         self._attempt = -1  # in which this rank has announced itself
         self._due = self._said = False
@@ -94,9 +98,8 @@ class RollCall:
 
     def _see(self, store: dist.Store) -> None:
         if self._attempt != self._group.store.attempt:
-            if self._group.store.server is not None and self.listener is None:
-                with contextlib.suppress(OSError):  # without a listener, peers report this rank as unreachable
-                    self.listener = Listener(self._group.store.server)
+            if self.listener is None:
+                self._listen()
             announce(store, self._own_heartbeat.make(self.listener))
             self._attempt = self._group.store.attempt
         if count_announced(store) == self._group.size:
@@ -115,13 +118,30 @@ class RollCall:
         if self._group.rank == 0:
             heartbeats = read_heartbeats(store, range(self._group.size))
             self._compare(heartbeats.values())
-            self.peers = {rank: Peer(one.host, one.pid, one.address, one.port) for rank, one in heartbeats.items()}
-            store.set(keys.PEERS, encode_peers(self.peers))
+            peers = {rank: Peer(one.host, one.pid, one.address, one.port) for rank, one in heartbeats.items()}
+            self._introduce(peers, secrets.token_bytes(TOKEN_BYTES))
+            store.set(keys.PEERS, encode_peers(peers, self.token))
         elif store.check([keys.PEERS]):
-            self.peers = decode_peers(store.get(keys.PEERS), self._group.size)
+            self._introduce(*decode_peers(store.get(keys.PEERS), self._group.size))
         else:
             return
         self.done = True
+
+    def _listen(self) -> None:
+        """Where ranks that the store fails may ask this one; without a port it cannot be asked, and asks nobody."""
+        server = self._group.store.server
+        try:
+            if self._settings().stall_port == "off":
+                self.no_port = "stall_port=off"
+            elif server is not None:
+                self.listener = Listener(server)
+        except OSError as error:
+            self.no_port = f"this rank has no port: {first_line(error)}"
+
+    def _introduce(self, peers: dict[int, Peer], token: bytes) -> None:
+        if self.listener is not None and token:
+            self.listener.introduce(peers, token)
+        self.token, self.peers = token, peers
 
     def _compare(self, heartbeats: Iterable[Heartbeat]) -> None:
         """Say where ranks differ in what should be the same on all."""

@@ -1,4 +1,4 @@
-"""The settings of reports of stalls outside the encoder: a table beside sync/settings.py's."""
+"""The settings of stall reports: a table beside sync/settings.py's."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..sync.settings import Setting, SettingsError, seconds_setting
+from ..sync.settings import Setting, SettingsError, seconds_setting, word_setting
 
 
 def _command_line(value: Any) -> str:
@@ -21,6 +21,7 @@ def _command_line(value: Any) -> str:
     return value
 
 
+CALL_TIMEOUT = seconds_setting("call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True)
 STALL_TIMEOUT = seconds_setting(
     "stall_timeout", 60, "Seconds without an encoder call, after which every rank says where all are; 0: never.", True
 )
@@ -33,40 +34,45 @@ ON_STALL = Setting(
     _command_line,
     "a command line whose quotes match, or '' (none)",
     "A command, run once per stall by one rank, with the report as JSON on its standard input.",
-    lambda command: shlex.quote(command) if command else "none",
+    lambda command: command or "none",
 )
-SETTINGS: tuple[Setting[Any], ...] = (STALL_TIMEOUT, STALL_EXIT, ON_STALL)
+STALL_PORT = word_setting("stall_port", ("on", "off"), "on: ranks ask each other where the store fails; off: no port.")
+SETTINGS: tuple[Setting[Any], ...] = (CALL_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ON_STALL, STALL_PORT)
 
 
 @dataclass(frozen=True)
 class StallSettings:
-    """What is done about a stall anywhere in the job; a field for each of SETTINGS, in their order."""
+    """What is reported, and what is done about it; a field for each of SETTINGS, in their order."""
 
+    call_timeout: timedelta = CALL_TIMEOUT.default
     stall_timeout: timedelta = STALL_TIMEOUT.default
     stall_exit: timedelta = STALL_EXIT.default
     on_stall: str = ON_STALL.default
+    stall_port: str = STALL_PORT.default
 
     def items(self) -> Iterable[tuple[Setting[Any], Any]]:
         """Each setting of the table, with its value here."""
         return zip(SETTINGS, astuple(self), strict=True)
 
     def __str__(self) -> str:
-        """All that is not as by default; the stall timeout always."""
+        """The timeouts, and what else is not as by default."""
         return ", ".join(
-            setting.shown(value)
+            f"{setting.name}={value!r}" if setting is ON_STALL else setting.shown(value)
             for setting, value in self.items()
-            if setting is STALL_TIMEOUT or value != setting.default
+            if setting in (CALL_TIMEOUT, STALL_TIMEOUT) or value != setting.default
         )
 
 
 def resolve(
+    call_timeout: float | str | None = None,
     stall_timeout: float | str | None = None,
     stall_exit: float | str | None = None,
     on_stall: str | None = None,
+    stall_port: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> StallSettings:
     """From keywords (times in seconds), else the environment, else the defaults. Raises SettingsError."""
-    given = (stall_timeout, stall_exit, on_stall)
+    given = (call_timeout, stall_timeout, stall_exit, on_stall, stall_port)
     settings = StallSettings(
         *(setting.value(keyword, environment) for setting, keyword in zip(SETTINGS, given, strict=True))
     )

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 
 from ..sync.events import Group, bus
@@ -25,7 +25,7 @@ from .encoder_watch import EncoderWatch
 from .heartbeat import PERIOD_ON_A_FILE_S, Heartbeat, period_for_s
 from .job_stall import JobStallWatch
 from .late_return import LateReturn
-from .missing_query import MissingQuery, Surroundings
+from .missing_query import Introduction, MissingQuery, Surroundings
 from .missing_rank import Stall
 from .own_heartbeat import OwnHeartbeat
 from .rank_text import LEFT
@@ -34,7 +34,6 @@ from .settings import StallSettings
 from .store_client import StoreClient
 from .sync_end_report import SyncEndReport
 from .training_notes import EncoderNotes, TrainingNotes
-from .wire import Peer
 
 SUBSCRIBER = "the stall monitor"
 _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
@@ -47,10 +46,10 @@ class StallMonitor:
         self._settings = settings
         self.client = StoreClient(group.store)
         self._group, self._notes = group, notes
-        self._own_heartbeat = OwnHeartbeat(group, notes)
-        self.roll_call = RollCall(group, self.client, self._own_heartbeat, current().timeout, self._has_stall)
+        self._own_heartbeat = OwnHeartbeat(group, notes, settings)
+        self.roll_call = RollCall(group, self.client, self._own_heartbeat, settings, self._has_stall)
         period_s = PERIOD_ON_A_FILE_S if group.store.is_file else period_for_s(group.size)
-        self._surroundings = Surroundings(group.rank, group.size, period_s, self.client, self._peers)
+        self._surroundings = Surroundings(group.rank, group.size, period_s, self.client, self._introduction)
         self._watches: dict[EncoderNotes, EncoderWatch] = {}
         self._end_report = SyncEndReport(self._surroundings, notes.end_promises)
         self._late_return = LateReturn(group.rank, self.client, notes)
@@ -95,11 +94,12 @@ class StallMonitor:
         """Whether a round is late enough to be looked into."""
         return any(watch.busy for watch in list(self._watches.values()))
 
-    def _peers(self) -> Mapping[int, Peer]:
+    def _introduction(self) -> Introduction:
         listener = self.roll_call.listener
         if listener is None:
-            return {}
-        return {rank: listener.from_here(peer) for rank, peer in self.roll_call.peers.items()}
+            return Introduction(problem=self.roll_call.no_port)
+        peers = {rank: listener.from_here(peer) for rank, peer in self.roll_call.peers.items()}
+        return Introduction(peers, self.roll_call.token)
 
     def _call_roll(self) -> None:
         self.roll_call.run(self._stopped)
@@ -124,13 +124,14 @@ class StallMonitor:
             self.client.disconnect()
 
     def _pause_s(self) -> float:
-        settings = current()
-        shortest = min(settings.timeout, settings.call_timeout or settings.timeout).total_seconds()
+        timeout, settings = current().timeout, self._settings()
+        limits = (settings.call_timeout, settings.stall_timeout)
+        shortest = min(timeout, *(limit for limit in limits if limit)).total_seconds()
         return max(min(_TICK_IN_A_STALL_S if self._has_stall() else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:
-        now, settings = time.monotonic(), current()
-        timeout_s = settings.timeout.total_seconds()
+        now, settings = time.monotonic(), self._settings()
+        timeout_s = current().timeout.total_seconds()
         where = self.latest.where if self.latest is not None else ""
         came_back = not is_last and self._late_return.look(timeout_s / 2, where)
         for query in self._queries():
@@ -144,7 +145,7 @@ class StallMonitor:
         if (listener := self.roll_call.listener) is not None:
             listener.answer(self._make_heartbeat)
         self._watchdog.look(now, settings.call_timeout.total_seconds())
-        self._job_stall.look(time.monotonic(), self._settings(), is_last)
+        self._job_stall.look(time.monotonic(), settings, is_last)
 
     def _queries(self) -> list[MissingQuery | Census]:
         in_watches = [query for watch in self._watches.values() for query in watch.queries()]
@@ -164,8 +165,7 @@ class StallMonitor:
                 del self._watches[notes]
 
     def _make_heartbeat(self, phase: str = "") -> Heartbeat:
-        away_after = min(current().timeout, self._settings().stall_timeout or current().timeout)
-        return self._own_heartbeat.make(self.roll_call.listener, away_after.total_seconds() / 2, phase)
+        return self._own_heartbeat.make(self.roll_call.listener, phase)
 
     def _send_heartbeat(self, phase: str = "") -> None:
         if self._heart_stopped:

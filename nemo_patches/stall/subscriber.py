@@ -9,6 +9,7 @@ from ..sync.events import GroupBegan, bus
 from ..sync.rank_log import report
 from ..sync.settings import SettingsError
 from .missing_rank import Stall
+from .settings import SETTINGS as SETTINGS
 from .settings import StallSettings, resolve
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes

@@ -13,14 +13,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
+from ..sync.safe_text import safe
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank
 from .rank_groups import RankGroup
-from .rank_text import ELSEWHERE, KINDS, ranges, safe
+from .rank_text import ELSEWHERE, KINDS, ranges
 
-LONGEST_HEARTBEAT = 4096  # bytes; a longer one is not taken
+LONGEST_HEARTBEAT = 8192  # bytes; a longer one is not taken
 LONGEST_REPORT = 1 << 18  # bytes
-_MOST_ENCODERS = 16
+TOKEN_BYTES = 16
+_MOST_ENCODERS = 64
 _MOST_WORKERS = 32
 _MOST_GROUPS = 40
 
@@ -37,13 +39,14 @@ class Peer(NamedTuple):
 def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
     """At most LONGEST_HEARTBEAT bytes: what a reader can do without goes first."""
     rounds = dict(list(heartbeat.rounds.items())[-_MOST_ENCODERS:])
-    short = replace(heartbeat, rounds=rounds, workers=heartbeat.workers[:_MOST_WORKERS])
+    whole = heartbeat.whole and len(rounds) == len(heartbeat.rounds)
+    short = replace(heartbeat, rounds=rounds, whole=whole, workers=heartbeat.workers[:_MOST_WORKERS])
     without_workers = replace(short, workers=(), worker_states=())
     for candidate in (short, replace(short, worker_states=()), without_workers, replace(without_workers, where="")):
         data = _bytes(asdict(candidate))
         if len(data) <= LONGEST_HEARTBEAT:
             return data
-    return _bytes(asdict(replace(without_workers, where="", rounds={}, settings="", encoder="")))
+    return _bytes(asdict(replace(without_workers, where="", rounds={}, whole=False, settings="", encoder="")))
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat | None:
@@ -106,18 +109,21 @@ def decode_texts(data: bytes) -> dict[str, str]:
     return {safe(name): safe(text) for name, text in content.items() if isinstance(text, str)}
 
 
-def encode_peers(peers: Mapping[int, Peer]) -> str:
-    return json.dumps({str(rank): peer for rank, peer in peers.items()})
+def encode_peers(peers: Mapping[int, Peer], token: bytes) -> str:
+    return json.dumps({"token": token.hex(), "peers": {str(rank): peer for rank, peer in peers.items()}})
 
 
-def decode_peers(data: bytes, size: int) -> dict[int, Peer]:
-    """The peers by rank, for `size` ranks in all; empty if malformed."""
+def decode_peers(data: bytes, size: int) -> tuple[dict[int, Peer], bytes]:
+    """The peers by rank, for `size` ranks in all, and the token that they want to hear; both empty if malformed."""
     try:
         content = json.loads(data) if len(data) <= LONGEST_REPORT else {}
-        peers = {int(rank): _peer(*peer) for rank, peer in content.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
-    return {rank: peer for rank, peer in peers.items() if 0 <= rank < size}
+        peers = {int(rank): _peer(*peer) for rank, peer in content["peers"].items()}
+        token = bytes.fromhex(content["token"])
+        if len(token) != TOKEN_BYTES:
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return {}, b""
+    return {rank: peer for rank, peer in peers.items() if 0 <= rank < size}, token
 
 
 def _peer(host: str, pid: int, address: str, port: int) -> Peer:
@@ -185,7 +191,14 @@ def _rounds(value: Any) -> dict[str, int]:
     return {_text(key): _whole(number) for key, number in list(value.items())[:_MOST_ENCODERS]}
 
 
+def _yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
 _CHECKS: dict[str, Any] = {
+    "bool": _yes_or_no,
     "int": _whole,
     "str": _text,
     "float": _seconds,

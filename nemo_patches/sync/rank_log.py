@@ -13,7 +13,10 @@ import traceback
 
 import torch
 
+from .safe_text import safe
+
 logger = logging.getLogger("nemo_patches")
+_LONGEST = 1 << 16  # characters of a line: the stacks of all threads have some thousands
 
 
 def enable() -> None:
@@ -29,10 +32,10 @@ def enable() -> None:
 
 
 def report(level: int, text: str) -> None:
-    """One line. Never raises into the caller: a full disk or a closed stderr must not stop training."""
+    """One line, safe to print. Never raises into the caller: a full disk or a closed stderr must not stop training."""
     try:
         enable()
-        logger.log(level, "[%s] %s", _who(), text)
+        logger.log(level, "[%s] %s", _who(), safe(text, _LONGEST))
     except Exception as error:
         if raised_by_signal_handler(error):
             raise  # anything else: there is nowhere left to say it
@@ -41,7 +44,7 @@ def report(level: int, text: str) -> None:
 def first_line(error: BaseException) -> str:
     """An error in one line: torch's go on with a C++ stack."""
     text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {safe(text.splitlines()[0])}" if text else type(error).__name__
 
 
 def raised_by_signal_handler(error: BaseException) -> bool:

@@ -79,8 +79,7 @@ def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False
 SYNC = word_setting("sync", SYNC_MODES, "bounded: wait for other ranks; overlapped: never; local: no communication.")
 TIMEOUT = seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
 ON_TIMEOUT = word_setting("on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.")
-CALL_TIMEOUT = seconds_setting("call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True)
-SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT)
+SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ class Settings:
     sync: str = SYNC.default
     timeout: timedelta = TIMEOUT.default
     on_timeout: str = ON_TIMEOUT.default
-    call_timeout: timedelta = CALL_TIMEOUT.default
 
     def items(self) -> Iterable[tuple[Setting[Any], Any]]:
         """Each setting of the table, with its value here."""
@@ -104,11 +102,10 @@ def resolve(
     sync: str | None = None,
     timeout: float | str | None = None,
     on_timeout: str | None = None,
-    call_timeout: float | str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
     """From keywords (timeouts in seconds), else the environment, else the defaults. Raises SettingsError."""
-    given = zip(SETTINGS, (sync, timeout, on_timeout, call_timeout), strict=True)
+    given = zip(SETTINGS, (sync, timeout, on_timeout), strict=True)
     return Settings(*(setting.value(keyword, environment) for setting, keyword in given))
 
 

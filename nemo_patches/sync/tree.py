@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .keys import DOOR, HOSTS, PLACE, ROOT
+from .safe_text import safe
 
 FAN_OUT = 16  # children of a rank, at most
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value
@@ -79,7 +80,8 @@ class Place:
             hosts, problems = zip(*map(json.loads, store.multi_get(keys)), strict=True)
             store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
         if store.check([HOSTS]):
-            self._hosts, self.problem = json.loads(store.get(HOSTS))
+            self._hosts, problem = json.loads(store.get(HOSTS))
+            self.problem = safe(problem)
             found = parents(self._hosts, FAN_OUT)
             self.children = frozenset(rank for rank, parent in enumerate(found) if parent == self._rank)
             self.parent, self.is_known = found[self._rank], True

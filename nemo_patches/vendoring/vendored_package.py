@@ -19,7 +19,7 @@ from .sync.encoder_methods import bounded, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
 from .sync.private_growth import following_apply
 from .sync.rank_log import first_line, report
-from .sync.settings import CALL_TIMEOUT, SETTINGS, misspelt
+from .sync.settings import SETTINGS, misspelt
 
 __all__ = ["LengthSyncTimeout", "__version__", "bounded_length_sync", "counters", "stalls"]
 
@@ -49,11 +49,11 @@ def stalls() -> tuple[Any, ...]:
     return _stalls()
 
 
-def _subscribe() -> Callable[[], tuple[Any, ...]]:
-    """Have stall/ watch the sync, if it is here. Returns what tells the stalls."""
+def _subscribe() -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
+    """Have stall/ watch the sync, if it is here. Returns what tells the stalls, and the settings of their reports."""
     spec = importlib.util.find_spec(".stall", __name__)
     if spec is None or spec.origin is None:  # not here, or all that is left of it is Python's cache
-        return tuple
+        return tuple, ()
     try:
         from .stall import subscriber
 
@@ -61,17 +61,16 @@ def _subscribe() -> Callable[[], tuple[Any, ...]]:
     except Exception as error:  # nothing of ours may break NeMo's import
         problem = f"{first_line(error)}, in importing {spec.origin}"
         report(logging.ERROR, f"no stall reports: {problem}; the length sync works without them")
-        return tuple
-    return subscriber.stalls  # type: ignore[no-any-return]
+        return tuple, ()
+    return subscriber.stalls, subscriber.SETTINGS
 
 
 def _say_misspelt() -> None:
     """Our variables that have no effect here; where nemo_patches itself is in use, it says that."""
     if "nemo_patches" not in sys.modules and not multiprocessing.current_process().daemon:  # a loader's worker
-        known = [setting.variable for setting in SETTINGS if setting is not CALL_TIMEOUT or _stalls is not tuple]
-        for sentence in misspelt(os.environ, known):
+        for sentence in misspelt(os.environ, [setting.variable for setting in (*SETTINGS, *_stall_settings)]):
             report(logging.WARNING, sentence)
 
 
-_stalls = _subscribe()
+_stalls, _stall_settings = _subscribe()
 _say_misspelt()

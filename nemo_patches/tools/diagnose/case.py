@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemo_patches.stall.rank_text import named, safe
+from nemo_patches.stall.rank_text import named
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.endings import Ending, endings
 from nemo_patches.tools.diagnose.folder import Job

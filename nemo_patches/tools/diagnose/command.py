@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass, replace
 from json import dumps
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from nemo_patches.stall.rank_text import safe
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
 from nemo_patches.tools.diagnose.report_text import show
@@ -21,6 +22,7 @@ from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
 
 _WIDTH = 160  # columns, where the output is not a terminal
+_LONGEST_TEXT = 4000  # characters of anything that is printed
 
 
 class DiagnoseError(Exception):
@@ -78,10 +80,22 @@ def _ctrl_c_afterwards() -> Iterator[None]:
 
 
 def _print(report: Report, json: bool) -> None:
+    report = _printable(report)
     if json:
         print(dumps({**asdict(report), "exit_code": report.exit_code}, indent=2))
     else:
         show(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+
+
+def _printable(content: Any) -> Any:
+    """The report, or a part of it, with no text that is too long, or could steer a terminal: files may say anything."""
+    if isinstance(content, str):
+        return safe(content, _LONGEST_TEXT)
+    if isinstance(content, tuple):
+        return tuple(map(_printable, content))
+    if is_dataclass(content) and not isinstance(content, type):
+        return replace(content, **{field.name: _printable(getattr(content, field.name)) for field in fields(content)})
+    return content
 
 
 def _draw(job: Job, plot: Path | None, perfetto: Path | None) -> None:

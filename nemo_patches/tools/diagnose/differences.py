@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 
-from nemo_patches.stall.rank_text import named, safe
+from nemo_patches.stall.rank_text import named
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.sync.settings import SYNC_MODES
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_patches.stall.rank_text import safe
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
 from nemo_patches.tools.diagnose.rank_trace import (

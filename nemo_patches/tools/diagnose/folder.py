@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_patches.stall.rank_text import safe
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode, header_in
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nemo_patches.stall.rank_text import LEFT, SILENT, named, safe
+from nemo_patches.stall.rank_text import LEFT, SILENT, named
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, StallReports, stall_reports, usual_call, whom
 from nemo_patches.tools.diagnose.endings import Ending

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from nemo_patches.stall.rank_text import ranges
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
@@ -53,7 +54,7 @@ def _show_ranks(report: Report, console: Console) -> None:
         table.add_column(name, justify="right")
     table.add_column("at the end")
     for summary in shown:
-        table.add_row(*_row(summary), style="bold" if summary.rank in concerned else None)
+        table.add_row(*map(Text, _row(summary)), style="bold" if summary.rank in concerned else None)
     console.print(table)
     left_out = sorted({summary.rank for summary in report.ranks} - {summary.rank for summary in shown})
     if left_out:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_patches.stall.rank_text import named, safe
+from nemo_patches.stall.rank_text import named
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import header_in
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from nemo_patches.stall.rank_text import named, safe
+from nemo_patches.stall.rank_text import named
 from nemo_patches.sync import settings
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import gloo_probe, machine
 from nemo_patches.tools.doctor.errors import DoctorError
@@ -33,6 +34,7 @@ _Result = TypeVar("_Result")
 
 _MEASUREMENTS = 20  # syncs, and requests to the store
 _MOST_BYTES = 1 << 18  # that a rank may publish at once
+_MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
 _SHOWN_RANKS = 32  # ranks that are printed one by one
 _OF_A_HOST = ("_IFNAME", "_HCA")  # variables that end so are a host's own, and may differ
@@ -392,9 +394,18 @@ def _decoded(data: bytes, kind: type[Any]) -> Any:
     if len(data) > _MOST_BYTES:
         return None
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.convert(_printable(msgspec.json.decode(data)), kind)
     except (msgspec.DecodeError, RecursionError):
         return None
+
+
+def _printable(content: Any) -> Any:
+    """JSON's content with its texts cut, and without control characters."""
+    if isinstance(content, dict):
+        return {safe(name): _printable(value) for name, value in list(content.items())[:_MOST_ITEMS]}
+    if isinstance(content, list):
+        return [_printable(value) for value in content[:_MOST_ITEMS]]
+    return safe(content) if isinstance(content, str) else content
 
 
 def _ranks_present(store: dist.Store, timeout: timedelta) -> list[int]:

@@ -1,0 +1,9 @@
+"""Text of another rank, of the store or of a file, as it may be printed. Needs no torch, so tools use it too."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+
+def safe(text: str, longest: int = 600) -> str:
+    """One line, no control characters, nothing that reorders or hides others, at most so many characters."""
+    return "".join(character if character.isprintable() else "?" for character in text[:longest])
