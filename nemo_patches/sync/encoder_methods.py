@@ -55,9 +55,9 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
 def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
     length, before = synced_length(encoder, seq_length), encoder.max_audio_length
     if length > before:
-        bus.publish(GrowthBegan, encoder)
+        bus.publish(GrowthBegan(encoder))
         _run_privately(encoder, grow, length, device)
-        bus.publish(Grown, encoder, before, encoder.max_audio_length)
+        bus.publish(Grown(encoder, before, encoder.max_audio_length))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

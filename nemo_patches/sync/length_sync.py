@@ -192,7 +192,7 @@ class GroupSyncs:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
         if not self._begun:
             self._begun = True
-            bus.publish(events.GroupBegan, self.group)
+            bus.publish(events.GroupBegan(self.group))
 
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
@@ -231,7 +231,7 @@ class EncoderSync:
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
         settings, protocol, self.handle.in_call = current(), self.protocol, True
         try:
-            bus.publish(events.CallBegan, self.handle, protocol.calls + 1, protocol.clock)
+            bus.publish(events.CallBegan(self.handle, protocol.calls + 1, protocol.clock))
             wanted = getattr(encoder, "sync_max_audio_length", True)
             if wanted:
                 self.group_syncs.begin()
@@ -242,7 +242,7 @@ class EncoderSync:
                 result = self.take_part(length, encoder.training, settings, began_at)
         finally:
             self.handle.in_call, waited = False, self._waited - waited_before
-            bus.publish(events.CallLeft, encoder, self.handle, self._outcome, protocol.rounds, waited, length, result)
+            bus.publish(events.CallLeft(encoder, self.handle, self._outcome, protocol.rounds, waited, length, result))
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
@@ -259,7 +259,6 @@ class EncoderSync:
                 round_ = Round(protocol.rounds, protocol.calls, training, length)
                 self.rounds.issue(value)
                 self.handle.round = round_  # after issue(): `handle.has_come` takes the rounds' state for this round's
-                bus.publish(events.RoundIssued, self.handle, round_)
                 if settings.sync == "bounded":
                     self._wait(settings, round_)
         except RoundFailed as error:
@@ -295,7 +294,6 @@ class EncoderSync:
             self.is_matched = True
             self.group_syncs.round_came(round_)
             self.handle.in_time_at = round_.came_at if in_time else self.handle.in_time_at
-            bus.publish(events.RoundCame, self.handle, round_, in_time)
             if round_ is self._said:
                 late_s = round_.came_at - round_.issued_at
                 report(logging.WARNING, f"{self.handle.title}: recovered: the missing length came {late_s:.2f} s late")
@@ -320,7 +318,7 @@ class EncoderSync:
         promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
         late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
         text = f"{self.handle.call_title(round_)}: {late}"
-        if not bus.publish(events.WaitTimedOut, self.handle, round_, promise) and self._said is None:
+        if not bus.publish(events.WaitTimedOut(self.handle, round_, promise)) and self._said is None:
             self._said = round_  # with a subscriber, its report says it, and who is missing
             report(logging.WARNING, text)
         if promise is not None:
@@ -333,7 +331,7 @@ class EncoderSync:
         self.close()
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
-        bus.publish(events.SyncEnded, self.handle, reason, promise)
+        bus.publish(events.SyncEnded(self.handle, promise))
         if promise is not None:
             left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
             raise LengthSyncTimeout(f"{text}: {reason}", _kept(promise, left + _END_PATIENCE).missing)
