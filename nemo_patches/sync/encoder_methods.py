@@ -15,6 +15,7 @@ import torch
 from .events import Grown, GrowthBegan, bus
 from .length_sync import synced_length
 from .private_growth import grown_privately, growth
+from .rank_log import is_distributed
 
 Method = Callable[..., None]
 
@@ -28,7 +29,7 @@ def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Met
 
     @functools.wraps(original)
     def update(self: Any, seq_length: int, device: torch.device) -> None:
-        if in_force() and _distributed():
+        if in_force() and is_distributed():
             _sync_and_grow(self, grow, seq_length, device)
         elif growth.happened:  # the process group is gone, or hidden for a while: what is private must stay so
             _run_privately(self, original, seq_length, device)
@@ -43,7 +44,7 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
 
     @functools.wraps(original)
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:
-        if growth.happened or (in_force() and _distributed()):
+        if growth.happened or (in_force() and is_distributed()):
             _run_privately(self, original, max_audio_length, register_new=True)
         else:
             original(self, max_audio_length)
@@ -64,8 +65,3 @@ def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.de
 def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: bool = False) -> None:
     with grown_privately(encoder, register_new):
         method(encoder, *arguments)
-
-
-def _distributed() -> bool:
-    """Looked up at each call: some NeMo code replaces torch.distributed.is_initialized for a while."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -59,9 +59,14 @@ def _code_of(handler: object) -> object:
     return getattr(handler, "__code__", None)
 
 
+def is_distributed() -> bool:
+    """Whether there is a process group. Looked up each time: some NeMo code replaces is_initialized for a while."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _who() -> str:
     rank: object = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
     size: object = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or "?"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return f"rank {rank}/{size} {socket.gethostname()}"

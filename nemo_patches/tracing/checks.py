@@ -96,8 +96,9 @@ class EncoderChecks:
         if self._barrier is None or self._barrier.group_syncs is not sync.group_syncs:
             title, key = f"{sync.handle.title}, barrier", f"{sync.handle.key}-barrier"
             late_text = "not every rank came within {waited:.2f} s"
-            self._barrier = EncoderSync(title, key, sync.group_syncs, late_text, _REPORT_PATIENCE)
-            sync.group_syncs.add(self._encoder, self._barrier)
+            self._barrier = EncoderSync(title, key, sync.group_syncs, late_text)
+            self._barrier.patience = _REPORT_PATIENCE
+            self._barrier.serve(self._encoder)
         return self._barrier
 
 
