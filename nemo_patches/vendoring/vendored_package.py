@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .sync import __version__
-from .sync.encoder_methods import bounded, private_setter
+from .sync.encoder_methods import bounded, following_apply, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
-from .sync.private_growth import following_apply
 from .sync.rank_log import first_line, report
 from .sync.settings import CALL_TIMEOUT, SETTINGS, misspelt
 
