@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
+from ..sync.tree import here_and_store
 from .heartbeat import Heartbeat
 from .wire import LONGEST_HEARTBEAT, Peer, decode_heartbeat, encode_heartbeat
 
@@ -26,15 +27,13 @@ class Listener:
     """This rank's port. `answer` is called again and again; it never waits."""
 
     def __init__(self, server: tuple[str, int]) -> None:
-        """server: the store's. Peers get the address that this host has on the way there; no packet is sent.
+        """server: the store's. Peers get this host's address as of `here_and_store`.
 
         Raises OSError where there can be no port.
         """
-        family, _, _, _, address = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(address)
-            self.address, self._store_address = str(way.getsockname()[0]), str(way.getpeername()[0])
+        self.address, self._store_address = here_and_store(server)
         both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self._socket = socket.create_server(
             ("", 0), family=socket.AF_INET6 if both else family, backlog=_BACKLOG, dualstack_ipv6=both
         )

@@ -1,4 +1,4 @@
-"""Format rank lists and kinds of missing ranks for log lines; needs no torch, so tools use it too."""
+"""Format rank lists, kinds of missing ranks and errors for log lines; needs no torch, so tools use it too."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ _LONGEST_TEXT = 600  # characters of any text that a peer sent
 def safe(text: str) -> str:
     """A peer's text as it may be printed: one line, no control characters, of bounded length."""
     return "".join(character if character.isprintable() else "?" for character in text[:_LONGEST_TEXT])
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: torch's go on with a C++ stack."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:

@@ -38,12 +38,6 @@ def report(level: int, text: str) -> None:
             raise  # anything else: there is nowhere left to say it
 
 
-def first_line(error: BaseException) -> str:
-    """An error in one line: torch's go on with a C++ stack."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
 def raised_by_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler of the user's raised this while our code ran: then it is not ours to swallow."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
