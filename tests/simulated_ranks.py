@@ -92,6 +92,7 @@ def _run_rank(rank: Rank, rounds: list[Round], size: int, latency: float) -> Gen
             continue
         now = yield Pause(now + event.pause)
         completed = wait = None
+        timed_out = False
         if current is not None and current.came_at <= now:
             completed = take(rank, current, issued_at)
             current = None
@@ -112,8 +113,9 @@ def _run_rank(rank: Rank, rounds: list[Round], size: int, latency: float) -> Gen
                     current = None
                 else:
                     protocol.timed_out()
+                    timed_out = True
                     rank.vain.append(wait)
-        used = protocol.latest() if wait is None else protocol.agreed()
+        used = event.length if timed_out else protocol.agreed()
         assert used >= event.length, "a call got less than its own length"
         rank.used.append(used)
 

@@ -259,7 +259,7 @@ class _Rank:
             completed, self.current = max(self.current.came_to.values()), None
         if not protocol.begin(event.length, event.training, completed):
             outcome = records.SERVED if protocol.served else records.UNWAITED
-            yield outcome, 0.0, protocol.agreed()
+            yield outcome, 0.0, protocol.agreed() if protocol.served else event.length
             return
         if self.issued == len(world.rounds):
             world.rounds.append(_Round())
@@ -270,7 +270,7 @@ class _Rank:
             one.came_at = now + LATENCY
         wait = protocol.wait_limit(TIMEOUT)
         if self.setup.sync == "overlapped":
-            yield records.SERVED, 0.0, protocol.latest()
+            yield records.SERVED, 0.0, protocol.agreed()
             return
         if wait is None:
             yield records.UNWAITED, 0.0, event.length

@@ -223,7 +223,7 @@ def test_a_subscribers_error_is_said_once_and_it_gets_no_more(said: list[str]) -
     broken = Broken()
     bus.subscribe("tracing", {Grown: broken.handle})
     for _ in range(3):
-        bus.publish(Grown, torch.nn.Identity(), 1, 2)
+        bus.publish(Grown(torch.nn.Identity(), 1, 2))
     assert broken.calls == 1
     (line,) = said
     assert "tracing has ended by an error of its own" in line and "a bug" in line

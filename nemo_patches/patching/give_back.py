@@ -7,7 +7,7 @@ import gc
 
 import torch
 
-from nemo_patches.sync.private_growth import LENGTH_SIZED, growth, reduce_as_registered
+from nemo_patches.sync.encoder_methods import LENGTH_SIZED, growth, reduce_as_registered
 
 
 def give_back_all() -> None:

@@ -13,8 +13,7 @@ import torch
 import wrapt
 
 from nemo_patches.patching.targets import Target
-from nemo_patches.sync.encoder_methods import bounded, private_setter
-from nemo_patches.sync.private_growth import following_apply
+from nemo_patches.sync.encoder_methods import bounded, following_apply, private_setter
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.recorded_forward import recorded
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..sync import keys
-from ..sync.rank_log import first_line
 from .heartbeat import Heartbeat
 from .missing_query import PERIODS_TO_SEE, Introduction, Surroundings, sleep_until
 from .peers import ask
 from .rank_groups import RankGroup, grouped
+from .rank_text import first_line
 from .store_client import AskedStore, announced_ranks, read_heartbeats
 from .wire import Peer, decode_groups, encode_groups
 

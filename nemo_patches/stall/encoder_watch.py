@@ -137,7 +137,7 @@ class EncoderWatch:
         missing = answer.text(self._surroundings.size)
         text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
         _keep(late.promise(), Report(text, answer.missing))
-        bus.publish(StallReported, self._sync.title, round_.call, answer.missing, answer.unknown)
+        bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
         report(logging.WARNING, text)
 
     def _say_recovered(self, late: _LateRound) -> None:

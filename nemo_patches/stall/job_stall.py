@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch.distributed
 
 from ..sync.events import bus
-from ..sync.rank_log import first_line, report
+from ..sync.rank_log import report
 from .census import Census, CensusQuestion, Counted
 from .heartbeat import Heartbeat
 from .missing_query import Surroundings
 from .missing_rank import MissingRank, Stall
 from .rank_groups import Verdict, judged
-from .rank_text import named
+from .rank_text import first_line, named
 from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
 
@@ -135,7 +135,7 @@ class JobStallWatch:
             return  # once is enough
         text = f"{idle}. {verdict.text()}{directly}"
         self._say(verdict.level, text)
-        bus.publish(JobStalled, self._last.since, verdict.level, text, verdict.missing)
+        bus.publish(JobStalled(self._last.since, verdict.level, text, verdict.missing))
         if verdict.level >= logging.WARNING and counted.taken_here and settings.on_stall and self._command is None:
             self._command = _start_command(settings.on_stall, self._as_json(verdict, text, now))
 
@@ -171,7 +171,7 @@ class JobStallWatch:
             f"no encoder call for {now - self._last.since:.0f} s, more than stall_exit={limit_s:g} s: this process "
             f"ends now with exit code {EXIT_CODE}, so that its launcher can start the job again",
         )
-        bus.publish(StallExits)
+        bus.publish(StallExits())
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
         flushing = threading.Thread(target=_flush, daemon=True)

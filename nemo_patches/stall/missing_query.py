@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ..sync import keys
-from ..sync.rank_log import first_line
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank, described
 from .peers import ask
-from .rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
+from .rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, first_line, named
 from .store_client import AskedStore, StoreClient, announced_ranks, read_heartbeats
 from .wire import Peer, decode_missing, encode_missing, encode_texts
 

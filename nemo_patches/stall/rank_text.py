@@ -1,4 +1,4 @@
-"""Format rank lists and kinds of missing ranks for log lines; needs no torch, so tools use it too."""
+"""Format rank lists, kinds of missing ranks and errors for log lines; needs no torch, so tools use it too."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # no sign of nemo_patches
 LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
 KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE)
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: torch's go on with a C++ stack."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:

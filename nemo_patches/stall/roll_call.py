@@ -19,12 +19,12 @@ import torch.distributed as dist
 from ..sync import keys
 from ..sync.events import Group
 from ..sync.length_sync import current
-from ..sync.rank_log import first_line, report
+from ..sync.rank_log import report
 from .heartbeat import Heartbeat
 from .missing_rank import UNPATCHED
 from .own_heartbeat import OwnHeartbeat
 from .peers import Listener
-from .rank_text import named
+from .rank_text import first_line, named
 from .settings import StallSettings
 from .store_client import StoreClient, announce, announced_ranks, count_announced, read_heartbeats
 from .wire import TOKEN_BYTES, Peer, decode_peers, encode_peers

@@ -54,7 +54,7 @@ class SyncEndReport:
     def _say(self, answer: Answer, is_last: bool) -> None:
         self._answer = answer
         if answer.missing or (answer.unknown and not is_last):
-            bus.publish(StallReported, self._title, 0, answer.missing, answer.unknown)
+            bus.publish(StallReported(self._title, 0, answer.missing, answer.unknown))
         text = answer.text(self._surroundings.size)
         if answer.missing:
             report(logging.WARNING, f"{self._title}: gone: {text}")

@@ -11,15 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple
 
 import torch
 
 from .rank_log import raised_by_signal_handler, report
 from .side_channel import Rounds
 from .store import JobStore
-
-P = ParamSpec("P")
 
 
 class Group:
@@ -84,17 +82,6 @@ class CallBegan(NamedTuple):
     clock: tuple[int, int]  # before the call: training calls, evaluation calls since the last of them
 
 
-class RoundIssued(NamedTuple):
-    sync: SyncHandle
-    round: Round
-
-
-class RoundCame(NamedTuple):
-    sync: SyncHandle
-    round: Round
-    in_time: bool  # the call that waited for it has it, or no call waits (sync="overlapped")
-
-
 class WaitTimedOut(NamedTuple):
     """A call has stopped waiting for its round and uses this rank's own length.
 
@@ -108,10 +95,9 @@ class WaitTimedOut(NamedTuple):
 
 
 class SyncEnded(NamedTuple):
-    """A round has failed, because a rank has gone: the encoder has no more. report: as of WaitTimedOut."""
+    """A round has failed: the encoder has no more, and `sync.ended` says why. report: as of WaitTimedOut."""
 
     sync: SyncHandle
-    reason: str
     report: Future[Report] | None
 
 
@@ -141,23 +127,19 @@ class EventBus:
     """Hands each event to its subscribers. What goes wrong in a subscriber is said once, and it gets no more."""
 
     def __init__(self) -> None:
-        self._handlers: dict[object, tuple[tuple[str, Callable[[Any], None]], ...]] = {}  # replaced as a whole
+        self._subscribers: dict[str, Mapping[type, Callable[[Any], None]]] = {}  # replaced as a whole
 
     def subscribe(self, name: str, handlers: Mapping[type, Callable[[Any], None]]) -> None:
         """Have each kind of event handled from now on. An error is said of `name`, which is a subscriber's own."""
-        self.unsubscribe(name)
-        for kind, handle in handlers.items():
-            self._handlers = {**self._handlers, kind: (*self._handlers.get(kind, ()), (name, handle))}
+        self._subscribers = {**self._subscribers, name: handlers}
 
     def unsubscribe(self, name: str) -> None:
-        for kind, pairs in self._handlers.items():
-            self._handlers = {**self._handlers, kind: tuple(pair for pair in pairs if pair[0] != name)}
+        self._subscribers = {other: theirs for other, theirs in self._subscribers.items() if other != name}
 
-    def publish(self, kind: Callable[P, object], *fields: P.args, **named_fields: P.kwargs) -> bool:
-        """Whether a subscriber handles it; else it is not made. Raises only what a signal handler raises meanwhile."""
-        if not (handlers := self._handlers.get(kind)):
-            return False
-        event = kind(*fields, **named_fields)
+    def publish(self, event: tuple[Any, ...]) -> bool:
+        """Whether a subscriber handles it. Raises only what a signal handler raises meanwhile."""
+        kind = type(event)
+        handlers = [(name, handlers[kind]) for name, handlers in self._subscribers.items() if kind in handlers]
         for name, handle in handlers:
             try:
                 handle(event)
@@ -166,7 +148,7 @@ class EventBus:
                     raise
                 self.unsubscribe(name)
                 report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
-        return True
+        return bool(handlers)
 
 
 bus = EventBus()  # of this process

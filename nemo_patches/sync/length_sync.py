@@ -8,7 +8,6 @@ encoders: state_dict, deepcopy, pickle and export see none of it. Who is missing
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -16,20 +15,17 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from . import events
-from . import settings as _settings
-from .events import Group, Report, Round, SyncHandle, bus
+from .events import CallBegan, CallLeft, Group, GroupBegan, Report, Round, SyncEnded, SyncHandle, WaitTimedOut, bus
 from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
-from .rank_log import raised_by_signal_handler, report
-from .settings import Settings
+from .rank_log import is_distributed, raised_by_signal_handler, report
+from .settings import Settings, SettingsError, resolve
 from .side_channel import RoundFailed, SideChannel
 from .store import JobStore
 
@@ -45,11 +41,8 @@ class LengthSyncTimeout(RuntimeError):
     """
 
     def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
-        super().__init__(text, missing)
+        super().__init__(text)
         self.missing = missing
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class EncoderCounters:
     encoder: str
     calls: int
     rounds: int
-    fallbacks: int  # calls that went on with this rank's own length because no round served them
+    fallbacks: int  # calls that no round served: this rank's own length, or the latest agreed one if larger
     timeouts: int  # waits that ran out of time
     waited: timedelta  # in all waits, also those that came in time
     ended: str  # why there are no more rounds; empty while there are
@@ -103,8 +96,8 @@ class ProcessSync:
         """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
-                self._settings = _settings.resolve()
-            except _settings.SettingsError as error:
+                self._settings = resolve()
+            except SettingsError as error:
                 self._settings = Settings()
                 report(logging.ERROR, f"{error}; using {self._settings}")
         return self._settings
@@ -116,10 +109,7 @@ class ProcessSync:
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
         """The encoder's sync under the present process group; None without other ranks, or after an error of ours."""
-        # Looked up at each call: some NeMo code replaces is_initialized for a while.
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return None
-        default_group = torch.distributed.group.WORLD
+        default_group = torch.distributed.group.WORLD if is_distributed() else None
         if default_group is None or default_group is self._given_up():
             return None
         group_syncs = self.group_syncs
@@ -141,10 +131,10 @@ class GroupSyncs:
         self.group = Group(rank, size, store)
         self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
-        self._all: weakref.WeakSet[EncoderSync] = weakref.WeakSet()
         self._seen: Counter[str] = Counter()
         self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
-        self.unmatched: list[EncoderSync] = []  # whose first round has not been seen to come
+        self.first_rounds: dict[EncoderSync, float] = {}  # that had not come at the last look: issued when
+        self.last_come_issued_at = 0.0  # of the rounds that have come, the latest issue's time.monotonic()
         self._begun = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
@@ -155,50 +145,33 @@ class GroupSyncs:
         # among equals, the order of first calls.
         paths = "\n".join(path for path, _ in encoder.named_parameters())
         kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-        sync = next((sync for sync in self.unmatched if sync.is_extra and sync.kind == kind), None)
+        # Messages keep their order. So where a round has come that was issued after another encoder's first one, which
+        # has not, the others have gone on without that encoder, and what they call next of its kind takes its place.
+        self.first_rounds = {sync: at for sync, at in self.first_rounds.items() if not sync.rounds.done}
+        passed_over = (sync for sync, at in self.first_rounds.items() if at < self.last_come_issued_at)
+        sync = next((sync for sync in passed_over if sync.kind == kind), None)
         if sync is not None:
             self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
-            sync.take_over()
+            self.first_rounds[sync] = time.monotonic()
         else:
             self._seen.update((kind, name))
             title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
             sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self, like=self.latest.get(kind))
-            self.latest[kind] = sync.protocol
-        self.by_encoder[encoder] = sync
-        self.add(encoder, sync)
+        sync.serve(encoder)
+        self.by_encoder[encoder], self.latest[kind] = sync, sync.protocol
         return sync
-
-    def add(self, encoder: torch.nn.Module, sync: EncoderSync) -> None:
-        """Let a sync go with its encoder and with the process group."""
-        self._all.add(sync)
-        if sync.finalizer is not None:  # of an encoder whose place this one takes
-            sync.finalizer.detach()
-        sync.finalizer = weakref.finalize(encoder, sync.close)
-        sync.finalizer.atexit = False
-
-    def round_came(self, came: Round) -> None:
-        """Find encoders that only this rank has called: ranks match encoders by the order of their first calls.
-
-        Messages keep their order. So where a round comes that was issued after another encoder's first one, which has
-        not come, the others have gone on without that encoder, and what they call next of its kind takes its place.
-        """
-        self.unmatched = [sync for sync in self.unmatched if not sync.is_matched]
-        for sync in self.unmatched:
-            first = sync.handle.round
-            if first is not None and first.issued_at < came.issued_at and not sync.rounds.has_come():
-                sync.is_extra = True
 
     def begin(self) -> None:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
         if not self._begun:
             self._begun = True
-            bus.publish(events.GroupBegan, self.group)
+            bus.publish(GroupBegan(self.group))
 
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
         self.group.closed = True
-        for sync in list(self._all):
-            sync.close()
+        for rounds in list(self.channel.by_key.values()):
+            rounds.closed = True
         self.channel.stop("the process group was destroyed")
 
 
@@ -206,21 +179,14 @@ class EncoderSync:
     """One encoder's length sync on this rank: the protocol and its rounds. Others read its `handle`."""
 
     def __init__(
-        self,
-        title: str,
-        key: str,
-        group_syncs: GroupSyncs,
-        late_text: str = _LATE,
-        patience: timedelta = _PATIENCE,
-        like: LengthProtocol | None = None,
+        self, title: str, key: str, group_syncs: GroupSyncs, late_text: str = _LATE, like: LengthProtocol | None = None
     ) -> None:
-        """key: the encoder's kind and a last part. patience: for the report of on_timeout="raise"."""
+        """key: the encoder's kind and a last part."""
         self.group_syncs, self.kind = group_syncs, key.rpartition("-")[0]
-        self.is_matched = self.is_extra = False  # a round has come; only this rank has called the encoder
         self.rounds, self.protocol = group_syncs.channel.rounds(key), LengthProtocol(like)
         self.handle = SyncHandle(title, key, group_syncs.group, self.rounds, late_text)
-        self.finalizer: weakref.finalize[Any, Any] | None = None
-        self._patience = patience
+        self.patience = _PATIENCE  # for the report of on_timeout="raise"
+        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._outcome = ""  # of the last call; empty while it is not known
         self._fallbacks = 0
         self._waited = timedelta(0)
@@ -231,7 +197,7 @@ class EncoderSync:
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
         settings, protocol, self.handle.in_call = current(), self.protocol, True
         try:
-            bus.publish(events.CallBegan, self.handle, protocol.calls + 1, protocol.clock)
+            bus.publish(CallBegan(self.handle, protocol.calls + 1, protocol.clock))
             wanted = getattr(encoder, "sync_max_audio_length", True)
             if wanted:
                 self.group_syncs.begin()
@@ -242,7 +208,7 @@ class EncoderSync:
                 result = self.take_part(length, encoder.training, settings, began_at)
         finally:
             self.handle.in_call, waited = False, self._waited - waited_before
-            bus.publish(events.CallLeft, encoder, self.handle, self._outcome, protocol.rounds, waited, length, result)
+            bus.publish(CallLeft(encoder, self.handle, self._outcome, protocol.rounds, waited, length, result))
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
@@ -254,12 +220,11 @@ class EncoderSync:
                 self._round_came(settings.sync == "overlapped", settings)
             if protocol.begin(length, training, completed):
                 value = protocol.value()
-                if protocol.rounds == 1:
-                    self.group_syncs.unmatched.append(self)
                 round_ = Round(protocol.rounds, protocol.calls, training, length)
+                if protocol.rounds == 1:
+                    self.group_syncs.first_rounds[self] = round_.issued_at
                 self.rounds.issue(value)
                 self.handle.round = round_  # after issue(): `handle.has_come` takes the rounds' state for this round's
-                bus.publish(events.RoundIssued, self.handle, round_)
                 if settings.sync == "bounded":
                     self._wait(settings, round_)
         except RoundFailed as error:
@@ -270,40 +235,39 @@ class EncoderSync:
         is_served = protocol.served or settings.sync == "overlapped"
         self._outcome = self._outcome or (SERVED if is_served else UNWAITED)
         self._fallbacks += not is_served
-        return protocol.agreed() if self._outcome in (CAME, TIMEOUT) else protocol.latest()
+        return length if self._outcome == TIMEOUT else protocol.agreed()
 
-    def take_over(self) -> None:
-        """For another encoder: its calls begin anew, and the first takes part in the round that is outstanding."""
-        self.is_extra = self.rounds.closed = False
-        self.protocol = LengthProtocol(self.protocol)
-        self.protocol.outstanding, self.protocol.rounds = True, 1
+    def serve(self, encoder: torch.nn.Module) -> None:
+        """When the encoder goes, nobody wants these rounds any more.
+
+        An encoder that takes another's place begins anew: its first call takes part in the round that is outstanding.
+        """
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self.rounds.closed, self.protocol = False, LengthProtocol(self.protocol)
+            self.protocol.outstanding, self.protocol.rounds = True, 1
+        self._finalizer = weakref.finalize(encoder, setattr, self.rounds, "closed", True)
+        self._finalizer.atexit = False
 
     def counters(self) -> EncoderCounters:
         protocol = self.protocol
         counts = (protocol.calls, protocol.rounds, self._fallbacks, protocol.timeouts)
         return EncoderCounters(self.handle.title, *counts, waited=self._waited, ended=self.handle.ended)
 
-    def close(self) -> None:
-        """The encoder is gone, or its rounds. Takes no lock: the garbage collector may call this anywhere."""
-        self.rounds.closed = True
-
     def _round_came(self, in_time: bool, settings: Settings) -> None:
         if round_ := self.handle.round:
             round_.came_at = time.monotonic()
             if (took_s := self.rounds.came_at - round_.issued_at) <= settings.timeout.total_seconds():
                 self.protocol.took(took_s)
-            self.is_matched = True
-            self.group_syncs.round_came(round_)
-            self.handle.in_time_at = round_.came_at if in_time else self.handle.in_time_at
-            bus.publish(events.RoundCame, self.handle, round_, in_time)
+            self.group_syncs.last_come_issued_at = max(self.group_syncs.last_come_issued_at, round_.issued_at)
             if round_ is self._said:
                 late_s = round_.came_at - round_.issued_at
                 report(logging.WARNING, f"{self.handle.title}: recovered: the missing length came {late_s:.2f} s late")
-            self._said = None if in_time else self._said
+            if in_time:
+                self.handle.in_time_at, self._said = round_.came_at, None
 
     def _wait(self, settings: Settings, round_: Round) -> None:
-        limit = self.protocol.wait_limit(settings.timeout)
-        if limit is None:
+        if (limit := self.protocol.wait_limit(settings.timeout)) is None:
             return
         try:
             completed = self.rounds.wait(limit)
@@ -317,34 +281,31 @@ class EncoderSync:
         self.protocol.timed_out()
         self._outcome = TIMEOUT
         round_.gave_up_at = time.monotonic()
-        promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
+        promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
         late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
         text = f"{self.handle.call_title(round_)}: {late}"
-        if not bus.publish(events.WaitTimedOut, self.handle, round_, promise) and self._said is None:
+        if not bus.publish(WaitTimedOut(self.handle, round_, promise)) and self._said is None:
             self._said = round_  # with a subscriber, its report says it, and who is missing
             report(logging.WARNING, text)
-        if promise is not None:
-            kept = _kept(promise, self._patience)
-            raise LengthSyncTimeout(kept.text or text, kept.missing)
+        _raise_if_chosen(promise, self.patience, text)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
         text = f"{self.handle.title}: the length sync has ended at call {self.protocol.calls}"
-        self.handle.ended = reason
-        self.close()
+        self.handle.ended, self.rounds.closed = reason, True
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        promise: Future[Report] | None = Future() if settings.on_timeout == "raise" else None
-        bus.publish(events.SyncEnded, self.handle, reason, promise)
-        if promise is not None:
-            left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
-            raise LengthSyncTimeout(f"{text}: {reason}", _kept(promise, left + _END_PATIENCE).missing)
+        promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
+        bus.publish(SyncEnded(self.handle, promise))
+        left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
+        _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
 
 
-def _kept(promise: Future[Report], patience: timedelta) -> Report:
-    """The report, if a subscriber has promised one and gives it in time."""
-    if promise.running() or promise.done():
-        with contextlib.suppress(FutureTimeout):
-            return promise.result(max(patience.total_seconds(), 0.0))
-    return Report()
+def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta, text: str) -> None:
+    """on_timeout="raise": with the report in place of `text`, if a subscriber has promised one and gives it in time."""
+    if promise is not None:
+        if promise.running():
+            futures.wait([promise], max(patience.total_seconds(), 0.0))
+        kept = promise.result() if promise.done() else Report()
+        raise LengthSyncTimeout(kept.text or text, kept.missing)
 
 
 process = ProcessSync()

@@ -1,7 +1,7 @@
 """The length sync as a state machine: which calls issue a round, which wait, and what length each gets. No torch.
 
-A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. Rounds pair by order, not by call, so
-the clock says which call a rank's length belongs to. docs/design.md gives the reasons; tests/test_protocol.py holds it.
+A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. The number of a round is
+not that of a call, so the clock says which call a rank's length belongs to. docs/design.md gives the reasons.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -116,11 +116,7 @@ class LengthProtocol:
         return self._agreed_clock >= self.clock
 
     def agreed(self) -> int:
-        """The length for the current call: the ranks' largest where a round served it, never below this rank's own."""
-        return max(self.length, self._agreed_length) if self.served else self.length
-
-    def latest(self) -> int:
-        """For a call that does not wait: the latest round's length serves, although it belongs to an earlier call."""
+        """For a call that has not timed out: the latest round's length, although it may belong to an earlier call."""
         return max(self.length, self._agreed_length)
 
     def _learn(self, completed: int, training: bool) -> None:

@@ -41,12 +41,6 @@ def report(level: int, text: str) -> None:
             raise  # anything else: there is nowhere left to say it
 
 
-def first_line(error: BaseException) -> str:
-    """An error in one line: torch's go on with a C++ stack."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {safe(text.splitlines()[0])}" if text else type(error).__name__
-
-
 def raised_by_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler of the user's raised this while our code ran: then it is not ours to swallow."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -62,9 +56,14 @@ def _code_of(handler: object) -> object:
     return getattr(handler, "__code__", None)
 
 
+def is_distributed() -> bool:
+    """Whether there is a process group. Looked up each time: some NeMo code replaces is_initialized for a while."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _who() -> str:
     rank: object = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
     size: object = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or "?"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return f"rank {rank}/{size} {socket.gethostname()}"

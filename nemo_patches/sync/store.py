@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import secrets
 import threading
@@ -36,15 +35,14 @@ class JobStore:
 
     def connect(self) -> dist.Store:
         """A connection for one thread alone, if possible. May block; RuntimeError where the group is gone."""
-        default_store = self._default_store()
-        if default_store is None:
+        store = self._default_store()
+        if store is None:
             raise RuntimeError("the process group was destroyed")
-        if hasattr(default_store, "clone"):  # newer torch; keeps the prefixes
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                return dist.PrefixStore(PREFIX, default_store.clone())
-        if self.server is not None:
-            default_store = dist.TCPStore(*self.server, is_master=False, wait_for_workers=False)
-        return dist.PrefixStore(PREFIX, default_store)
+        if hasattr(store, "clone") and (self.server is not None or self.is_file):  # newer torch; keeps the prefixes
+            store = store.clone()
+        elif self.server is not None:
+            store = dist.TCPStore(*self.server, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(PREFIX, store)
 
     def join(self, connection: dist.Store) -> dist.Store:
         """The present attempt's part of the store, where this rank has taken its seat; `attempt` says which.

@@ -65,7 +65,6 @@ class Place:
 
         Ranks say so once rank 0 has come: what was left before that may be of processes that have died since.
         """
-        keys = [PLACE.format(rank=rank) for rank in range(len(self._hosts))]
         if attempt != self._attempt:
             if self._rank > 0 and not store.check([ROOT]):
                 return False
@@ -73,10 +72,10 @@ class Place:
                 self.problem, (self._address, self._store_address) = "", here_and_store(self._server)
             except OSError as error:
                 self.problem = f"rank {self._rank} cannot take part: {error}"
-            store.set(keys[self._rank], json.dumps([socket.gethostname(), self.problem]))
+            store.set(PLACE.format(rank=self._rank), json.dumps([socket.gethostname(), self.problem]))
             store.set(ROOT, "")
             self._attempt = attempt
-        if self._rank == 0 and store.check(keys):
+        if self._rank == 0 and store.check(keys := [PLACE.format(rank=rank) for rank in range(len(self._hosts))]):
             hosts, problems = zip(*map(json.loads, store.multi_get(keys)), strict=True)
             store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
         if store.check([HOSTS]):

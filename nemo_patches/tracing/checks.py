@@ -12,9 +12,10 @@ from datetime import timedelta
 import torch
 
 from nemo_patches.stall.missing_rank import described
+from nemo_patches.stall.rank_text import first_line
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.length_sync import EncoderSync, LengthSyncTimeout
-from nemo_patches.sync.rank_log import first_line, raised_by_signal_handler, report
+from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.tracing.settings import BARRIER, CUDA, INPUTS
 
 _REPORT_PATIENCE = timedelta(seconds=2.5)
@@ -96,8 +97,9 @@ class EncoderChecks:
         if self._barrier is None or self._barrier.group_syncs is not sync.group_syncs:
             title, key = f"{sync.handle.title}, barrier", f"{sync.handle.key}-barrier"
             late_text = "not every rank came within {waited:.2f} s"
-            self._barrier = EncoderSync(title, key, sync.group_syncs, late_text, _REPORT_PATIENCE)
-            sync.group_syncs.add(self._encoder, self._barrier)
+            self._barrier = EncoderSync(title, key, sync.group_syncs, late_text)
+            self._barrier.patience = _REPORT_PATIENCE
+            self._barrier.serve(self._encoder)
         return self._barrier
 
 

@@ -27,9 +27,10 @@ from typing import Any
 from nemo_patches.stall import stacks
 from nemo_patches.stall.job_stall import JobStalled, StallExits
 from nemo_patches.stall.missing_rank import StallReported
+from nemo_patches.stall.rank_text import first_line
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import bus
-from nemo_patches.sync.rank_log import first_line, report
+from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump_folder import dump_folder
 from nemo_patches.tracing.recent_calls import RecentCalls
 from nemo_patches.tracing.records import Dumped, encode

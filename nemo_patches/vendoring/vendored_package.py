@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .sync import __version__
-from .sync.encoder_methods import bounded, private_setter
+from .sync.encoder_methods import bounded, following_apply, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
-from .sync.private_growth import following_apply
-from .sync.rank_log import first_line, report
+from .sync.rank_log import report
 from .sync.settings import SETTINGS, misspelt
 
 __all__ = ["LengthSyncTimeout", "__version__", "bounded_length_sync", "counters", "stalls"]
@@ -59,8 +58,9 @@ def _subscribe() -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
 
         subscriber.subscribe()
     except Exception as error:  # nothing of ours may break NeMo's import
-        problem = f"{first_line(error)}, in importing {spec.origin}"
-        report(logging.ERROR, f"no stall reports: {problem}; the length sync works without them")
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        where = f"in importing {spec.origin}"
+        report(logging.ERROR, f"no stall reports: {problem}, {where}; the length sync works without them")
         return tuple, ()
     return subscriber.stalls, subscriber.SETTINGS
 
