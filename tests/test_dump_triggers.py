@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
 LIMIT_S = 120.0
 
 RANK = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from datetime import timedelta
 from pathlib import Path
 import torch
@@ -157,7 +157,7 @@ assert len(list(Path(folder).glob(f"rank-{rank:05}.*"))) == 1  # the second took
 before = dumps.file.read_bytes()
 child = os.fork()
 if child == 0:
-    sys.excepthook(ValueError, ValueError("in a child"), None)
+    dumps.process_ends(ValueError("in a child"))
     os.kill(os.getpid(), signal.SIGUSR2)  # as it ends any process that does not care
     time.sleep(60)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR2
@@ -165,6 +165,7 @@ time.sleep(0.2)  # in which a dump would come
 assert dumps.file.read_bytes() == before
 
 dumps.stop()
+assert not [thread for thread in threading.enumerate() if thread.name == "nemo_patches dump"]
 sys.excepthook(ValueError, ValueError("after a revert"), None)
 assert dumps.file.read_bytes() == before
 files = set(os.listdir("/proc/self/fd"))
@@ -172,10 +173,18 @@ dumps.start(folder)
 dumps.stop()
 wait_until(lambda: set(os.listdir("/proc/self/fd")) <= files)
 dist.barrier()
+
+dumps.start(folder)
+encoder(100)
+dist.barrier()
+dist.destroy_process_group()
+wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "nemo_patches dump"])
+sys.excepthook(ValueError, ValueError("after the process group"), None)
+assert b"after the process group" in dumps.file.read_bytes()
 """
 
 
-def test_on_a_signal_again_and_again_but_not_in_a_child_nor_after_a_revert(tmp_path: Path) -> None:
+def test_again_and_again_but_not_in_a_child_nor_after_a_revert(tmp_path: Path) -> None:
     for rank in run_ranks(ASKED, tmp_path):
         assert rank.returncode == 0, rank.stdout + rank.stderr
 

@@ -41,6 +41,7 @@ from nemo_patches.tracing.writer import file_name
 _SUBSCRIBER = "the dump of the last encoder calls"
 _GATHER_S = 0.05  # a signal's handler writes several times
 _SETTLE_S = 1.0  # a call that has timed out leaves its length sync within half a second (on_timeout="raise")
+_LOOK_MS = 500  # how soon after the process group the thread ends
 _PIPE_BYTES = 1 << 16  # that it holds at most
 _EXIT_LIMIT = timedelta(seconds=2)
 
@@ -121,12 +122,19 @@ class Dumps:
         """On the training thread: from now on there is something to dump."""
         if self._hooks is None:  # a forked child that is a rank
             self._hooks = _Hooks(self.process_ends)
-        self._hooks.start_thread(self._write_requested)
+        self._hooks.listen(self._write_requested, self._is_over)
+
+    def _is_over(self) -> bool:
+        """Whether the process group was destroyed: no thread of ours shall stay."""
+        return self._recent.group is None or self._recent.group.closed
 
     def _ask(self, request: _Request) -> None:
         self._requests.put(request)
-        if self._hooks is None or not self._hooks.wake():
+        if self._hooks is None:
             request.done.set()
+        else:
+            self._hooks.listen(self._write_requested, self._is_over)
+            self._hooks.wake()
 
     # What follows runs in a thread of its own.
 
@@ -191,30 +199,30 @@ class _Hooks:
             # writes the thread's stack: that it writes is all that is needed. It leaves set_wakeup_fd to others.
             faulthandler.register(signal.SIGUSR2, file=self._writer, all_threads=False)
 
-    def start_thread(self, write_requested: Callable[[], None]) -> None:
-        if self._thread is None:
+    def listen(self, write_requested: Callable[[], None], is_over: Callable[[], bool]) -> None:
+        """Have a thread that is woken by signals and by wake(), until it is over."""
+        if self._thread is None or not self._thread.is_alive():
             with contextlib.suppress(BlockingIOError):
                 os.read(self._reader, _PIPE_BYTES)  # of a signal when there was nothing to dump
-            arguments = (self._reader, write_requested)
+            arguments = (self._reader, write_requested, is_over)
             self._thread = threading.Thread(target=_serve, args=arguments, name="nemo_patches dump", daemon=True)
             self._thread.start()
 
-    def wake(self) -> bool:
-        """Whether there is a thread to wake."""
-        if self._thread is None:
-            return False
+    def wake(self) -> None:
         with contextlib.suppress(OSError):  # the pipe is full, and wakes it; or just removed
             os.write(self._writer, b".")
-        return True
 
     def remove(self) -> None:
         """Also in a forked child, where there is no thread any more, and the parent's pipe is open."""
         if sys.excepthook is self._own:
             sys.excepthook = self._previous
         self._process_ends = lambda _: None  # ours may be inside somebody's hook: it stays, and only passes on
+        # faulthandler has one file for a signal: where the user has registered it after us, theirs goes with ours.
         if self._has_signal and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:  # else somebody has taken it over
             faulthandler.unregister(signal.SIGUSR2)
         os.close(self._writer)  # which ends the thread
+        if self._thread is not None:
+            self._thread.join(_EXIT_LIMIT.total_seconds())
         if self._thread is None or not self._thread.is_alive():
             os.close(self._reader)
 
@@ -225,16 +233,17 @@ class _Hooks:
             self._previous(kind, error, trace)
 
 
-def _serve(reader: int, write_requested: Callable[[], None]) -> None:
+def _serve(reader: int, write_requested: Callable[[], None], is_over: Callable[[], bool]) -> None:
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     while True:
-        poll.poll()
-        time.sleep(_GATHER_S)
-        if not os.read(reader, _PIPE_BYTES):
-            os.close(reader)
+        if poll.poll(_LOOK_MS):
+            time.sleep(_GATHER_S)
+            if not os.read(reader, _PIPE_BYTES):  # the other end was closed
+                return
+            write_requested()
+        elif is_over():
             return
-        write_requested()
 
 
 def _is_free(number: int) -> bool:
