@@ -6,21 +6,27 @@ dropped on arrival, as where a switch has failed.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import encoders
 import pytest
+import torch.distributed as dist
 from hosts import HOSTS, ip, move_to, two_hosts
-from ranks import REPORT_S, SLACK_S, free_port, in_step, join_group, run_ranks, wait_until
+from ranks import REPORT_S, SLACK_S, Said, free_port, in_step, join_group, run_ranks, wait_until
 
 import nemo_patches
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
+STALL_TIMEOUT = 4.0
 TIMEOUT = 2.0  # ranks 0 and 1 are on the first host, rank 2 on the second
 
 
@@ -51,7 +57,16 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
     report = time.monotonic() - began
     (stall,) = nemo_patches.status().stalls
     meet(folder, "said", rank, size)
-    return call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
+    found = call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
+    said = Said()
+    nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL_TIMEOUT)
+    told = threading.Thread(target=lambda: wait_until(lambda: any("no encoder call" in line for line in said.lines)))
+    told.start()
+    with contextlib.suppress(RuntimeError):  # in vain
+        dist.monitored_barrier(timeout=timedelta(seconds=STALL_TIMEOUT + REPORT_S))
+    told.join()
+    meet(folder, "told", rank, size)
+    return found
 
 
 def meet(folder: str, event: str, rank: int, size: int) -> None:
@@ -76,3 +91,8 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tm
     assert unknown == ""
     (line,) = results[2].lines("not every rank's length came", "Missing: ranks 0-1 of 3 | rank 0 (nemo-patches-a, pid ")
     assert "the job's store has not answered for " in line
+    for result, apart in zip(results, (r"rank 2 \(", r"rank 2 \(", r"ranks 0-1: "), strict=True):
+        (line, *_) = result.lines("no encoder call for ")
+        groups = line.partition(" s. ")[2].split(" | ")
+        assert re.match(apart + ".*no heartbeat", groups[0])
+        assert groups[1].endswith(": monitored_barrier")

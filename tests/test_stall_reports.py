@@ -646,6 +646,7 @@ def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
     assert "ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
     assert versions.endswith("; rank 2: nemo_patches 0.1.0, nemo 2.7.3")
     assert (
-        "here sync=bounded, timeout=30 s, on_timeout=fallback, call_timeout=60 s, stall_timeout=60 s; ranks 1-2: " in settings
+        "here sync=bounded, timeout=30 s, on_timeout=fallback, call_timeout=60 s, stall_timeout=60 s; ranks 1-2: "
+        in settings
     )
     assert results[1].lines("WARNING") == results[2].lines("WARNING") == []

@@ -16,12 +16,13 @@ from typing import Any
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import REPORT_S, SLACK_S, in_step, run_ranks, wait_until
+from ranks import REPORT_S, SLACK_S, Said, in_step, run_ranks, wait_until
 
 import nemo_patches
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
+STALL_TIMEOUT = 4.0
 
 
 class Proxy:
@@ -162,3 +163,41 @@ def test_without_a_port_it_cannot_be_told_and_why_is_said(mode: str, proxy: Prox
         (line,) = results[rank].lines("not every rank's length came")
         assert "Missing: cannot be told | the job's store" in line and line.endswith("not asked: stall_port=off")
         assert results[rank].lines("ERROR") == []
+
+
+def nobody_calls(rank: int, size: int, port: int, folder: str, mode: str) -> None:
+    """Rank 1 is elsewhere, rank 3 stopped, and the others wait in a barrier. The store's server is in no rank."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    in_step(timeout=TIMEOUT, stall_timeout=0)
+    nemo_patches.apply(stall_timeout=STALL_TIMEOUT)
+    said = Said()
+    files = [Path(folder, f"said-{one}") for one in (0, 2)]
+    if rank == 3:
+        change(Path(folder, "pid"), str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == 1:
+        wait_until(lambda: is_stopped(Path(folder, "pid")))
+        change(Path(folder, "mode"), mode)
+        wait_for_files(files)
+        os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
+    else:
+        telling = threading.Thread(
+            target=lambda: (wait_until(lambda: said.lines), files[rank // 2].touch()), daemon=True
+        )
+        telling.start()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("mode", "note"), [("slow", ""), ("silent", "has not answered for"), ("gone", "is gone: ")])
+def test_where_all_ranks_are_is_told_in_time(mode: str, note: str, proxy: Proxy, tmp_path: Path) -> None:
+    results = run_ranks(nobody_calls, 4, proxy.port, str(tmp_path), mode, group=False)
+    for rank in (0, 2):
+        (line,) = results[rank].lines("WARNING", "no encoder call for ")
+        seconds, _, groups = line.partition("no encoder call for ")[2].partition(" s. ")
+        assert int(seconds) < STALL_TIMEOUT + REPORT_S
+        elsewhere, stopped, waiting, *rest = groups.split(" | ")
+        assert elsewhere.startswith(f"rank 1 ({socket.gethostname()}, pid ") and "wait_for_files (" in elsewhere
+        assert stopped.startswith(f"rank 3 ({socket.gethostname()}, pid ") and ") has no heartbeat: " in stopped
+        assert waiting == "ranks 0, 2: barrier"
+        assert len(rest) == bool(note) and all(note in text and text.endswith("were asked") for text in rest)

@@ -126,7 +126,7 @@ class StallMonitor:
     def _pause_s(self) -> float:
         timeout, settings = current().timeout, self._settings()
         limits = (settings.call_timeout, settings.stall_timeout)
-        shortest = min(timeout, *(limit for limit in limits if limit)).total_seconds()
+        shortest = min([timeout, *(limit for limit in limits if limit)]).total_seconds()
         return max(min(_TICK_IN_A_STALL_S if self._has_stall() else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:

@@ -1,0 +1,184 @@
+"""Whom a verdict names, by what the ranks' heartbeats say; and that what a peer sends does no harm."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_patches.stall import stacks
+from nemo_patches.stall.heartbeat import Heartbeat
+from nemo_patches.stall.occupation import CHECKPOINT, Occupation
+from nemo_patches.stall.rank_groups import Verdict, grouped, judged
+from nemo_patches.stall.rank_text import LEFT, ranges
+from nemo_patches.stall.wire import decode_groups, encode_groups
+
+LIMIT_S = 30.0
+GRADIENTS = "backward, which reduces the gradients"
+
+
+def heartbeat(rank: int, where: str = "", collective: str = "", idle: float = 60.0, **changes: Any) -> Heartbeat:
+    facts = {"phase": "between encoder calls", "activity": "", **changes}
+    about = (rank, 7, f"node{rank}", 100 + rank, "", "", facts.pop("phase"), "Encoder", 40, (40, 0), idle, {})
+    return Heartbeat(*about, where=where, collective=collective, **facts)
+
+
+def verdict(*heartbeats: Heartbeat, size: int = 0, silent: tuple[int, ...] = ()) -> Verdict:
+    by_rank = {one.rank: one for one in heartbeats}
+    return judged(grouped(size or len(heartbeats), by_rank, silent, LIMIT_S))
+
+
+def waiting(*ranks: int) -> list[Heartbeat]:
+    return [heartbeat(rank, f"step (train.py:{rank})", GRADIENTS) for rank in ranks]
+
+
+def named(found: Verdict) -> list[int]:
+    return [rank.rank for rank in found.missing]
+
+
+def test_who_is_not_in_the_collective_of_the_others_is_waited_for() -> None:
+    others = waiting(0, 1, 2, 4, 6, 7)
+    found = verdict(*others, heartbeat(5, "read_audio (dataset.py:41)"), heartbeat(3, "lock (a.py:1)"))
+    assert (found.level, named(found)) == (logging.WARNING, [3, 5])
+    assert found.text() == (
+        "rank 3 (node3, pid 103): lock (a.py:1) | rank 5 (node5, pid 105): read_audio (dataset.py:41) | "
+        f"ranks 0-2, 4, 6-7: {GRADIENTS}"
+    )
+
+
+def test_the_smallest_group_comes_first() -> None:
+    slow = [heartbeat(rank, "decode (metric.py:9)") for rank in (0, 1, 2)]
+    found = verdict(*slow, heartbeat(3, "read (data.py:1)"), *waiting(4))
+    assert [group.ranks for group in found.groups] == [[3], [0, 1, 2], [4]]
+
+
+@pytest.mark.parametrize(("silent", "changes"), [((1,), {}), ((), {"phase": LEFT})])
+def test_a_rank_that_is_silent_or_has_left_is_waited_for(silent: tuple[int, ...], changes: dict[str, Any]) -> None:
+    found = verdict(*waiting(0, 2), heartbeat(1, **changes), silent=silent)
+    assert (found.level, named(found)) == (logging.WARNING, [1])
+
+
+def test_a_rank_without_a_sign_is_waited_for() -> None:
+    found = verdict(*waiting(0, 2), size=3)
+    assert (found.level, named(found)) == (logging.WARNING, [1])
+
+
+def test_who_waits_in_another_collective_is_not_accused() -> None:
+    found = verdict(*waiting(0, 2), heartbeat(1, "score (metric.py:9) < main (t.py:3)", "all_gather"))
+    assert (found.level, named(found)) == (logging.WARNING, [])
+    assert "rank 1 (node1, pid 101): all_gather, from score (metric.py:9), after encoder call 40 | " in found.text()
+    assert found.text().endswith("which of them is wrong cannot be told")
+
+
+def test_who_goes_on_with_encoder_calls_is_not_accused() -> None:
+    found = verdict(*waiting(0), heartbeat(1, idle=1.0))
+    assert (found.level, named(found)) == (logging.INFO, [])
+    assert "rank 1 (node1, pid 101): goes on with encoder calls" in found.text()
+
+
+def test_a_checkpoint_is_named_but_no_warning() -> None:
+    found = verdict(*waiting(1, 2), heartbeat(0, "save (train.py:5)", activity=CHECKPOINT))
+    assert (found.level, named(found)) == (logging.INFO, [0])
+    assert found.text().startswith("rank 0 (node0, pid 100) writes a checkpoint: save (train.py:5)")
+
+
+@pytest.mark.parametrize("places", [["decode (a.py:1)"] * 3, ["decode (a.py:1)", "decode (a.py:2)", "idle (b.py:1)"]])
+def test_where_nobody_waits_nobody_is_accused(places: list[str]) -> None:
+    found = verdict(*(heartbeat(rank, place) for rank, place in enumerate(places)))
+    assert (found.level, named(found)) == (logging.INFO, [])
+
+
+def test_many_groups_make_a_line_of_bounded_length() -> None:
+    found = verdict(*(heartbeat(rank, f"f (a.py:{rank})") for rank in range(1000)), *waiting(1000))
+    assert len(found.text()) < 2000
+    assert "996 more groups: ranks 4-999 | rank 1000 (" in found.text()
+
+
+KINDS = st.sampled_from(["waiting", "elsewhere", "calling", "silent", "left", "gone"])
+
+
+@given(st.lists(KINDS, min_size=2, max_size=20))
+def test_whoever_waits_or_calls_is_never_accused_and_every_rank_is_in_one_group(kinds: list[str]) -> None:
+    def made(rank: int, kind: str) -> Heartbeat:
+        collective = GRADIENTS if kind == "waiting" else ""
+        phase = LEFT if kind == "left" else "x"
+        return heartbeat(rank, f"at (a.py:{rank})", collective, idle=1.0 if kind == "calling" else 60.0, phase=phase)
+
+    beats = [made(rank, kind) for rank, kind in enumerate(kinds) if kind != "gone"]
+    silent = tuple(rank for rank, kind in enumerate(kinds) if kind == "silent")
+    found = verdict(*beats, size=len(kinds), silent=silent)
+    assert all(kinds[rank] not in ("waiting", "calling") for rank in named(found))
+    assert sorted(rank for group in found.groups for rank in group.ranks) == list(range(len(kinds)))
+    assert decode_groups(encode_groups(found.groups), len(kinds)) == found.groups
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=9), lambda inner: st.lists(inner, max_size=4)))
+def test_groups_that_are_none_are_not_taken(content: Any) -> None:
+    assert decode_groups(json.dumps(content).encode(), 4) == ()
+
+
+def test_ranks_that_do_not_exist_are_not_taken() -> None:
+    groups = grouped(9, {}, (), LIMIT_S)
+    assert decode_groups(encode_groups(groups), 9) == groups
+    assert decode_groups(encode_groups(groups), 8) == ()
+
+
+def test_the_ranks_of_too_many_groups_are_all_kept() -> None:
+    beats = {rank: heartbeat(rank, f"f (a.py:{rank})") for rank in range(100)}
+    taken = decode_groups(encode_groups(grouped(100, beats, (), LIMIT_S)), 100)
+    assert ranges(sorted(rank for group in taken for rank in group.ranks)) == [(0, 99)]
+
+
+def occupied(work: Callable[[threading.Event, threading.Event], None]) -> Occupation:
+    """What a thread is occupied with that runs `work`, which says when it has begun and ends when it may."""
+    began, may_end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=work, args=(began, may_end))
+    thread.start()
+    assert began.wait(60) and thread.ident
+    found = stacks.occupation(thread.ident)
+    may_end.set()
+    thread.join(60)
+    return found
+
+
+def in_backward(began: threading.Event, may_end: threading.Event) -> None:
+    """Autograd calls user code back: that is where this thread is, not in backward."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        began.set()
+        may_end.wait(60)
+
+    value = torch.ones(1, requires_grad=True)
+    value.register_hook(hook)  # type: ignore[no-untyped-call]
+    value.sum().backward()
+
+
+def in_a_save(began: threading.Event, may_end: threading.Event) -> None:
+    class Disk:
+        def write(self, data: bytes) -> int:
+            began.set()
+            may_end.wait(60)
+            return len(data)
+
+        def flush(self) -> None:
+            pass
+
+    torch.save([1], Disk(), _use_new_zipfile_serialization=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("work", "found"), [(in_backward, Occupation()), (in_a_save, Occupation("", CHECKPOINT))], ids=["hook", "save"]
+)
+def test_what_a_thread_is_occupied_with(work: Callable[..., None], found: Occupation) -> None:
+    assert occupied(work) == found
+
+
+def test_a_thread_that_is_gone_is_occupied_with_nothing() -> None:
+    assert stacks.occupation(1) == Occupation()
