@@ -68,10 +68,10 @@ def test_the_committed_diffs_carry_our_folders_byte_for_byte(tmp_path: Path) -> 
         assert files(tmp_path / parts.FOLDER) == expected
 
 
-def test_a_reviewer_reads_at_most_160_lines_and_nobody_carries_more_than_6000() -> None:
+def test_a_reviewer_reads_at_most_160_lines_and_nobody_carries_more_than_6400() -> None:
     lines = {diff.name: diff.read_bytes().count(b"\n") for diff in COMMITTED}
     assert all(lines[diff.name] <= 160 for diff in OF_NEMO), lines
-    assert sum(lines.values()) <= 6000, lines
+    assert sum(lines.values()) <= 6400, lines
 
 
 @pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)

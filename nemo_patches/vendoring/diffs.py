@@ -22,12 +22,12 @@ _ABOUT = {
     Part.SYNC: f"""\
  sync: {FOLDER}/sync/, what NeMo's edited files call: torch and the standard
  library only.
- Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT,
- NEMO_PATCHES_CALL_TIMEOUT and NEMO_PATCHES_STALL_PORT (of stall).
+ Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT.
 """,
     Part.STALL: f"""\
  stall: {FOLDER}/stall/, optional: every rank's log says who is missing from a stalled
- call, and what that rank does. It needs sync (runtime-sync.diff).
+ call or job, and what that rank does. It needs sync (runtime-sync.diff).
+ Settings: NEMO_PATCHES_CALL_TIMEOUT, _STALL_TIMEOUT, _STALL_EXIT, _ON_STALL, _STALL_PORT.
 """,
 }
 
