@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..sync import keys
-from ..sync.store import JobStore
+from ..sync.store import JobStore, Line
 from .heartbeat import Heartbeat
 from .wire import decode_heartbeat, encode_heartbeat
 
@@ -31,6 +31,7 @@ class StoreClient:
     def __init__(self, job_store: JobStore) -> None:
         self._job_store = job_store
         self._lock = threading.Lock()
+        self._line: Line | None = None
         self._connection: dist.Store | None = None  # `asking` makes both, under the lock; `disconnect` lets them go
         self._store: dist.Store | None = None  # the present attempt's part of it
         self._attempt = -1
@@ -43,8 +44,10 @@ class StoreClient:
         join: look first whether the attempt is still the present one.
         """
         with self._lock:
-            if self._connection is None:
+            if self._connection is None or self._line is None:
+                self._line = self._job_store.line()
                 self._connection = self._job_store.connect()
+            self._line.check()
             if join or self._store is None or self._attempt != self._job_store.attempt:
                 self._store = self._job_store.join(self._connection)
                 self._attempt = self._job_store.attempt
@@ -52,10 +55,11 @@ class StoreClient:
 
     def send(self, make_heartbeat: Callable[[], Heartbeat]) -> Heartbeat | None:
         """Leave this rank's heartbeat; None where another thread waits for an answer. Raises the store's errors."""
-        store = self._store
-        if store is None or not self._lock.acquire(timeout=_SEND_PATIENCE_S):
+        store, line = self._store, self._line
+        if store is None or line is None or not self._lock.acquire(timeout=_SEND_PATIENCE_S):
             return None
         try:
+            line.check()
             heartbeat = make_heartbeat()
             send(store, heartbeat)
             return heartbeat
@@ -71,7 +75,7 @@ class StoreClient:
 
     def disconnect(self) -> None:
         """Let the connection go, unless a thread is still asking over it; then that thread does, at its end."""
-        self._connection = self._store = None
+        self._connection = self._store = self._line = None
 
     def join(self, also: Iterable[threading.Thread], limit: timedelta) -> None:
         """At exit: wait for the threads' ends, for a short while; c10d must not return into a dying interpreter.

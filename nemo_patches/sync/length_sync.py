@@ -199,7 +199,7 @@ class GroupSyncs:
         self.group.closed = True
         for sync in list(self._all):
             sync.close()
-        self.channel.stop("the process group was destroyed")
+        self.channel.leave("the process group was destroyed")
 
 
 class EncoderSync:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from .store import JobStore
 
 _HELLO = struct.Struct("<16sq")  # token, rank
-_WELCOME, _GONE = -1, -2  # in place of a round's number; the value is the rank that lets this one in, or that has gone
+# In place of a number; the value is the rank that lets this one in, that has gone, or that has left in good order.
+_WELCOME, _GONE, _LEFT = -1, -2, -3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
 _HELLO_S, _IDLE_S = 0.005, 5.0
 
@@ -79,6 +80,10 @@ class Rounds:
         """Whether the outstanding round will never come; any thread may ask."""
         return bool(self._channel.error) and not self.closed and not self.has_come()
 
+    def left(self) -> int:
+        """The rank that has ended the rounds by leaving in good order; -1: none."""
+        return self._channel.left
+
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody waits
             self._pending.release()
@@ -90,6 +95,8 @@ class SideChannel:
     def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
         """say: logs what keeps this rank from connecting."""
         self.rank, self.error, self.by_key = rank, "", dict[bytes, Rounds]()  # error: why there are no more rounds
+        self.left = -1  # the rank that has ended the rounds by leaving in good order
+        self._leaves = False  # this one does
         self._lock = threading.RLock()  # held for arithmetic, and for sends that do not block
         self._job_store, self._say, self._place = job_store, say, Place(job_store.server, rank, size)
         self._longest_pause_s = _LONGEST_PAUSE_S + size * _PAUSE_PER_RANK_S
@@ -123,6 +130,11 @@ class SideChannel:
         for connection in list(self._connections.values()):
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RD)  # wakes the thread
+
+    def leave(self, reason: str) -> None:
+        """End the rounds because this process ends, or its process group, which the other ranks are told. As `stop`."""
+        self._leaves = not self.error
+        self.stop(reason)
 
     def join(self, limit: timedelta) -> None:
         """At exit: wait for the thread's end, for a short while."""
@@ -163,16 +175,21 @@ class SideChannel:
                 connection.send(rounds.key, rounds.done, value)
         rounds.wake()
 
-    def _fail(self, lost: int) -> None:
+    def _fail(self, reason: int, rank: int) -> None:
         """No more rounds on any rank: the first reason is passed on."""
-        if not self.error:
-            for connection in self._connections.values():
-                connection.send(bytes(8), _GONE, lost)
-            self.stop(f"rank {lost} has gone, or has left the process group, or the network to it was lost")
+        if self.error:
+            return
+        for connection in self._connections.values():
+            connection.send(bytes(8), reason, rank)
+        if reason == _LEFT:
+            self.left = rank
+            self.stop(f"rank {rank} has left: it ended, or destroyed its process group")
+        else:
+            self.stop(f"rank {rank} has gone, or the network to it was lost")
 
     def _hear(self, connection: Connection, key: bytes, number: int, value: int) -> None:
-        if number == _GONE:
-            self._fail(value)
+        if number in (_GONE, _LEFT):
+            self._fail(number, value)
         elif number == _WELCOME:
             self._connections[connection.rank] = connection
             for rounds in list(self.by_key.values()):
@@ -187,7 +204,7 @@ class SideChannel:
         connection.socket.close()
         self._parent = None if connection is self._parent else self._parent
         if self._connections.pop(connection.rank, None) is not None:
-            self._fail(connection.rank)
+            self._fail(_GONE, connection.rank)
 
     def _close(self) -> None:
         for entry in list((self._selector.get_map() or {}).values()):
@@ -203,27 +220,31 @@ class SideChannel:
             self.stop(f"the side channel has ended by an error of its own, please report it: {error!r}")
         with self._lock:
             for connection in self._connections.values():
-                connection.send(bytes(8), _GONE, self.rank)
+                connection.send(bytes(8), _LEFT if self._leaves else _GONE, self.rank)
             self._close()
 
     def _serve(self) -> None:
-        store, part, pause, next_look = None, None, _FIRST_PAUSE_S, 0.0
+        line, store, part, pause, next_look = None, None, None, _FIRST_PAUSE_S, 0.0
         while not self.error:
             if self._place.is_known and len(self._connections) == len(self._place.children) + (self.rank > 0):
-                store, part, next_look = None, None, math.inf  # the tree is whole
+                line, store, part, next_look = None, None, None, math.inf  # the tree is whole
             elif time.monotonic() >= next_look:
                 try:
                     make_room(FAN_OUT + 8)  # for the tree, and for the connection to the store
+                    line = line or self._job_store.line()
+                    line.check()
                     store = store or self._job_store.connect()
                     if part is None or not self._place.is_known:  # a tree that is known is of one attempt
                         part = self._job_store.join(store)
                     pause = _FIRST_PAUSE_S if self._look(part) else pause * 1.5
                 except Exception as error:  # torch has no common class for what its stores raise
-                    store, part, pause = None, None, self._longest_pause_s
+                    line, store, part, pause = None, None, None, self._longest_pause_s
                     self._tell_trouble(ascii(error))
                 pause = min(pause, self._longest_pause_s)
                 next_look = time.monotonic() + pause
             for entry, _ in self._selector.select(min(max(next_look - time.monotonic(), 0.0), _IDLE_S)):
+                if self.error:  # stopped: the connections still carry the reason
+                    break
                 if entry.data is not None:
                     self._read(entry.data)
                 elif self._listener is not None:
@@ -285,7 +306,7 @@ class SideChannel:
 
 def _at_exit() -> None:
     for channel in list(_channels):
-        channel.stop("this process ends")
+        channel.leave("this process ends")
     for channel in list(_channels):
         channel.join(timedelta(seconds=0.5))
 

@@ -6,12 +6,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import secrets
+import socket
 import threading
 import weakref
 
 import torch.distributed as dist
 
 from .keys import ATTEMPT, PREFIX, SEAT
+
+_CONNECT_S = 2.0
+
+
+class Line:
+    """A silent connection to the store's server, which tells when that has gone: c10d logs 22 lines for a request."""
+
+    def __init__(self, server: tuple[str, int] | None) -> None:
+        """May block, shortly. Raises OSError where the server cannot be reached; None: there is no server."""
+        self._socket = socket.create_connection(server, _CONNECT_S) if server is not None else None
+        if self._socket is not None:
+            self._socket.setblocking(False)
+
+    def check(self) -> None:
+        """Before a request. Raises ConnectionError where the server has gone; does not block."""
+        with contextlib.suppress(BlockingIOError):
+            if self._socket is not None and not self._socket.recv(1):
+                raise ConnectionError("its server has closed the connection")
 
 
 class JobStore:
@@ -33,6 +52,9 @@ class JobStore:
             inner = inner.underlying_store
         self.is_file = isinstance(inner, dist.FileStore)
         self.server = (inner.host, inner.port) if isinstance(inner, dist.TCPStore) else None
+
+    def line(self) -> Line:
+        return Line(self.server)
 
     def connect(self) -> dist.Store:
         """A connection for one thread alone, if possible. May block; RuntimeError where the group is gone."""
