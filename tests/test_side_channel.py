@@ -44,7 +44,7 @@ def part_of_store(rank: Rank, attempt: int = 0) -> Any:
 def take_place(rank: Rank) -> None:
     """This rank says where it is, and does not connect yet: the others' ports stay open for it."""
     job_store = rank.channel._job_store
-    store = job_store.join(job_store.connect())
+    store = job_store.connect().join(anew=True)
     store.wait([keys.ROOT], LONG)  # rank 0 has come
     Place(job_store.server, rank.number, rank.size).find(store, job_store.attempt)
 

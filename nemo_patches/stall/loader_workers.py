@@ -10,7 +10,7 @@ from pathlib import Path
 
 _STATES = {"D": "waits for a device or a network's file system", "T": "is stopped", "t": "is stopped by a debugger"}
 _ENDED = {"Z", "X"}
-_NOT_DATA = ("/dev/", "/proc/", "/sys/", "/memfd:", "/tmp/pymp-")
+_NOT_DATA = ("/dev/", "/proc/", "/sys/", "/memfd:")
 _LONGEST_PATH, _MOST_DESCRIBED, _MOST_FILES = 120, 8, 2
 
 
@@ -22,7 +22,7 @@ def loader_workers() -> tuple[int, ...]:
 
 
 def described(workers: tuple[int, ...]) -> tuple[str, ...]:
-    """A text for each of the first workers of whom there is something to say: "worker 3 (pid 81) reads /data/a.tar"."""
+    """A text for each of the first workers of whom there is something to say: "worker 3 (pid 81) has /data/a.tar open"."""
     texts = (_text(index, pid) for index, pid in enumerate(workers))
     return tuple(text for text in texts if text)[:_MOST_DESCRIBED]
 

@@ -59,6 +59,8 @@ class Surroundings:
 class Question:
     """Who is missing from this round of this encoder; with END for its key: who has gone.
 
+    left: with END, the rank that has told the others that it leaves; -1: none.
+
     due_at: time.monotonic() at which a rank that has not come is missing. repeat: how often it was asked before.
     incident: for people, in the line of a rank that was waited for.
     """
@@ -68,6 +70,7 @@ class Question:
     due_at: float
     repeat: int
     incident: str
+    left: int = -1
 
     def came(self, heartbeat: Heartbeat) -> bool:
         """Also where it does not say: nobody is missing for calling more encoders than a heartbeat holds."""
@@ -118,6 +121,17 @@ class MissingQuery:
 
     def answer(self) -> Answer:
         """What is known by now."""
+        answer, left = self._found(), self.question.left
+        if left < 0:
+            return answer
+        # Its heartbeat may have ended with the store, if that was there too; what it said itself is known.
+        peer = self._surroundings.introduction().peers.get(left)
+        has_left = MissingRank(left, LEFT, peer.host, peer.pid) if peer else MissingRank(left, LEFT)
+        others = [one for one in answer.missing if one.rank != left or one.kind == LEFT]
+        missing = others if any(one.rank == left for one in others) else [has_left, *others]
+        return Answer(tuple(sorted(missing, key=lambda one: one.rank)), note=answer.note)
+
+    def _found(self) -> Answer:
         store, direct, trouble = self._store_query, self._direct_query, self._store_query.trouble()
         if store.missing is not None:
             return Answer(store.missing)

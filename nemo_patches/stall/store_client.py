@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..sync import keys
-from ..sync.store import JobStore
+from ..sync.store import JobStore, StoreConnection
 from .heartbeat import Heartbeat
 from .wire import decode_heartbeat, encode_heartbeat
 
@@ -32,9 +32,7 @@ class StoreClient:
     def __init__(self, job_store: JobStore) -> None:
         self._job_store = job_store
         self._lock = threading.Lock()
-        self._connection: dist.Store | None = None  # `asking` makes both, under the lock; `disconnect` lets them go
-        self._store: dist.Store | None = None  # the present attempt's part of it
-        self._attempt = -1
+        self._connection: StoreConnection | None = None  # `asking` makes it, under the lock; `disconnect` lets it go
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     @contextmanager
@@ -46,19 +44,17 @@ class StoreClient:
         with self._lock:
             if self._connection is None:
                 self._connection = self._job_store.connect()
-            if join or self._store is None or self._attempt != self._job_store.attempt:
-                self._store = self._job_store.join(self._connection)
-                self._attempt = self._job_store.attempt
-            yield self._store
+            yield self._connection.join(anew=join)
 
     def send(self, make_heartbeat: Callable[[], Heartbeat]) -> Heartbeat | None:
         """Leave this rank's heartbeat; None where another thread waits for an answer. Raises the store's errors."""
-        store = self._store
-        if store is None or not self._lock.acquire(timeout=_SEND_PATIENCE_S):
+        connection = self._connection
+        if connection is None or connection.part is None or not self._lock.acquire(timeout=_SEND_PATIENCE_S):
             return None
         try:
+            connection.check()
             heartbeat = make_heartbeat()
-            send(store, heartbeat)
+            send(connection.part, heartbeat)
             return heartbeat
         finally:
             self._lock.release()
@@ -72,7 +68,7 @@ class StoreClient:
 
     def disconnect(self) -> None:
         """Let the connection go, unless a thread is still asking over it; then that thread does, at its end."""
-        self._connection = self._store = None
+        self._connection = None
 
     def join(self, also: Iterable[threading.Thread], limit: timedelta) -> None:
         """At exit: wait for the threads' ends, for a short while; c10d must not return into a dying interpreter.

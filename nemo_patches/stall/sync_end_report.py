@@ -37,9 +37,8 @@ class SyncEndReport:
         """A sync has no more rounds: ask who has gone, unless that was asked already."""
         if self._query is None:
             self._title = sync.title
-            self._query = MissingQuery(
-                self._surroundings, Question(END, 0, now, 0, f"{sync.title}: its length sync has ended")
-            )
+            incident = f"{sync.title}: its length sync has ended"
+            self._query = MissingQuery(self._surroundings, Question(END, 0, now, 0, incident, sync.rounds.left()))
 
     def look(self, is_last: bool) -> None:
         query = self._query

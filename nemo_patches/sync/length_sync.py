@@ -172,7 +172,7 @@ class GroupSyncs:
         self.group.closed = True
         for rounds in list(self.channel.by_key.values()):
             rounds.closed = True
-        self.channel.stop("the process group was destroyed")
+        self.channel.stop("the process group was destroyed", leaves=True)
 
 
 class EncoderSync:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import hmac
 import math
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -30,10 +28,14 @@ from .tree import FAN_OUT, Connection, Place, make_room
 if TYPE_CHECKING:
     from .store import JobStore
 
-_HELLO = struct.Struct("<16sq")  # token, rank
-_WELCOME, _GONE = -1, -2  # in place of a round's number; the value is the rank that lets this one in, or that has gone
+# In place of a number; the value is the rank that lets this one in, that has gone, or that has left in good order.
+_WELCOME, _GONE, _LEFT = -1, -2, -3
+_REASONS = {
+    _GONE: "has gone, or the network to it was lost",
+    _LEFT: "has left: it ended, or destroyed its process group",
+}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
-_HELLO_S, _IDLE_S = 0.005, 5.0
+_IDLE_S = 5.0
 
 
 class RoundFailed(Exception):
@@ -79,6 +81,10 @@ class Rounds:
         """Whether the outstanding round will never come; any thread may ask."""
         return bool(self._channel.error) and not self.closed and not self.has_come()
 
+    def left(self) -> int:
+        """The rank that has ended the rounds by leaving in good order; -1: none."""
+        return self._channel.left
+
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody waits
             self._pending.release()
@@ -90,6 +96,8 @@ class SideChannel:
     def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
         """say: logs what keeps this rank from connecting."""
         self.rank, self.error, self.by_key = rank, "", dict[bytes, Rounds]()  # error: why there are no more rounds
+        self.left = -1  # the rank that has ended the rounds by leaving in good order
+        self._leaves = False  # this one ends, or its process group, and tells the others
         self._lock = threading.RLock()  # held for arithmetic, and for sends that do not block
         self._job_store, self._say, self._place = job_store, say, Place(job_store.server, rank, size)
         self._longest_pause_s = _LONGEST_PAUSE_S + size * _PAUSE_PER_RANK_S
@@ -115,8 +123,9 @@ class SideChannel:
             self._thread.start()
         return self._lock
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, leaves: bool = False) -> None:
         """End this rank's rounds at once, and the thread soon. Takes no lock: the garbage collector may call this."""
+        self._leaves = self._leaves or (leaves and not self.error)
         self.error = self.error or reason
         for rounds in list(self.by_key.values()):
             rounds.wake()
@@ -163,16 +172,17 @@ class SideChannel:
                 connection.send(rounds.key, rounds.done, value)
         rounds.wake()
 
-    def _fail(self, lost: int) -> None:
+    def _fail(self, reason: int, rank: int) -> None:
         """No more rounds on any rank: the first reason is passed on."""
         if not self.error:
             for connection in self._connections.values():
-                connection.send(bytes(8), _GONE, lost)
-            self.stop(f"rank {lost} has gone, or has left the process group, or the network to it was lost")
+                connection.send(bytes(8), reason, rank)
+            self.left = rank if reason == _LEFT else -1
+            self.stop(f"rank {rank} {_REASONS[reason]}")
 
     def _hear(self, connection: Connection, key: bytes, number: int, value: int) -> None:
-        if number == _GONE:
-            self._fail(value)
+        if number in (_GONE, _LEFT):
+            self._fail(number, value)
         elif number == _WELCOME:
             self._connections[connection.rank] = connection
             for rounds in list(self.by_key.values()):
@@ -187,7 +197,7 @@ class SideChannel:
         connection.socket.close()
         self._parent = None if connection is self._parent else self._parent
         if self._connections.pop(connection.rank, None) is not None:
-            self._fail(connection.rank)
+            self._fail(_GONE, connection.rank)
 
     def _close(self) -> None:
         for entry in list((self._selector.get_map() or {}).values()):
@@ -203,27 +213,28 @@ class SideChannel:
             self.stop(f"the side channel has ended by an error of its own, please report it: {error!r}")
         with self._lock:
             for connection in self._connections.values():
-                connection.send(bytes(8), _GONE, self.rank)
+                connection.send(bytes(8), _LEFT if self._leaves else _GONE, self.rank)
             self._close()
 
     def _serve(self) -> None:
-        store, part, pause, next_look = None, None, _FIRST_PAUSE_S, 0.0
+        store, pause, next_look = None, _FIRST_PAUSE_S, 0.0
         while not self.error:
             if self._place.is_known and len(self._connections) == len(self._place.children) + (self.rank > 0):
-                store, part, next_look = None, None, math.inf  # the tree is whole
+                store, next_look = None, math.inf  # the tree is whole
             elif time.monotonic() >= next_look:
                 try:
                     make_room(FAN_OUT + 8)  # for the tree, and for the connection to the store
                     store = store or self._job_store.connect()
-                    if part is None or not self._place.is_known:  # a tree that is known is of one attempt
-                        part = self._job_store.join(store)
+                    part = store.join(anew=not self._place.is_known)  # a tree that is known is of one attempt
                     pause = _FIRST_PAUSE_S if self._look(part) else pause * 1.5
                 except Exception as error:  # torch has no common class for what its stores raise
-                    store, part, pause = None, None, self._longest_pause_s
+                    store, pause = None, self._longest_pause_s
                     self._tell_trouble(ascii(error))
                 pause = min(pause, self._longest_pause_s)
                 next_look = time.monotonic() + pause
             for entry, _ in self._selector.select(min(max(next_look - time.monotonic(), 0.0), _IDLE_S)):
+                if self.error:  # stopped: the connections still carry the reason
+                    break
                 if entry.data is not None:
                     self._read(entry.data)
                 elif self._listener is not None:
@@ -252,28 +263,21 @@ class SideChannel:
         if self._listener is None and place.children - self._connections.keys():
             self._listener = place.listen(store, self._token)
             self._selector.register(self._listener, selectors.EVENT_READ)
-        if self.rank > 0 and self._parent is None and (door := place.knock(store)) is not None:
-            own, token = door
-            own.sendall(_HELLO.pack(token, self.rank))
-            self._parent = Connection(own, place.parent)
-            self._selector.register(own, selectors.EVENT_READ, self._parent)
+        if self.rank > 0 and self._parent is None and (parent := place.knock(store)) is not None:
+            self._parent = parent
+            self._selector.register(parent.socket, selectors.EVENT_READ, parent)
         return False
 
     def _visited(self, listener: socket.socket) -> None:
         """Let in a child that knows the token; drop everybody else at once."""
         missing = self._place.children - self._connections.keys()
         try:
-            visitor, _ = listener.accept()
-            visitor.settimeout(_HELLO_S)  # said already, where the kernel holds back who says nothing
-            token, rank = _HELLO.unpack(visitor.recv(_HELLO.size))
-            if hmac.compare_digest(token, self._token) and rank in missing:
+            if (child := self._place.admit(listener, self._token, missing)) is not None:
                 with self._lock:
-                    self._connections[rank] = child = Connection(visitor, rank)
+                    self._connections[child.rank] = child
                     child.send(bytes(8), _WELCOME, self.rank)
-                self._selector.register(visitor, selectors.EVENT_READ, child)
-                missing -= {rank}
-        except (ConnectionError, TimeoutError, BlockingIOError, struct.error):
-            pass
+                self._selector.register(child.socket, selectors.EVENT_READ, child)
+                missing -= {child.rank}
         except OSError as error:  # no more files: the next look listens again
             self._tell_trouble(ascii(error))
             missing = frozenset()
@@ -285,7 +289,7 @@ class SideChannel:
 
 def _at_exit() -> None:
     for channel in list(_channels):
-        channel.stop("this process ends")
+        channel.stop("this process ends", leaves=True)
     for channel in list(_channels):
         channel.join(timedelta(seconds=0.5))
 

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import secrets
+import socket
 import threading
 import weakref
 
 import torch.distributed as dist
 
 from .keys import ATTEMPT, PREFIX, SEAT
+
+_CONNECT_S = 2.0
 
 
 class JobStore:
@@ -33,8 +37,8 @@ class JobStore:
         self.is_file = isinstance(inner, dist.FileStore)
         self.server = (inner.host, inner.port) if isinstance(inner, dist.TCPStore) else None
 
-    def connect(self) -> dist.Store:
-        """A connection for one thread alone, if possible. May block; RuntimeError where the group is gone."""
+    def connect(self) -> StoreConnection:
+        """May block; raises RuntimeError where the group is gone, and the store's errors."""
         store = self._default_store()
         if store is None:
             raise RuntimeError("the process group was destroyed")
@@ -42,7 +46,7 @@ class JobStore:
             store = store.clone()
         elif self.server is not None:
             store = dist.TCPStore(*self.server, is_master=False, wait_for_workers=False)
-        return dist.PrefixStore(PREFIX, store)
+        return StoreConnection(self, dist.PrefixStore(PREFIX, store))
 
     def join(self, connection: dist.Store) -> dist.Store:
         """The present attempt's part of the store, where this rank has taken its seat; `attempt` says which.
@@ -67,3 +71,29 @@ class JobStore:
         """
         if (default_store := self._default_store()) is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(default_store))
+
+
+class StoreConnection:
+    """For one thread at a time, which alone writes the fields."""
+
+    def __init__(self, job_store: JobStore, store: dist.Store) -> None:
+        self.part: dist.Store | None = None  # the present attempt's, as far as it is known
+        self._job_store, self._store, self._attempt = job_store, store, -1
+        # It says nothing, and tells when the server has gone: c10d logs 22 lines for a request then.
+        server = job_store.server
+        self._silent = socket.create_connection(server, _CONNECT_S) if server is not None else None
+        if self._silent is not None:
+            self._silent.setblocking(False)
+
+    def check(self) -> None:
+        """Before a request. Raises ConnectionError where the server has gone; does not block."""
+        with contextlib.suppress(BlockingIOError):
+            if self._silent is not None and not self._silent.recv(1):
+                raise ConnectionError("its server has closed the connection")
+
+    def join(self, anew: bool) -> dist.Store:
+        """As JobStore.join, at the first time, where the attempt has changed, and `anew`. May block; raises as it."""
+        self.check()
+        if anew or self.part is None or self._attempt != self._job_store.attempt:
+            self.part, self._attempt = self._job_store.join(self._store), self._job_store.attempt
+        return self.part

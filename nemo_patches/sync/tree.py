@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hmac
 import ipaddress
 import json
 import os
@@ -19,6 +20,8 @@ from .keys import DOOR, HOSTS, PLACE, ROOT
 from .safe_text import safe
 
 FAN_OUT = 16  # children of a rank, at most
+_HELLO = struct.Struct("<16sq")  # token, rank
+_HELLO_S = 0.005
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value
 _CONNECT_S, _SILENT_S, _BACKLOG = 2.0, 5, 1024
 _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
@@ -97,15 +100,27 @@ class Place:
         store.set(DOOR.format(rank=self._rank), json.dumps([self._address, listener.getsockname()[1], token.hex()]))
         return listener
 
-    def knock(self, store: Any) -> tuple[socket.socket, bytes] | None:
-        """A connection to the parent, and the token that it wants to hear; None: it does not listen yet."""
+    def admit(self, listener: socket.socket, token: bytes, missing: frozenset[int]) -> Connection | None:
+        """A missing child that knows the token; everybody else is dropped at once. OSError: there are no files left."""
+        with contextlib.suppress(ConnectionError, TimeoutError, BlockingIOError, struct.error):
+            visitor, _ = listener.accept()
+            visitor.settimeout(_HELLO_S)  # said already, where the kernel holds back who says nothing
+            said, rank = _HELLO.unpack(visitor.recv(_HELLO.size))
+            if hmac.compare_digest(said, token) and rank in missing:
+                return Connection(visitor, rank)
+        return None
+
+    def knock(self, store: Any) -> Connection | None:
+        """A connection to the parent, which has yet to let this rank in; None: it does not listen yet."""
         door = DOOR.format(rank=self.parent)
         if not store.check([door]):
             return None
         address, port, token = json.loads(store.get(door))
         if self._is_loopback_apart(address, [self.parent]):
             address = self._store_address
-        return socket.create_connection((address, port), _CONNECT_S), bytes.fromhex(token)
+        own = socket.create_connection((address, port), _CONNECT_S)
+        own.sendall(_HELLO.pack(bytes.fromhex(token), self._rank))
+        return Connection(own, self.parent)
 
     def _is_loopback_apart(self, address: str, ranks: Iterable[int]) -> bool:
         """Whether these ranks need another address than this, a loopback one: the store's, which is on that host."""

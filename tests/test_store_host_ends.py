@@ -1,0 +1,86 @@
+"""Rank 0, which hosts the job's store, ends first: the others say that it has left, and c10d logs nothing for us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+LIMIT_S = 200
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone, pytest.mark.timeout(2 * LIMIT_S)]
+
+PROGRAM = """
+import datetime, os, signal, sys, time
+rank, port, ending, folder = int(sys.argv[1]), *sys.argv[2:]
+os.environ.update(RANK=str(rank), WORLD_SIZE="3")
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+from nemo_patches.stall import subscriber
+from nemo_patches.sync.length_sync import synced_length, use
+from nemo_patches.sync.settings import Settings
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+subscriber.subscribe()
+use(Settings(timeout=datetime.timedelta(seconds=60)))
+encoder = torch.nn.Linear(1, 1)
+for _ in range(3):
+    synced_length(encoder, 1)
+wait_until(lambda: subscriber.monitor().roll_call.peers)
+dist.barrier()
+if rank == 0:
+    if ending == "exception":
+        raise KeyError("the user's own")
+    if ending == "group destroyed":
+        dist.destroy_process_group()
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(0)
+synced_length(encoder, 2)
+wait_until(subscriber.stalls)
+wait_until(lambda: subscriber.monitor()._heart_stopped)  # it has found that the store has gone
+open(f"{folder}/said-{rank}", "w").close()
+wait_until(lambda: all(os.path.exists(f"{folder}/said-{other}") for other in (1, 2)))
+"""
+
+
+def stderr_of_others(ending: str, folder: Path) -> list[str]:
+    port = str(free_port())
+    logs = [folder / f"{rank}.log" for rank in range(3)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-c", PROGRAM, str(rank), port, ending, str(folder)]
+            with log.open("w") as stderr:
+                processes.append(subprocess.Popen(command, stderr=stderr))
+        codes = [process.wait(LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes[1:] == [0, 0], [log.read_text()[-2000:] for log in logs]
+    return [log.read_text() for log in logs[1:]]
+
+
+@pytest.mark.parametrize("ending", ["end of the program", "group destroyed", "exception"])
+def test_the_others_say_that_rank_0_has_left(ending: str, tmp_path: Path) -> None:
+    for stderr in stderr_of_others(ending, tmp_path):
+        ended, gone = stderr.splitlines()
+        assert ended.endswith(": rank 0 has left: it ended, or destroyed its process group")
+        assert "Linear: gone: rank 0 of 3 | rank 0 (" in gone
+        assert ") has left: it ended, or destroyed its process group" in gone
+        assert "no heartbeat" not in gone
+
+
+def test_a_rank_0_that_is_killed_has_not_left(tmp_path: Path) -> None:
+    for stderr in stderr_of_others("killed", tmp_path):
+        ended, gone = stderr.splitlines()
+        assert ended.endswith(": rank 0 has gone, or the network to it was lost")
+        assert "rank 0 (" in gone and ") has no heartbeat: " in gone
