@@ -645,7 +645,6 @@ def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
     versions, settings = results[0].lines("WARNING")
     assert "ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
     assert versions.endswith("; rank 2: nemo_patches 0.1.0, nemo 2.7.3")
-    assert (
-        "here sync=bounded, timeout=30 s, on_timeout=fallback, call_timeout=60 s; ranks 1-2: sync=bounded, " in settings
-    )
+    rest = "on_timeout=fallback, call_timeout=60 s, stall_port=on"
+    assert f"here sync=bounded, timeout=30 s, {rest}; ranks 1-2: sync=bounded, timeout=20 s, {rest}" in settings
     assert results[1].lines("WARNING") == results[2].lines("WARNING") == []
