@@ -108,4 +108,4 @@ def store_goes(rank: int, size: int, goes_on: bool) -> None:
 def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(goes_on: bool) -> None:
     lines = run_ranks(store_goes, 2, goes_on, dies=(0,))[1].lines("WARNING")
     assert len(lines) == goes_on
-    assert all("cannot see whether every rank is patched: Dist" in line for line in lines)
+    assert all("cannot see whether every rank is patched: ConnectionError: " in line for line in lines)

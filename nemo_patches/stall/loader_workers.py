@@ -22,7 +22,7 @@ def loader_workers() -> tuple[int, ...]:
 
 
 def described(workers: tuple[int, ...]) -> tuple[str, ...]:
-    """A text for each of the first workers of whom there is something to say: "worker 3 (pid 81) has /data/a.tar open"."""
+    """A text for each of the first of whom there is something to say: "worker 3 (pid 81) has /data/a.tar open"."""
     texts = (_text(index, pid) for index, pid in enumerate(workers))
     return tuple(text for text in texts if text)[:_MOST_DESCRIBED]
 
