@@ -234,7 +234,7 @@ def test_what_are_no_peers_are_none(data: bytes) -> None:
     assert decode_peers(data, 4) == ({}, b"")
 
 
-@pytest.mark.parametrize("token", ["", "00", "x" * 32, 5, None, TOKEN.hex() + "00"])
+@pytest.mark.parametrize("token", ["", "00", "x" * 32, 5, None, "00" * (TOKEN_BYTES + 1)])
 def test_peers_without_a_token_are_none(token: object) -> None:
     assert decode_peers(json.dumps({"token": token, "peers": {}}).encode(), 4) == ({}, b"")
 

@@ -225,8 +225,9 @@ class SideChannel:
                 try:
                     make_room(FAN_OUT + 8)  # for the tree, and for the connection to the store
                     store = store or self._job_store.connect()
-                    part = store.join(anew=not self._place.is_known)  # a tree that is known is of one attempt
-                    pause = _FIRST_PAUSE_S if self._look(part) else pause * 1.5
+                    # A tree that is known is of one attempt.
+                    stepped = self._look(store.join(anew=not self._place.is_known))
+                    pause = _FIRST_PAUSE_S if stepped else pause * 1.5
                 except Exception as error:  # torch has no common class for what its stores raise
                     store, pause = None, self._longest_pause_s
                     self._tell_trouble(ascii(error))
