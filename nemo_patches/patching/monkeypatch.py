@@ -18,14 +18,17 @@ from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.stall import subscriber
+from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync import length_sync
+from nemo_patches.sync.events import bus
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.tracing.trace_header import rank_and_size
 
 
 class Patching:
@@ -39,7 +42,7 @@ class Patching:
         # Whether on_import() acts: the import hook is there under auto-apply, and after apply().
         self._follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
-        self._misspelt_said = False
+        self._misspelt_said = self._said_for_all = False
         self._trace_settings = TraceSettings()  # in force
 
     def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> bool:
@@ -113,6 +116,7 @@ class Patching:
         self._in_force = self._follows_imports = self._collection_complete = False
         tracing.stop()
         dumps.stop()
+        bus.unsubscribe("the line at the start")
         self._trace_settings = TraceSettings()
         self.replacements.restore()
         self._patched.clear()
@@ -142,6 +146,7 @@ class Patching:
         length_sync.use(settings)
         subscriber.use(stall)
         subscriber.subscribe()
+        bus.subscribe("the line at the start", {AllAnnounced: self._say_all_patched})
         self._skipped.clear()
         self._in_force = self._follows_imports = True
         self._say_misspelt()
@@ -230,10 +235,19 @@ class Patching:
         )
 
     def _say_patched(self, targets: Iterable[Target], not_patched: str = "") -> None:
+        if rank_and_size()[1] == 1:  # else rank 0 says it for all, when each has come to its first encoder call
+            _say(f"patched {self._what(targets)}{not_patched}")
+
+    def _say_all_patched(self, event: AllAnnounced) -> None:
+        """On the roll call's thread. Once: a new process group has the same ranks, or is said to lack some."""
+        if not self._said_for_all:
+            self._said_for_all = True
+            _say(f"patched on all {event.size} ranks: {self._what(self._patched)}")
+
+    def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(map(str, targets)) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        settings = settings_text(*self._settings_in_force())
-        _say(f"patched {names} ({versions}; {settings}){not_patched}")
+        return f"{names} ({versions}; {settings_text(*self._settings_in_force())})"
 
 
 this_process = Patching()

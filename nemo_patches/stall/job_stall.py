@@ -129,14 +129,16 @@ class JobStallWatch:
         if counted is None:
             self._say(logging.WARNING, f"{idle}; where the ranks are cannot be told: {_why(census)}")
             return
-        verdict = self._verdict = judged(counted.groups)
+        before, verdict = self._verdict, judged(counted.groups)
+        self._verdict = verdict
+        is_first_warning = verdict.level >= logging.WARNING and (before is None or before.level < logging.WARNING)
         directly = f" | {counted.trouble}; the ranks themselves were asked" if counted.trouble else ""
         if verdict.level == logging.INFO and self._said:
             return  # once is enough
         text = f"{idle}. {verdict.text()}{directly}"
         self._say(verdict.level, text)
         bus.publish(JobStalled(self._last.since, verdict.level, text, verdict.missing))
-        if verdict.level >= logging.WARNING and counted.taken_here and settings.on_stall and self._command is None:
+        if is_first_warning and counted.taken_here and settings.on_stall:
             self._command = _start_command(settings.on_stall, self._as_json(verdict, text, now))
 
     def _say(self, level: int, text: str) -> None:

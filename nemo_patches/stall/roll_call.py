@@ -13,11 +13,12 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ..sync import keys
-from ..sync.events import Group
+from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from ..sync.rank_log import report
 from .heartbeat import Heartbeat
@@ -32,6 +33,12 @@ from .wire import TOKEN_BYTES, Peer, decode_peers, encode_peers
 # From one look to the next, which doubles. Many ranks look less often, for the sake of the one store server.
 _FIRST_PAUSE_S, _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S = 0.05, 0.001, 5.0
 _SLICE_S = 0.05  # between two looks whether the roll call is still wanted
+
+
+class AllAnnounced(NamedTuple):
+    """An event, on rank 0: every rank has announced itself, so each is patched."""
+
+    size: int
 
 
 class RollCall:
@@ -121,6 +128,7 @@ class RollCall:
             peers = {rank: Peer(one.host, one.pid, one.address, one.port) for rank, one in heartbeats.items()}
             self._introduce(peers, secrets.token_bytes(TOKEN_BYTES))
             store.set(keys.PEERS, encode_peers(peers, self.token))
+            bus.publish(AllAnnounced(self._group.size))
         elif store.check([keys.PEERS]):
             self._introduce(*decode_peers(store.get(keys.PEERS), self._group.size))
         else:

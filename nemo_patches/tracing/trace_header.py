@@ -18,7 +18,7 @@ from nemo_patches.tracing.settings import DUMP, TRACE, TRACE_CHECKS, TRACE_SIZE,
 
 
 def make_header(trace: TraceSettings, settings: Settings, started: float) -> Header:
-    rank, size = _rank_and_size()
+    rank, size = rank_and_size()
     return Header(
         format=records.FORMAT,
         rank=rank,
@@ -40,7 +40,8 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
     )
 
 
-def _rank_and_size() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
+    """Of this process, as far as it is known: by its process group, else by the launcher's variables."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank = next((found for name in ("RANK", "SLURM_PROCID") if (found := _number(name)) is not None), 0)
