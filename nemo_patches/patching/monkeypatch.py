@@ -242,7 +242,8 @@ class Patching:
         """On the roll call's thread. Once: a new process group has the same ranks, or is said to lack some."""
         if not self._said_for_all:
             self._said_for_all = True
-            _say(f"patched on all {event.size} ranks: {self._what(self._patched)}")
+            patched = (target for target in TARGETS if target in self._patched)
+            _say(f"patched on all {event.size} ranks: {self._what(patched)}")
 
     def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(map(str, targets)) or "nothing yet"
