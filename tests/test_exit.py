@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-LIMIT = 200  # seconds, for a program: on a vendored NeMo it imports all of NeMo, on a busy machine for a minute or two
+LIMIT = 240.0  # seconds, for a program: on a vendored NeMo it imports all of NeMo, for minutes where the machine is busy
 
 # Of Gloo and processes, not of NeMo's version.
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone, pytest.mark.timeout(4 * LIMIT + 60)]
@@ -27,7 +27,7 @@ short = Settings(timeout=datetime.timedelta(seconds=0.3))
 use(short if ending == "never connected" else Settings(timeout=datetime.timedelta(seconds=120)))
 encoder = torch.nn.Linear(1, 1)
 if rank == 1:
-    if ending != "never connected":
+    if ending not in ("never connected", "stock"):
         synced_length(encoder, 1)
     while not os.path.exists(done):  # rank 0 has ended
         time.sleep(0.01)
@@ -46,8 +46,7 @@ if ending == "exception":
 sys.exit(7)
 """
 
-LIMIT = 240.0  # seconds; on a vendored NeMo the program imports all of it
-ENDINGS = ("stock", "pending", "never connected", "encoder dropped", "group destroyed", "exception")
+ENDINGS = ("pending", "never connected", "encoder dropped", "group destroyed", "exception")
 
 
 def seconds_to_exit(ending: str, folder: Path) -> tuple[float, int, str]:
@@ -67,10 +66,15 @@ def seconds_to_exit(ending: str, folder: Path) -> tuple[float, int, str]:
         ranks[1].communicate(timeout=LIMIT)
 
 
-@pytest.mark.parametrize("ending", ENDINGS[1:])
-def test_exit_with_a_pending_round_is_as_fast_as_stocks(ending: str, tmp_path: Path) -> None:
-    stock, code, _ = seconds_to_exit("stock", tmp_path)
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> float:
+    seconds, code, _ = seconds_to_exit("stock", tmp_path_factory.mktemp("stock"))
     assert code == 7
+    return seconds
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_exit_with_a_pending_round_is_as_fast_as_stocks(ending: str, stock: float, tmp_path: Path) -> None:
     ours, code, error = seconds_to_exit(ending, tmp_path)
     assert ours < 2 * stock + 15  # a hang lasts for minutes; on a vendored NeMo most of it is its own end
     assert code == (1 if ending == "exception" else 7), error
