@@ -142,10 +142,7 @@ def words(line: str) -> str:
 def test_a_life_has_in_it_what_is_compared(vendored: Life) -> None:
     for rank, record in enumerate(vendored):
         found = record.scenarios
-        assert (
-            found["settings at the start"]
-            == f"sync=bounded, timeout={PATIENT:g} s, on_timeout=fallback, call_timeout=60 s"
-        )
+        assert found["settings at the start"] == f"sync=bounded, timeout={PATIENT:g} s, on_timeout=fallback"
         for name in record.world:
             training = found[f"{name}: trained in a group"]
             _, calls, rounds, fallbacks, timeouts, ended = training["counters"]

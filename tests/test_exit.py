@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-LIMIT = 240.0  # seconds, for a program: on a vendored NeMo it imports all of NeMo, for minutes where the machine is busy
+LIMIT = 240.0  # seconds, for a program: on a vendored NeMo it imports all of NeMo, on a busy machine for minutes
 
 # Of Gloo and processes, not of NeMo's version.
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone, pytest.mark.timeout(4 * LIMIT + 60)]

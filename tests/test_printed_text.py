@@ -20,6 +20,7 @@ from test_heartbeats import BEAT
 
 from nemo_patches.stall.missing_query import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
+from nemo_patches.stall.rank_text import first_line
 from nemo_patches.stall.store_client import StoreClient
 from nemo_patches.stall.wire import decode_heartbeat, decode_texts, encode_texts
 from nemo_patches.sync import keys, rank_log
@@ -70,7 +71,7 @@ def test_a_log_line_is_one_line_whatever_it_is_made_of(text: str, said: list[str
     rank_log.report(logging.WARNING, text)
     (line,) = said
     assert line.isprintable() and len(line) < (1 << 16) + 1000
-    assert is_harmless(rank_log.first_line(RuntimeError(text)))
+    assert is_harmless(first_line(RuntimeError(text)))
     assert is_harmless(safe(text)) and safe("as it is: ü, 語") == "as it is: ü, 語"
 
 

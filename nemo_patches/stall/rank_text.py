@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
+from ..sync.safe_text import safe
+
 ELSEWHERE = "elsewhere"  # its heart beats: it is alive, and not in the call that the others are in
 SILENT = "no heartbeat"
 LEFT = "left"  # it has ended, or destroyed its process group
@@ -17,7 +19,7 @@ KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE)
 def first_line(error: BaseException) -> str:
     """An error in one line: torch's go on with a C++ stack."""
     text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {safe(text.splitlines()[0])}" if text else type(error).__name__
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
