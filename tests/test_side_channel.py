@@ -352,7 +352,7 @@ def new_group(rank: Rank) -> None:
             assert rounds.wait(LONG) == 10 * value + rank.size - 1
         rounds.issue(1)
         rank.meet(f"group {number} is over")
-        rounds._channel.stop("the process group was destroyed")
+        rounds.channel.stop("the process group was destroyed")
         with contextlib.suppress(RoundFailed):
             rounds.wait(LONG)
     rank.meet("the end")

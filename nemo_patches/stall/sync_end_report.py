@@ -38,7 +38,7 @@ class SyncEndReport:
         if self._query is None:
             self._title = sync.title
             incident = f"{sync.title}: its length sync has ended"
-            self._query = MissingQuery(self._surroundings, Question(END, 0, now, 0, incident, sync.rounds.left()))
+            self._query = MissingQuery(self._surroundings, Question(END, 0, now, 0, incident, sync.rounds.channel.left))
 
     def look(self, is_last: bool) -> None:
         query = self._query

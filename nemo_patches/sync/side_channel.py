@@ -50,27 +50,27 @@ class Rounds:
         self.issued = self.done = self.result = 0
         self.came_at = 0.0  # time.monotonic() of the last result
         self.arrived: dict[int, int] = {}  # to the round that is not done, by rank: the children's, and this rank's own
-        self._channel, self._pending = channel, threading.Lock()  # locked from a round's issue until it has come
+        self.channel, self._pending = channel, threading.Lock()  # locked from a round's issue until it has come
 
     def issue(self, value: int) -> None:
         """Send a round off; raises RoundFailed where there are no more. `value` is an int64."""
-        with self._channel.started():
+        with self.channel.started():
             self._pending.acquire(blocking=False)
             self.issued = self.done + 1
-            self._channel.arrive(self, self.issued, value, self._channel.rank)
+            self.channel.arrive(self, self.issued, value, self.channel.rank)
         self.poll()
 
     def wait(self, limit: timedelta) -> int | None:
         """The outstanding round's result; None if it has not come within `limit`. Signal handlers run at once."""
         end = time.monotonic() + limit.total_seconds()
-        while not self.has_come() and not self._channel.error and (left := end - time.monotonic()) > 0:
+        while not self.has_come() and not self.channel.error and (left := end - time.monotonic()) > 0:
             self._pending.acquire(timeout=left)
         return self.poll()
 
     def poll(self) -> int | None:
         """The outstanding round's result, or None while it has not come; raises RoundFailed. Does not block."""
-        if not self.has_come() and self._channel.error:
-            raise RoundFailed(self._channel.error)
+        if not self.has_come() and self.channel.error:
+            raise RoundFailed(self.channel.error)
         return self.result if self.has_come() else None
 
     def has_come(self) -> bool:
@@ -79,11 +79,7 @@ class Rounds:
 
     def has_failed(self) -> bool:
         """Whether the outstanding round will never come; any thread may ask."""
-        return bool(self._channel.error) and not self.closed and not self.has_come()
-
-    def left(self) -> int:
-        """The rank that has ended the rounds by leaving in good order; -1: none."""
-        return self._channel.left
+        return bool(self.channel.error) and not self.closed and not self.has_come()
 
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody waits
@@ -225,8 +221,7 @@ class SideChannel:
                 try:
                     make_room(FAN_OUT + 8)  # for the tree, and for the connection to the store
                     store = store or self._job_store.connect()
-                    # A tree that is known is of one attempt.
-                    stepped = self._look(store.join(anew=not self._place.is_known))
+                    stepped = self._look(store.join(anew=not self._place.is_known))  # a known tree: of one attempt
                     pause = _FIRST_PAUSE_S if stepped else pause * 1.5
                 except Exception as error:  # torch has no common class for what its stores raise
                     store, pause = None, self._longest_pause_s
