@@ -104,7 +104,8 @@ class EncoderWatch:
             late.came_at = late.round.came_at or now
         over = came or self._is_over(late.round)
         due_at = late.due_at(timeout_s)
-        due = due_at <= (late.came_at or now)
+        is_anybodys = came or not over or late.timed_out is not None  # else its failure is reported by itself
+        due = is_anybodys and due_at <= (late.came_at or now)
         if over and not due:
             self._drop()
             return

@@ -133,8 +133,8 @@ class GroupSyncs:
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
         self._seen: Counter[str] = Counter()
         self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
-        self.first_rounds: dict[EncoderSync, float] = {}  # that had not come at the last look: issued when
-        self.last_come_issued_at = 0.0  # of the rounds that have come, the latest issue's time.monotonic()
+        self.first_rounds: dict[EncoderSync, float] = {}  # of which nothing is known yet: issued when
+        self._passed_over: list[EncoderSync] = []  # encoders that only this rank has called
         self._begun = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
@@ -145,12 +145,9 @@ class GroupSyncs:
         # among equals, the order of first calls.
         paths = "\n".join(path for path, _ in encoder.named_parameters())
         kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-        # Messages keep their order. So where a round has come that was issued after another encoder's first one, which
-        # has not, the others have gone on without that encoder, and what they call next of its kind takes its place.
-        self.first_rounds = {sync: at for sync, at in self.first_rounds.items() if not sync.rounds.done}
-        passed_over = (sync for sync, at in self.first_rounds.items() if at < self.last_come_issued_at)
-        sync = next((sync for sync in passed_over if sync.kind == kind), None)
+        sync = next((sync for sync in self._passed_over if sync.kind == kind), None)
         if sync is not None:
+            self._passed_over.remove(sync)
             self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
             self.first_rounds[sync] = time.monotonic()
         else:
@@ -160,6 +157,16 @@ class GroupSyncs:
         sync.serve(encoder)
         self.by_encoder[encoder], self.latest[kind] = sync, sync.protocol
         return sync
+
+    def round_came(self, sync: EncoderSync, issued_at: float) -> None:
+        """Messages keep their order: where a round comes before another encoder's first one, which was issued earlier,
+        the others have gone on without that encoder, and what they call next of its kind takes its place."""
+        self.first_rounds.pop(sync, None)
+        self._passed_over = [other for other in self._passed_over if other is not sync]  # it is called on
+        for other in [other for other, at in self.first_rounds.items() if at < issued_at]:
+            del self.first_rounds[other]
+            if not other.rounds.done or other.rounds.came_at > sync.rounds.came_at:
+                self._passed_over.append(other)
 
     def begin(self) -> None:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
@@ -259,7 +266,7 @@ class EncoderSync:
             round_.came_at = time.monotonic()
             if (took_s := self.rounds.came_at - round_.issued_at) <= settings.timeout.total_seconds():
                 self.protocol.took(took_s)
-            self.group_syncs.last_come_issued_at = max(self.group_syncs.last_come_issued_at, round_.issued_at)
+            self.group_syncs.round_came(self, round_.issued_at)
             if round_ is self._said:
                 late_s = round_.came_at - round_.issued_at
                 report(logging.WARNING, f"{self.handle.title}: recovered: the missing length came {late_s:.2f} s late")
