@@ -252,3 +252,22 @@ def test_lines_are_visible_once_whatever_logging_is_set_up_to() -> None:
     for said in ("without any set-up", "after dictConfig", "beside a root handler"):
         assert done.stderr.count(said) == 1, done.stderr
     assert done.stderr.count("[rank ") == 3
+
+
+def test_two_threads_that_say_their_first_line_at_once_say_it_once() -> None:
+    program = (
+        "import logging, sys, threading\n"
+        "from nemo_patches.sync.rank_log import logger, report\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "for attempt in range(300):\n"
+        "    logger.handlers.clear()  # as before the first line\n"
+        "    together = threading.Barrier(4)\n"
+        "    def say():\n"
+        "        together.wait()\n"
+        "        report(logging.INFO, f'attempt {attempt}')\n"
+        "    threads = [threading.Thread(target=say) for _ in range(4)]\n"
+        "    [thread.start() for thread in threads]\n"
+        "    [thread.join() for thread in threads]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.count("attempt") == 4 * 300

@@ -16,6 +16,8 @@ import torch
 from .safe_text import safe
 
 logger = logging.getLogger("nemo_patches")
+_handler = logging.StreamHandler()  # one: where two threads say their first line at once, neither is printed twice
+_handler.setFormatter(logging.Formatter("%(asctime)s nemo_patches %(levelname)s %(message)s"))
 _LONGEST = 1 << 16  # characters of a line: the stacks of all threads have some thousands
 
 
@@ -25,9 +27,8 @@ def enable() -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s nemo_patches %(levelname)s %(message)s"))
-        logger.addHandler(handler)
+        _handler.stream = sys.stderr  # setStream() flushes the one before, which may be closed
+        logger.addHandler(_handler)
         logger.propagate = False  # else a root handler prints the line a second time
 
 
