@@ -208,6 +208,24 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
         assert f"training goes on: {tmp_path}/file/folder: Not a directory" in line
 
 
+NO_FILES = """
+import os, resource, sys
+from nemo_patches.tracing.dump import dumps
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # standard input, output and error
+dumps.start(sys.argv[1])
+dumps.start(sys.argv[1])
+dumps.process_ends(ValueError("no dump, and no wait for one"))
+dumps.stop()
+"""
+
+
+def test_a_process_that_has_no_files_left_goes_on_without_dumps_and_says_so(tmp_path: Path) -> None:
+    done = interpreters.python("-c", NO_FILES, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "cannot be dumped, training goes on" in line]
+    assert "Too many open files" in line
+
+
 OTHERS = """
 import asyncio, faulthandler, os, signal, sys
 from nemo_patches.tracing.dump import dumps

@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import wait_until
 
 from nemo_patches.stall import stacks
+from nemo_patches.stall.census import CensusQuestion, StoreCensus
 from nemo_patches.stall.heartbeat import Heartbeat
+from nemo_patches.stall.missing_query import Introduction, Surroundings
 from nemo_patches.stall.occupation import CHECKPOINT, Occupation
 from nemo_patches.stall.rank_groups import Verdict, grouped, judged
 from nemo_patches.stall.rank_text import LEFT, ranges
+from nemo_patches.stall.store_client import StoreClient, send
 from nemo_patches.stall.wire import decode_groups, encode_groups
+from nemo_patches.sync import keys
+from nemo_patches.sync.store import JobStore
 
 LIMIT_S = 30.0
 GRADIENTS = "backward, which reduces the gradients"
@@ -182,3 +190,22 @@ def test_what_a_thread_is_occupied_with(work: Callable[..., None], found: Occupa
 
 def test_a_thread_that_is_gone_is_occupied_with_nothing() -> None:
     assert stacks.occupation(1) == Occupation()
+
+
+def test_a_census_that_others_have_overtaken_does_not_count_back() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = StoreClient(JobStore(server, 0))
+    with client.asking() as store:
+        send(store, heartbeat(0))
+
+    def own() -> Heartbeat:
+        """Made at the end of a census: by then the others have given it up, and taken two."""
+        with client.asking() as store:
+            store.add(keys.CENSUS_NUMBER, 2)
+        return heartbeat(0)
+
+    surroundings = Surroundings(0, 1, 0.01, client, Introduction)
+    census = StoreCensus(CensusQuestion(surroundings, own, time.monotonic(), LIMIT_S))
+    wait_until(lambda: census.counted)
+    with client.asking() as store:
+        assert store.add(keys.CENSUS_NUMBER, 0) == 2

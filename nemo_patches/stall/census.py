@@ -47,7 +47,6 @@ class Census:
     """Begun before it is due: only who is looked at twice is seen to have no heartbeat."""
 
     def __init__(self, question: CensusQuestion) -> None:
-        self.due_at = question.due_at
         self._question = question
         self._of_store = StoreCensus(question)
         self._of_ranks: DirectCensus | None = None
@@ -66,8 +65,9 @@ class Census:
 
     def trouble(self) -> str:
         """With the store, and why the ranks are not asked; empty where the store answers."""
-        problem = self._question.surroundings.introduction().problem
         trouble = self._of_store.trouble()
+        unasked = self._of_ranks.error if self._of_ranks is not None else ""
+        problem = unasked or self._question.surroundings.introduction().problem
         return f"{trouble}; the ranks themselves are not asked: {problem}" if trouble and problem else trouble
 
     def cancel(self) -> None:
@@ -116,7 +116,8 @@ class StoreCensus:
         silent = {rank for rank, heart in last.items() if rank in first and first[rank].number == heart.number}
         groups = self._question.grouped(last, silent if seen_long else set())
         with self._store.asking() as store:  # the number first: nobody may take these groups for a later census's
-            store.add(keys.CENSUS_NUMBER, number - int(store.add(keys.CENSUS_NUMBER, 0)))
+            if (behind := number - int(store.add(keys.CENSUS_NUMBER, 0))) > 0:  # else others have taken it meanwhile
+                store.add(keys.CENSUS_NUMBER, behind)
             if not self.cancelled:
                 store.set(f"{topic}/groups", encode_groups(groups).decode())
                 self.counted = Counted(groups, taken_here=True)
@@ -142,6 +143,7 @@ class DirectCensus:
 
     def __init__(self, question: CensusQuestion, introduction: Introduction, trouble: str) -> None:
         self.counted: Counted | None = None
+        self.error = ""  # why it never will be
         self.cancelled = False  # written by who asked
         self._question, self._trouble, self._token = question, trouble, introduction.token
         own = question.surroundings.rank
@@ -150,6 +152,12 @@ class DirectCensus:
 
     def _run(self) -> None:
         sleep_until(self._question.due_at, lambda: self.cancelled)
+        try:
+            self._ask()
+        except Exception as error:
+            self.error = first_line(error)
+
+    def _ask(self) -> None:
         answers = ask(self._peers, self._token, _DIRECT_PATIENCE_S, lambda: self.cancelled)
         silent = self._peers.keys() - answers.keys()
         unheard = {rank: _unheard(rank, self._peers[rank]) for rank in silent}

@@ -18,14 +18,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from ..sync.safe_text import safe
-from ..sync.tree import here_and_store
+from ..sync.tree import BACKLOG, here_and_store, listening
 from .heartbeat import Heartbeat
 from .wire import LONGEST_HEARTBEAT, TOKEN_BYTES, Peer, decode_heartbeat, encode_heartbeat
 
 _CONNECTIONS_AT_ONCE = 256  # of one rank: it may have few files left
 _SLICE_S = 0.05  # between two looks whether the answers are still wanted
-_BACKLOG = 1024  # connections; also the most that one look takes
-_SILENT_S = 5  # the kernel holds back for so long who says nothing
 _MOST_SILENT = 16  # visitors that have said nothing yet, from one look to the next
 
 
@@ -38,7 +36,7 @@ class Listener:
         Raises OSError where there can be no port.
         """
         self.address, self._store_address = here_and_store(server)
-        self._socket = _listening(self.address, self.address, 0)
+        self._socket = listening(self.address, self.address)
         self.port = int(self._socket.getsockname()[1])
         self._host = safe(socket.gethostname())
         self._token = secrets.token_bytes(TOKEN_BYTES)  # nobody has it: before the roll call is complete, nobody asks
@@ -61,7 +59,7 @@ class Listener:
             with visitor:
                 self._heed(visitor, heartbeat)
         with contextlib.suppress(OSError):  # nobody more, or closed, or no more files
-            for _ in range(_BACKLOG):
+            for _ in range(BACKLOG):
                 visitor, _ = self._socket.accept()
                 visitor.setblocking(False)
                 if self._heed(visitor, heartbeat) or len(self._silent) == _MOST_SILENT:
@@ -93,17 +91,7 @@ class Listener:
         self._too_narrow = False
         self._socket.close()
         with contextlib.suppress(OSError):  # somebody else has the port: ranks on other hosts find this one silent
-            self._socket = _listening("", self.address, self.port)
-
-
-def _listening(interface: str, like: str, port: int) -> socket.socket:
-    """interface: "" for all, of the family of the address `like`."""
-    family = socket.AF_INET6 if ":" in like else socket.AF_INET
-    listener = socket.create_server((interface, port), family=family, backlog=_BACKLOG)
-    listener.setblocking(False)
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel holds back who says nothing: such a visitor costs no file
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
-    return listener
+            self._socket = listening("", self.address, self.port)
 
 
 def _is_loopback(address: str) -> bool:

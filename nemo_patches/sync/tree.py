@@ -23,7 +23,7 @@ FAN_OUT = 16  # children of a rank, at most
 _HELLO = struct.Struct("<16sq")  # token, rank
 _HELLO_S = 0.005
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value
-_CONNECT_S, _SILENT_S, _BACKLOG = 2.0, 5, 1024
+_CONNECT_S, _SILENT_S, BACKLOG = 2.0, 5, 1024  # of visitors that wait to be let in
 _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
 
 
@@ -92,11 +92,7 @@ class Place:
     def listen(self, store: Any, token: bytes) -> socket.socket:
         """A port for the children, on this host's address; they find it, and the token, in the store."""
         address = "" if self._is_loopback_apart(self._address, self.children) else self._address
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-        listener.setblocking(False)
-        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel holds back who says nothing: such a visitor costs no file
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        listener = listening(address, self._address)
         store.set(DOOR.format(rank=self._rank), json.dumps([self._address, listener.getsockname()[1], token.hex()]))
         return listener
 
@@ -126,6 +122,16 @@ class Place:
         """Whether these ranks need another address than this, a loopback one: the store's, which is on that host."""
         is_apart = any(self._hosts[rank] != self._hosts[self._rank] for rank in ranks)
         return is_apart and ipaddress.ip_address(address).is_loopback
+
+
+def listening(address: str, like: str, port: int = 0) -> socket.socket:
+    """A port that never blocks, at this address; where that is empty, at all of the family of the address `like`."""
+    family = socket.AF_INET6 if ":" in like else socket.AF_INET
+    listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
+    listener.setblocking(False)
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel holds back who says nothing: such a visitor costs no file
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+    return listener
 
 
 def parents(hosts: Sequence[int], fan_out: int) -> list[int]:

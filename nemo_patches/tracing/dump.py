@@ -75,7 +75,7 @@ class Dumps:
         elif self._folder == "":
             self._recent = RecentCalls(self._group_began)
             bus.subscribe(_SUBSCRIBER, {**self._recent.handlers(), **self._stall_handlers()})
-            self._hooks = _Hooks(self.process_ends)
+            self._hook()
         self._folder = folder
 
     def stop(self) -> None:
@@ -121,8 +121,15 @@ class Dumps:
     def _group_began(self) -> None:
         """On the training thread: from now on there is something to dump."""
         if self._hooks is None:  # a forked child that is a rank
+            self._hook()
+        if self._hooks is not None:
+            self._hooks.listen(self._write_requested, self._is_over)
+
+    def _hook(self) -> None:
+        try:
             self._hooks = _Hooks(self.process_ends)
-        self._hooks.listen(self._write_requested, self._is_over)
+        except OSError as error:  # no files left
+            self._cannot(str(error))
 
     def _is_over(self) -> bool:
         """Whether the process group was destroyed: no thread of ours shall stay."""
