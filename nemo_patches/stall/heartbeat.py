@@ -29,6 +29,7 @@ class Heartbeat:
     worker_states: tuple[str, ...] = ()  # what there is to say of some of them
     collective: str = ""  # what its training thread waits in, then; empty: in none that is known
     activity: str = ""  # "a checkpoint", "a debugger", then
+    batch: str = ""  # which one it is at, or was at last, then
     whole: bool = True  # false where `rounds` has no room for all encoders
 
     def has_come(self, encoder_key: str, round_number: int) -> bool | None:

@@ -278,7 +278,7 @@ class StoreQuery:
             # One that has come just now does not say any more where it was when the others gave up.
             then = due.get(rank) if self._question.came(heartbeat) else heartbeat
             says = then if kind in (LATE, ELSEWHERE) else None
-            doing = (says.where, says.workers, says.collective) if says is not None else ("", (), "")
+            doing = (says.where, says.workers, says.collective, says.batch) if says is not None else ()
             silent = kind == SILENT and heartbeat.idle >= 0
             idle = heartbeat.idle + (time.monotonic() - self._began if silent else 0.0)
             place = (heartbeat.host, heartbeat.pid, heartbeat.calls)
@@ -342,7 +342,8 @@ class DirectQuery:
                 yield MissingRank(rank, SILENT, peer.host, peer.pid)
             else:
                 place = (heartbeat.host, heartbeat.pid, heartbeat.calls, heartbeat.idle)
-                yield MissingRank(rank, ELSEWHERE, *place, heartbeat.where, heartbeat.workers, heartbeat.collective)
+                doing = (heartbeat.where, heartbeat.workers, heartbeat.collective, heartbeat.batch)
+                yield MissingRank(rank, ELSEWHERE, *place, *doing)
 
 
 def sleep_until(end: float, cancelled: Callable[[], bool]) -> None:

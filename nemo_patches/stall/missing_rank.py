@@ -25,7 +25,8 @@ class MissingRank:
     kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late". The rest is what it last said of itself: empty,
     0 and -1 where it said nothing, or where too many ranks are missing to describe each. idle: seconds since its last
     encoder call began. where: what its training thread does, only if its heart beats. workers: process ids of its data
-    loader's workers. collective: what it waits in itself, for others; empty: in none that is known.
+    loader's workers. collective: what it waits in itself, for others; empty: in none that is known. batch: which one it
+    is at, or was at last: "1041: cuts a, b, +30".
     """
 
     rank: int
@@ -37,12 +38,14 @@ class MissingRank:
     where: str = ""
     workers: tuple[int, ...] = ()
     collective: str = ""
+    batch: str = ""
 
     def __str__(self) -> str:
         place = [*([self.host] if self.host else []), *([f"pid {self.pid}"] if self.pid else [])]
         who = f"rank {self.rank}" + (f" ({', '.join(place)})" if place else "")
         least = "at least " if self.kind == SILENT else ""
         last = f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago" if self.idle >= 0 else ""
+        last += f"; last batch {self.batch}" if self.batch else ""
         workers = f"; its data loader's workers: pids {', '.join(map(str, self.workers))}" if self.workers else ""
         if self.kind == UNANNOUNCED:
             return f"{who} has not announced itself: not patched, not started, or not yet at a first encoder call"

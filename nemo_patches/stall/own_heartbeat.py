@@ -15,6 +15,7 @@ from ..sync.events import Group
 from ..sync.length_sync import current
 from . import stacks
 from .heartbeat import Heartbeat
+from .last_batch import last_batch
 from .loader_workers import described, loader_workers
 from .occupation import Occupation
 from .peers import Listener
@@ -69,6 +70,7 @@ class OwnHeartbeat:
             worker_states=described(workers),
             collective=LENGTH_SYNC if phase == LENGTH_SYNC else collective,
             activity=activity,
+            batch=last_batch(stacks.frames(last.thread)) if away else "",
         )
 
 

@@ -38,6 +38,7 @@ class RankGroup:
     collective: str = ""
     activity: str = ""
     worker_states: tuple[str, ...] = ()
+    batch: str = ""
 
     @property
     def ranks(self) -> list[int]:
@@ -64,7 +65,8 @@ class RankGroup:
     def missing(self) -> list[MissingRank]:
         """As what a stall report names."""
         first, *others = self.ranks
-        named_rank = MissingRank(first, self.kind, self.host, self.pid, self.calls, self.idle, self.where)
+        place = (self.host, self.pid, self.calls, self.idle, self.where)
+        named_rank = MissingRank(first, self.kind, *place, batch=self.batch)
         return [named_rank, *(MissingRank(rank, self.kind) for rank in others)]
 
     def __str__(self) -> str:
@@ -79,8 +81,9 @@ class RankGroup:
             return f"{ranks}: {'goes' if self.size == 1 else 'go'} on with encoder calls"
         if self.kind != ELSEWHERE:
             return f"{ranks}: {_MEANINGS[self.kind]}"
-        workers = "".join(f"; its data loader's {text}" for text in self.worker_states)
-        return f"{ranks}{_DOES.get(self.activity, '')}: {self.where or 'where is not known'}{workers}"
+        more = "".join(f"; its data loader's {text}" for text in self.worker_states)
+        more += f"; last batch {self.batch}" if self.batch and self.size == 1 else ""
+        return f"{ranks}{_DOES.get(self.activity, '')}: {self.where or 'where is not known'}{more}"
 
 
 _MEANINGS = {
@@ -174,7 +177,7 @@ def _alone(rank: int, heartbeat: Heartbeat | None, is_silent: bool, calling_with
     if 0 <= heartbeat.idle < calling_within_s:
         return RankGroup(runs, CALLING, *place)
     kind = WAITING if heartbeat.collective else ELSEWHERE
-    about = (heartbeat.where, heartbeat.collective, heartbeat.activity, heartbeat.worker_states)
+    about = (heartbeat.where, heartbeat.collective, heartbeat.activity, heartbeat.worker_states, heartbeat.batch)
     return RankGroup(runs, kind, *place, *about)
 
 

@@ -32,7 +32,7 @@ def where(thread: int) -> str:
     inside: list[str] = []
     folded = 0
     package = ""
-    for frame in _frames(thread):
+    for frame in frames(thread):
         library, path = _library(frame.f_code.co_filename)
         text = f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
         if not library:
@@ -54,12 +54,12 @@ def where(thread: int) -> str:
 
 def occupation(thread: int) -> Occupation:
     """What this thread is occupied with; nothing known where there is no such thread."""
-    return occupation_of([Frame(frame.f_code, frame.f_lasti) for frame in _frames(thread)])
+    return occupation_of([Frame(frame.f_code, frame.f_lasti) for frame in frames(thread)])
 
 
 def runs(thread: int, place: tuple[str, str]) -> bool:
     """Whether the function `place` (its file, its name) is being run by this thread."""
-    return any((frame.f_code.co_filename, frame.f_code.co_name) == place for frame in _frames(thread))
+    return any((frame.f_code.co_filename, frame.f_code.co_name) == place for frame in frames(thread))
 
 
 def encoder_function() -> tuple[str, str]:
@@ -85,7 +85,8 @@ def all_threads() -> list[str]:
     return lines
 
 
-def _frames(thread: int) -> Iterator[FrameType]:
+def frames(thread: int) -> Iterator[FrameType]:
+    """Of the thread with this identifier, innermost first; none where there is no such thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
