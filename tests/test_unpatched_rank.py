@@ -9,7 +9,8 @@ from typing import Any
 
 import encoders
 import pytest
-from ranks import REPORT_S, run_ranks, wait_for_others, wait_until
+from omegaconf import OmegaConf
+from ranks import CONNECTING_S, REPORT_S, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 from nemo_patches.stall import subscriber
@@ -83,12 +84,38 @@ def flag_is_off(rank: int, size: int) -> Any:
     nemo_patches.apply(timeout=1.0)
     encoder = encoders.conformer()
     encoder.sync_max_audio_length = False
-    encoders.sync(encoder, 100)
+    encoder._cfg = OmegaConf.create({"sync_max_audio_length": True})  # as NeMo keeps it
+    for length in (100, 200):
+        encoders.sync(encoder, length)
     return subscriber.monitor() is None
 
 
-def test_an_encoder_without_a_length_sync_calls_no_roll() -> None:
-    assert all(result.value for result in run_ranks(flag_is_off, 2))
+def test_an_encoder_without_a_length_sync_calls_no_roll_and_rank_0_says_so() -> None:
+    results = run_ranks(flag_is_off, 2)
+    assert all(result.value for result in results)
+    (line,) = results[0].lines()
+    assert "ConformerEncoder grows privately, and has no length sync and no stall reports" in line
+    assert "its own sync_max_audio_length is false (in the config that it was made from: true)" in line
+    assert results[1].lines() == []
+
+
+def flag_is_not_in_force(rank: int, size: int) -> None:
+    nemo_patches.apply(timeout=CONNECTING_S)
+    for configured in (False, True):
+        encoder = encoders.conformer()
+        encoder._cfg = OmegaConf.create({"sync_max_audio_length": configured})
+        encoders.sync(encoder, 100)
+    wait_until(lambda: roll_call().done)
+    wait_for_others("done", size)
+
+
+def test_rank_0_says_at_the_start_where_an_encoder_syncs_although_its_config_says_no() -> None:
+    results = run_ranks(flag_is_not_in_force, 2)
+    (line,) = results[0].lines("patched on all 2 ranks")
+    assert line.endswith(
+        "; ConformerEncoder: sync_max_audio_length is false in the config that it was made from, and not in force"
+    )
+    assert results[1].lines("patched") == []
 
 
 def store_goes(rank: int, size: int, goes_on: bool) -> None:

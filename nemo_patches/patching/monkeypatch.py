@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 from collections.abc import Iterable, Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -21,11 +22,12 @@ from nemo_patches.stall import subscriber
 from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.events import bus
+from nemo_patches.sync.events import FlagIsOff, bus
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.tracing.dump import dumps
+from nemo_patches.tracing.encoder_facts import configured_flag
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import rank_and_size
@@ -42,7 +44,7 @@ class Patching:
         # Whether on_import() acts: the import hook is there under auto-apply, and after apply().
         self._follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
-        self._misspelt_said = self._said_for_all = False
+        self._misspelt_said = self._said_for_all = self._said_flag_is_off = False
         self._trace_settings = TraceSettings()  # in force
 
     def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> bool:
@@ -146,7 +148,8 @@ class Patching:
         length_sync.use(settings)
         subscriber.use(stall)
         subscriber.subscribe()
-        bus.subscribe("the line at the start", {AllAnnounced: self._say_all_patched})
+        starts: dict[type, Any] = {AllAnnounced: self._say_all_patched, FlagIsOff: self._say_flag_is_off}
+        bus.subscribe("the line at the start", starts)
         self._skipped.clear()
         self._in_force = self._follows_imports = True
         self._say_misspelt()
@@ -243,12 +246,33 @@ class Patching:
         if not self._said_for_all:
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
-            _say(f"patched on all {event.size} ranks: {self._what(patched)}")
+            _say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}")
+
+    def _say_flag_is_off(self, event: FlagIsOff) -> None:
+        """On the training thread, at a first call. Such encoders have no roll call, so this rank speaks for itself."""
+        if not self._said_flag_is_off and event.sync.group.rank == 0:
+            self._said_flag_is_off = True
+            configured = configured_flag(event.encoder)
+            differs = "" if configured in ("false", "?") else f" (in the config that it was made from: {configured})"
+            _say(
+                f"patched: {event.sync.title} grows privately, and has no length sync and no stall reports: its own "
+                f"sync_max_audio_length is false{differs}"
+            )
 
     def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(map(str, targets)) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
         return f"{names} ({versions}; {settings_text(*self._settings_in_force())})"
+
+
+def _ignored_flags() -> str:
+    """Of the encoders that have been called: those that sync although their config says that they do not."""
+    group_syncs = length_sync.process.group_syncs
+    encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()] if group_syncs is not None else []
+    syncing = (one for one in encoders if one is not None and getattr(one, "sync_max_audio_length", True))
+    names = sorted({type(one).__name__ for one in syncing if configured_flag(one) == "false"})
+    said = "sync_max_audio_length is false in the config that it was made from, and not in force"
+    return "".join(f"; {name}: {said}" for name in names)
 
 
 this_process = Patching()

@@ -177,8 +177,8 @@ def _alone(rank: int, heartbeat: Heartbeat | None, is_silent: bool, calling_with
     if 0 <= heartbeat.idle < calling_within_s:
         return RankGroup(runs, CALLING, *place)
     kind = WAITING if heartbeat.collective else ELSEWHERE
-    about = (heartbeat.where, heartbeat.collective, heartbeat.activity, heartbeat.worker_states, heartbeat.batch)
-    return RankGroup(runs, kind, *place, *about)
+    about = (heartbeat.where, heartbeat.collective, heartbeat.activity)
+    return RankGroup(runs, kind, *place, *about, worker_states=heartbeat.worker_states, batch=heartbeat.batch)
 
 
 def _rest(groups: list[RankGroup]) -> list[str]:

@@ -82,6 +82,13 @@ class CallBegan(NamedTuple):
     clock: tuple[int, int]  # before the call: training calls, evaluation calls since the last of them
 
 
+class FlagIsOff(NamedTuple):
+    """The first call of an encoder that has no length sync: its own `sync_max_audio_length` is false."""
+
+    encoder: torch.nn.Module  # not to be kept
+    sync: SyncHandle
+
+
 class WaitTimedOut(NamedTuple):
     """A call has stopped waiting for its round and uses this rank's own length.
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from .events import CallBegan, CallLeft, Group, GroupBegan, Report, Round, SyncEnded, SyncHandle, WaitTimedOut, bus
+from . import events
+from .events import Group, Report, Round, SyncHandle, bus
 from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError, resolve
@@ -172,7 +173,7 @@ class GroupSyncs:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
         if not self._begun:
             self._begun = True
-            bus.publish(GroupBegan(self.group))
+            bus.publish(events.GroupBegan(self.group))
 
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
@@ -204,10 +205,12 @@ class EncoderSync:
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
         settings, protocol, self.handle.in_call = current(), self.protocol, True
         try:
-            bus.publish(CallBegan(self.handle, protocol.calls + 1, protocol.clock))
+            bus.publish(events.CallBegan(self.handle, protocol.calls + 1, protocol.clock))
             wanted = getattr(encoder, "sync_max_audio_length", True)
             if wanted:
                 self.group_syncs.begin()
+            elif protocol.calls == 0:
+                bus.publish(events.FlagIsOff(encoder, self.handle))
             if not wanted or settings.sync == "local" or self.handle.ended:
                 protocol.calls += 1
                 self._outcome = LOCAL if not wanted or settings.sync == "local" else ENDED
@@ -215,7 +218,7 @@ class EncoderSync:
                 result = self.take_part(length, encoder.training, settings, began_at)
         finally:
             self.handle.in_call, waited = False, self._waited - waited_before
-            bus.publish(CallLeft(encoder, self.handle, self._outcome, protocol.rounds, waited, length, result))
+            bus.publish(events.CallLeft(encoder, self.handle, self._outcome, protocol.rounds, waited, length, result))
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
@@ -291,7 +294,7 @@ class EncoderSync:
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
         late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
         text = f"{self.handle.call_title(round_)}: {late}"
-        if not bus.publish(WaitTimedOut(self.handle, round_, promise)) and self._said is None:
+        if not bus.publish(events.WaitTimedOut(self.handle, round_, promise)) and self._said is None:
             self._said = round_  # with a subscriber, its report says it, and who is missing
             report(logging.WARNING, text)
         _raise_if_chosen(promise, self.patience, text)
@@ -301,7 +304,7 @@ class EncoderSync:
         self.handle.ended, self.rounds.closed = reason, True
         report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
-        bus.publish(SyncEnded(self.handle, promise))
+        bus.publish(events.SyncEnded(self.handle, promise))
         left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
         _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
 

@@ -28,9 +28,8 @@ class JobStore:
     def __init__(self, default_store: dist.Store, rank: int) -> None:
         # Weak: a strong reference would keep rank 0's server, and its port, after destroy_process_group.
         self._default_store = weakref.ref(default_store)
-        self._rank, self._id = rank, secrets.token_hex(16)
-        self._lock = threading.Lock()
-        self.attempt = -1  # of this process group, as far as it is known
+        self.rank, self.id, self.lock = rank, secrets.token_hex(16), threading.Lock()
+        self.attempt = -1  # of this process group, as far as it is known; written under the lock
         inner = default_store
         while isinstance(inner, dist.PrefixStore):
             inner = inner.underlying_store
@@ -47,22 +46,6 @@ class JobStore:
         elif self.server is not None:
             store = dist.TCPStore(*self.server, is_master=False, wait_for_workers=False)
         return StoreConnection(self, dist.PrefixStore(PREFIX, store))
-
-    def join(self, connection: dist.Store) -> dist.Store:
-        """The present attempt's part of the store, where this rank has taken its seat; `attempt` says which.
-
-        Until all ranks have come it may turn out to be an earlier one's, so ask again until then. Waits for no rank.
-        """
-        with self._lock:
-            attempt = connection.add(ATTEMPT, 0)
-            while attempt != self.attempt:
-                seat = SEAT.format(attempt=attempt, rank=self._rank)
-                if connection.compare_set(seat, "", self._id) == self._id.encode():
-                    self.attempt = attempt
-                else:
-                    attempt += 1
-                    connection.set(ATTEMPT, str(attempt))
-            return dist.PrefixStore(str(attempt), connection)
 
     def outlive_interpreter(self) -> None:
         """At exit, where a thread still waits for the store: it must not return into a dying interpreter.
@@ -92,8 +75,21 @@ class StoreConnection:
                 raise ConnectionError("its server has closed the connection")
 
     def join(self, anew: bool) -> dist.Store:
-        """As JobStore.join, at the first time, where the attempt has changed, and `anew`. May block; raises as it."""
+        """The present attempt's part of the store, where this rank has taken its seat. Waits for no rank; may block.
+
+        Until all ranks have come it may turn out to be an earlier one's, so until then ask `anew`.
+        """
         self.check()
-        if anew or self.part is None or self._attempt != self._job_store.attempt:
-            self.part, self._attempt = self._job_store.join(self._store), self._job_store.attempt
+        job_store = self._job_store
+        if anew or self.part is None or self._attempt != job_store.attempt:
+            with job_store.lock:
+                attempt = self._store.add(ATTEMPT, 0)
+                while attempt != job_store.attempt:
+                    seat = SEAT.format(attempt=attempt, rank=job_store.rank)
+                    if self._store.compare_set(seat, "", job_store.id) == job_store.id.encode():
+                        job_store.attempt = attempt
+                    else:
+                        attempt += 1
+                        self._store.set(ATTEMPT, str(attempt))
+            self.part, self._attempt = dist.PrefixStore(str(attempt), self._store), attempt
         return self.part

@@ -38,7 +38,7 @@ def facts(encoder: torch.nn.Module, t: float, e: int, name: str, ddp: bool) -> E
         e=e,
         name=name,
         flag=flag if isinstance(flag, bool) else None,
-        configured=_configured(encoder),
+        configured=configured_flag(encoder),
         pos_emb_max_len=pos_emb_max_len if isinstance(pos_emb_max_len, int) else None,
         normalisation=_normalisation(encoder),
         ddp=ddp,
@@ -66,8 +66,8 @@ def first_layer(encoder: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
-def _configured(encoder: torch.nn.Module) -> str:
-    """`sync_max_audio_length` in the config that NeMo made the encoder from, and keeps in it."""
+def configured_flag(encoder: torch.nn.Module) -> str:
+    """`sync_max_audio_length` in the config that NeMo made the encoder from, as of records.Encoder.configured."""
     config: Any = vars(encoder).get("_cfg")
     try:
         value = config.get("sync_max_audio_length")

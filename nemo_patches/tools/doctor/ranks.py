@@ -223,7 +223,7 @@ class _Part:
     def _take(self) -> None:
         import torch.distributed as dist
 
-        from nemo_patches.sync.store import JobStore
+        from nemo_patches.sync.store import JobStore, StoreConnection
 
         here = self._here
         self.at = f"connecting to the job's store at {here.address}:{here.port}"
@@ -235,7 +235,8 @@ class _Part:
             wait_for_workers=False,
             **({"multi_tenant": True} if here.has_server else {}),
         )
-        store = JobStore(tcp_store, here.rank).join(dist.PrefixStore("nemo_patches/doctor", tcp_store))
+        part = dist.PrefixStore("nemo_patches/doctor", tcp_store)
+        store = StoreConnection(JobStore(tcp_store, here.rank), part).join(anew=True)
         self.at = "publishing its facts"
         _publish(store, "facts", self._own)
         if here.rank == 0:
