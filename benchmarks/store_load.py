@@ -1,11 +1,12 @@
 """What stall reports cost the job's store: simulated ranks, real requests, one real TCPStore in a process of its own.
 
 Each simulated rank has a connection, sends its heartbeats, and, for a round that some ranks do not come to, asks who
-is missing, with the runtime's own code. Prints requests and bytes per second while all is well, and in all for the
-report, and how long after the timeout the first and the last rank had it. Then what the roll call leaves for each rank,
-and how long one rank takes to ask all others directly, as it does where the store fails.
+is missing, with stall/'s own code. Prints requests and bytes per second while all is well, and in all for the report,
+and how long after the timeout the first and the last rank had it; the same for a census, of a job that calls no
+encoder. Then what the roll call leaves for each rank, and how long one rank takes to ask all others directly, as it
+does where the store fails.
 
-    python benchmarks/store_load.py [--ranks 64 256 1024]
+    python benchmarks/store_load.py [--ranks 64 256]
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch.distributed as dist
 
 from nemo_patches.stall import store_client
+from nemo_patches.stall.census import Census, CensusQuestion
 from nemo_patches.stall.heartbeat import Heartbeat, period_for_s
 from nemo_patches.stall.missing_query import Introduction, MissingQuery, Question, Surroundings
 from nemo_patches.stall.peers import Listener, ask
@@ -75,19 +76,29 @@ class Counted:
         return values
 
 
+@dataclass(frozen=True)
+class CountedConnection:
+    """As sync/store.py's StoreConnection, without attempts."""
+
+    part: Counted
+
+    def check(self) -> None:
+        pass
+
+    def join(self, anew: bool) -> Counted:
+        return self.part
+
+
+@dataclass(frozen=True)
 class CountedStore:
     """Stands for the job's store: every connection to it counts."""
 
-    attempt = 0
+    port: int
+    traffic: Traffic
 
-    def __init__(self, port: int, traffic: Traffic) -> None:
-        self._port, self._traffic = port, traffic
-
-    def connect(self) -> Any:
-        return Counted(dist.TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False), self._traffic)
-
-    def join(self, connection: Any) -> Any:
-        return connection
+    def connect(self) -> CountedConnection:
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+        return CountedConnection(Counted(store, self.traffic))
 
 
 class SimulatedRank:
@@ -136,6 +147,7 @@ def serve(pipe: Connection) -> None:
 
 
 def measure(size: int, port: int) -> str:
+    """The traffic while all is well; of a report of a late round; and of a census, in a job that calls no encoder."""
     traffic = Traffic()
     ranks = [SimulatedRank(rank, size, port, traffic) for rank in range(size)]
     stopped = set(range(3, 3 + MISSING * 7, 7))
@@ -174,6 +186,9 @@ def measure(size: int, port: int) -> str:
         pending = [one for one in pending if not one.done]
         time.sleep(0.005)
     report = minus(traffic, before)
+    for query in queries:
+        query.cancel()
+    census_text = census([one for one in ranks if one.rank not in stopped], traffic, stopped)
     ended.set()
     beating.join()
     right = sum(
@@ -185,8 +200,32 @@ def measure(size: int, port: int) -> str:
     first, last = (f"{done[0]:.2f}", f"{done[-1]:.2f}") if done else ("none", "none")
     return (
         f"| {size} | {rate:.0f} | {both:.0f} | {report.requests} | {report.requests / size:.1f} | "
-        f"{(report.sent + report.received) / 1024:.0f} | {first} | {last} | {right} of {len(queries)} |"
+        f"{(report.sent + report.received) / 1024:.0f} | {first} | {last} | {right} of {len(queries)} {census_text}|"
     )
+
+
+def census(ranks: list[SimulatedRank], traffic: Traffic, stopped: set[int]) -> str:
+    """As stall/job_stall.py takes it: begun before it is due."""
+    period_s = ranks[0].surroundings.period_s
+    before, due = replace(traffic), time.monotonic() + 2 * period_s + 0.5
+    censuses = [
+        Census(CensusQuestion(one.surroundings, lambda one=one: replace(one.heartbeat, idle=60.0), due, 1.0))  # type: ignore[misc]
+        for one in ranks
+    ]
+    done: list[float] = []
+    pending = list(censuses)
+    while pending and time.monotonic() < due + 30:
+        done += [time.monotonic() - due for one in pending if one.counted]
+        pending = [one for one in pending if not one.counted]
+        time.sleep(0.005)
+    found = minus(traffic, before)
+    right = sum(
+        {rank for group in one.counted.groups if group.kind == SILENT for rank in group.ranks} == stopped
+        for one in censuses
+        if one.counted
+    )
+    last = f"{done[-1]:.2f}" if done else "none"
+    return f"| {found.requests} | {(found.sent + found.received) / 1024:.0f} | {last} | {right} of {len(censuses)} "
 
 
 def directly(size: int) -> str:
@@ -207,6 +246,7 @@ def directly(size: int) -> str:
     }
     for one in listeners:
         one.introduce(peers, token)
+        one.answer(lambda: beat)  # the others seem to be on other hosts: it opens its port to all interfaces now
     answering = threading.Thread(target=answer)
     answering.start()
     began = time.monotonic()
@@ -225,16 +265,17 @@ def minus(one: Traffic, other: Traffic) -> Traffic:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
     sizes = arguments.parse_args().ranks
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print("Healthy is per second; the report is in all, heartbeats included, and its seconds are after the timeout.")
     print(
         "| ranks | healthy: requests | KiB | report: requests | per rank | KiB | first, s | last, s | right | "
+        "census: requests | KiB | last, s | right | "
         "addresses: KiB a rank | all asked directly, s |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---" * 15 + "|")
     for size in sizes:
         ours, theirs = multiprocessing.Pipe()
         server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
