@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import Said, run_ranks
 
 import nemo_patches
 
@@ -235,3 +237,74 @@ def hidden_group(rank: int, size: int) -> list[tuple[str, int]]:
 def test_a_process_group_that_is_hidden_for_a_while() -> None:
     for result in run_ranks(hidden_group, 2):
         assert [where for where, wrong in result.value if wrong] == []
+
+
+class Rotary(torch.nn.Module):
+    """As in NeMo's main: tables of other names than today's, each replaced by a longer one. `scale` keeps its shape."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def extend_pe(self, length: int, device: Any, dtype: Any) -> None:
+        self.inner.extend_pe(length, device, dtype)  # type: ignore[operator]
+        angles = torch.arange(length, dtype=torch.float32, device=device).unsqueeze(1) / torch.arange(1, 9)
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+        self.register_buffer("scale", torch.tensor([float(length)]), persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def tables(encoder: Any) -> dict[str, torch.Tensor]:
+    return {name: getattr(encoder.pos_enc, name) for name in ("cos", "sin")}
+
+
+def expected(length: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    rotary = Rotary(torch.nn.Module())
+    rotary.inner.extend_pe = lambda *_: None  # type: ignore[assignment]
+    rotary.extend_pe(length, "cpu", dtype)
+    return {"cos": rotary.cos, "sin": rotary.sin}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def rotary_growth(rank: int, size: int) -> None:
+    said = Said()
+    encoder: Any = encoders.conformer()
+    encoder.pos_enc = Rotary(encoder.pos_enc)
+    encoder.pos_enc.extend_pe(encoders.POSITIONS, "cpu", torch.float32)
+    nemo_patches.apply(sync="local")
+    model = torch.nn.parallel.DistributedDataParallel(encoder)
+    built = {path: buffer.shape for path, buffer in encoder.named_buffers()}
+    for step in range(4):
+        frames = 8 * LONG if rank == step % 2 else SHORT
+        encoders.run(model, frames, seed=step).pow(2).mean().backward()
+    length = encoder.max_audio_length
+    assert length > encoders.POSITIONS
+    assert {path: buffer.shape for path, buffer in encoder.named_buffers()} == built
+    assert same(tables(encoder), expected(length))
+    assert same(tables(copy.deepcopy(encoder)), expected(length))
+    assert same(tables(pickle.loads(pickle.dumps(encoder))), expected(length))
+    (line,) = [line for line in said.lines if "Rotary." in line]
+    assert "buffer Rotary.scale has other values since its encoder has grown, and the same shape" in line
+    encoder.to_empty(device="cpu", recurse=False)  # of its own buffers alone
+    assert same(tables(encoder), expected(length))
+    assert {name: tensor.dtype for name, tensor in tables(encoder.half()).items()} == dict.fromkeys(
+        ("cos", "sin"), torch.float16
+    )
+    encoder.float()
+    encoders.sync(encoder, 2 * length)
+    assert same(tables(encoder), expected(2 * length))
+    nemo_patches.revert()
+    assert not {"cos", "sin", "pe"} & set(vars(encoder.pos_enc))
+    assert encoder.pos_enc._buffers["cos"].shape == (2 * length, 8)
+
+
+@pytest.mark.apply_only
+@pytest.mark.one_nemo
+def test_buffers_grow_privately_by_their_shape_whatever_their_name() -> None:
+    run_ranks(rotary_growth, 2)

@@ -7,7 +7,7 @@ import gc
 
 import torch
 
-from nemo_patches.sync.encoder_methods import LENGTH_SIZED, growth, reduce_as_registered
+from nemo_patches.sync.encoder_methods import growth, reduce_as_registered
 
 
 def give_back_all() -> None:
@@ -16,11 +16,11 @@ def give_back_all() -> None:
     # Copies of an encoder were never seen by us; only the collector knows them all.
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.nn.Module):
-            for name in LENGTH_SIZED:
+            for name in growth.names:
                 if name in thing.__dict__ and name in thing._buffers:
                     thing._buffers[name] = thing.__dict__.pop(name)
     for module in list(growth.unregistered):
-        for name in LENGTH_SIZED:
+        for name in growth.names:
             if name in module.__dict__:
                 module.register_buffer(name, module.__dict__.pop(name), persistent=False)
     growth.unregistered.clear()

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 
 from .events import Grown, GrowthBegan, bus
 from .length_sync import synced_length
-from .rank_log import is_distributed
+from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
 
@@ -33,6 +34,10 @@ class Growth:
 
     def __init__(self) -> None:
         self.happened = False  # whether any buffer has
+        self.names = set(
+            LENGTH_SIZED
+        )  # of buffers that are private where they have grown: also others', by their shape
+        self.unlike: set[str] = set()  # buffers that a growth has given other values, and the same shape: said
         self.unregistered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # NeMo would have registered theirs
         self.growing: set[int] = set()  # encoders inside _run_privately, by id
 
@@ -77,7 +82,10 @@ def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        grown = [(module, name, module.__dict__[name]) for module, name in _places(self) if name in module.__dict__]
+        modules = (
+            self.modules() if kwargs.get("recurse", args[0] if args else True) else [self]
+        )  # as to_empty() may say
+        grown = [(module, name, vars(module)[name]) for module, name in _places(modules) if name in vars(module)]
         result = original(self, fn, *args, **kwargs)
         for module, name, tensor in grown:
             if module.__dict__.get(name) is tensor and isinstance(tensor, torch.Tensor):  # not done by a nested encoder
@@ -97,7 +105,7 @@ def reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
     if sys._getframe(1).f_globals.get("__name__") == "copy":
         return (function, arguments, state, *rest)
     state = {**state, "_buffers": dict(state["_buffers"])}
-    for name in LENGTH_SIZED:
+    for name in growth.names:
         if name in state and name in state["_buffers"]:
             state["_buffers"][name] = state.pop(name)
     return (function, arguments, state, *rest)
@@ -123,7 +131,7 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
         method(encoder, *arguments)
         return
     growth.growing.add(id(encoder))
-    registered = {(module, name): module._buffers.get(name) for module, name in _places(encoder)}
+    registered = {(module, name): module._buffers.get(name) for module, name in _places(encoder.modules())}
     for (module, name), buffer in registered.items():
         if buffer is not None and name in module.__dict__:
             module._buffers[name] = module.__dict__.pop(name)
@@ -131,9 +139,11 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
         method(encoder, *arguments)
     finally:
         growth.growing.discard(id(encoder))
-        for (module, name), buffer in registered.items():
-            grown = module._buffers.get(name)
+        for module, name in list(_places(encoder.modules())):
+            buffer, grown = registered.get((module, name)), module._buffers.get(name)
             if grown is buffer or (buffer is None and register_new):
+                continue
+            if name not in growth.names and not _has_another_shape(module, name, buffer, grown):
                 continue
             if buffer is None:
                 del module._buffers[name]
@@ -146,8 +156,20 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
             growth.happened = True
 
 
-def _places(encoder: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    for module in encoder.modules():
-        if isinstance(vars(module).get("_buffers"), dict):  # a scripted module's buffers are not Python's
-            for name in LENGTH_SIZED:
-                yield module, name
+def _has_another_shape(module: torch.nn.Module, name: str, before: Any, after: Any) -> bool:
+    """Whether a buffer of a name that was not known has grown, too. Other values alone are NeMo's and DDP's affair."""
+    if getattr(before, "shape", None) != getattr(after, "shape", None):
+        growth.names.add(name)
+        return True
+    if (title := f"{type(module).__name__}.{name}") not in growth.unlike:
+        growth.unlike.add(title)
+        text = "has other values since its encoder has grown, and the same shape: DDP broadcasts rank 0's"
+        report(logging.WARNING, f"buffer {title} {text}")
+    return False
+
+
+def _places(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
+    for module in modules:
+        buffers = vars(module).get("_buffers")
+        if isinstance(buffers, dict):  # a scripted module's buffers are not Python's
+            yield from ((module, name) for name in {*buffers, *growth.names})
