@@ -131,11 +131,23 @@ $(RUNTIME:%=patch-runtime-%): patch-runtime-%: .venv/unpacked/nemo-$(DEMO_NEMO)/
 patches-table: .venv/nemo-$(DEMO_NEMO)/ready
 	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py
 
+# What docs/vendors.md says of patches/upstream/, by series.
+UPSTREAM_2.2 = encoders/0001*.patch conv-asr/*.patch squeezeformer/*.patch
+UPSTREAM_2.3 = $(UPSTREAM_2.2)
+UPSTREAM_2.4 = encoders/000[13]*.patch conv-asr/*.patch squeezeformer/*.patch
+UPSTREAM_2.5 = $(UPSTREAM_2.4)
+UPSTREAM_2.6 = $(UPSTREAM_2.4)
+UPSTREAM_2.7 = $(UPSTREAM_2.4)
+UPSTREAM_3.0 = encoders/000[134]*.patch conv-asr/*.patch
+try_upstream = cd .venv/unpacked/nemo-$1 && GIT_CEILING_DIRECTORIES=$$(cd .. && pwd -P) git apply --check --include='nemo/*' \
+	$(UPSTREAM_$(call series,$1):%=$(CURDIR)/patches/upstream/%)
+
 # Whether each committed diff is what `make patches` would make of the released wheel.
 check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 	@echo "== patches/ against the released wheels"
 	@$(foreach release,$(PATCHES),$(call print_diff,$(release),nemo) | cmp - patches/nemo-$(call series,$(release)).diff &&) \
 		$(foreach part,$(RUNTIME),$(call print_diff,$(DEMO_NEMO),$(part)) | cmp - patches/runtime-$(part).diff &&) true
+	@$(foreach release,$(filter-out 2.1.0,$(MATRIX)),($(call try_upstream,$(release))) &&) true
 
 # The same tests on a NeMo that has the diffs, where nemo_patches is not importable: in tests/, a checkout's root is not on
 # the path. First the core alone (nemo and sync), then with stall. git apply would take paths inside a repository from its

@@ -59,6 +59,10 @@ def files_below(folder: Path) -> set[str]:
     return {Path(at, name).relative_to(folder.parent).as_posix() for at, _, names in walked for name in names}
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def metadata(built: Built) -> PathDistribution:
     wheel = zipfile.Path(built.wheels["build"])
     (folder,) = (path for path in wheel.iterdir() if path.name.endswith(".dist-info"))
@@ -110,8 +114,7 @@ def test_what_is_imported_is_this_checkouts_or_else_installed() -> None:
 def test_the_files_that_are_no_modules_are_there() -> None:
     assert (PACKAGE / "py.typed").is_file()
     assert (PACKAGE / "patching" / "boot" / "sitecustomize.py").is_file()
-    committed = {diff.name: diff.read_bytes() for diff in (CHECKOUT / "patches").glob("*.diff")}
-    assert {diff.name: diff.read_bytes() for diff in (PACKAGE / "patches").iterdir()} == committed != {}
+    assert contents(PACKAGE / "patches") == contents(CHECKOUT / "patches") != {}
 
 
 @pytest.mark.wheel
