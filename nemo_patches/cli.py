@@ -186,7 +186,7 @@ def doctor(
     try:
         from nemo_patches.tools.doctor import command
     except ModuleNotFoundError as error:  # a checkout that is not installed; an installed package has brought them
-        needed = "pip install omegaconf pyyaml packaging msgspec"
+        needed = "pip install omegaconf hydra-core pyyaml packaging msgspec"
         typer.echo(f"nemo-patches doctor: {error.name} is not installed; needed: {needed}", err=True)
         raise typer.Exit(2) from None
     request = command.Request(

@@ -289,7 +289,7 @@ def test_what_is_not_there_is_put_in_with_the_sections_own_indentation(
     ("text", "overrides", "said"),
     [
         (STOCK, ("model.encoder.pos_emb_max_len=5001",), "its value is that of an override"),
-        (STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n", (), "the text cannot be read after it"),
+        (STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n", (), "other shares it, by an anchor"),
         (
             STOCK.replace("trainer:\n    # all of them\n    devices: 4\n    strategy: ddp  # as upstream\n", "")
             + "trainer: {devices: 4}\n",
@@ -316,8 +316,28 @@ def test_what_two_sections_share_is_not_changed_for_one_of_them(
     path = write(tmp_path, text)
     _, out, err = fix(capfd, path)
     assert out == ""
-    assert "model.encoder.pos_emb_max_len: it would change other values, too; write it yourself: 6016" in err
-    assert "model.teacher.pos_emb_max_len: it would change other values, too" in err
+    said = "model.encoder.pos_emb_max_len: model.teacher.pos_emb_max_len shares it, by an anchor, and would change too"
+    assert f"{said}; write it yourself: 6016" in err
+    assert "model.teacher.pos_emb_max_len: model.encoder.pos_emb_max_len shares it" in err
+    _, out, _ = doctor(capfd, path, json=True)
+    changes = [finding["safe_change"] for finding in json.loads(out)[0]["findings"] if finding["rule"] == "NP102"]
+    assert changes == [False, False]  # as --fix refuses them
+
+
+def test_a_merged_section_and_an_anchor_that_nobody_shares_are_changed_in_place(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    merged = STOCK.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace(" 5000 ", " &room 5000 ")
+    text = f"_base: &base {{pos_emb_max_len: 1, n_heads: 8}}\n{merged}"
+    fix(capfd, write(tmp_path, text), write=True)
+    assert (tmp_path / "nest.yaml").read_text() == text.replace("&room 5000", "&room 6016")
+    put_in = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "").replace("pos_emb_max_len: 1, ", "")
+    fix(capfd, write(tmp_path, put_in), write=True)
+    assert "    pos_emb_max_len: 6016\n    <<: *base\n" in (tmp_path / "nest.yaml").read_text()
+    only_merged = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "")
+    _, out, err = fix(capfd, write(tmp_path, only_merged))
+    assert out == ""
+    assert "_base.pos_emb_max_len shares it, by an anchor" in err
 
 
 def test_a_section_that_only_an_override_makes_cannot_be_changed(

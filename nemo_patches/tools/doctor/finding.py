@@ -35,7 +35,8 @@ class Change:
 class Finding:
     """One thing that a rule found: `what`, the values that it `read`, what to write `instead`, and the safe change.
 
-    The line of the finding is that of the first value that was read and that the config has.
+    The line of the finding is that of the first value that was read and that the config has, or else that of the
+    section in which the first one is missing.
     """
 
     severity: Severity
@@ -47,10 +48,8 @@ class Finding:
     @property
     def line(self) -> int | None:
         """The line of the config, from 1; None where nothing of what was read is in the file."""
-        for value in self.read:
-            if value.origin.startswith("line "):
-                return int(value.origin.removeprefix("line "))
-        return None
+        own = (value.line for value in self.read if value.origin.startswith("line "))
+        return next(own, None) or next((value.line for value in self.read if value.line), None)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from nemo_patches.tools.doctor import fixes
 from nemo_patches.tools.doctor.config import UNKNOWN, Value
 from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Rule, Severity
@@ -51,7 +52,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "what": finding.what,
                 "read": [_value(value) for value in finding.read],
                 "instead": finding.instead,
-                "safe_change": finding.change is not None,
+                "safe_change": report.config is not None and fixes.can_be_made(report.config, finding.change),
                 "why": rule.why,
                 "link": rule.link,
             }

@@ -29,7 +29,7 @@ def check(job: Job) -> Iterator[Finding]:
         Severity.WARNING,
         f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks the job stops at its start",
         (switch, *(dataset.get("use_lhotse") for dataset in sampled)),
-        "trainer.use_distributed_sampler: false",
+        "trainer.use_distributed_sampler: false, and a shard_seed (NP122)",
         # Without it, every rank would read all of a set that is not Lhotse's.
         Change(("trainer", "use_distributed_sampler"), False) if all_lhotse else None,
     )

@@ -16,9 +16,9 @@ WORST = Severity.ERROR
 
 
 def check(job: Job) -> Iterator[Finding]:
-    """Lhotse equalises what is no stream by itself, and a limit in batches ends all ranks alike."""
-    limit = job.trainer("limit_train_batches", 1.0)
-    if not job.several or isinstance(limit.value, int):
+    """What is no stream Lhotse shares out, evenly where the seed is one (NP122); a limit ends all ranks alike."""
+    limit = job.limit("training")
+    if not job.several or not limit.open:
         return
     for dataset in job.datasets:
         switch = dataset.get("force_finite", False)
@@ -28,6 +28,6 @@ def check(job: Job) -> Iterator[Finding]:
             yield Finding(
                 severity,
                 f"{dataset.where} is {stream} that ends on each of {job.ranks_text} after its own number of batches",
-                (switch, limit, job.devices),
+                (switch, limit.read, job.devices),
                 "force_finite: false, with trainer.limit_train_batches as a whole number",
             )

@@ -17,8 +17,8 @@ WORST = Severity.WARNING
 
 def check(job: Job) -> Iterator[Finding]:
     """Not where limit_train_batches says how many batches every rank has."""
-    limit = job.trainer("limit_train_batches", 1.0)
-    if not job.several or not limit.known or isinstance(limit.value, int):
+    limit = job.limit("training")
+    if not job.several or not limit.open:
         return
     for dataset in job.datasets:
         if not dataset.training or not dataset.nemo or not dataset.tarred:
@@ -31,7 +31,7 @@ def check(job: Job) -> Iterator[Finding]:
                 Severity.WARNING,
                 f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with "
                 "fewer batches than the others",
-                (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit),
+                (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit.read),
                 "the same limits when the tar files are made; or trainer.limit_train_batches: no more than the batches "
                 "of the rank with the fewest",
             )

@@ -20,6 +20,7 @@ _FILES_PER_RANK = (
 )
 _OTHER_FILES = 300  # torch, NeMo, the first encoders, audio, data loader workers
 _FEW_RANKS = 512
+_TOO_FEW = "a rank may need more by itself"
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -34,7 +35,12 @@ def check(machine: Machine) -> Iterator[Finding]:
     wanted = _OTHER_FILES + _FILES_PER_RANK * (ranks or _FEW_RANKS)
     yield Finding(
         Severity.WARNING if ranks or not enough_for else Severity.NOTE,
-        f"{soft} open files are enough for about {enough_for} ranks" + (f", and there are {ranks}" if ranks else ""),
+        (
+            f"{soft} open files are enough for about {enough_for} ranks"
+            if enough_for
+            else f"{soft} open files: {_TOO_FEW}"
+        )
+        + (f", and there are {ranks} ranks" if ranks else ""),
         (fact("open files, soft limit", soft), fact("hard limit", "unlimited" if hard is None else hard)),
         f"ulimit -n {wanted}, before the job starts",
     )
