@@ -276,12 +276,13 @@ def bomb(depth: int) -> str:
             "values",
         ),
         ("b: &y {k: 1}\na: {<<: 5}\n", "<< merges a scalar"),
+        ("a: 1\ndefaults:\n- _self_\n- model: conformer\n", ":2: composed by Hydra of other files, which are not read"),
         (f"a: {'${' * 400}b{'}' * 400}\n", ":1: a: more than 10 interpolations in each other"),
         (f"a: {'${b}' * 2000}\nb: x\n", "more than 1000 interpolations"),
         (f"a: 1\nb: {'9' * 5000}\n", ":2: a number of 5000 digits"),
         (f"a: 1\nb: 0x{'f' * 5000}\n", ":2: a number of 5002 digits"),
     ],
-    ids=range(31),
+    ids=range(32),
 )
 def test_what_is_no_config_is_refused_with_its_place(tmp_path: Path, content: str | bytes, said: str) -> None:
     assert said.lower() in refused(tmp_path, content).lower()

@@ -140,12 +140,23 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     tree = _plain(config)
     if tree != OmegaConf.to_container(config, resolve=False):  # a key is a number
         config = OmegaConf.create(tree)
+    _check_defaults(source, tree)
     overridden = _overridden(source.path, tree, overrides)
     try:
         broken = _resolve(source.path, tree, OmegaConf.create(tree) if overrides else config)
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{source.path}: {_first_line(error)}") from None
     return Config(source, tree, overridden, broken)
+
+
+def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
+    """Refuse what Hydra composes of several files: a verdict on one of them would be none on the job."""
+    entries = tree.get("defaults")
+    if isinstance(entries, list) and any(entry != "_self_" for entry in entries):
+        raise ConfigError(
+            f"{source.path}:{source.line(('defaults',))}: composed by Hydra of other files, which are not read; "
+            "examine the composed config: python train.py ... --cfg job > composed.yaml"
+        )
 
 
 def _created(source: YamlText) -> DictConfig:

@@ -66,8 +66,16 @@ class Job:
         ranks = (
             "as many ranks as there are devices" if self.ranks is None else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         )
+        strategy = "null" if self.strategy.value is None else self.strategy.value
         how = "with nemo_patches" if self.patched else "as stock NeMo"
-        return "; ".join((f"judged {how}", f"strategy {self.strategy.value}", ranks, *parts))
+        return "; ".join(
+            (
+                f"judged {how}",
+                f"strategy {strategy}",
+                ranks,
+                *parts,
+            )
+        )
 
     def trainer(self, key: str, default: Any = None) -> Value:
         """A key of the trainer's section."""

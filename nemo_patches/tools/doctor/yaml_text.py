@@ -50,7 +50,7 @@ class YamlText:
 
 def read(path: Path) -> YamlText:
     """Read one file. Raises ConfigError for whatever is not a YAML mapping of plain values within the bounds."""
-    return parse(path, _text(path))
+    return decoded(path, _content(path))
 
 
 def parse(path: Path, text: str) -> YamlText:
@@ -73,7 +73,7 @@ def parse(path: Path, text: str) -> YamlText:
     return YamlText(path, text, nodes, key_nodes)
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -82,12 +82,19 @@ def _text(path: Path) -> str:
             raise ConfigError(f"{path}: not a regular file; expected a YAML file")
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a name with a null byte
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from None
     if len(content) > LARGEST_FILE_BYTES:
         raise ConfigError(f"{path}: {status.st_size} bytes; a config may have {LARGEST_FILE_BYTES}")
+    return content
+
+
+def decoded(path: Path, content: bytes) -> YamlText:
+    """The same of a file's bytes."""
+    if len(content) > LARGEST_FILE_BYTES:
+        raise ConfigError(f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more")
     try:
-        return content.decode("utf-8")
+        return parse(path, content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not text: byte {error.start} is not UTF-8") from None
 

@@ -18,6 +18,20 @@ from nemo_patches.tools.doctor.finding import Change, Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.ERROR
+BAD = """\
+trainer: {devices: 4, strategy: ddp}
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
+  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, sync_max_audio_length: false}
+"""
+GOOD = """\
+trainer: {devices: 4, strategy: ddp}
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
+  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, pos_emb_max_len: 6016}
+"""
 
 _POSITIONAL = ("rel_pos", "abs_pos", "rel_pos_local_attn")
 

@@ -15,6 +15,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job, as_limit
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
+GOOD = """\
+trainer: {devices: 4, limit_train_batches: 1000}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

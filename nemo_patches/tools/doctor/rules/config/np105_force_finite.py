@@ -13,6 +13,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.ERROR
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8, force_finite: true}
+"""
+GOOD = """\
+trainer: {devices: 4, limit_train_batches: 1000}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

@@ -13,6 +13,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 8}
+model:
+  train_ds: {is_tarred: true, manifest_filepath: a.json, max_duration: 20}
+"""
+GOOD = """\
+trainer: {devices: 8, limit_train_batches: 1000}
+model:
+  train_ds: {is_tarred: true, manifest_filepath: a.json, max_duration: 20}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

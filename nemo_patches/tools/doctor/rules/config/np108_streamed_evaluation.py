@@ -14,6 +14,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.ERROR
+BAD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  validation_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
+GOOD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  validation_ds: {use_lhotse: true, shar_path: shards, batch_size: 8, force_finite: true, force_map_dataset: true}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

@@ -15,6 +15,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer:
+  devices: 4
+  strategy: {_target_: lightning.pytorch.strategies.DDPStrategy, timeout: 3600}
+"""
+GOOD = """\
+trainer:
+  devices: 4
+  strategy: {_target_: lightning.pytorch.strategies.DDPStrategy}
+"""
 
 _LONG = timedelta(hours=1)
 _WITH_A_TIMEOUT = ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")

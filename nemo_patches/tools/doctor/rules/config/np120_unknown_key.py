@@ -18,6 +18,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {gpus: 4}
+model:
+  train_ds: {manifest_filepath: a.json, max_durations: 20}
+"""
+GOOD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: 20}
+"""
 
 # Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder is there, too.
 _AS_CLOSE = 0.88

@@ -15,6 +15,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_duration: 360}
+"""
+GOOD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_duration: 360, shard_seed: 0}
+"""
 
 _DEFAULT = "trng"
 

@@ -16,6 +16,12 @@ from nemo_patches.tools.doctor.job import Job, as_limit
 from nemo_patches.tools.doctor.known_keys import ACCELERATORS, PRECISIONS, STRATEGIES
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4, strategy: null, limit_train_batches: 100, val_check_interval: 1000}
+"""
+GOOD = """\
+trainer: {devices: 4, strategy: ddp, limit_train_batches: 1000, val_check_interval: 1000}
+"""
 
 _SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval", "overfit_batches")
 _OF_ROLE = {"training": ("limit_train_batches", "val_check_interval"), "validation": ("limit_val_batches",)}

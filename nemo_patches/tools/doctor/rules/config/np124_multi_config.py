@@ -14,6 +14,21 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+data:
+  train_ds:
+    multi_config: true
+    asr: {manifest_filepath: a.json, batch_size: 8}
+"""
+GOOD = """\
+data:
+  train_ds:
+    multi_config: true
+    seed: 42
+    shard_seed: randomized
+    shuffle: true
+    asr: {manifest_filepath: a.json, batch_size: 8}
+"""
 
 _NEEDED = ("seed", "shard_seed", "shuffle")
 

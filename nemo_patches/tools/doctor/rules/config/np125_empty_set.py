@@ -14,6 +14,14 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: -1}
+"""
+GOOD = """\
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: null}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine, fact
 
 WORST = Severity.WARNING
+TOPIC = "open files"
 
 _FILES_PER_RANK = (
     4  # on the host of the store's server: a Gloo group's connection, two of ours to the store, torch's own
