@@ -94,6 +94,13 @@ def test_any_web_of_interpolations_gives_what_omegaconf_gives(tree: dict[str, st
         assert config.tree[key] is not UNKNOWN or config.broken
 
 
+def test_defaults_that_only_concern_hydra_itself_hide_nothing(tmp_path: Path) -> None:
+    for entries in ("[_self_]", "[override hydra/launcher: basic]", "[_self_, hydra/job_logging: none]", "[]", "null"):
+        assert load(tmp_path, f"a: 1\ndefaults: {entries}\n").tree["a"] == 1
+    for entries in ("[model/train_ds: x]", "[base]", "[override model: x]", "[_self_, 5]"):
+        assert "composed by Hydra of other files" in refused(tmp_path, f"a: 1\ndefaults: {entries}\n")
+
+
 def test_where_each_value_comes_from(tmp_path: Path) -> None:
     config = load(tmp_path, "a:\n  b: 1\n  c:\n  - 5\n  - x: 6\n", "a.b=2", "+a.new=3")
     assert config.get(("a", "b")).origin == "override"

@@ -6,14 +6,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from json import dumps
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 
-from nemo_patches.tools.doctor import config_files, examination, fixes, formats, report, suppressions
+from nemo_patches.tools.doctor import config as reading
+from nemo_patches.tools.doctor import config_files, examination, fixes, formats, loaders, report, suppressions
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Rule, Severity
+from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 FORMATS = ("text", "json", "github", "sarif")
@@ -60,13 +63,14 @@ def _carry_out(request: Request) -> int:
     severity = _one_of("--severity", request.severity, [str(each) for each in Severity])
     output_format = _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
-    paths, passed_over = config_files.found(configs)
+    # On each rank its own file counts, and one that is not there is reported by rank 0.
+    paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
     if not paths and (overrides or request.patched or request.fix or request.write):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
         )
-    if request.ranks and (paths or overrides or request.patched or request.fix):
-        raise DoctorError("found --ranks with a config, an override, --patched or --fix; allowed is --ranks alone")
+    if request.ranks and (len(paths) > 1 or request.patched or request.fix):
+        raise DoctorError("found --ranks with several configs, --patched or --fix; allowed: one config")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
     if request.json and output_format not in (None, "json"):
@@ -76,7 +80,7 @@ def _carry_out(request: Request) -> int:
     if request.write and config_files.STANDARD_INPUT in paths:
         raise DoctorError("found --write and -; allowed is --fix alone, as the standard input cannot be written")
     if request.ranks:
-        _of_ranks(rules, request)
+        _of_ranks(rules, request, paths, overrides)
     if paths:
         patched, project = examination.as_patched() if request.patched else None, suppressions.of_project()
         reports = [examination.examine(path, overrides, rules, patched, project) for path in paths]
@@ -89,6 +93,18 @@ def _carry_out(request: Request) -> int:
     if passed_over and not request.quiet:
         _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
     return max(each.exit_code for each in reports)
+
+
+def _loaders(paths: Sequence[Path], overrides: Sequence[str], ranks: int) -> dict[str, str]:
+    """What the config makes of this rank's data loaders; why it cannot be read is told to rank 0 like a setting."""
+    try:
+        return {
+            name: text
+            for path in paths
+            for name, text in loaders.settings(Job(reading.load(path, overrides)), ranks).items()
+        }
+    except ConfigError as error:
+        return {"the config": str(error)}
 
 
 def _one_of(option: str, given: str | None, allowed: Sequence[str]) -> str | None:
@@ -106,13 +122,13 @@ def _from(each: Report, severity: str | None) -> Report:
     )
 
 
-def _of_ranks(rules: tuple[Rule, ...], request: Request) -> NoReturn:
+def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> NoReturn:
     """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
     from nemo_patches.tools.doctor import ranks
 
     here, code = ranks.place(), 0
     try:
-        job_ranks = ranks.examine(here)
+        job_ranks = ranks.examine(here, _loaders(paths, overrides, here.size))
         if job_ranks is not None:
             ranks_report = Report(
                 f"{here.size} ranks",

@@ -152,11 +152,17 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
 def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
     """Refuse what Hydra composes of several files: a verdict on one of them would be none on the job."""
     entries = tree.get("defaults")
-    if isinstance(entries, list) and any(entry != "_self_" for entry in entries):
+    if isinstance(entries, list) and not all(_changes_no_value(entry) for entry in entries):
         raise ConfigError(
             f"{source.path}:{source.line(('defaults',))}: composed by Hydra of other files, which are not read; "
             "examine the composed config: python train.py ... --cfg job > composed.yaml"
         )
+
+
+def _changes_no_value(entry: Any) -> bool:
+    """Whether an entry of the defaults is this file itself, or is on Hydra's own part: a launcher, how it logs."""
+    names = list(entry) if isinstance(entry, dict) else [entry]
+    return all(name == "_self_" or str(name).rpartition(" ")[2].startswith("hydra/") for name in names)
 
 
 def _created(source: YamlText) -> DictConfig:
