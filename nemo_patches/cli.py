@@ -159,7 +159,10 @@ def diff(
 def doctor(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help="Configs, and Hydra's overrides for all of them."),
+        typer.Argument(
+            metavar="[CONFIG]... [KEY=VALUE]...",
+            help="Configs (files, folders, patterns, - for the standard input), and Hydra's overrides for all of them.",
+        ),
     ] = None,
     patched: Annotated[
         bool, typer.Option("--patched", help="Judge the job with nemo_patches on every rank, not stock NeMo.")
@@ -176,6 +179,12 @@ def doctor(
     ] = False,
     list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.")] = None,
+    severity: Annotated[
+        str | None, typer.Option(help="From which on findings are shown, and count: note, warning or error.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line for each finding, and nothing else.")] = False,
+    output_format: Annotated[str | None, typer.Option(help="text, json, github (annotations) or sarif.")] = None,
+    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 in place of 1.")] = False,
 ) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
@@ -186,7 +195,7 @@ def doctor(
     try:
         from nemo_patches.tools.doctor import command
     except ModuleNotFoundError as error:  # a checkout that is not installed; an installed package has brought them
-        needed = "pip install omegaconf pyyaml packaging msgspec"
+        needed = "pip install omegaconf hydra-core pyyaml packaging msgspec"
         typer.echo(f"nemo-patches doctor: {error.name} is not installed; needed: {needed}", err=True)
         raise typer.Exit(2) from None
     request = command.Request(
@@ -200,6 +209,10 @@ def doctor(
         list_rules,
         explain,
         ranks,
+        severity,
+        quiet,
+        output_format,
+        exit_zero,
     )
     raise typer.Exit(command.carry_out(request))
 

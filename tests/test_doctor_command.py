@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from interpreters import CHECKOUT, python
 
-from nemo_patches.tools.doctor import command, report
+from nemo_patches.tools.doctor import command, examination, report
 from nemo_patches.tools.doctor.rules import all_rules
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -72,7 +72,7 @@ def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
     assert "model.encoder.pos_emb_max_len: 5000 (line 13)" in done.stdout
     assert "    instead: pos_emb_max_len: 6016" in done.stdout
     assert "https://github.com/NVIDIA-NeMo/Speech/pull/3304" in done.stdout
-    assert f"{path}:12: NP101 note: " in done.stdout
+    assert f"{path}: NP101: notes that nearly every config gets; --severity note shows them\n" in done.stdout
     assert f"{path}: 1 warning, 1 note\n" in done.stdout
 
 
@@ -148,7 +148,7 @@ def test_rules_are_listed_and_explained(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_rules_are_selected_and_ignored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, STOCK)
-    _, out, _ = doctor(capfd, path, select=("NP101",))
+    _, out, _ = doctor(capfd, path, select=("NP101",), severity="note")
     assert "NP101" in out
     assert "NP102" not in out
     code, out, _ = doctor(capfd, path, select=("NP1",), ignore=("NP102,np118",))
@@ -235,6 +235,110 @@ def test_a_rule_that_crashes_is_a_finding_and_not_the_end(tmp_path: Path, capfd:
     assert "NP102 warning" in out
 
 
+# --- what is worth a person's time
+
+
+def test_severity_is_what_is_shown_and_what_counts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK)
+    code, out, _ = doctor(capfd, path, severity="note")
+    assert code == 1
+    assert f"{path}:12: NP101 note: " in out
+    assert "nearly every config" not in out
+    code, out, _ = doctor(capfd, path, severity="warning")
+    assert code == 1
+    assert "NP101" not in out
+    code, out, _ = doctor(capfd, path, severity="error")
+    assert code == 0
+    assert out.endswith(": nothing\n")
+    code, _, err = doctor(capfd, path, severity="info")
+    assert code == 2
+    assert "--severity 'info' is not allowed; allowed: note, warning, error" in err
+
+
+def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write(tmp_path, STOCK, name) for name in ("a.yaml", "b.yaml")]
+    code, out, _ = doctor(capfd, *paths)
+    assert code == 1
+    assert out.count("    why: ") == 1
+    assert out.endswith("2 configs: 2 warnings, 2 notes\n")
+    code, out, _ = doctor(capfd, *paths, quiet=True)
+    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:13", "NP102 warning"] for path in paths]
+    assert doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2  # what cannot be read is no finding
+    assert doctor(capfd, *paths, exit_zero=True)[0] == 0
+
+
+def test_folders_patterns_and_the_standard_input(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf" / ".hidden").mkdir(parents=True)
+    for name in ("conf/a.yaml", "conf/b.yml", "conf/.hidden/c.yaml"):
+        write(tmp_path, STOCK, name)
+    write(tmp_path, "services: {web: {image: x}}\n", "conf/compose.yaml")
+    code, out, err = doctor(capfd, tmp_path / "conf")
+    assert code == 1
+    assert out.endswith("2 configs: 2 warnings, 2 notes\n")
+    assert err.endswith("1 YAML files in the folders have no model, trainer or data, and were passed over\n")
+    for pattern, count in ((tmp_path / "conf" / "*.y*ml", 3), (tmp_path / "**" / "a.yaml", 1)):
+        _, out, _ = doctor(capfd, pattern, quiet=True, select=("NP102",))
+        assert len(out.splitlines()) == count - (count == 3)
+    code, _, err = doctor(capfd, tmp_path / "*.json")
+    assert code == 2
+    assert "no file matches this pattern" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = doctor(capfd, tmp_path / "empty")
+    assert code == 2
+    assert "no config in this folder" in err
+    with (tmp_path / "conf" / "a.yaml").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        code, out, _ = doctor(capfd, "-", quiet=True)
+    assert code == 1
+    assert out.startswith("<stdin>:13: NP102 warning: ")
+    code, _, err = doctor(capfd, "-", fix=True, write=True)
+    assert code == 2
+    assert "the standard input cannot be written" in err
+
+
+def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK, "100%,a.yaml")
+    code, out, _ = doctor(capfd, path, tmp_path / "no.yaml", output_format="github")
+    assert code == 2
+    name = str(path).replace("%", "%25").replace(",", "%2C")
+    first, second, third = out.splitlines()
+    assert first.startswith(
+        f"::warning file={name},line=13,title=NP102::model.encoder (ConformerEncoder): an input may"
+    )
+    assert second.startswith(f"::notice file={name},line=12,title=NP101::")
+    assert third == f"::error file={tmp_path / 'no.yaml'}::{tmp_path / 'no.yaml'}: No such file or directory"
+    _, out, _ = doctor(capfd, path, tmp_path / "no.yaml", output_format="sarif")
+    (run,) = json.loads(out)["runs"]
+    assert run["invocations"][0]["executionSuccessful"] is False
+    result = run["results"][0]
+    assert (result["ruleId"], result["level"]) == ("NP102", "warning")
+    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 13}
+    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {rule.identifier for rule in all_rules()}
+    code, out, _ = doctor(capfd, path, output_format="json")
+    assert json.loads(out)[0]["suppressed"] == 0
+    for options in ({"output_format": "xml"}, {"output_format": "sarif", "fix": True}, {"json": True, "fix": True}):
+        assert doctor(capfd, path, **options)[0] == 2
+    assert doctor(capfd, path, output_format="sarif", json=True)[0] == 2
+
+
+def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rules = [rule for rule in all_rules() if rule.about == "config"]
+    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004", "NP109"}
+    for rule in rules:
+        for text, expected in ((rule.bad, True), (rule.good, False)) if rule.bad else ():
+            report_ = examination.examine(write(tmp_path, text), (), rules)
+            said = {found.identifier for found, finding in report_.findings if expected or finding.severity}
+            assert (rule.identifier in said) is expected, rule.identifier
+            assert expected or not said, rule.identifier  # what is mended has no other finding
+            assert text.splitlines()[0] in doctor(capfd, explain=rule.identifier)[1]
+
+
 # --- --fix
 
 
@@ -289,7 +393,7 @@ def test_what_is_not_there_is_put_in_with_the_sections_own_indentation(
     ("text", "overrides", "said"),
     [
         (STOCK, ("model.encoder.pos_emb_max_len=5001",), "its value is that of an override"),
-        (STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n", (), "the text cannot be read after it"),
+        (STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n", (), "other shares it, by an anchor"),
         (
             STOCK.replace("trainer:\n    # all of them\n    devices: 4\n    strategy: ddp  # as upstream\n", "")
             + "trainer: {devices: 4}\n",
@@ -316,8 +420,28 @@ def test_what_two_sections_share_is_not_changed_for_one_of_them(
     path = write(tmp_path, text)
     _, out, err = fix(capfd, path)
     assert out == ""
-    assert "model.encoder.pos_emb_max_len: it would change other values, too; write it yourself: 6016" in err
-    assert "model.teacher.pos_emb_max_len: it would change other values, too" in err
+    said = "model.encoder.pos_emb_max_len: model.teacher.pos_emb_max_len shares it, by an anchor, and would change too"
+    assert f"{said}; write it yourself: 6016" in err
+    assert "model.teacher.pos_emb_max_len: model.encoder.pos_emb_max_len shares it" in err
+    _, out, _ = doctor(capfd, path, json=True)
+    changes = [finding["safe_change"] for finding in json.loads(out)[0]["findings"] if finding["rule"] == "NP102"]
+    assert changes == [False, False]  # as --fix refuses them
+
+
+def test_a_merged_section_and_an_anchor_that_nobody_shares_are_changed_in_place(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    merged = STOCK.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace(" 5000 ", " &room 5000 ")
+    text = f"_base: &base {{pos_emb_max_len: 1, n_heads: 8}}\n{merged}"
+    fix(capfd, write(tmp_path, text), write=True)
+    assert (tmp_path / "nest.yaml").read_text() == text.replace("&room 5000", "&room 6016")
+    put_in = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "").replace("pos_emb_max_len: 1, ", "")
+    fix(capfd, write(tmp_path, put_in), write=True)
+    assert "    pos_emb_max_len: 6016\n    <<: *base\n" in (tmp_path / "nest.yaml").read_text()
+    only_merged = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "")
+    _, out, err = fix(capfd, write(tmp_path, only_merged))
+    assert out == ""
+    assert "_base.pos_emb_max_len shares it, by an anchor" in err
 
 
 def test_a_section_that_only_an_override_makes_cannot_be_changed(

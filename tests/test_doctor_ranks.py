@@ -49,10 +49,15 @@ def let_go(processes: list[subprocess.Popen[str]]) -> None:
         process.stdin.flush()
 
 
-def test_ranks_that_are_alike_are_measured_and_nothing_is_found() -> None:
-    done = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR], environment(CHECKOUT), LIMIT)
+def test_ranks_that_are_alike_are_measured_and_nothing_is_found(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {devices: 2}\nmodel: {train_ds: {manifest_filepath: a.json, batch_size: 8}}\n")
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR, str(config), "model.train_ds.batch_size=4"]
+    done = run(command, environment(CHECKOUT), LIMIT)
     assert done.returncode == 0, done
-    first, *lines, last = done.stdout.splitlines()
+    first, *lines, size, sampler, last = done.stdout.splitlines()
+    assert size == "on all of them model.train_ds.batch_size: 4"
+    assert sampler == "on all of them model.train_ds, sampler: Lightning's"
     assert first == "2 ranks: 2 of 2 ranks answered, on 1 host"
     assert last == "2 ranks: nothing"
     for rank, line in enumerate(lines):

@@ -55,6 +55,7 @@ model:
     batch_duration: 360
     max_duration: 40.0
     num_workers: 8
+    shard_seed: 0
   validation_ds:
     use_lhotse: true
     manifest_filepath: ???

@@ -154,7 +154,7 @@ def test_several_configs_in_one_set_are_sets_by_themselves() -> None:
     ("override", "seconds"),
     [
         ("model.train_ds.max_duration=null", math.inf),
-        ("model.train_ds.max_duration=.inf", math.inf),
+        ("model.train_ds.max_duration=inf", math.inf),
         ("model.train_ds.max_duration=???", None),
         ("model.train_ds.max_duration=long", None),
         ("+model.train_ds.truncate_duration=20", 20),

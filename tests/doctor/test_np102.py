@@ -171,8 +171,62 @@ trainer: {devices: 2}
 
 def test_nothing_is_said_of_what_the_config_leaves_open(tmp_path: Path) -> None:
     assert found(tmp_path, "NP102", NEST, *STOCK, OFF, "model.encoder.pos_emb_max_len=???") == []
-    assert found(tmp_path, "NP102", NEST, *STOCK, "+model.encoder.sync_max_audio_length=???") == []
     assert found(tmp_path, "NP102", NEST, "~model.train_ds", "~model.validation_ds", OFF) == []
+
+
+@pytest.mark.parametrize("flag", ["'???'", "${oc.env:SYNC}"])
+def test_growth_is_reported_whatever_a_flag_comes_to_that_only_the_job_knows(tmp_path: Path, flag: str) -> None:
+    given = f"+model.encoder.sync_max_audio_length={flag}"
+    (finding,) = found(tmp_path, "NP102", NEST, *STOCK, given)
+    assert finding.severity is WARNING
+    assert "sync_max_audio_length is not known before the job runs: if off, DDP overwrites rows" in finding.what
+    assert found(tmp_path, "NP102", NEST, given) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stops"),
+    [
+        (("model.encoder.pos_emb_max_len=null",), True),
+        (("model.encoder.pos_emb_max_len='5000'",), True),
+        (("model.encoder.pos_emb_max_len=[5000]",), True),
+        (("model.encoder.pos_emb_max_len=-1",), True),
+        (("model.encoder.pos_emb_max_len=0",), True),
+        (("model.encoder.pos_emb_max_len=null", "trainer.devices=1"), True),
+        (("model.encoder.pos_emb_max_len=null", "+model.encoder.self_attention_model=rel_pos_local_attn"), True),
+        (("model.encoder.pos_emb_max_len=null", "+model.encoder.self_attention_model=no_pos"), False),
+        (("model.encoder.pos_emb_max_len=0", "+model.encoder.self_attention_model=abs_pos"), False),
+        (("model.encoder.pos_emb_max_len=5000.0",), False),
+        (("model.encoder.pos_emb_max_len=true",), False),
+        (("model.encoder.pos_emb_max_len='???'",), False),
+    ],
+)
+def test_a_room_that_is_no_number_of_frames(tmp_path: Path, overrides: tuple[str, ...], stops: bool) -> None:
+    said = [finding.what for finding in found(tmp_path, "NP102", NEST, *overrides)]
+    assert any("the job stops at its start" in what for what in said) is stops
+
+
+@pytest.mark.parametrize(("seconds", "severity"), [("90", [WARNING]), ("40", []), ("-1", [NOTE])])
+def test_a_diarization_set_is_limited_by_its_session_length(
+    tmp_path: Path, seconds: str, severity: list[object]
+) -> None:
+    session = [f"+model.{name}.session_len_sec={seconds}" for name in ("train_ds", "validation_ds")]
+    assert [finding.severity for finding in found(tmp_path, "NP102", NEST, *session)] == severity
+
+
+def test_a_negative_limit_is_not_called_safe(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP102", NEST, "model.train_ds.max_duration=-1", OFF)
+    assert finding.severity is WARNING
+    assert "does not tell how long model.train_ds may be" in finding.what
+
+
+def test_templates_beside_the_model_are_no_encoders_and_no_sets(tmp_path: Path) -> None:
+    template = "_base: &base {_target_: nemo.collections.asr.modules.ConformerEncoder, pos_emb_max_len: 100}\n"
+    template += "_sets: {train_ds: {manifest_filepath: x, max_duration: 900}}\n"
+    assert found(tmp_path, "NP102", template + NEST) == []
+    assert len(found(tmp_path, "NP101", template + NEST)) == 1
+    merged = NEST.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace("    pos_emb_max_len: 5000\n", "")
+    (finding,) = found(tmp_path, "NP102", template + merged)
+    assert "start with 100" in finding.what
 
 
 def test_what_to_write_instead_names_the_sets_without_a_limit(tmp_path: Path) -> None:

@@ -24,9 +24,32 @@ def test_a_stream_named_in_input_cfg(tmp_path: Path) -> None:
     assert found(tmp_path, "NP104", LHOTSE, given.replace("nemo_tarred", "nemo")) == []
 
 
-@pytest.mark.parametrize("value", ["100", "???"])
+@pytest.mark.parametrize("value", ["100", "'???'", "100.0", "0.0", "true"])
 def test_none_with_a_number_or_one_that_is_to_be_given(tmp_path: Path, value: str) -> None:
     assert found(tmp_path, "NP104", LHOTSE, STREAM, f"+trainer.limit_train_batches={value}") == []
+
+
+def test_validation_by_batches_needs_no_end_of_an_epoch_but_a_stream_has_no_length(tmp_path: Path) -> None:
+    mixed = "model.train_ds.manifest_filepath=[[a.json],[b.json]]"
+    by_batches = "+trainer.val_check_interval=500"
+    assert len(found(tmp_path, "NP104", LHOTSE, mixed, "+trainer.val_check_interval=1.0")) == 1
+    assert found(tmp_path, "NP104", LHOTSE, mixed, by_batches) == []
+    assert found(tmp_path, "NP104", LHOTSE, mixed, "+trainer.val_check_interval=500.0") == []
+    (finding,) = found(tmp_path, "NP104", LHOTSE, STREAM, by_batches)
+    assert "a stream without a length, which this model asks for: the job stops at its start" in finding.what
+    canary = "+model.transf_decoder={_target_: x}"
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, by_batches, canary) == []
+    assert len(found(tmp_path, "NP104", LHOTSE, STREAM, by_batches, canary, "+model.train_ds.is_tarred=true")) == 1
+    speechlm2 = "data: {train_ds: {shar_path: x}}\ntrainer: {devices: 2, val_check_interval: 500}\n"
+    assert found(tmp_path, "NP104", speechlm2) == []
+
+
+@pytest.mark.parametrize(
+    "override", ["+trainer.fast_dev_run=true", "+trainer.fast_dev_run=2", "+trainer.overfit_batches=5"]
+)
+def test_none_where_lightning_sets_the_limit_itself(tmp_path: Path, override: str) -> None:
+    assert found(tmp_path, "NP104", LHOTSE, STREAM, override) == []
+    assert len(found(tmp_path, "NP104", LHOTSE, STREAM, "+trainer.fast_dev_run=false")) == 1
 
 
 def test_none_for_what_is_no_stream(tmp_path: Path) -> None:

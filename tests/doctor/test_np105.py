@@ -27,7 +27,7 @@ def test_a_warning_where_the_config_does_not_tell_whether_it_is_a_stream(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "override", ["trainer.devices=1", "+trainer.limit_train_batches=100", "model.train_ds.force_finite=false"]
+    "override", ["trainer.devices=1", "+trainer.limit_train_batches=100", "++model.train_ds.force_finite=false"]
 )
 def test_none_otherwise(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP105", LHOTSE, FINITE, STREAM, override) == []
@@ -37,5 +37,5 @@ def test_none_otherwise(tmp_path: Path, override: str) -> None:
 def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
     validation = "+model.validation_ds.force_finite=true", "+model.validation_ds.shar_path=x"
     assert found(tmp_path, "NP105", LHOTSE, *validation) == []
-    nemo = "model.train_ds={manifest_filepath: x, is_tarred: true, force_finite: true}"
+    nemo = "++model.train_ds={use_lhotse: false, manifest_filepath: x, is_tarred: true, force_finite: true}"
     assert found(tmp_path, "NP105", LHOTSE, nemo) == []

@@ -24,6 +24,8 @@ def test_a_limit_may_leave_ranks_with_different_numbers_of_batches(tmp_path: Pat
         "model.train_ds.is_tarred=false",
         "~model.train_ds.max_duration",
         "+trainer.limit_train_batches=100",
+        "+trainer.limit_train_batches=100.0",
+        "+trainer.fast_dev_run=1",
         "+model.train_ds.tarred_shard_strategy=replicate",
         "trainer.devices=1",
         "+model.train_ds.use_lhotse=true",

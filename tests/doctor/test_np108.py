@@ -24,7 +24,17 @@ def test_nemos_tar_files_end_on_each_rank_by_itself(tmp_path: Path) -> None:
     assert "ends on each of 4 ranks after its own number of batches" in finding.what
 
 
-@pytest.mark.parametrize("override", ["+trainer.limit_val_batches=10", "+trainer.limit_val_batches=???"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+trainer.limit_val_batches=10",
+        "+trainer.limit_val_batches='???'",
+        "+trainer.limit_val_batches=10.0",
+        "+trainer.limit_val_batches=0.0",
+        "+trainer.fast_dev_run=true",
+        "+trainer.overfit_batches=2",
+    ],
+)
 def test_none_with_a_number_of_batches(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x", override) == []
     assert found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true", override) == []
@@ -37,8 +47,6 @@ def test_none_for_what_is_no_stream(tmp_path: Path) -> None:
 
 def test_none_for_training_nor_where_counts_cannot_differ(tmp_path: Path) -> None:
     assert found(tmp_path, "NP108", LHOTSE, "+model.train_ds.shar_path=x") == []
-    finite = "+model.validation_ds.shar_path=x", "+model.validation_ds.force_finite=true"
-    assert found(tmp_path, "NP108", LHOTSE, *finite) == []
     assert found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true", "trainer.devices=1") == []
     assert found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.shar_path=x", "~trainer") == []
 
@@ -52,7 +60,20 @@ def test_the_limit_is_that_of_the_sets_own_role(tmp_path: Path) -> None:
 def test_speechlm2_makes_all_evaluation_finite_itself(tmp_path: Path) -> None:
     text = "model: {a: 1}\ndata:\n  validation_ds:\n    datasets:\n      one: {shar_path: x}\ntrainer: {devices: 2}\n"
     assert found(tmp_path, "NP108", text) == []
-    assert len(found(tmp_path, "NP108", text.replace("data:", "model2:"))) == 1
+    assert len(found(tmp_path, "NP108", text.replace("model: {a: 1}\ndata:", "model:"))) == 1
+
+
+def test_made_finite_a_stream_is_read_whole_by_every_worker_of_every_rank(tmp_path: Path) -> None:
+    finite = "+model.validation_ds.shar_path=x", "+model.validation_ds.force_finite=true"
+    (finding,) = found(tmp_path, "NP108", LHOTSE, *finite)
+    assert finding.severity is WARNING
+    assert "each of 4 ranks reads all of it, in its own number of batches" in finding.what
+    workers = "+model.validation_ds.num_workers=2"
+    (finding,) = found(tmp_path, "NP108", LHOTSE, *finite, workers)
+    assert "each of 4 ranks, and each worker, reads all of it" in finding.what
+    assert len(found(tmp_path, "NP108", LHOTSE, *finite, workers, "trainer.devices=1")) == 1
+    assert found(tmp_path, "NP108", LHOTSE, *finite, "trainer.devices=1") == []
+    assert found(tmp_path, "NP108", LHOTSE, *finite, workers, "+model.validation_ds.force_map_dataset=true") == []
 
 
 def test_of_several_manifests_each_is_a_set_of_its_own_but_input_cfg_is_mixed(tmp_path: Path) -> None:

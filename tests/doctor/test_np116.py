@@ -25,7 +25,7 @@ def test_lhotses_batches_differ_in_size(tmp_path: Path, overrides: tuple[str, ..
 
 
 def test_tar_files(tmp_path: Path) -> None:
-    tarred = "model.validation_ds={manifest_filepath: x, is_tarred: true, batch_size: 16}"
+    tarred = "++model.validation_ds={use_lhotse: false, manifest_filepath: x, is_tarred: true, batch_size: 16}"
     (finding,) = found(tmp_path, "NP116", LHOTSE, tarred)
     assert finding.severity is WARNING
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.one_nemo
 
 
 def test_it_is_on_unless_switched_off(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP118", NEST, "exp_manager={exp_dir: null}")
+    (finding,) = found(tmp_path, "NP118", NEST, "~exp_manager.create_preemption_callback")
     assert finding.severity is NOTE
     assert "create_preemption_callback: true (NOT SET, the default)" in str(finding.read[0])
 
@@ -19,12 +19,12 @@ def test_it_is_on_unless_switched_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "exp_manager={create_preemption_callback: false}",
-        "exp_manager={create_checkpoint_callback: false}",
+        "exp_manager.create_preemption_callback=false",
+        "++exp_manager={create_preemption_callback: true, create_checkpoint_callback: false}",
         "~exp_manager",
     ],
 )
 def test_none_otherwise(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP118", NEST, override) == []
-    assert found(tmp_path, "NP118", NEST, "exp_manager={exp_dir: null}", "trainer.accelerator=cpu") == []
-    assert found(tmp_path, "NP118", NEST, "exp_manager={exp_dir: null}", "trainer.devices=1") == []
+    assert found(tmp_path, "NP118", NEST, "~exp_manager.create_preemption_callback", "trainer.accelerator=cpu") == []
+    assert found(tmp_path, "NP118", NEST, "~exp_manager.create_preemption_callback", "trainer.devices=1") == []

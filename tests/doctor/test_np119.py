@@ -57,9 +57,22 @@ def test_none_where_it_is_not_set(tmp_path: Path) -> None:
     assert found(tmp_path, "NP119", LHOTSE, timeout("${oc.env:TIMEOUT}")) == []
 
 
-@pytest.mark.parametrize("override", ["trainer.devices=1", "trainer.strategy._target_=FSDPStrategy"])
-def test_none_for_one_rank_or_other_strategies(tmp_path: Path, override: str) -> None:
-    assert found(tmp_path, "NP119", LHOTSE, timeout("3600"), override) == []
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.devices=1",
+        "trainer.strategy._target_=lightning.pytorch.strategies.FSDPStrategy",
+        "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy",
+        "trainer.strategy._target_=DeepSpeedStrategy",
+    ],
+)
+def test_what_is_no_duration_stops_any_strategy_on_any_number_of_ranks(tmp_path: Path, override: str) -> None:
+    (finding,) = found(tmp_path, "NP119", LHOTSE, timeout("3600"), override)
+    assert "takes a timedelta: the job stops at its start" in finding.what
+
+
+def test_none_for_what_the_doctor_does_not_know(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP119", LHOTSE, timeout("3600"), "trainer.strategy._target_=mine.Strategy") == []
     assert found(tmp_path, "NP119", LHOTSE, timeout("null")) == []
     assert found(tmp_path, "NP119", LHOTSE, timeout("{_target_: my.timeout}"), patched=True) == []
 

@@ -34,6 +34,22 @@ def test_a_typing_error_is_named_with_what_was_meant(tmp_path: Path, key: str, m
     assert f"{key} is not known, and looks like {meant}" in finding.what
 
 
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("gpus", "devices, with accelerator: gpu"),
+        ("replace_sampler_ddp", "use_distributed_sampler"),
+        ("something_of_ones_own", "no such key"),
+    ],
+)
+def test_the_trainer_takes_no_key_that_it_does_not_know(tmp_path: Path, key: str, instead: str) -> None:
+    (finding,) = found(tmp_path, "NP120", NEST, f"+trainer.{key}=1", "trainer.devices=1")
+    assert finding.severity is WARNING
+    assert f"trainer.{key} is not known" in finding.what
+    assert finding.what.endswith("Lightning's trainer stops the job at its start")
+    assert finding.instead == instead
+
+
 def test_a_class_that_looks_like_an_encoder(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP120", NEST, "model.encoder._target_=nemo.collections.asr.modules.ConformerEncodr")
     assert "looks like ConformerEncoder" in finding.what

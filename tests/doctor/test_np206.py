@@ -21,5 +21,7 @@ def test_the_limit_is_set_against_the_number_of_ranks() -> None:
 
 
 def test_too_few_for_one_process_is_a_finding_in_any_case() -> None:
-    (finding,) = found("NP206", open_files=(256, 256))
-    assert finding.severity is WARNING
+    for few in (256, 300, 303):
+        (finding,) = found("NP206", open_files=(few, 256))
+        assert finding.severity is WARNING
+        assert finding.what == f"{few} open files: a rank may need more by itself"

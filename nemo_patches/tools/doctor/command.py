@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import dumps
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 
-from nemo_patches.tools.doctor import examination, fixes, report
+from nemo_patches.tools.doctor import config as reading
+from nemo_patches.tools.doctor import config_files, examination, fixes, formats, loaders, report, suppressions
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Report
-from nemo_patches.tools.doctor.finding import Rule
+from nemo_patches.tools.doctor.finding import Rule, Severity
+from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.yaml_text import ConfigError
+
+FORMATS = ("text", "json", "github", "sarif")
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,17 @@ class Request:
     list_rules: bool = False
     explain: str | None = None
     ranks: bool = False
+    severity: str | None = None
+    quiet: bool = False
+    output_format: str | None = None
+    exit_zero: bool = False
 
 
 def carry_out(request: Request) -> int:
     """Print what was asked for, errors on stderr, and return the exit code."""
     try:
-        return _carry_out(request)
+        code = _carry_out(request)
+        return 0 if request.exit_zero and code == 1 else code
     except (DoctorError, ConfigError) as error:
         _complain(str(error))
         return 2
@@ -50,35 +60,75 @@ def _carry_out(request: Request) -> int:
     if request.explain is not None:
         print(report.explanation(examination.named(request.explain)))
         return 0
-    paths, overrides = examination.split(request.arguments)
+    severity = _one_of("--severity", request.severity, [str(each) for each in Severity])
+    output_format = _one_of("--output-format", request.output_format, FORMATS)
+    configs, overrides = examination.split(request.arguments)
+    # On each rank its own file counts, and one that is not there is reported by rank 0.
+    paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
     if not paths and (overrides or request.patched or request.fix or request.write):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
         )
-    if request.ranks and (paths or overrides or request.patched or request.fix):
-        raise DoctorError("found --ranks with a config, an override, --patched or --fix; allowed is --ranks alone")
+    if request.ranks and (len(paths) > 1 or request.patched or request.fix):
+        raise DoctorError("found --ranks with several configs, --patched or --fix; allowed: one config")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
-    if request.json and request.fix:
-        raise DoctorError("found --json and --fix; allowed is one of them")
+    if request.json and output_format not in (None, "json"):
+        raise DoctorError(f"found --json and --output-format {output_format}; allowed is one of them")
+    if (request.json or output_format not in (None, "text")) and request.fix:
+        raise DoctorError(f"found --{'json' if request.json else 'output-format'} and --fix; allowed is one of them")
+    if request.write and config_files.STANDARD_INPUT in paths:
+        raise DoctorError("found --write and -; allowed is --fix alone, as the standard input cannot be written")
     if request.ranks:
-        _of_ranks(rules, request)
+        _of_ranks(rules, request, paths, overrides)
     if paths:
-        patched = examination.as_patched() if request.patched else None
-        reports = [examination.examine(path, overrides, rules, patched) for path in paths]
+        patched, project = examination.as_patched() if request.patched else None, suppressions.of_project()
+        reports = [examination.examine(path, overrides, rules, patched, project) for path in paths]
+        if not overrides and patched is None and (unused := examination.of_project(project, reports)):
+            reports.append(unused)
     else:
         reports = [examination.examine_machine(rules)]
-    _print(reports, request)
+    reports = [_from(each, severity) for each in reports]
+    _print(reports, request, rules)
+    if passed_over and not request.quiet:
+        _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
     return max(each.exit_code for each in reports)
 
 
-def _of_ranks(rules: tuple[Rule, ...], request: Request) -> NoReturn:
+def _loaders(paths: Sequence[Path], overrides: Sequence[str], ranks: int) -> dict[str, str]:
+    """What the config makes of this rank's data loaders; why it cannot be read is told to rank 0 like a setting."""
+    try:
+        return {
+            name: text
+            for path in paths
+            for name, text in loaders.settings(Job(reading.load(path, overrides)), ranks).items()
+        }
+    except ConfigError as error:
+        return {"the config": str(error)}
+
+
+def _one_of(option: str, given: str | None, allowed: Sequence[str]) -> str | None:
+    if given is not None and given not in allowed:
+        raise DoctorError(f"{option} {given!r} is not allowed; allowed: {', '.join(allowed)}")
+    return given
+
+
+def _from(each: Report, severity: str | None) -> Report:
+    """The findings from a severity on, which then are all that counts."""
+    if severity is None:
+        return each
+    return replace(
+        each, findings=tuple(pair for pair in each.findings if pair[1].severity >= Severity[severity.upper()])
+    )
+
+
+def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> NoReturn:
     """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
     from nemo_patches.tools.doctor import ranks
 
     here, code = ranks.place(), 0
     try:
-        job_ranks = ranks.examine(here)
+        job_ranks = ranks.examine(here, _loaders(paths, overrides, here.size))
         if job_ranks is not None:
             ranks_report = Report(
                 f"{here.size} ranks",
@@ -87,7 +137,7 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request) -> NoReturn:
                 lines=tuple(job_ranks.lines()),
                 details=job_ranks.as_json(),
             )
-            _print([ranks_report], request)
+            _print([ranks_report], request, rules)
             code = ranks_report.exit_code
     except DoctorError as error:
         _complain(str(error))
@@ -95,18 +145,21 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request) -> NoReturn:
     ranks.leave(code)
 
 
-def _print(reports: Sequence[Report], request: Request) -> None:
+def _print(reports: Sequence[Report], request: Request, rules: Sequence[Rule]) -> None:
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
-    if request.json:
+    if request.json or request.output_format == "json":
         print(dumps([report.as_json(each) for each in reports], indent=2, default=str))
+    elif request.output_format == "sarif":
+        print(dumps(formats.sarif(reports, rules), indent=2))
+    elif request.output_format == "github":
+        for line in formats.github(reports):
+            print(report.printable(line))
     elif request.fix:
         for each in reports:
             _fix(each, request.write)
     else:
-        console = Console()
-        for each in reports:
-            report.show(each, console)
+        report.show(reports, Console(), quiet=request.quiet, fold=request.severity is None)
 
 
 def _fix(each: Report, write: bool) -> None:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_patches.tools.doctor import yaml_text
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, Keys, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, MOST_VALUES, ConfigError, Keys, YamlText
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 MISSING = "???"  # OmegaConf's word for a value that is still to be given
 
 _MOST_INTERPOLATIONS = 1_000  # NeMo's own configs have at most 200
+_MOST_NESTED = 10  # interpolations in each other: OmegaConf's parser recurses, as deep as the text says
 _ROUNDS = 10  # so often an interpolation may lead to another one further down
 _LONGEST_TEXT = 10_000  # characters that interpolations may make
 _LONGEST_SHOWN = 100  # characters of a value in a finding
 _LARGEST_NUMBER = 1e15
+_SECTIONS = ("model", "data", "trainer", "exp_manager")  # that NeMo's training scripts read
 
 
 class Unknown:
@@ -37,11 +42,15 @@ UNKNOWN = Unknown()
 
 @dataclass(frozen=True)
 class Value:
-    """One value that a rule read: `origin` is "line 12", "override", or "default" where the config does not have it."""
+    """One value that a rule read: `origin` is "line 12", "override", or "default" where the config does not have it.
+
+    line: where the value is, or else the section that it belongs in; None where the file has neither.
+    """
 
     key: str
     value: Any
     origin: str
+    line: int | None = field(default=None, compare=False)
 
     @property
     def known(self) -> bool:
@@ -90,8 +99,8 @@ class Config:
             elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
                 node = node[int(key)]
             else:
-                return Value(".".join(keys), default, "default")
-        return Value(".".join(keys), node, self.origin(keys))
+                return Value(".".join(keys), default, "default", self.source.line(keys))
+        return Value(".".join(keys), node, self.origin(keys), self.source.line(keys))
 
     def origin(self, keys: Keys) -> str:
         """Where the value at a path comes from."""
@@ -101,8 +110,12 @@ class Config:
         return f"line {line}" if line else "default"
 
     def mappings(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
-        """Every mapping in it with its path, outer before inner."""
-        waiting: list[tuple[Keys, Any]] = [((), self.tree)]
+        """Every mapping in it with its path, outer before inner.
+
+        Beside a model, other sections than NeMo's own hold what the config is written with: templates for anchors.
+        """
+        top = {key: value for key, value in self.tree.items() if key in _SECTIONS or "model" not in self.tree}
+        waiting: list[tuple[Keys, Any]] = [((), top)]
         while waiting:
             keys, node = waiting.pop(0)
             if isinstance(node, dict):
@@ -127,19 +140,60 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     tree = _plain(config)
     if tree != OmegaConf.to_container(config, resolve=False):  # a key is a number
         config = OmegaConf.create(tree)
-    overridden = frozenset(_override(source.path, tree, text) for text in overrides)
+    _check_defaults(source, tree)
+    overridden = _overridden(source.path, tree, overrides)
     try:
         broken = _resolve(source.path, tree, OmegaConf.create(tree) if overrides else config)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{source.path}: {_first_line(error)}") from None
     return Config(source, tree, overridden, broken)
 
 
+def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
+    """Refuse what Hydra composes of several files: a verdict on one of them would be none on the job."""
+    entries = tree.get("defaults")
+    if isinstance(entries, list) and not all(_changes_no_value(entry) for entry in entries):
+        raise ConfigError(
+            f"{source.path}:{source.line(('defaults',))}: composed by Hydra of other files, which are not read; "
+            "examine the composed config: python train.py ... --cfg job > composed.yaml"
+        )
+
+
+def _changes_no_value(entry: Any) -> bool:
+    """Whether an entry of the defaults is this file itself, or is on Hydra's own part: a launcher, how it logs."""
+    names = list(entry) if isinstance(entry, dict) else [entry]
+    return all(name == "_self_" or str(name).rpartition(" ")[2].startswith("hydra/") for name in names)
+
+
 def _created(source: YamlText) -> DictConfig:
+    _check_interpolations(source)
     try:
         return OmegaConf.create(source.text)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source.path}{_place_of_grammar(source)}: {_first_line(error)}") from None
+
+
+def _check_interpolations(source: YamlText) -> None:
+    """Bound their number and depth before OmegaConf's parser sees them."""
+    count = 0
+    for keys, node in source.nodes.items():
+        if not isinstance(node, yaml.ScalarNode) or "${" not in node.value:
+            continue
+        count += node.value.count("${")
+        if count > _MOST_INTERPOLATIONS:
+            raise ConfigError(f"{source.path}: more than {_MOST_INTERPOLATIONS} interpolations")
+        if _depth(node.value) > _MOST_NESTED:
+            place = f"{source.path}:{source.line(keys)}: {'.'.join(keys)}"
+            raise ConfigError(f"{place}: more than {_MOST_NESTED} interpolations in each other")
+
+
+def _depth(text: str) -> int:
+    """How deep interpolations, and the braces of their arguments, are in each other."""
+    depth = deepest = 0
+    for part in re.findall(r"\$\{|[{}\[\]]", text):
+        depth = max(depth - 1, 0) if part in "}]" else depth + 1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _place_of_grammar(source: YamlText) -> str:
@@ -171,15 +225,37 @@ def _with_names(node: Any) -> Any:
 # --- overrides
 
 
-def _override(path: Path, tree: dict[str, Any], text: str) -> Keys:
+def _overridden(path: Path, tree: dict[str, Any], texts: Sequence[str]) -> frozenset[Keys]:
+    """Apply Hydra's overrides in place, in their order, and return the paths that they are for."""
+    if not texts:
+        return frozenset()
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # 0.2 s
+    from hydra.errors import HydraException
+
+    parser, given = OverridesParser.create(), []
+    for text in texts:
+        if len(text) > _LONGEST_TEXT or _depth(text) > MOST_LEVELS:
+            raise ConfigError(f"{path}: override {_shown(text)}: too long, or nested too deeply")
+        try:
+            override = parser.parse_override(text)
+        except (HydraException, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: override {_shown(text)} is not allowed: {_first_line(error)}") from None
+        if override.is_hydra_override():
+            continue  # how the training script logs, and where it runs
+        if override.package is not None or "/" in override.key_or_group:
+            raise ConfigError(f"{path}: override {_shown(text)} chooses a file of a group, and those are not read")
+        if not all(override.key_or_group.split(".")):
+            raise ConfigError(f"{path}: override {_shown(text)} is not allowed: a key without a name")
+        if override.is_sweep_override():
+            raise ConfigError(f"{path}: override {_shown(text)} is a sweep; the doctor examines one job at a time")
+        given.append(_override(path, tree, override))
+    return frozenset(given)
+
+
+def _override(path: Path, tree: dict[str, Any], override: Override) -> Keys:
     """Apply one override in place, and return the path that it is for."""
-    name, equals, given = text.partition("=")
-    removes = name.startswith("~")
-    adds = name.startswith("+")
-    name = name.lstrip("+~")
-    keys: Keys = tuple(name.split("."))
-    if not all(re.fullmatch(r"[\w@$-]+", key) for key in keys) or not (equals or removes):
-        raise ConfigError(f"override {text!r} is not allowed; allowed: key=value, +key=value, ++key=value, ~key")
+    text, keys = str(override.input_line), tuple(override.key_or_group.split("."))
+    adds = override.is_add() or override.is_force_add()
     holder: Any = tree
     for index, key in enumerate(keys[:-1]):
         if isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
@@ -192,30 +268,45 @@ def _override(path: Path, tree: dict[str, Any], text: str) -> Keys:
                 raise _does_not_fit(path, text, keys[: index + 2], holder[key])
             holder[key] = {}
         holder = holder[key]
-    last = keys[-1]
-    if isinstance(holder, list) and last.isdigit() and int(last) < len(holder) and not removes:
-        holder[int(last)] = _value(text, given)
+    last: Any = keys[-1]
+    if isinstance(holder, list) and last.isdigit() and int(last) < len(holder) and not override.is_delete():
+        last = int(last)
     elif not isinstance(holder, dict) or (last not in holder and not adds):
         raise _does_not_fit(path, text, keys, holder)
-    elif removes:
+    value = _with_names(override.value())
+    before = holder[last] if isinstance(last, int) else holder.get(last)
+    if override.is_delete():
+        if value is not None and value != before:
+            raise ConfigError(f"{path}: override {_shown(text)}: {'.'.join(keys)} has another value")
         del holder[last]
+    elif override.is_add() and before is not None and not isinstance(value, (dict, list)):
+        raise ConfigError(f"{path}: override {_shown(text)}: it is there already; ++ sets it in any case")
     else:
-        holder[last] = _value(text, given)
+        holder[last] = _merged(path, text, keys, before, value, adds)
     return keys
+
+
+def _merged(path: Path, text: str, keys: Keys, before: Any, value: Any, adds: bool) -> Any:
+    """Hydra merges a mapping into the one that is there, and replaces anything else."""
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    for key in value:
+        if key not in before and not adds:
+            raise _does_not_fit(path, text, (*keys, key), before)
+    return {
+        **before,
+        **{key: _merged(path, text, (*keys, key), before.get(key), new, adds) for key, new in value.items()},
+    }
 
 
 def _does_not_fit(path: Path, text: str, keys: Keys, holder: Any) -> ConfigError:
     close = get_close_matches(keys[-1], list(holder), 1) if isinstance(holder, dict) else []
     hint = f"; did you mean {'.'.join((*keys[:-1], close[0]))}?" if close else "; Hydra adds a key with +key=value"
-    return ConfigError(f"{path}: override {text!r}: the config has no {'.'.join(keys)}{hint}")
+    return ConfigError(f"{path}: override {_shown(text)}: the config has no {'.'.join(keys)}{hint}")
 
 
-def _value(text: str, given: str) -> Any:
-    """An override's value: YAML, but for Hydra's {a:1}, which YAML would need a space in."""
-    if given[:1] in "{[":
-        given = re.sub(r"(?<=[\w'\"]):(?=[^\s/])", ": ", given)
-    source = yaml_text.parse(Path(f"override {text!r}"), f"value: {given}\n" if given else "value: ''\n")
-    return _plain(_created(source))["value"]
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")
 
 
 # --- interpolations

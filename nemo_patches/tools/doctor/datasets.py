@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
 from nemo_patches.tools.doctor.yaml_text import Keys
+
+# What a multi_config decides for all its sets, whatever these say (nemo/collections/common/data/lhotse/dataloader.py).
+_OF_ALL = ("seed", "shard_seed", "shuffle", "num_workers", "pin_memory", "metadata_only", "force_finite")
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
 _OF_LHOTSE = ("batch_duration", "quadratic_duration", "num_buckets", "bucket_duration_bins", "bucket_buffer_size")
@@ -17,6 +21,9 @@ _INPUTS = ("input_cfg", "manifest_filepath", "cuts_path", "shar_path", "tarred_a
 # NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the slowest speed.
 _STRETCHING = ("speed", "time_stretch")
 _SLOWEST = 0.9
+
+_LONGEST_LINE_BYTES = 1 << 20
+_MOST_ENTRIES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,9 @@ class Dataset:
         return ".".join(self.keys)
 
     def get(self, key: str, default: Any = None) -> Value:
-        """A key of it."""
+        """A key of it; of a multi_config, some count only where they are set for all."""
+        if self.outer is not None and key in _OF_ALL and self.config.get((*self.outer, "multi_config")).value is True:
+            return self.config.get((*self.outer, key), default)
         own = self.config.get((*self.keys, key), default)
         if not own.given and self.outer is not None:
             return self.config.get((*self.outer, key), default)
@@ -103,6 +112,32 @@ class Dataset:
         return _any_known(_repeats(self.get(key).value, key, self.training) for key in _INPUTS)
 
     @property
+    def mixed(self) -> bool:
+        """Whether Lhotse mixes several inputs into it: of a list of manifests, only in training."""
+        inputs, manifests = self.get("input_cfg").value, self.get("manifest_filepath").value
+        return (isinstance(inputs, list) and len(inputs) > 1) or (
+            self.training and isinstance(manifests, list) and len(manifests) > 1
+        )
+
+    def entries(self, at_most: int) -> int | None:
+        """How many its manifest has, counted up to a number; None where it is no file of lines on this machine."""
+        manifest = self.get("manifest_filepath").value
+        if not isinstance(manifest, str) or at_most > _MOST_ENTRIES:
+            return None
+        count = 0
+        try:
+            if not Path(manifest).is_file():
+                return None
+            with open(manifest, "rb") as file:
+                while count < at_most and (line := file.readline(_LONGEST_LINE_BYTES)):
+                    if len(line) == _LONGEST_LINE_BYTES:
+                        return None
+                    count += bool(line.strip())
+        except (OSError, ValueError):
+            return None
+        return count
+
+    @property
     def _made_finite(self) -> bool:
         """Whether speechlm2's DataModule sets force_finite and force_map_dataset, as it does for all evaluation."""
         return self.keys[0] == "data" and not self.training
@@ -134,6 +169,10 @@ class Dataset:
 
     def _longest_of_nemo(self) -> Longest:
         """The limit is on the manifest's durations; what makes audio longer comes after it."""
+        session = self.get("session_len_sec")  # of diarization; a negative one is the whole recording
+        if session.given:
+            whole = session.number is not None and session.number < 0
+            return Longest(math.inf if whole else session.number, (session,))
         limit = self.get("max_duration")
         crop = self.get("audio_duration")
         seconds = _smallest([limit, crop])
@@ -179,7 +218,7 @@ def _smallest(limits: list[Value]) -> float | None:
     """The smallest of some limits: inf where each is null or infinite, None where that cannot be told."""
     numbers = [limit.number for limit in limits if limit.number is not None]
     if numbers:
-        return min(numbers)
+        return min(numbers) if min(numbers) > 0 else None  # NP125: no entry is that short
     return math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor import machine
+from nemo_patches.tools.doctor import config_files, machine, suppressions
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
+from nemo_patches.tools.doctor.suppressions import Suppression
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 CRASHED = "NP001"
@@ -28,6 +29,7 @@ class Report:
 
     headline: one line on what the rules went by. lines: printed before the findings. config: None where none was read.
     details: for programs.
+    passed: the rules that found nothing. used: the suppressions that answered findings. suppressed: how many.
     """
 
     name: str
@@ -37,6 +39,9 @@ class Report:
     config: Config | None = None
     lines: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    passed: tuple[Rule, ...] = ()
+    used: frozenset[Suppression] = frozenset()
+    suppressed: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -46,10 +51,17 @@ class Report:
         return 1 if any(finding.severity > Severity.NOTE for _, finding in self.findings) else 0
 
 
-def split(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The command's arguments as configs and overrides: an argument with a = or a leading ~ is an override."""
-    overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not Path(text).exists())]
-    return [Path(text) for text in arguments if text not in overrides], overrides
+    overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not _is_there(text))]
+    return [text for text in arguments if text not in overrides], overrides
+
+
+def _is_there(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # longer than a file's name may be, or with a null byte
+        return False
 
 
 def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
@@ -86,21 +98,49 @@ def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings
 
 
 def examine(
-    path: Path, overrides: Sequence[str], rules: Sequence[Rule], patched: settings.Settings | None = None
+    path: Path,
+    overrides: Sequence[str],
+    rules: Sequence[Rule],
+    patched: settings.Settings | None = None,
+    project: Sequence[Suppression] = (),
 ) -> Report:
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
-        config = reading.load(path, overrides)
+        config = reading.with_overrides(config_files.read(path), overrides)
     except ConfigError as error:
         return Report(str(path), "", (), str(error))
-    job = Job(config, patched)
-    return Report(str(path), job.headline, checked(job, rules), config=config)
+    job, own = Job(config, patched), suppressions.in_text(config.source.text)
+    everything = checked(job, rules)
+    left = suppressions.applied(path, (*own, *project), everything)
+    findings = list(left.findings)
+    if set(rules) == set(all_rules()) and not overrides and patched is None:  # else others may be needed
+        known = {rule.identifier for rule in rules}
+        findings += [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, left.used, known)]
+    suppressed = len(everything) - len(left.findings)
+    name = str(config.source.path)
+    return Report(name, job.headline, in_order(findings), config=config, used=left.used, suppressed=suppressed)
+
+
+def of_project(project: Sequence[Suppression], reports: Sequence[Report]) -> Report | None:
+    """What is wrong with the project's own suppressions; None where nothing is."""
+    paths = [Path(each.name) for each in reports if not each.error]
+    used = frozenset[Suppression]().union(*(each.used for each in reports))
+    unused = [(named(suppressions.RULE), finding) for finding in suppressions.unused(project, used, paths)]
+    return Report(suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)) if unused else None
+
+
+def in_order(findings: Iterable[tuple[Rule, Finding]]) -> tuple[tuple[Rule, Finding], ...]:
+    """Worst first."""
+    return tuple(sorted(findings, key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0)))
 
 
 def examine_machine(rules: Sequence[Rule]) -> Report:
     """Check every rule on this machine and its Python environment."""
     facts = machine.gather()
-    return Report(facts.host, facts.headline, checked(facts, rules, "machine"))
+    findings = checked(facts, rules, "machine")
+    said = {rule for rule, _ in findings}
+    passed = tuple(rule for rule in rules if rule.about == "machine" and rule not in said)
+    return Report(facts.host, facts.headline, findings, passed=passed)
 
 
 def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[tuple[Rule, Finding], ...]:
@@ -108,9 +148,7 @@ def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tu
 
     A rule that raises becomes a finding of NP001.
     """
-    findings = [pair for rule in rules if rule.about == about for pair in _checked(rule, subject)]
-    findings.sort(key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0))
-    return tuple(findings)
+    return in_order(pair for rule in rules if rule.about == about for pair in _checked(rule, subject))
 
 
 def _checked(rule: Rule, subject: object) -> list[tuple[Rule, Finding]]:

@@ -35,7 +35,8 @@ class Change:
 class Finding:
     """One thing that a rule found: `what`, the values that it `read`, what to write `instead`, and the safe change.
 
-    The line of the finding is that of the first value that was read and that the config has.
+    The line of the finding is that of the first value that was read and that the config has, or else that of the
+    section in which the first one is missing.
     """
 
     severity: Severity
@@ -47,10 +48,8 @@ class Finding:
     @property
     def line(self) -> int | None:
         """The line of the config, from 1; None where nothing of what was read is in the file."""
-        for value in self.read:
-            if value.origin.startswith("line "):
-                return int(value.origin.removeprefix("line "))
-        return None
+        own = (value.line for value in self.read if value.origin.startswith("line "))
+        return next(own, None) or next((value.line for value in self.read if value.line), None)
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ class Rule:
     """One rule: `finds` and `why` are a sentence each, `link` is where to read on, `worst` its highest severity.
 
     about: "config", "machine" or "ranks", the folder that the rule is in; `check` takes a Job, a Machine or the Ranks.
+    folded: its notes are those that nearly every config gets. topic: of a machine, what was looked at. bad, good: a
+    config that it finds something in, and the same one mended.
     """
 
     identifier: str
@@ -67,3 +68,7 @@ class Rule:
     link: str
     worst: Severity
     check: Callable[[Any], Iterable[Finding]]
+    folded: bool = False
+    topic: str = ""
+    bad: str = ""
+    good: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +30,17 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
         try:
             if any(change.keys[: len(given)] == given for given in config.overridden):
                 raise _CannotBeMade("its value is that of an override")
+            if sharer := _sharer(config.source, change.keys):
+                raise _CannotBeMade(f"{sharer} shares it, by an anchor, and would change too")
             source = _with(source, change)
         except _CannotBeMade as reason:
             refused.append(f"{name}: {reason}; write it yourself: {_scalar(change.value)}")
     return source.text, refused
+
+
+def can_be_made(config: Config, change: Change | None) -> bool:
+    """Whether `fixed` would make a change."""
+    return change is not None and not fixed(config, [change])[1]
 
 
 def diff(path: Path, before: str, after: str) -> str:
@@ -74,9 +82,18 @@ def _with(source: YamlText, change: Change) -> YamlText:
     except ConfigError:
         raise _CannotBeMade("the text cannot be read after it") from None
     _set(wanted, change)
-    if got != wanted:  # an anchor that others share, a merge, a style that was not foreseen
+    if got != wanted:  # a style that was not foreseen
         raise _CannotBeMade("it would change other values, too")
     return after
+
+
+def _sharer(source: YamlText, keys: Keys) -> str:
+    """Another place that gets its value, or its section, from the same text; empty where there is none."""
+    place = source.nodes.get(keys) or source.nodes.get(keys[:-1])
+    for other, node in source.nodes.items():
+        if node is place and other not in (keys, keys[:-1]):
+            return ".".join(other)
+    return ""
 
 
 def _tree(source: YamlText) -> Any:
@@ -99,7 +116,10 @@ def _set(tree: Any, change: Change) -> None:
 def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise _CannotBeMade(f"it is a {node.id} now")
-    return _spliced(source.text, node.start_mark.index, node.end_mark.index, _scalar(value))
+    start = node.start_mark.index
+    offset = _offset(source.text)
+    anchor = re.match(r"&\S+\s+", source.text[start + offset : node.end_mark.index + offset])
+    return _spliced(source.text, start + (anchor.end() if anchor else 0), node.end_mark.index, _scalar(value))
 
 
 def _inserted(source: YamlText, change: Change) -> str:
@@ -107,9 +127,8 @@ def _inserted(source: YamlText, change: Change) -> str:
     mapping = source.nodes.get(change.keys[:-1])
     if not isinstance(mapping, yaml.MappingNode) or not mapping.value:
         raise _CannotBeMade("there is no section for it")
-    first: Keys = (*change.keys[:-1], mapping.value[0][0].value)
-    key = source.key_nodes.get(first)
-    if key is None or mapping.flow_style:
+    key = mapping.value[0][0]
+    if mapping.flow_style:
         raise _CannotBeMade("its section is not written line by line")
     start = key.start_mark.index
     newline = "\r\n" if "\r\n" in source.text else "\n"
@@ -118,8 +137,12 @@ def _inserted(source: YamlText, change: Change) -> str:
 
 
 def _spliced(text: str, start: int, end: int, new: str) -> str:
-    offset = 1 if text.startswith("\ufeff") else 0  # PyYAML does not count it
+    offset = _offset(text)
     return text[: start + offset] + new + text[end + offset :]
+
+
+def _offset(text: str) -> int:
+    return 1 if text.startswith("\ufeff") else 0  # PyYAML does not count it
 
 
 def _scalar(value: Any) -> str:

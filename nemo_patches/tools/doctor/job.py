@@ -13,6 +13,36 @@ from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
 
+_LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many batches of a set each rank reads at most, as Lightning takes it.
+
+    batches: a whole number, or a share (1.0 is all); None where the config does not tell, or Lightning refuses it.
+    """
+
+    batches: int | float | None
+    read: Value
+
+    @property
+    def open(self) -> bool:
+        """Whether each rank reads on until its own data end, for certain."""
+        return isinstance(self.batches, float) and self.batches > 0
+
+
+def as_limit(value: Value) -> int | float | None:
+    """A limit in batches as Lightning takes it: null is 1.0, 1000.0 is 1000, true is 1; None for what it refuses."""
+    if value.value is None:
+        return 1.0
+    if isinstance(value.value, bool):
+        return int(value.value)
+    number = value.number
+    if number is None or number < 0 or (number > 1 and number % 1):
+        return None
+    return int(number) if number > 1 or isinstance(value.value, int) else number
+
 
 @dataclass(frozen=True)
 class Job:
@@ -36,12 +66,30 @@ class Job:
         ranks = (
             "as many ranks as there are devices" if self.ranks is None else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         )
+        strategy = "null" if self.strategy.value is None else self.strategy.value
         how = "with nemo_patches" if self.patched else "as stock NeMo"
-        return "; ".join((f"judged {how}", f"strategy {self.strategy.value}", ranks, *parts))
+        return "; ".join(
+            (
+                f"judged {how}",
+                f"strategy {strategy}",
+                ranks,
+                *parts,
+            )
+        )
 
     def trainer(self, key: str, default: Any = None) -> Value:
         """A key of the trainer's section."""
         return self.config.get(("trainer", key), default)
+
+    def limit(self, role: str) -> Limit:
+        """The limit of the sets of one role; overfit_batches and fast_dev_run come first, as in Lightning."""
+        overfit, fast = self.trainer("overfit_batches", 0.0), self.trainer("fast_dev_run", False)
+        if role != "test" and (overfit.number or not overfit.known):
+            return Limit(as_limit(overfit), overfit)
+        if fast.value:  # not known counts as well
+            return Limit(int(fast.value) if isinstance(fast.value, int) else None, fast)
+        limit = self.trainer(_LIMITS[role], 1.0)
+        return Limit(as_limit(limit), limit)
 
     # --- ranks
 

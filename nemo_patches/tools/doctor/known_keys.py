@@ -149,6 +149,7 @@ TRAINER = frozenset(
         "detect_anomaly",
         "deterministic",
         "devices",
+        "enable_autolog_hparams",
         "enable_checkpointing",
         "enable_model_summary",
         "enable_progress_bar",
@@ -167,6 +168,7 @@ TRAINER = frozenset(
         "max_time",
         "min_epochs",
         "min_steps",
+        "model_registry",
         "num_nodes",
         "num_sanity_val_steps",
         "overfit_batches",
@@ -180,6 +182,35 @@ TRAINER = frozenset(
         "val_check_interval",
     ]
 )
+
+# Of Lightning 1, with what to write for each.
+TRAINER_1 = {
+    "amp_backend": "precision alone",
+    "amp_level": "precision alone",
+    "auto_lr_find": "a learning rate",
+    "auto_scale_batch_size": "a batch_size",
+    "auto_select_gpus": "devices",
+    "checkpoint_callback": "enable_checkpointing",
+    "distributed_backend": "strategy",
+    "flush_logs_every_n_steps": "nothing: the logger decides",
+    "gpus": "devices, with accelerator: gpu",
+    "ipus": "devices",
+    "move_metrics_to_cpu": "nothing",
+    "multiple_trainloader_mode": "nothing: a CombinedLoader in the training script",
+    "num_processes": "devices, with accelerator: cpu",
+    "prepare_data_per_node": "nothing: it belongs to the data module",
+    "process_position": "nothing: it belongs to a callback",
+    "progress_bar_refresh_rate": "enable_progress_bar",
+    "replace_sampler_ddp": "use_distributed_sampler",
+    "resume_from_checkpoint": "exp_manager.resume_from_checkpoint",
+    "stochastic_weight_avg": "nothing: it is a callback",
+    "terminate_on_nan": "detect_anomaly",
+    "tpu_cores": "devices, with accelerator: tpu",
+    "track_grad_norm": "nothing: the model logs it",
+    "truncated_bptt_steps": "nothing",
+    "weights_save_path": "default_root_dir",
+    "weights_summary": "enable_model_summary",
+}
 
 EXP_MANAGER = frozenset(
     [
@@ -353,3 +384,50 @@ ENCODERS = {
     "ConvASREncoder": _CONV_ASR,
     "ConvASREncoderAdapter": _CONV_ASR,
 }
+
+# What Trainer's strategy, accelerator and precision may be (Lightning 2.0 to 2.6), and NeMo's own precisions.
+_DDP = tuple(
+    f"{name}{unused}"
+    for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
+    for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+)
+STRATEGIES = (
+    *_DDP,
+    "fsdp",
+    "fsdp_cpu_offload",
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_1_offload",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3_offload",
+    "deepspeed_stage_3_offload_nvme",
+    "single_device",
+    "single_tpu",
+    "single_xla",
+    "xla",
+    "xla_debug",
+    "xla_fsdp",
+    "hpu_parallel",
+    "hpu_single",
+)
+ACCELERATORS = ("auto", "gpu", "cpu", "cuda", "mps", "tpu", "hpu", "ipu")
+PRECISIONS = (
+    "32-true",
+    "16-mixed",
+    "bf16-mixed",
+    "16-true",
+    "bf16-true",
+    "64-true",
+    "32",
+    "16",
+    "bf16",
+    "64",
+    "fp16-true",
+    "transformer-engine",
+    "transformer-engine-float16",
+    32,
+    16,
+    64,
+)

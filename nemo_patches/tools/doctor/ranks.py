@@ -57,6 +57,7 @@ class Facts:
     """What a rank publishes about itself.
 
     unpatched: why NeMo would not be patched there, empty where it would. auto_apply: as `nemo-patches status` has it.
+    loaders: what the config given makes of the data loaders there, by name; empty where none was given.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class Facts:
     environment: dict[str, str]
     unpatched: tuple[str, ...]
     auto_apply: str
+    loaders: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,12 @@ class Ranks:
         ranks = sorted(self.facts, key=lambda rank: -_median(self.measured.get(rank, Measured(rank)).syncs))
         shown = sorted(ranks[:_SHOWN_RANKS])
         rest = len(ranks) - len(shown)
-        return [self._line(rank) for rank in shown] + ([f"{rest} more ranks, with faster syncs"] if rest else [])
+        lines = [self._line(rank) for rank in shown] + ([f"{rest} more ranks, with faster syncs"] if rest else [])
+        return lines + [f"on all of them {name}: {text}" for name, text in self._common_loaders().items()]
+
+    def _common_loaders(self) -> dict[str, str]:
+        first, *others = [facts.loaders for _, facts in sorted(self.facts.items())] or [{}]
+        return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
 
     def _line(self, rank: int) -> str:
         facts, measured = self.facts[rank], self.measured.get(rank, Measured(rank))
@@ -180,16 +187,17 @@ def place(variables: Mapping[str, str] = os.environ) -> Place:
     return Place(rank, size, number("LOCAL_RANK", "SLURM_LOCALID"), address, port, has_server)
 
 
-def examine(here: Place) -> Ranks | None:
+def examine(here: Place, loaders: Mapping[str, str]) -> Ranks | None:
     """Take part as this rank; return what all ranks published on rank 0, None on the others. Raises DoctorError.
 
+    loaders: what a config makes of this rank's data loaders.
     It takes the timeout of NEMO_PATCHES_TIMEOUT a few times, whatever other ranks do.
     """
     try:
         timeout = settings.resolve().timeout
     except settings.SettingsError as error:
         raise DoctorError(str(error)) from None
-    own = _facts(here)  # imports torch, which the time limits must not count
+    own = _facts(here, loaders)  # imports torch, which the time limits must not count
     part = _Part(here, own, timeout)
     thread = threading.Thread(target=part.take, daemon=True)  # torch's calls cannot be interrupted
     thread.start()
@@ -326,7 +334,7 @@ def _timed(what: Callable[[], object]) -> Iterable[float]:
         yield time.perf_counter() - began
 
 
-def _facts(here: Place) -> Facts:
+def _facts(here: Place, loaders: Mapping[str, str]) -> Facts:
     versions = machine.versions()
     try:
         report = status.examine()
@@ -347,6 +355,7 @@ def _facts(here: Place) -> Facts:
         environment=_comparable(os.environ),
         unpatched=unpatched,
         auto_apply=auto_apply,
+        loaders=dict(loaders),
     )
 
 

@@ -10,32 +10,59 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from nemo_patches.tools.doctor import fixes
 from nemo_patches.tools.doctor.config import UNKNOWN, Value
 from nemo_patches.tools.doctor.examination import Report
-from nemo_patches.tools.doctor.finding import Rule, Severity
+from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
-def show(report: Report, console: Console) -> None:
-    """Print one report; a note takes one line, any other finding all of its lines."""
-    if report.error:
+def show(reports: Sequence[Report], console: Console, *, quiet: bool = False, fold: bool = True) -> None:
+    """Print the reports; a note takes one line, any other finding all of its lines, why each matters said once.
+
+    quiet: a line for each finding, and nothing else. fold: notes that nearly every config gets take one line together.
+    """
+    explained: set[str] = set()
+    readable = [report for report in reports if not report.error]
+    for report in readable:
+        folded = [pair for pair in report.findings if fold and pair[0].folded and pair[1].severity is Severity.NOTE]
+        if not quiet:
+            _print(console, f"{report.name}: {report.headline}")
+            for line in (*report.lines, *_ticks(report, console)):
+                _print(console, line)
+        for pair in report.findings:
+            if pair not in folded:
+                _show(report.name, *pair, console, quiet, explained)
+        if folded and not quiet:
+            rules = Counter(rule.identifier for rule, _ in folded)
+            names = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(rules.items()))
+            _print(console, f"{report.name}: {names}: notes that nearly every config gets; --severity note shows them")
+        if not quiet:
+            _print(console, f"{report.name}: {_counts([report])}")
+    if len(reports) > 1 and not quiet:
+        unread = f", {len(reports) - len(readable)} not read" if len(reports) > len(readable) else ""
+        _print(console, f"{len(reports)} configs: {_counts(readable)}{unread}")
+
+
+def _show(name: str, rule: Rule, finding: Finding, console: Console, quiet: bool, explained: set[str]) -> None:
+    where = f"{name}:{finding.line}" if finding.line else name
+    head = f"{rule.identifier} {finding.severity}"
+    _print(console, f"{where}: {head}: {finding.what}", head, _STYLES[finding.severity])
+    if quiet or finding.severity is Severity.NOTE:
         return
-    _print(console, f"{report.name}: {report.headline}")
-    for line in report.lines:
-        _print(console, line)
-    for rule, finding in report.findings:
-        where = f"{report.name}:{finding.line}" if finding.line else report.name
-        head = f"{rule.identifier} {finding.severity}"
-        _print(console, f"{where}: {head}: {finding.what}", head, _STYLES[finding.severity])
-        if finding.severity is Severity.NOTE:
-            continue
-        if finding.read:
-            _print(console, f"    read: {'; '.join(map(str, finding.read))}")
-        if finding.instead:
-            _print(console, f"    instead: {finding.instead}")
+    if finding.read:
+        _print(console, f"    read: {'; '.join(map(str, finding.read))}")
+    if finding.instead:
+        _print(console, f"    instead: {finding.instead}")
+    if rule.identifier not in explained:
+        explained.add(rule.identifier)
         _print(console, f"    why: {rule.why} {rule.link}")
-    _print(console, f"{report.name}: {_counts(report)}")
+
+
+def _ticks(report: Report, console: Console) -> list[str]:
+    mark = "\u2713" if console.encoding.lower().startswith("utf") else "ok"
+    return [f"{mark} {rule.identifier} {rule.topic}" for rule in report.passed if rule.topic]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -43,6 +70,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "config": report.name,
         "error": report.error or None,
+        "suppressed": report.suppressed,
         "findings": [
             {
                 "rule": rule.identifier,
@@ -51,7 +79,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "what": finding.what,
                 "read": [_value(value) for value in finding.read],
                 "instead": finding.instead,
-                "safe_change": finding.change is not None,
+                "safe_change": report.config is not None and fixes.can_be_made(report.config, finding.change),
                 "why": rule.why,
                 "link": rule.link,
             }
@@ -68,7 +96,12 @@ def listing(rules: Sequence[Rule]) -> str:
 
 def explanation(rule: Rule) -> str:
     """All that is known of one rule."""
-    return f"{rule.identifier}, at worst: {rule.worst}\n{rule.finds}\n{rule.why}\n{rule.link}"
+    examples = f"\n\nbad:\n\n{_indented(rule.bad)}\n\ngood:\n\n{_indented(rule.good)}" if rule.bad else ""
+    return f"{rule.identifier}, at worst: {rule.worst}\n{rule.finds}\n{rule.why}\n{rule.link}{examples}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def markdown(rules: Sequence[Rule]) -> str:
@@ -90,10 +123,12 @@ def _print(console: Console, text: str, styled: str = "", style: str = "") -> No
     console.print(line, highlight=False, soft_wrap=True)
 
 
-def _counts(report: Report) -> str:
-    counts = Counter(finding.severity for _, finding in report.findings)
+def _counts(reports: Sequence[Report]) -> str:
+    counts = Counter(finding.severity for report in reports for _, finding in report.findings)
     worst_first = [(counts[severity], severity) for severity in reversed(Severity) if counts[severity]]
-    return ", ".join(f"{count} {severity}{'s' * (count > 1)}" for count, severity in worst_first) or "nothing"
+    parts = [f"{count} {severity}{'s' * (count > 1)}" for count, severity in worst_first] or ["nothing"]
+    suppressed = sum(report.suppressed for report in reports)
+    return ", ".join([*parts, *([f"{suppressed} suppressed"] if suppressed else [])])
 
 
 def _value(value: Value) -> dict[str, Any]:

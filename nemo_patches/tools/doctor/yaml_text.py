@@ -15,6 +15,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 LARGEST_FILE_BYTES = 1 << 20  # NeMo's own configs have at most 40 KiB, one with a large vocabulary some 100 KiB
 MOST_VALUES = 50_000  # every alias counts as often as it is used; NeMo's own have up to 21,000
 MOST_LEVELS = 50  # of mappings and sequences in each other
+MOST_DIGITS = 1_000  # of a number, which no setting needs, and Python refuses to print those with thousands
 
 _PLAIN_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}"
@@ -49,7 +50,7 @@ class YamlText:
 
 def read(path: Path) -> YamlText:
     """Read one file. Raises ConfigError for whatever is not a YAML mapping of plain values within the bounds."""
-    return parse(path, _text(path))
+    return decoded(path, _content(path))
 
 
 def parse(path: Path, text: str) -> YamlText:
@@ -72,7 +73,7 @@ def parse(path: Path, text: str) -> YamlText:
     return YamlText(path, text, nodes, key_nodes)
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -81,12 +82,19 @@ def _text(path: Path) -> str:
             raise ConfigError(f"{path}: not a regular file; expected a YAML file")
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a name with a null byte
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from None
     if len(content) > LARGEST_FILE_BYTES:
         raise ConfigError(f"{path}: {status.st_size} bytes; a config may have {LARGEST_FILE_BYTES}")
+    return content
+
+
+def decoded(path: Path, content: bytes) -> YamlText:
+    """The same of a file's bytes."""
+    if len(content) > LARGEST_FILE_BYTES:
+        raise ConfigError(f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more")
     try:
-        return content.decode("utf-8")
+        return parse(path, content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not text: byte {error.start} is not UTF-8") from None
 
@@ -101,6 +109,8 @@ def _check_events(path: Path, text: str) -> None:
             depth -= 1
         if depth > MOST_LEVELS:
             raise ConfigError(f"{path}:{event.start_mark.line + 1}: nested deeper than {MOST_LEVELS}")
+        if isinstance(event, yaml.DocumentStartEvent) and count > 1:
+            raise ConfigError(f"{path}:{event.start_mark.line + 1}: a second document; a config is one")
         if count > 2 * MOST_VALUES:
             raise ConfigError(f"{path}:{event.start_mark.line + 1}: more than {MOST_VALUES} values")
 
@@ -121,10 +131,15 @@ def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None,
                 f"{path}:{node.start_mark.line + 1}: the tag {node.tag!r} is not allowed; allowed: plain values"
             )
         yield keys, key_node, node
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: a number of {len(node.value)} digits")
         if isinstance(node, yaml.MappingNode):
-            for child in _children(path, keys, node):
-                waiting.append(child)
-                if len(waiting) > MOST_VALUES:  # merged again and again
+            named: set[Keys] = set()
+            for merged, child in enumerate(_children(path, keys, node)):
+                if child[0] not in named:  # the mapping's own come first, and count
+                    named.add(child[0])
+                    waiting.append(child)
+                if len(waiting) > MOST_VALUES or merged > MOST_VALUES:  # merged again and again
                     raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its aliases are followed")
         elif isinstance(node, yaml.SequenceNode):
             waiting += [((*keys, str(index)), None, child) for index, child in enumerate(node.value)]
@@ -136,16 +151,14 @@ def _children(
     if merges > MOST_LEVELS:
         raise ConfigError(f"{path}:{mapping.start_mark.line + 1}: merged deeper than {MOST_LEVELS}")
     lines: dict[str, int] = {}
+    merged: list[tuple[int, yaml.Node]] = []
     for key, child in mapping.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{path}:{line}: a key that is a {key.id}; expected a name")
         if key.tag == "tag:yaml.org,2002:merge":
-            merged = child.value if isinstance(child, yaml.SequenceNode) else [child]
-            for source in merged:
-                if not isinstance(source, yaml.MappingNode):
-                    raise ConfigError(f"{path}:{line}: << merges a {source.id}; expected a mapping")
-                yield from _children(path, keys, source, merges + 1)
+            sources = child.value if isinstance(child, yaml.SequenceNode) else [child]
+            merged += [(line, source) for source in sources]
             continue
         if key.value in lines:
             raise ConfigError(
@@ -153,6 +166,10 @@ def _children(
             )
         lines[key.value] = line
         yield (*keys, key.value), key, child
+    for line, source in merged:
+        if not isinstance(source, yaml.MappingNode):
+            raise ConfigError(f"{path}:{line}: << merges a {source.id}; expected a mapping")
+        yield from _children(path, keys, source, merges + 1)
 
 
 def _place(error: yaml.YAMLError) -> str:

@@ -1,7 +1,8 @@
 """The rules: one file each, in the folder of what they are about, named by its identifier.
 
 The file's docstring explains the rule: a sentence on what it finds, a paragraph on why that matters, and a link. WORST
-is the highest severity, and `check` yields the findings.
+is the highest severity, and `check` yields the findings. A rule on a machine has a TOPIC, one whose notes nearly every
+config gets is FOLDED, and BAD and GOOD are a config that it finds something in, and the same one mended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def _rule(module: ModuleType, folder: ModuleType) -> Rule:
     finds, why, link = _documentation(module)
     identifier = module.__name__.rpartition(".")[2].partition("_")[0].upper()
     about = folder.__name__.rpartition(".")[2]
-    return Rule(identifier, about, finds, why, link, module.WORST, module.check)
+    texts = {name.lower(): getattr(module, name, "") for name in ("TOPIC", "BAD", "GOOD")}
+    folded = getattr(module, "FOLDED", False)
+    return Rule(identifier, about, finds, why, link, module.WORST, module.check, folded=folded, **texts)
 
 
 def _documentation(module: ModuleType) -> tuple[str, str, str]:

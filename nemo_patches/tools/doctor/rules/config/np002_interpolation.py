@@ -13,6 +13,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer:
+  max_steps: ${model.steps}
+model: {}
+"""
+GOOD = """\
+trainer:
+  max_steps: ${model.steps}
+model: {steps: 1000}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

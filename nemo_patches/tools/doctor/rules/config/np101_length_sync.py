@@ -14,6 +14,17 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+FOLDED = True
+BAD = """\
+trainer: {devices: 4}
+model:
+  encoder: {_target_: nemo.collections.asr.modules.ConvASREncoder, sync_max_audio_length: false}
+"""
+GOOD = """\
+trainer: {devices: 1}
+model:
+  encoder: {_target_: nemo.collections.asr.modules.ConvASREncoder}
+"""
 
 # Where a checkpoint's own config brings the encoder along, with its flag.
 _CHECKPOINTS = (("model", "pretrained_asr"), ("init_from_nemo_model",), ("init_from_pretrained_model",))

@@ -18,6 +18,22 @@ from nemo_patches.tools.doctor.finding import Change, Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.ERROR
+BAD = """\
+trainer: {devices: 4, strategy: ddp}
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
+  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, sync_max_audio_length: false}
+"""
+GOOD = """\
+trainer: {devices: 4, strategy: ddp}
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
+  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, pos_emb_max_len: 6016}
+"""
+
+_POSITIONAL = ("rel_pos", "abs_pos", "rel_pos_local_attn")
 
 
 @dataclass(frozen=True)
@@ -33,12 +49,27 @@ class _Inputs:
 
 
 def check(job: Job) -> Iterator[Finding]:
-    """For each encoder that can grow, where several ranks' buffers are broadcast."""
+    """For each encoder that can grow, where several ranks' buffers are broadcast; a room that is none, on any rank."""
+    for encoder in job.encoders:
+        yield from _no_room(encoder)
     if not job.overwrites_buffers or not job.datasets:
         return
     for encoder in job.encoders:
-        if encoder.grows and encoder.room.number is not None and encoder.flag.known:
+        if encoder.grows and encoder.room.number is not None and encoder.room.number > 0:
             yield from _of(job, encoder, int(encoder.room.number), _inputs(job, encoder))
+
+
+def _no_room(encoder: Encoder) -> Iterator[Finding]:
+    """What the encoder cannot make positional encodings of."""
+    attention = encoder.get("self_attention_model", "rel_pos").value
+    if not encoder.room.known or not encoder.cls or not encoder.cls.positional or attention not in _POSITIONAL:
+        return
+    room = 1.0 if encoder.room.value is True else encoder.room.number
+    if room is None or room < 0 or (not room and attention == "rel_pos"):
+        what = f"{encoder.room.key} is {encoder.room.value!r}, which is no number of frames: the job stops at its start"
+        yield Finding(
+            Severity.WARNING, what, (encoder.room,), "pos_emb_max_len: as many frames as the longest input has"
+        )
 
 
 def _inputs(job: Job, encoder: Encoder) -> _Inputs:
@@ -84,6 +115,10 @@ def _reachable(job: Job, encoder: Encoder, what: str, inputs: _Inputs) -> Findin
     if not encoder.syncs:
         what += f"With {FLAG} off each rank grows by its own input, and DDP then overwrites rows or aborts the job"
         return Finding(Severity.ERROR, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches", change)
+    if not encoder.flag.known:
+        what += f"{FLAG} is {encoder.flag.value}: if off, DDP overwrites rows or aborts the job; if on, so does"
+        what += " a call more on one rank"
+        return Finding(Severity.WARNING, what, inputs.read, instead, change)
     what += "All ranks grow alike as long as each makes the same calls; with a call more on one rank"
     what += f", or {FLAG} off," if encoder.cls and encoder.cls.has_flag else ""
     return Finding(Severity.WARNING, f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)

@@ -13,6 +13,16 @@ from nemo_patches.tools.doctor.finding import Change, Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8}
+"""
+GOOD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8, shard_seed: 0}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -29,7 +39,7 @@ def check(job: Job) -> Iterator[Finding]:
         Severity.WARNING,
         f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks the job stops at its start",
         (switch, *(dataset.get("use_lhotse") for dataset in sampled)),
-        "trainer.use_distributed_sampler: false",
+        "trainer.use_distributed_sampler: false, and a shard_seed (NP122)",
         # Without it, every rank would read all of a set that is not Lhotse's.
         Change(("trainer", "use_distributed_sampler"), False) if all_lhotse else None,
     )

@@ -1,7 +1,8 @@
 """Lhotse training on a stream, or on several inputs mixed, without limit_train_batches as a whole number.
 
-Lhotse repeats those for ever: there is no end of an epoch, and what happens then (validation, checkpoints) never does.
-A stream has no length, either, and there NeMo's ASR models stop at their start.
+Lhotse repeats those for ever: there is no end of an epoch, and what happens then (validation, checkpoints) never does,
+unless val_check_interval is a number of batches. A stream has no length, either, and there NeMo's ASR models stop at
+their start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
@@ -9,22 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import Finding, Severity
-from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.job import Job, as_limit
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
+GOOD = """\
+trainer: {devices: 4, limit_train_batches: 1000}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:
     """On any number of ranks."""
-    limit = job.trainer("limit_train_batches", 1.0)
-    if not job.has_trainer or not limit.known or isinstance(limit.value, int):
+    limit, interval = job.limit("training"), job.trainer("val_check_interval", 1.0)
+    if not job.has_trainer or not limit.open:
         return
     for dataset in job.datasets:
-        if dataset.training and dataset.endless:
-            yield Finding(
-                Severity.WARNING,
-                f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is no whole number: no epoch ends",
-                (limit, job.trainer("max_steps", -1), dataset.get("use_lhotse")),
-                "trainer.limit_train_batches: the batches of one epoch, the same for all ranks; and max_steps",
+        if not dataset.training or not dataset.endless:
+            continue
+        if dataset.tarred and _asks_for_its_length(job, dataset):
+            what = (
+                f"{dataset.where} is a stream without a length, which this model asks for: the job stops at its start"
             )
+        elif interval.known and not isinstance(as_limit(interval), int):
+            what = f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is no whole number: no epoch ends"
+        else:
+            continue
+        yield Finding(
+            Severity.WARNING,
+            what,
+            (limit.read, interval, job.trainer("max_steps", -1), dataset.get("use_lhotse")),
+            "trainer.limit_train_batches: the batches of one epoch, the same for all ranks; and max_steps",
+        )
+
+
+def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
+    """NeMo's CTC, RNNT and SSL models do, where the limit is a share; those with a transformer decoder if is_tarred."""
+    target = job.config.get(("model", "encoder", "_target_")).value
+    asr = dataset.keys[0] == "model" and isinstance(target, str) and target.startswith("nemo.collections.asr.")
+    return asr and (not job.config.get(("model", "transf_decoder")).given or dataset.get("is_tarred").value is True)

@@ -13,12 +13,22 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.ERROR
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8, force_finite: true}
+"""
+GOOD = """\
+trainer: {devices: 4, limit_train_batches: 1000}
+model:
+  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:
-    """Lhotse equalises what is no stream by itself, and a limit in batches ends all ranks alike."""
-    limit = job.trainer("limit_train_batches", 1.0)
-    if not job.several or isinstance(limit.value, int):
+    """What is no stream Lhotse shares out, evenly where the seed is one (NP122); a limit ends all ranks alike."""
+    limit = job.limit("training")
+    if not job.several or not limit.open:
         return
     for dataset in job.datasets:
         switch = dataset.get("force_finite", False)
@@ -28,6 +38,6 @@ def check(job: Job) -> Iterator[Finding]:
             yield Finding(
                 severity,
                 f"{dataset.where} is {stream} that ends on each of {job.ranks_text} after its own number of batches",
-                (switch, limit, job.devices),
+                (switch, limit.read, job.devices),
                 "force_finite: false, with trainer.limit_train_batches as a whole number",
             )

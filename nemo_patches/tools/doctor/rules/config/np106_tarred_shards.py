@@ -15,6 +15,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 8}
+model:
+  train_ds: {is_tarred: true, tarred_audio_filepaths: 'audio_{0..99}.tar', manifest_filepath: a.json}
+"""
+GOOD = """\
+trainer: {devices: 8}
+model:
+  train_ds: {is_tarred: true, tarred_audio_filepaths: 'audio_{0..95}.tar', manifest_filepath: a.json}
+"""
 
 _OPEN, _CLOSE = r"(?:\{|\(|\[|<|_OP_)", r"(?:\}|\)|\]|>|_CL_)"
 _RANGE = re.compile(rf"{_OPEN}(\d+)\.\.(\d+){_CLOSE}")

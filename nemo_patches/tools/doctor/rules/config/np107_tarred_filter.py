@@ -13,12 +13,22 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 8}
+model:
+  train_ds: {is_tarred: true, manifest_filepath: a.json, max_duration: 20}
+"""
+GOOD = """\
+trainer: {devices: 8, limit_train_batches: 1000}
+model:
+  train_ds: {is_tarred: true, manifest_filepath: a.json, max_duration: 20}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:
     """Not where limit_train_batches says how many batches every rank has."""
-    limit = job.trainer("limit_train_batches", 1.0)
-    if not job.several or not limit.known or isinstance(limit.value, int):
+    limit = job.limit("training")
+    if not job.several or not limit.open:
         return
     for dataset in job.datasets:
         if not dataset.training or not dataset.nemo or not dataset.tarred:
@@ -31,7 +41,7 @@ def check(job: Job) -> Iterator[Finding]:
                 Severity.WARNING,
                 f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with "
                 "fewer batches than the others",
-                (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit),
+                (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit.read),
                 "the same limits when the tar files are made; or trainer.limit_train_batches: no more than the batches "
                 "of the rank with the fewest",
             )

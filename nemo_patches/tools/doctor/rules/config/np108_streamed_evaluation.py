@@ -1,8 +1,8 @@
 """Validation or test on a stream (tar files, or Shar), or on several inputs that Lhotse mixes.
 
-Lhotse repeats those for ever, so without a limit in batches validation never ends. NeMo's own tar files end on each
-rank after its own number of batches, and in validation the encoder's length sync may be the only collective of a
-batch: one batch more on one rank, and the job is lost.
+Lhotse repeats those for ever, so without a limit in batches validation never ends; with force_finite, every worker of
+every rank reads all of them. NeMo's own tar files end on each rank after its own number of batches, and in validation
+the encoder's length sync may be the only collective of a batch: one batch more on one rank, and the job is lost.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 
@@ -14,6 +14,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.ERROR
+BAD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  validation_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+"""
+GOOD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  validation_ds: {use_lhotse: true, shar_path: shards, batch_size: 8, force_finite: true, force_map_dataset: true}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -22,10 +32,10 @@ def check(job: Job) -> Iterator[Finding]:
         return
     for dataset in job.datasets:
         key = "limit_val_batches" if dataset.role == "validation" else "limit_test_batches"
-        limit = job.trainer(key, 1.0)
-        if dataset.training or not limit.known or isinstance(limit.value, int):
+        limit = job.limit(dataset.role)
+        if dataset.training or not limit.open:
             continue
-        read = (limit, dataset.get("is_tarred", False), dataset.get("force_finite", False))
+        read = (limit.read, dataset.get("is_tarred", False), dataset.get("force_finite", False))
         instead = f"trainer.{key}: a whole number; or a set without tar files, from one input"
         if dataset.endless:
             what = f"Lhotse repeats {dataset.where} for ever, and {key} is no whole number: {dataset.role} never ends"
@@ -33,3 +43,14 @@ def check(job: Job) -> Iterator[Finding]:
         elif job.several and dataset.nemo and dataset.tarred:
             what = f"{dataset.where} is a stream that ends on each of {job.ranks_text} after its own number of batches"
             yield Finding(Severity.WARNING, what, read, instead)
+        elif dataset.lhotse and dataset.tarred and dataset.get("force_finite").value is True:
+            workers = dataset.get("num_workers", 0)
+            if job.several or (workers.number or 0) > 1:
+                readers = f"each of {job.ranks_text}" + (", and each worker," if (workers.number or 0) > 1 else "")
+                what = f"{dataset.where} is a stream: {readers} reads all of it, in its own number of batches"
+                yield Finding(
+                    Severity.WARNING,
+                    what,
+                    (*read, workers),
+                    f"{dataset.where}.force_map_dataset: true, which shares it out",
+                )

@@ -8,15 +8,11 @@ Link: https://lightning.ai/docs/pytorch/stable/common/evaluation_intermediate.ht
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
 
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
-
-_LONGEST_LINE_BYTES = 1 << 20
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -25,9 +21,7 @@ def check(job: Job) -> Iterator[Finding]:
         return
     for dataset in job.datasets:
         manifest = dataset.get("manifest_filepath")
-        if dataset.training or not isinstance(manifest.value, str) or not Path(manifest.value).is_file():
-            continue
-        count = _lines(Path(manifest.value), job.ranks)
+        count = None if dataset.training else dataset.entries(job.ranks)
         if count is not None and count < job.ranks:
             yield Finding(
                 Severity.WARNING,
@@ -35,15 +29,3 @@ def check(job: Job) -> Iterator[Finding]:
                 (manifest, job.devices, job.nodes),
                 "a larger set, or fewer ranks for evaluation",
             )
-
-
-def _lines(path: Path, enough: int) -> int | None:
-    """The lines with something in them, at most `enough`; None for a file that cannot be read as lines."""
-    try:
-        with path.open("rb") as file:
-            lines = list(islice(iter(lambda: file.readline(_LONGEST_LINE_BYTES), b""), 2 * enough))
-    except OSError:
-        return None
-    if any(len(line) == _LONGEST_LINE_BYTES for line in lines):
-        return None
-    return min(enough, sum(1 for line in lines if line.strip()))

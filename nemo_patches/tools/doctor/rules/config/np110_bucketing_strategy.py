@@ -13,6 +13,22 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds:
+    is_tarred: true
+    tarred_audio_filepaths: [['short_{0..3}.tar'], ['long_{0..3}.tar']]
+    bucketing_strategy: fully_randomized
+"""
+GOOD = """\
+trainer: {devices: 4}
+model:
+  train_ds:
+    is_tarred: true
+    tarred_audio_filepaths: [['short_{0..3}.tar'], ['long_{0..3}.tar']]
+    bucketing_strategy: synced_randomized
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

@@ -14,6 +14,14 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, bucket_batch_size: [16, 8]}
+"""
+GOOD = """\
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, bucket_batch_size: [16, 8], bucket_duration_bins: [10, 20]}
+"""
 
 _OF_LHOTSE = ("batch_duration", "quadratic_duration", "bucket_batch_size", "bucket_duration_bins", "batch_tokens")
 _SIZES_OF_LHOTSE = ("batch_size", "batch_duration", "bucket_batch_size", "batch_tokens")

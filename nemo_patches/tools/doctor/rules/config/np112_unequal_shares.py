@@ -13,6 +13,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  train_ds: {manifest_filepath: a.json, batch_size: 8}
+"""
+GOOD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {manifest_filepath: a.json, batch_size: 8}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

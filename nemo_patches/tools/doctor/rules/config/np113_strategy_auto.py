@@ -13,6 +13,12 @@ from nemo_patches.tools.doctor.finding import Change, Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.NOTE
+BAD = """\
+trainer: {devices: 4}
+"""
+GOOD = """\
+trainer: {devices: 4, strategy: ddp}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

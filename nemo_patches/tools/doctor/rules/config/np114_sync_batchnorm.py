@@ -15,6 +15,16 @@ from nemo_patches.tools.doctor.finding import Change, Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 2, accelerator: cpu, sync_batchnorm: true}
+model:
+  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder}
+"""
+GOOD = """\
+trainer: {devices: 2, accelerator: cpu}
+model:
+  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

@@ -14,6 +14,17 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.NOTE
+FOLDED = True
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {manifest_filepath: a.json, batch_size: 8}
+"""
+GOOD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {manifest_filepath: a.json, batch_size: 8, num_workers: 8}
+"""
 
 # NeMo's own data loaders hand on num_workers and pin_memory alone; Lhotse's decide about these by themselves.
 _NOT_READ = ("persistent_workers", "prefetch_factor")

@@ -15,6 +15,18 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.ERROR
+BAD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  validation_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 16}
+  joint: {fuse_loss_wer: true, fused_batch_size: 4}
+"""
+GOOD = """\
+trainer: {devices: 4, use_distributed_sampler: false}
+model:
+  validation_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 4}
+  joint: {fuse_loss_wer: true, fused_batch_size: 4}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

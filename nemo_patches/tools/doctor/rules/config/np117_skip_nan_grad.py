@@ -13,6 +13,14 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.NOTE
+BAD = """\
+trainer: {devices: 4}
+model: {skip_nan_grad: true}
+"""
+GOOD = """\
+trainer: {devices: 4}
+model: {skip_nan_grad: false}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

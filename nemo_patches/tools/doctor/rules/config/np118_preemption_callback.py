@@ -13,6 +13,15 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.NOTE
+FOLDED = True
+BAD = """\
+trainer: {devices: 4}
+exp_manager: {exp_dir: out}
+"""
+GOOD = """\
+trainer: {devices: 4}
+exp_manager: {exp_dir: out, create_preemption_callback: false}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

@@ -15,8 +15,19 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer:
+  devices: 4
+  strategy: {_target_: lightning.pytorch.strategies.DDPStrategy, timeout: 3600}
+"""
+GOOD = """\
+trainer:
+  devices: 4
+  strategy: {_target_: lightning.pytorch.strategies.DDPStrategy}
+"""
 
 _LONG = timedelta(hours=1)
+_WITH_A_TIMEOUT = ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _AS_A_DURATION = (
     "up to NeMo 2.7, timeout: {_target_: datetime.timedelta, minutes: 30}; "
     "from 3.0 on, DDPStrategy(timeout=timedelta(minutes=30)) in the training script"
@@ -24,14 +35,16 @@ _AS_A_DURATION = (
 
 
 def check(job: Job) -> Iterator[Finding]:
-    """Only where the config sets it, as DDPStrategy's keyword."""
+    """Only where the config sets it, as a strategy's keyword; a number stops the job on one rank, too."""
     value = job.config.get(("trainer", "strategy", "timeout"))
-    if not job.several or not job.ddp or not value.known or value.value is None:
+    if not value.known or value.value is None:
         return
-    timeout = job.group_timeout
-    if isinstance(value.value, (int, float, str)):
-        what = f"{value.key} is {value.value!r}, and DDPStrategy takes a timedelta: the job stops at its start"
+    timeout, strategy = job.group_timeout, str(job.strategy.value).rpartition(".")[2]
+    if isinstance(value.value, (int, float, str)) and strategy in _WITH_A_TIMEOUT:
+        what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta: the job stops at its start"
         yield Finding(Severity.WARNING, what, (value,), _AS_A_DURATION)
+    elif not job.several or not job.ddp:
+        return
     elif timeout is not None and job.settings is not None and timeout <= job.settings.timeout:
         yield Finding(
             Severity.WARNING,

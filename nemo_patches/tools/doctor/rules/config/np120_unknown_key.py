@@ -1,7 +1,7 @@
-"""A key that looks like a typing error for one that NeMo or Lightning knows.
+"""A key that looks like a typing error for one that NeMo knows, or any that the trainer of Lightning 2 does not take.
 
 In a data set's section NeMo ignores keys that it does not know, so the setting is silently not made; an encoder or the
-trainer stops the job at its start.
+trainer stops the job at its start, also for what Lightning 1 took (gpus, replace_sampler_ddp).
 Link: docs/doctor.md
 """
 
@@ -18,6 +18,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {gpus: 4}
+model:
+  train_ds: {manifest_filepath: a.json, max_durations: 20}
+"""
+GOOD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: 20}
+"""
 
 # Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder is there, too.
 _AS_CLOSE = 0.88
@@ -30,7 +40,7 @@ def check(job: Job) -> Iterator[Finding]:
         if keys and keys[-1] in ROLES:
             yield from _close(job, keys, section, known_keys.DATASET, "NeMo ignores it")
         elif keys == ("trainer",) and job.has_trainer:
-            yield from _close(job, keys, section, known_keys.TRAINER, "the job stops at its start")
+            yield from _of_trainer(job, section)
         elif keys == ("exp_manager",):
             yield from _close(job, keys, section, known_keys.EXP_MANAGER, "the job stops at its start")
         cls = class_of(section.get("_target_"))
@@ -38,6 +48,19 @@ def check(job: Job) -> Iterator[Finding]:
             yield from _close(job, keys, section, known_keys.ENCODERS[cls.name], "the job stops at its start")
         elif cls is None and "_target_" in section:
             yield from _close_class(job.config.get((*keys, "_target_")))
+
+
+def _of_trainer(job: Job, section: Collection[str]) -> Iterator[Finding]:
+    for key in section:
+        if key in known_keys.TRAINER:
+            continue
+        value = job.config.get(("trainer", key))
+        close = get_close_matches(key, known_keys.TRAINER - set(section), 1, _AS_CLOSE)
+        instead = known_keys.TRAINER_1.get(key) or (f"{close[0]}: {value.value}" if close else "no such key")
+        of_1 = " of Lightning 1" if key in known_keys.TRAINER_1 else ""
+        hint = f", and looks like {close[0]}" if close and not of_1 else ""
+        what = f"{value.key} is not known{of_1 and ' any more'}{hint}: Lightning's trainer stops the job at its start"
+        yield Finding(Severity.WARNING, what, (value,), instead)
 
 
 def _close(

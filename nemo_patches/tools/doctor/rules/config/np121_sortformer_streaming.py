@@ -13,6 +13,14 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.NOTE
+BAD = """\
+trainer: {devices: 4}
+model: {streaming_mode: true, sortformer_modules: {}}
+"""
+GOOD = """\
+trainer: {devices: 4}
+model: {streaming_mode: false, sortformer_modules: {}}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine, fact
 
 WORST = Severity.WARNING
+TOPIC = "versions"
 
 
 def check(machine: Machine) -> Iterator[Finding]:

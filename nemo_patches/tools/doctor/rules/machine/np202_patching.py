@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine, fact
 
 WORST = Severity.WARNING
+TOPIC = "patching"
 
 
 def check(machine: Machine) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine
 
 WORST = Severity.WARNING
+TOPIC = "Gloo"
 
 
 def check(machine: Machine) -> Iterator[Finding]:

@@ -14,12 +14,14 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine, fact
 
 WORST = Severity.WARNING
+TOPIC = "open files"
 
 _FILES_PER_RANK = (
     4  # on the host of the store's server: a Gloo group's connection, two of ours to the store, torch's own
 )
 _OTHER_FILES = 300  # torch, NeMo, the first encoders, audio, data loader workers
 _FEW_RANKS = 512
+_TOO_FEW = "a rank may need more by itself"
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -34,7 +36,12 @@ def check(machine: Machine) -> Iterator[Finding]:
     wanted = _OTHER_FILES + _FILES_PER_RANK * (ranks or _FEW_RANKS)
     yield Finding(
         Severity.WARNING if ranks or not enough_for else Severity.NOTE,
-        f"{soft} open files are enough for about {enough_for} ranks" + (f", and there are {ranks}" if ranks else ""),
+        (
+            f"{soft} open files are enough for about {enough_for} ranks"
+            if enough_for
+            else f"{soft} open files: {_TOO_FEW}"
+        )
+        + (f", and there are {ranks} ranks" if ranks else ""),
         (fact("open files, soft limit", soft), fact("hard limit", "unlimited" if hard is None else hard)),
         f"ulimit -n {wanted}, before the job starts",
     )

@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine, fact, size
 
 WORST = Severity.WARNING
+TOPIC = "memory limit"
 
 _NEARLY_FULL = 0.9
 

@@ -14,6 +14,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine
 
 WORST = Severity.ERROR
+TOPIC = "what NCCL's watchdog does"
 
 _NAME, _OLD_NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
 _DEFAULT = "3"

@@ -15,6 +15,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine
 
 WORST = Severity.WARNING
+TOPIC = "flight recorder"
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first counts where torch knows it
 _DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"

@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine
 
 WORST = Severity.WARNING
+TOPIC = "the watchdog's own watch"
 
 _MONITORING, _HEARTBEAT = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _LONG_S = 3600

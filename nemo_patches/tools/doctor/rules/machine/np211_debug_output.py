@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.machine import Machine
 
 WORST = Severity.WARNING
+TOPIC = "debug output"
 
 _LEVELS = ("OFF", "INFO", "DETAIL")
 

@@ -1,0 +1,68 @@
+"""Which files a run examines: files, folders, patterns, and - for the standard input."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nemo_patches.tools.doctor import yaml_text
+from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.yaml_text import LARGEST_FILE_BYTES, ConfigError, YamlText
+
+STANDARD_INPUT = Path("-")
+_ENDINGS = (".yaml", ".yml")
+_OF_NEMO = ("model", "trainer", "data", "exp_manager")  # a file in a folder is a config if it has one of them
+
+
+def found(arguments: Iterable[str]) -> tuple[list[Path], int]:
+    """The files of the command's arguments, and how many in folders were passed over. Raises DoctorError."""
+    paths: list[Path] = []
+    passed_over = 0
+    for text in arguments:
+        for path in _matching(text):
+            if path.is_dir():
+                inside = list(_inside(path))
+                configs = [each for each in inside if _may_be_a_config(each)]
+                if not configs:
+                    raise DoctorError(f"{path}: no config in this folder; expected YAML with model, trainer or data")
+                paths += configs
+                passed_over += len(inside) - len(configs)
+            else:
+                paths.append(path)
+    return list(dict.fromkeys(paths)), passed_over
+
+
+def read(path: Path) -> YamlText:
+    """The text of one of them. Raises ConfigError."""
+    if path != STANDARD_INPUT:
+        return yaml_text.read(path)
+    content = sys.stdin.buffer.read(LARGEST_FILE_BYTES + 1)
+    return yaml_text.decoded(Path("<stdin>"), content)
+
+
+def _matching(text: str) -> list[Path]:
+    if not glob.has_magic(text) or os.path.lexists(text):
+        return [Path(text)]
+    matching = sorted(map(Path, glob.glob(text, recursive=True)))
+    if not matching:
+        raise DoctorError(f"{text}: no file matches this pattern")
+    return matching
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """YAML files, also in folders below, but for hidden ones."""
+    for at, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(at, name) for name in sorted(names) if name.endswith(_ENDINGS) and not name.startswith("."))
+
+
+def _may_be_a_config(path: Path) -> bool:
+    """Also what cannot be read: the examination says so."""
+    try:
+        source = yaml_text.read(path)
+    except ConfigError:
+        return True
+    return any((name,) in source.nodes for name in _OF_NEMO)

@@ -1,0 +1,72 @@
+"""Print the doctor's reports for GitHub's annotations and for SARIF, which code review tools read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import nemo_patches
+from nemo_patches.tools.doctor.examination import Report
+from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+
+_OF_GITHUB = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
+_ESCAPED = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
+_ESCAPED_IN_PROPERTY = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A", ":": "%3A", ",": "%2C"})
+
+
+def github(reports: Sequence[Report]) -> Iterator[str]:
+    """One command of a workflow for each finding, which GitHub shows on its line of a pull request."""
+    for each in reports:
+        file = each.name.translate(_ESCAPED_IN_PROPERTY)
+        if each.error:
+            yield f"::error file={file}::{each.error.translate(_ESCAPED)}"
+        for rule, finding in each.findings:
+            line = f",line={finding.line}" if finding.line else ""
+            text = _text(finding).translate(_ESCAPED)
+            yield f"::{_OF_GITHUB[finding.severity]} file={file}{line},title={rule.identifier}::{text}"
+
+
+def sarif(reports: Sequence[Report], rules: Sequence[Rule]) -> dict[str, Any]:
+    """SARIF 2.1.0."""
+    unreadable = [{"level": "error", "message": {"text": each.error}} for each in reports if each.error]
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "nemo-patches doctor",
+                        "version": nemo_patches.__version__,
+                        "rules": [
+                            {
+                                "id": rule.identifier,
+                                "shortDescription": {"text": rule.finds},
+                                "fullDescription": {"text": rule.why},
+                                "defaultConfiguration": {"level": str(rule.worst)},
+                            }
+                            for rule in rules
+                        ],
+                    }
+                },
+                "invocations": [{"executionSuccessful": not unreadable, "toolExecutionNotifications": unreadable}],
+                "results": [_result(each.name, rule, finding) for each in reports for rule, finding in each.findings],
+            }
+        ],
+    }
+
+
+def _result(name: str, rule: Rule, finding: Finding) -> dict[str, Any]:
+    location: dict[str, Any] = {"artifactLocation": {"uri": name.replace("\\", "/")}}
+    if finding.line:
+        location["region"] = {"startLine": finding.line}
+    return {
+        "ruleId": rule.identifier,
+        "level": str(finding.severity),
+        "message": {"text": _text(finding)},
+        "locations": [{"physicalLocation": location}],
+    }
+
+
+def _text(finding: Finding) -> str:
+    return f"{finding.what}. Instead: {finding.instead}" if finding.instead else finding.what

@@ -1,0 +1,57 @@
+"""What a config makes of the data loaders on one rank, for `doctor --ranks CONFIG`, which compares all ranks'."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.job import Job
+
+_SETTINGS = ("batch_size", "batch_duration", "drop_last", "num_workers", "pin_memory", "shuffle", "shard_seed")
+_MOST_COUNTED = 1_000_000  # entries of a manifest
+
+
+def settings(job: Job, ranks: int) -> dict[str, str]:
+    """Each set's settings, its sampler and the batches that this rank would have of that many, by name."""
+    texts: dict[str, str] = {}
+    for dataset in job.datasets:
+        values = {key: dataset.get(key) for key in _SETTINGS}
+        texts |= {f"{dataset.where}.{key}": _text(value) for key, value in values.items() if value.given}
+        texts[f"{dataset.where}, sampler"] = _sampler(job, dataset)
+        batches = _batches(job, dataset, ranks)
+        if batches:
+            texts[f"{dataset.where}, batches"] = batches
+    return texts
+
+
+def _sampler(job: Job, dataset: Dataset) -> str:
+    if not dataset.reader or dataset.tarred is None:
+        return "not told by the config"
+    if dataset.tarred:
+        return "none, a stream"
+    if dataset.lhotse:
+        return "Lhotse's"
+    shared = job.trainer("use_distributed_sampler", True).value is not False
+    return "Lightning's" if shared else "none, each rank reads all of it"
+
+
+def _batches(job: Job, dataset: Dataset, ranks: int) -> str:
+    """Before any limit on duration; empty where the manifest is not on this host, or batches have no fixed size."""
+    size, drop_last = dataset.get("batch_size").number, dataset.get("drop_last", False).value is True
+    dynamic = any(dataset.get(key).value is not None for key in ("batch_duration", "bucket_batch_size"))
+    sampler = _sampler(job, dataset)
+    entries = None if dataset.tarred or dynamic or not size else dataset.entries(_MOST_COUNTED)
+    if entries is None or not size or entries == _MOST_COUNTED:
+        return ""
+    if sampler == "Lhotse's":  # it deals out batches
+        batches = int(entries // size // ranks) if drop_last else ceil(ceil(entries / size) / ranks)
+    else:
+        own = ceil(entries / ranks) if sampler == "Lightning's" else entries
+        batches = int(own // size) if drop_last else ceil(own / size)
+    limit = job.limit(dataset.role).batches
+    return str(min(batches, limit) if isinstance(limit, int) else batches)
+
+
+def _text(value: Value) -> str:
+    return "null" if value.value is None else str(value.value)

@@ -1,0 +1,126 @@
+"""A trainer that Lightning refuses: the job stops at its start.
+
+A strategy, accelerator, precision or limit that is none, or settings that exclude each other. Lightning 2 says so only
+once the job has its machines, and some of it only when the data are there.
+Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job, as_limit
+from nemo_patches.tools.doctor.known_keys import ACCELERATORS, PRECISIONS, STRATEGIES
+
+WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4, strategy: null, limit_train_batches: 100, val_check_interval: 1000}
+"""
+GOOD = """\
+trainer: {devices: 4, strategy: ddp, limit_train_batches: 1000, val_check_interval: 1000}
+"""
+
+_SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval", "overfit_batches")
+_OF_ROLE = {"training": ("limit_train_batches", "val_check_interval"), "validation": ("limit_val_batches",)}
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """On any number of ranks; only what the config has."""
+    if not job.has_trainer:
+        return
+    yield from _names(job)
+    yield from _numbers(job)
+    yield from _validation_never_comes(job)
+    yield from _share_of_no_length(job)
+
+
+def _names(job: Job) -> Iterator[Finding]:
+    strategy, accelerator, precision = (job.trainer(key) for key in ("strategy", "accelerator", "precision"))
+    name = strategy.value.lower() if isinstance(strategy.value, str) else strategy.value
+    if isinstance(name, dict):
+        if "_target_" not in name:
+            yield _refused((strategy,), "strategy is a mapping without _target_", "strategy: ddp, or a _target_ in it")
+    elif strategy.given and strategy.known and name not in ("auto", *STRATEGIES):
+        yield _refused((strategy,), f"there is no strategy {_text(strategy)}", _one_of(strategy, ("auto", *STRATEGIES)))
+    elif job.accelerator.value == "cpu" and str(name).startswith("fsdp"):
+        yield _refused((strategy, job.accelerator), f"{_text(strategy)} needs GPUs", "strategy: ddp")
+    if accelerator.given and accelerator.known and accelerator.value not in ACCELERATORS:
+        what = f"there is no accelerator {_text(accelerator)}"
+        yield _refused((accelerator,), what, _one_of(accelerator, ACCELERATORS))
+    if precision.known and precision.value not in (None, *PRECISIONS) and "flash" not in str(precision.value):
+        yield _refused((precision,), f"there is no precision {_text(precision)}", _one_of(precision, PRECISIONS))
+
+
+def _numbers(job: Job) -> Iterator[Finding]:
+    for limit in map(job.trainer, _SHARES):
+        if limit.known and as_limit(limit) is None:
+            instead = "a share from 0.0 to 1.0, or a whole number of batches"
+            yield _refused((limit,), f"{limit.key} is {_text(limit)}", instead)
+    for count in map(job.trainer, ("max_steps", "max_epochs")):
+        null = count.value is None and count.key.endswith("epochs")
+        if count.given and count.known and not null and (count.number is None or count.number < -1):
+            yield _refused((count,), f"{count.key} is {_text(count)}", "a whole number, or -1 for no limit")
+    nodes, devices = job.trainer("num_nodes", 1), job.devices
+    if nodes.known and (not isinstance(nodes.value, int) or nodes.value < 1):
+        yield _refused((nodes,), f"{nodes.key} is {_text(nodes)}", "a whole number, 1 or more")
+    on_cpu = job.accelerator.value == "cpu" and devices.value in (None, -1, "-1")
+    if not isinstance(devices.value, bool) and (devices.value in (0, "0", []) or on_cpu):
+        yield _refused((devices, job.accelerator), f"{devices.key} is {_text(devices)}", "how many devices to use")
+
+
+def _validation_never_comes(job: Job) -> Iterator[Finding]:
+    limit, interval = job.limit("training"), job.trainer("val_check_interval", 1.0)
+    epochs, fast = job.trainer("check_val_every_n_epoch", 1), job.trainer("fast_dev_run", False)
+    if not interval.known or not epochs.known:
+        return
+    batches = as_limit(interval)
+    if epochs.value is None:
+        if isinstance(batches, float) and interval.value is not None:
+            what = f"val_check_interval is {_text(interval)}, and without check_val_every_n_epoch it counts batches"
+            yield _refused((interval, epochs), what, "val_check_interval: a whole number")
+    elif not isinstance(epochs.value, int):
+        yield _refused((epochs,), f"{epochs.key} is {_text(epochs)}", "a whole number, or null")
+    elif (
+        fast.value is False
+        and isinstance(batches, int)
+        and isinstance(limit.batches, int)
+        and batches > limit.batches > 0
+    ):
+        yield _refused(
+            (interval, limit.read, epochs),
+            f"val_check_interval is {batches}, and an epoch has {limit.batches} batches",
+            "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs",
+        )
+
+
+def _share_of_no_length(job: Job) -> Iterator[Finding]:
+    """Lhotse's sampler has no length, stream or not, and Lightning takes a share of that only if it is all."""
+    fast = job.trainer("fast_dev_run", False)
+    for dataset in job.datasets if fast.value is False else ():
+        for share in map(job.trainer, _OF_ROLE.get(dataset.role, ())):
+            if dataset.lhotse and share.known and isinstance(batches := as_limit(share), float) and batches < 1:
+                if not batches and share.key != "trainer.val_check_interval":
+                    continue  # none at all
+                if not job.limit("training").batches and share.key == "trainer.val_check_interval":
+                    continue
+                what = f"Lhotse reads {dataset.where}, which has no length to take a share of: {share.key}"
+                yield _refused(
+                    (share, dataset.get("use_lhotse")), f"{what} is {_text(share)}", "a whole number, or 1.0"
+                )
+
+
+def _refused(read: tuple[Value, ...], what: str, instead: str) -> Finding:
+    return Finding(Severity.WARNING, f"{what}: Lightning stops the job at its start", read, instead)
+
+
+def _text(value: Value) -> str:
+    return "null" if value.value is None else repr(value.value)
+
+
+def _one_of(value: Value, known: tuple[str | int, ...]) -> str:
+    names = [name for name in known if isinstance(name, str)]
+    close = get_close_matches(str(value.value).lower(), names, 1)
+    return f"{value.key}: {close[0]}" if close else f"one of {', '.join(names[:8])}"

@@ -1,0 +1,65 @@
+"""A set of which nothing is left: by its limits on duration, or because drop_last drops the only batch of a rank.
+
+Training on nothing stops at its start, or waits for a first batch for ever; a validation set without a batch is passed
+over with a warning, so the metrics that checkpoints and early stopping go by are not there.
+Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+BAD = """\
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: -1}
+"""
+GOOD = """\
+model:
+  train_ds: {manifest_filepath: a.json, max_duration: null}
+"""
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """On any number of ranks; entries are counted where the manifest is a file on this machine."""
+    for dataset in job.datasets:
+        yield from _no_duration_fits(dataset)
+        if job.has_trainer:
+            yield from _no_batch(job, dataset)
+
+
+def _no_duration_fits(dataset: Dataset) -> Iterator[Finding]:
+    longest, shortest = dataset.get("max_duration"), dataset.get("min_duration")
+    if longest.number is None or dataset.get("session_len_sec").given:
+        return
+    if longest.number <= 0:
+        what = f"{longest.key} is {longest.value}, and no entry is that short; it is no word for no limit"
+        yield Finding(Severity.WARNING, f"{dataset.where}: {what}", (longest,), "max_duration: null, for no limit")
+    elif shortest.number is not None and shortest.number > longest.number:
+        what = f"{dataset.where}: no entry has at least {shortest.value} s and at most {longest.value} s"
+        yield Finding(Severity.WARNING, what, (shortest, longest), "min_duration below max_duration")
+
+
+def _no_batch(job: Job, dataset: Dataset) -> Iterator[Finding]:
+    size, drop = dataset.get("batch_size"), dataset.get("drop_last", False)
+    if drop.value is not True or not size.number or not job.ranks or dataset.tarred is not False:
+        return
+    if not dataset.reader or any(dataset.get(key).value is not None for key in ("batch_duration", "bucket_batch_size")):
+        return
+    # Lhotse deals whole batches out to the ranks; Lightning's sampler deals out entries, and repeats some to fill up.
+    ranks, whole = job.ranks, int(size.number)
+    shared = dataset.lhotse or job.trainer("use_distributed_sampler", True).value is not False
+    enough = whole * ranks if dataset.lhotse else (whole - 1) * ranks + 1 if shared else whole
+    count = dataset.entries(enough)
+    if count is not None and count < enough:
+        entries = f"{count} entr{'y' if count == 1 else 'ies'} for {job.ranks} rank{'s' * (ranks > 1)}"
+        yield Finding(
+            Severity.WARNING,
+            f"{dataset.where}: {entries} in batches of {whole}, and drop_last: no rank has a batch",
+            (drop, size, dataset.get("manifest_filepath"), job.devices),
+            f"{dataset.where}.drop_last: false",
+        )

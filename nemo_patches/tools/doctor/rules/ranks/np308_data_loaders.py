@@ -1,0 +1,23 @@
+"""Data loaders that differ between ranks: their settings, their sampler, or the number of batches that a rank has.
+
+A rank with another number of batches leaves the others waiting in their next collective; with another batch size, all
+wait for the slowest in every step. Each rank reads its own copy of the config, and its own manifests.
+Link: docs/doctor.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.ranks import Ranks, differing
+
+WORST = Severity.ERROR
+
+
+def check(ranks: Ranks) -> Iterator[Finding]:
+    """Where the command was given a config."""
+    instead = "the same config and the same manifests on every host"
+    for name, values in differing(ranks, lambda facts: facts.loaders):
+        severity = Severity.ERROR if name.endswith(", batches") else Severity.WARNING
+        yield Finding(severity, f"{name} differs: {values}", (), instead)

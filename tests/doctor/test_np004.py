@@ -1,0 +1,85 @@
+"""NP004: suppressions, in a config's comments and in the project's file, and what they leave of the findings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import NEST
+
+from nemo_patches.tools.doctor import command
+
+pytestmark = pytest.mark.one_nemo
+
+STOCK = NEST.replace("40.0", "60.0").replace("pos_emb_max_len: 5000", "pos_emb_max_len:  5000    # frames")
+CLEAN = NEST
+
+
+def write(folder: Path, text: str, name: str = "nest.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, select: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    code = command.carry_out(command.Request(tuple(map(str, arguments)), select=select))
+    return code, *capfd.readouterr()
+
+
+@pytest.mark.parametrize("own_line", [False, True])
+def test_a_finding_is_suppressed_on_its_line_with_a_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], own_line: bool
+) -> None:
+    line = "    pos_emb_max_len:  5000    # frames"
+    comment = "# nemo-patches: ignore[NP102] no clip is longer than 40 s"
+    suppressed = STOCK.replace(line, f"    {comment}\n{line}" if own_line else f"{line} {comment}")
+    code, out, _ = doctor(capfd, write(tmp_path, suppressed))
+    assert code == 0
+    assert "NP102" not in out
+    assert out.endswith(": 1 note, 1 suppressed\n")
+    for text, said in (
+        (
+            suppressed.replace(" no clip is longer than 40 s", ""),
+            "ignore[NP102] has no reason, so it suppresses nothing",
+        ),
+        (suppressed.replace("60.0", "40.0"), "ignore[NP102] suppresses nothing here"),
+        (suppressed.replace("[NP102]", "[NP999]"), "ignore[NP999] names no rule that can be suppressed"),
+        (suppressed.replace("[NP102]", ""), "ignore[] names no rule that can be suppressed"),
+        (suppressed.replace("[NP102]", "[NP004]"), "ignore[NP004] names no rule that can be suppressed"),
+    ):
+        code, out, _ = doctor(capfd, write(tmp_path, text))
+        assert code == 1
+        assert f"NP004 warning: {said}" in out
+    clean = write(tmp_path, suppressed.replace("60.0", "40.0"))
+    assert doctor(capfd, clean, "trainer.devices=8")[0] == 0  # with other values it may be needed
+    assert doctor(capfd, clean, select=("NP1",))[0] == 0
+
+
+def test_the_projects_file_suppresses_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, STOCK, "a.yaml")
+    project = "ignore:\n- rule: NP102\n  files: '{}'\n  reason: no clip is longer than 40 s\n"
+    write(tmp_path, project.format("*.yaml"), ".nemo-patches.yaml")
+    code, out, _ = doctor(capfd, "a.yaml")
+    assert code == 0
+    assert "1 suppressed" in out
+    write(tmp_path, CLEAN, "a.yaml")
+    code, out, _ = doctor(capfd, "a.yaml")
+    assert code == 0
+    assert ".nemo-patches.yaml:2: NP004 note: NP102 in *.yaml: suppresses nothing in the configs given" in out
+    write(tmp_path, project.format("other/*.yaml"), ".nemo-patches.yaml")
+    _, out, _ = doctor(capfd, "a.yaml")
+    assert "NP004" not in out
+    for text, said in (
+        ("ignores: []\n", "allowed is a list, ignore, of rule, files, reason"),
+        ("ignore: [NP102]\n", "allowed: rule, files, reason, all texts"),
+        ("ignore:\n- rule: NP102\n", "rule NP102 without a reason"),
+        ("ignore:\n- {rule: NP102, reason: x, file: y}\n", "found file; allowed: rule, files, reason"),
+        ("ignore: [1\n", "not YAML"),
+    ):
+        write(tmp_path, text, ".nemo-patches.yaml")
+        code, _, err = doctor(capfd, "a.yaml")
+        assert code == 2
+        assert said in err

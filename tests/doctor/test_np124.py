@@ -1,0 +1,44 @@
+"""NP124: a multi_config that NeMo's Lhotse loader refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+
+MULTI = """\
+data:
+  train_ds:
+    multi_config: true
+    seed: 0
+    shard_seed: 0
+    shuffle: true
+    sampler_weights: {one: 0.5, two: 0.5}
+    one: {manifest_filepath: a, batch_size: 4}
+    two: {cuts_path: b, batch_size: 4}
+trainer: {devices: 1}
+"""
+
+
+@pytest.mark.parametrize("keys", [("seed",), ("shard_seed",), ("shuffle",), ("seed", "shard_seed", "shuffle")])
+def test_without_its_seeds(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    (finding,) = found(tmp_path, "NP124", MULTI, *(f"~data.train_ds.{key}" for key in keys))
+    assert finding.severity is WARNING
+    assert f"multi_config without {', '.join(keys)}: the job stops at its start" in finding.what
+
+
+def test_a_stream_beside_a_set_that_is_none(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP124", MULTI, "+data.train_ds.two.shar_path=x")
+    assert "cannot mix data.train_ds.two, a stream, and data.train_ds.one, which is none" in finding.what
+    streams = "+data.train_ds.two.shar_path=x", "+data.train_ds.one.force_iterable_dataset=true"
+    assert found(tmp_path, "NP124", MULTI, *streams) == []
+
+
+def test_none_otherwise(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP124", MULTI) == []
+    assert found(tmp_path, "NP124", MULTI, "data.train_ds.multi_config=false", "~data.train_ds.seed") == []
+    assert found(tmp_path, "NP124", MULTI, "data.train_ds.seed=null") == []  # it is there
+    assert found(tmp_path, "NP124", MULTI, "+data.train_ds.two.input_cfg=other.yaml") == []
