@@ -28,6 +28,7 @@ from nemo_patches.stall.wire import decode_groups, encode_groups
 from nemo_patches.sync import keys
 from nemo_patches.sync.store import JobStore
 
+pytestmark = pytest.mark.one_nemo
 LIMIT_S = 30.0
 GRADIENTS = "backward, which reduces the gradients"
 

@@ -13,6 +13,7 @@ import pytest
 
 import nemo_patches.sync
 
+pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
     "sync": {"sync"},

@@ -14,7 +14,7 @@ from nemo_patches.stall.settings import resolve as resolve_stall
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
 from nemo_patches.tracing.settings import ALL_SETTINGS, TraceSettings
 
-pytestmark = pytest.mark.wheel
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 
 def test_defaults() -> None:
