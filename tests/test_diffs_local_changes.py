@@ -38,6 +38,9 @@ def path_of(target: Target) -> str:
 
 
 PRESENT = {target.owner: target for target in TARGETS if (SITE / path_of(target)).is_file()}
+# An older NeMo is for what newer ones do not have: the others are edited alike, and the time of `make test` counts.
+if GONE := {"SqueezeformerEncoder", "PunctuationCapitalizationLexicalAudioModel"} & PRESENT.keys():
+    PRESENT = {owner: PRESENT[owner] for owner in sorted(GONE)}
 REAL = {owner: (SITE / path_of(target)).read_text(encoding="utf-8") for owner, target in PRESENT.items()}
 
 
