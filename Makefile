@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 NEMO_VERSIONS ?= 3.0.0 2.7.3
+PYTHONS ?= 3.10 3.12 3.13
 DEMO_NEMO = 3.0.0
 ENVIRONMENTS = $(NEMO_VERSIONS:%=.venv/nemo-%/ready)
 # The last release of each series that is supported (nemo_patches/patching/admission.py); tests/test_supported.py compares.
@@ -17,7 +18,7 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo test test-% test-others test-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo test test-% test-others test-wheel test-pythons build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -26,6 +27,7 @@ help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
+	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
@@ -63,19 +65,36 @@ test-alone-%: .venv/nemo-%/ready
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
-test-wheel: tools = .venv/nemo-$(firstword $(NEMO_VERSIONS))/bin/python
-test-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
+test-wheel: build-wheel
 	@echo "== the wheel, its tests where neither NeMo nor torch is"
+	$(call test_the_wheel,$(PYTHON),.venv/wheel/python,-c constraints.txt)
+
+# The same on other Pythons, and what the checkout's own start-up does. Without constraints.txt: some of its versions are
+# not for all of them.
+test-pythons: build-wheel
+	$(MAKE) $(PYTHONS:%=test-python-%)
+
+test-python-%:
+	@echo "== the wheel, its tests on Python $*, where neither NeMo nor torch is"
+	$(call test_the_wheel,python$*,.venv/wheel/python-$*)
+	.venv/wheel/python-$*/bin/python -m pytest -q -n 2 -m "not wheel" \
+		tests/test_start_up.py tests/test_settings.py tests/test_diagnose.py
+
+build-wheel: tools = .venv/nemo-$(firstword $(NEMO_VERSIONS))/bin/python
+build-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	rm -rf .venv/wheel
 	mkdir -p .venv/wheel/sdist
 	$(tools) -m build -q --outdir .venv/wheel/dist
 	$(tools) -m twine check --strict .venv/wheel/dist/*
 	tar -xzf .venv/wheel/dist/*.tar.gz -C .venv/wheel/sdist --strip-components 1
 	rm -r .venv/wheel/sdist/nemo_patches .venv/wheel/sdist/sitecustomize.py
-	$(PYTHON) -m venv .venv/wheel
-	.venv/wheel/bin/python -m pip install -q -c constraints.txt pytest pytest-timeout pytest-xdist hypothesis \
-		.venv/wheel/dist/*.whl
-	cd .venv/wheel/sdist && ../bin/pytest -q -n 2 -m wheel tests/doctor $$(grep -l mark.wheel tests/test_*.py)
+
+# $1: a Python, $2: the folder for its environment, $3: options of pip.
+define test_the_wheel
+	$1 -m venv $2
+	$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis .venv/wheel/dist/*.whl
+	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel tests/doctor $$(grep -l mark.wheel tests/test_*.py)
+endef
 
 test-matrix: $(MATRIX:%=matrix-%)
 
