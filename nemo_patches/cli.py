@@ -185,6 +185,9 @@ def doctor(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line for each finding, and nothing else.")] = False,
     output_format: Annotated[str | None, typer.Option(help="text, json, github (annotations) or sarif.")] = None,
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 in place of 1.")] = False,
+    against: Annotated[
+        str | None, typer.Option(help="Also what differs from NeMo's own config (nest, canary, ...) or a file.")
+    ] = None,
 ) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
@@ -213,6 +216,7 @@ def doctor(
         quiet,
         output_format,
         exit_zero,
+        against,
     )
     raise typer.Exit(command.carry_out(request))
 

@@ -99,6 +99,13 @@ def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
     after = os.times()  # of the CPU: a busy machine's other work does not count
     took = after.children_user + after.children_system - before.children_user - before.children_system
     assert took < 2 * 3  # 0.3 s
+    large = "\n".join(f"    token{number}: {number}" for number in range(45_000))
+    path = write(tmp_path, f"model:\n  vocabulary:\n{large}\n")
+    before = os.times()
+    done = python("-m", "nemo_patches", "doctor", str(path), path=(CHECKOUT,))
+    after = os.times()
+    assert done.returncode == 0, done
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2 * 3 * 2
 
 
 def test_colour_only_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
@@ -337,6 +344,29 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
             assert (rule.identifier in said) is expected, rule.identifier
             assert expected or not said, rule.identifier  # what is mended has no other finding
             assert text.splitlines()[0] in doctor(capfd, explain=rule.identifier)[1]
+
+
+def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, CLEAN)
+    code, out, _ = doctor(capfd, path, against="nest")
+    assert code == 0
+    assert f"{path}: " in out
+    assert "settings that matter differ from nest\n" in out
+    assert "    model.train_ds.max_duration: 40.0 (line 8); there: 60.0\n" in out
+    assert "    trainer.sync_batchnorm: not set; there: True\n" in out
+    assert "    model.encoder.dropout_emb: not set; there: 0.0\n" in out
+    assert "pos_emb_max_len" not in out  # is the same
+    assert "accumulate_grad_batches" not in out  # is Lightning's default there
+    assert "manifest_filepath" not in out  # does not matter
+    stock = write(tmp_path, STOCK, "stock.yaml")
+    _, out, _ = doctor(capfd, path, against=str(stock), json=True)
+    (read,) = json.loads(out)
+    assert read["differences"] == [{"key": "model.train_ds.max_duration", "value": 40.0, "there": 60.0}]
+    code, _, err = doctor(capfd, path, against="nesst")
+    assert code == 2
+    assert "--against 'nesst' is not allowed; allowed: a file, nest, fastconformer_ctc, " in err
+    for others, options in (((), {}), ((path,), {"ranks": True})):
+        assert doctor(capfd, *others, against="nest", **options)[0] == 2
 
 
 # --- --fix
