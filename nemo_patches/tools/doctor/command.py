@@ -84,7 +84,12 @@ def _carry_out(request: Request) -> int:
         _of_ranks(rules, request, paths, overrides)
     if paths:
         patched, project = examination.as_patched() if request.patched else None, suppressions.of_project()
-        reports = [examination.examine(path, overrides, rules, patched, project) for path in paths]
+        reports = [
+            examination.examine_code(path, rules)
+            if path.suffix == ".py"
+            else examination.examine(path, overrides, rules, patched, project)
+            for path in paths
+        ]
         if request.against is not None:
             other = against.reference(request.against)
             reports = [_compared(each, request.against, other) for each in reports]
