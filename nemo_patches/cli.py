@@ -177,6 +177,9 @@ def doctor(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
     ] = False,
+    nccl: Annotated[
+        bool, typer.Option("--nccl", help="With --ranks: also try the job's backend, with collectives of 1 MB.")
+    ] = False,
     list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.")] = None,
     severity: Annotated[
@@ -217,6 +220,7 @@ def doctor(
         output_format,
         exit_zero,
         against,
+        nccl,
     )
     raise typer.Exit(command.carry_out(request))
 

@@ -217,6 +217,7 @@ def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
         ((), {"patched": True}, "no config"),
         (("trainer.devices=8",), {}, "no config"),
         (("x.yaml",), {"write": True}, "--write without --fix"),
+        ((), {"nccl": True}, "--nccl without --ranks"),
         (("x.yaml",), {"fix": True, "json": True}, "allowed is one of them"),
     ],
 )

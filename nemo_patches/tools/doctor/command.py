@@ -41,6 +41,7 @@ class Request:
     output_format: str | None = None
     exit_zero: bool = False
     against: str | None = None
+    nccl: bool = False
 
 
 def carry_out(request: Request) -> int:
@@ -72,6 +73,8 @@ def _carry_out(request: Request) -> int:
         )
     if request.ranks and (len(paths) > 1 or request.patched or request.fix or request.against):
         raise DoctorError("found --ranks with several configs, --patched, --fix or --against; allowed: one config")
+    if request.nccl and not request.ranks:
+        raise DoctorError("--nccl without --ranks; it is run on every rank: torchrun ... doctor --ranks --nccl")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
     if request.json and output_format not in (None, "json"):
@@ -147,7 +150,7 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], 
 
     here, code = ranks.place(), 0
     try:
-        job_ranks = ranks.examine(here, _loaders(paths, overrides, here.size))
+        job_ranks = ranks.examine(here, _loaders(paths, overrides, here.size), request.nccl)
         if job_ranks is not None:
             ranks_report = Report(
                 f"{here.size} ranks",
