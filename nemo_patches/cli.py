@@ -177,6 +177,9 @@ def doctor(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
     ] = False,
+    nccl: Annotated[
+        bool, typer.Option("--nccl", help="With --ranks: also try the job's backend, with collectives of 1 MB.")
+    ] = False,
     list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.")] = None,
     severity: Annotated[
@@ -185,6 +188,9 @@ def doctor(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line for each finding, and nothing else.")] = False,
     output_format: Annotated[str | None, typer.Option(help="text, json, github (annotations) or sarif.")] = None,
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 in place of 1.")] = False,
+    against: Annotated[
+        str | None, typer.Option(help="Also what differs from NeMo's own config (nest, canary, ...) or a file.")
+    ] = None,
 ) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
@@ -213,6 +219,8 @@ def doctor(
         quiet,
         output_format,
         exit_zero,
+        against,
+        nccl,
     )
     raise typer.Exit(command.carry_out(request))
 

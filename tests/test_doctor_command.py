@@ -99,6 +99,13 @@ def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
     after = os.times()  # of the CPU: a busy machine's other work does not count
     took = after.children_user + after.children_system - before.children_user - before.children_system
     assert took < 2 * 3  # 0.3 s
+    large = "\n".join(f"    token{number}: {number}" for number in range(45_000))
+    path = write(tmp_path, f"model:\n  vocabulary:\n{large}\n")
+    before = os.times()
+    done = python("-m", "nemo_patches", "doctor", str(path), path=(CHECKOUT,))
+    after = os.times()
+    assert done.returncode == 0, done
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2 * 3 * 2
 
 
 def test_colour_only_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
@@ -210,6 +217,7 @@ def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
         ((), {"patched": True}, "no config"),
         (("trainer.devices=8",), {}, "no config"),
         (("x.yaml",), {"write": True}, "--write without --fix"),
+        ((), {"nccl": True}, "--nccl without --ranks"),
         (("x.yaml",), {"fix": True, "json": True}, "allowed is one of them"),
     ],
 )
@@ -337,6 +345,29 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
             assert (rule.identifier in said) is expected, rule.identifier
             assert expected or not said, rule.identifier  # what is mended has no other finding
             assert text.splitlines()[0] in doctor(capfd, explain=rule.identifier)[1]
+
+
+def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, CLEAN)
+    code, out, _ = doctor(capfd, path, against="nest")
+    assert code == 0
+    assert f"{path}: " in out
+    assert "settings that matter differ from nest\n" in out
+    assert "    model.train_ds.max_duration: 40.0 (line 8); there: 60.0\n" in out
+    assert "    trainer.sync_batchnorm: not set; there: True\n" in out
+    assert "    model.encoder.dropout_emb: not set; there: 0.0\n" in out
+    assert "pos_emb_max_len" not in out  # is the same
+    assert "accumulate_grad_batches" not in out  # is Lightning's default there
+    assert "manifest_filepath" not in out  # does not matter
+    stock = write(tmp_path, STOCK, "stock.yaml")
+    _, out, _ = doctor(capfd, path, against=str(stock), json=True)
+    (read,) = json.loads(out)
+    assert read["differences"] == [{"key": "model.train_ds.max_duration", "value": 40.0, "there": 60.0}]
+    code, _, err = doctor(capfd, path, against="nesst")
+    assert code == 2
+    assert "--against 'nesst' is not allowed; allowed: a file, nest, fastconformer_ctc, " in err
+    for others, options in (((), {}), ((path,), {"ranks": True})):
+        assert doctor(capfd, *others, against="nest", **options)[0] == 2
 
 
 # --- --fix
@@ -507,7 +538,7 @@ def test_every_rule_has_its_own_file_of_tests_and_a_complete_docstring() -> None
 
 
 def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
-    numbers = {"config": "01", "machine": "2", "ranks": "3"}  # the third character of the names, as the docs have them
+    numbers = {"config": "01", "machine": "2", "ranks": "3", "code": "4"}  # the names' third character
     for rule in all_rules():
         assert f".rules.{rule.about}.{rule.identifier.lower()}_" in rule.check.__module__
         assert rule.identifier[2] in numbers[rule.about], f"{rule.identifier} is in {rule.about}/"

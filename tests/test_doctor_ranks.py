@@ -52,10 +52,13 @@ def let_go(processes: list[subprocess.Popen[str]]) -> None:
 def test_ranks_that_are_alike_are_measured_and_nothing_is_found(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("trainer: {devices: 2}\nmodel: {train_ds: {manifest_filepath: a.json, batch_size: 8}}\n")
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR, str(config), "model.train_ds.batch_size=4"]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR, "--nccl", str(config)]
+    command += ["model.train_ds.batch_size=4"]
     done = run(command, environment(CHECKOUT), LIMIT)
     assert done.returncode == 0, done
     first, *lines, size, sampler, last = done.stdout.splitlines()
+    lines, collectives = lines[:2], lines[2:]
+    assert [line.split(" ")[0] for line in collectives] == ["all_reduce", "broadcast", "all_gather"]
     assert size == "on all of them model.train_ds.batch_size: 4"
     assert sampler == "on all of them model.train_ds, sampler: Lightning's"
     assert first == "2 ranks: 2 of 2 ranks answered, on 1 host"
@@ -77,7 +80,7 @@ def started(size: int, *different: dict[str, str], port: int = 0) -> Iterator[li
             common = {name: str(value) for name, value in {**variables, "MASTER_PORT": port}.items()}
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", TOGETHER, "--json"],
+                    [sys.executable, "-c", TOGETHER, "--json", "--nccl"],
                     env={**environment(CHECKOUT), **common, **own},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -172,7 +175,9 @@ def test_a_rank_that_hangs_or_tells_nonsense_holds_nobody_up() -> None:
     assert "rank 1 did not come through the measurement" in found["NP306"]
     assert "no sync on rank 0: " in found["NP306"]
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    assert took < 5 * 3 + 5 + 20  # its limits, and its start and end on a busy machine
+    assert "rank 1 answered, and did not come through the collectives of the job's backend" in found["NP309"]
+    assert "rank 0: the start of the group over gloo: " in found["NP309"]
+    assert took < 8 * 3 + 5 + 20  # its limits, and its start and end on a busy machine
 
 
 def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_its_own() -> None:

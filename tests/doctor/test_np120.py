@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 from pathlib import Path
 
 import pytest
 from configs import LHOTSE, NEST, WARNING, found
 
-from nemo_patches.tools.doctor import known_keys
+from nemo_patches.tools.doctor import against, known_keys
 
 pytestmark = pytest.mark.one_nemo
 
@@ -108,3 +109,33 @@ def fields(path: Path, name: str) -> set[str]:
         for node in body(path, name)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
+def test_the_defaults_are_those_of_the_installed_nemo_and_lightning() -> None:
+    """What --against takes where a setting is not there."""
+    nemo, lightning = (Path(str(importlib.util.find_spec(name).origin)).parent for name in ("nemo", "lightning"))  # type: ignore[union-attr]
+    asr = nemo / "collections" / "asr" / "modules"
+    for path, name, known in (
+        (asr / "conformer_encoder.py", "ConformerEncoder", against._ENCODER),
+        (asr / "audio_preprocessing.py", "AudioToMelSpectrogramPreprocessor", against._PREPROCESSOR),
+    ):
+        own = defaults(path, name)
+        assert {key: own[key] for key in known} == known
+    own = defaults(lightning / "pytorch" / "trainer" / "trainer.py", "Trainer")
+    # None is what Lightning replaces by these, in its own words: limits of 1.0, precision 32, no sync_batchnorm
+    assert {key: own[key] for key in against._TRAINER if own[key] is not None} == {
+        key: value for key, value in against._TRAINER.items() if own[key] is not None
+    }
+
+
+def defaults(path: Path, name: str) -> dict[str, object]:
+    """Of a class's __init__, those that are written as plain values."""
+    made = next(node for node in body(path, name) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    plain = list(zip(reversed(made.args.args), reversed(made.args.defaults), strict=False))
+    plain += list(zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True))  # type: ignore[arg-type]
+    values: dict[str, object] = {}
+    for argument, value in plain:
+        with contextlib.suppress(ValueError, TypeError):
+            values[argument.arg] = ast.literal_eval(value)
+    return values

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
+from nemo_patches.tools.doctor import against, config_files, examination, fixes, formats, loaders, report, suppressions
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor import config_files, examination, fixes, formats, loaders, report, suppressions
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Rule, Severity
@@ -40,6 +40,8 @@ class Request:
     quiet: bool = False
     output_format: str | None = None
     exit_zero: bool = False
+    against: str | None = None
+    nccl: bool = False
 
 
 def carry_out(request: Request) -> int:
@@ -65,12 +67,14 @@ def _carry_out(request: Request) -> int:
     configs, overrides = examination.split(request.arguments)
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
-    if not paths and (overrides or request.patched or request.fix or request.write):
+    if not paths and (overrides or request.patched or request.fix or request.write or request.against):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
         )
-    if request.ranks and (len(paths) > 1 or request.patched or request.fix):
-        raise DoctorError("found --ranks with several configs, --patched or --fix; allowed: one config")
+    if request.ranks and (len(paths) > 1 or request.patched or request.fix or request.against):
+        raise DoctorError("found --ranks with several configs, --patched, --fix or --against; allowed: one config")
+    if request.nccl and not request.ranks:
+        raise DoctorError("--nccl without --ranks; it is run on every rank: torchrun ... doctor --ranks --nccl")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
     if request.json and output_format not in (None, "json"):
@@ -83,7 +87,15 @@ def _carry_out(request: Request) -> int:
         _of_ranks(rules, request, paths, overrides)
     if paths:
         patched, project = examination.as_patched() if request.patched else None, suppressions.of_project()
-        reports = [examination.examine(path, overrides, rules, patched, project) for path in paths]
+        reports = [
+            examination.examine_code(path, rules)
+            if path.suffix == ".py"
+            else examination.examine(path, overrides, rules, patched, project)
+            for path in paths
+        ]
+        if request.against is not None:
+            other = against.reference(request.against)
+            reports = [_compared(each, request.against, other) for each in reports]
         if not overrides and patched is None and (unused := examination.of_project(project, reports)):
             reports.append(unused)
     else:
@@ -107,6 +119,16 @@ def _loaders(paths: Sequence[Path], overrides: Sequence[str], ranks: int) -> dic
         return {"the config": str(error)}
 
 
+def _compared(each: Report, name: str, other: Mapping[str, Any]) -> Report:
+    """With what differs from another config, before the findings."""
+    if each.config is None:
+        return each
+    found = list(against.differences(each.config, other))
+    lines = [f"{each.name}: {len(found)} settings that matter differ from {name}", *(f"    {one}" for one in found)]
+    details = [{"key": one.own.key, "value": report.plain(one.own.value), "there": one.other} for one in found]
+    return replace(each, lines=tuple(lines), details={"against": name, "differences": details})
+
+
 def _one_of(option: str, given: str | None, allowed: Sequence[str]) -> str | None:
     if given is not None and given not in allowed:
         raise DoctorError(f"{option} {given!r} is not allowed; allowed: {', '.join(allowed)}")
@@ -128,7 +150,7 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], 
 
     here, code = ranks.place(), 0
     try:
-        job_ranks = ranks.examine(here, _loaders(paths, overrides, here.size))
+        job_ranks = ranks.examine(here, _loaders(paths, overrides, here.size), request.nccl)
         if job_ranks is not None:
             ranks_report = Report(
                 f"{here.size} ranks",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.sync import settings
+from nemo_patches.tools.doctor import code, config_files, machine, suppressions
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor import config_files, machine, suppressions
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
@@ -121,6 +121,15 @@ def examine(
     return Report(name, job.headline, in_order(findings), config=config, used=left.used, suppressed=suppressed)
 
 
+def examine_code(path: Path, rules: Sequence[Rule]) -> Report:
+    """Check every rule on a model's own code, which is not run."""
+    try:
+        own = code.read(path)
+    except DoctorError as error:
+        return Report(str(path), "", (), str(error))
+    return Report(str(path), own.headline, checked(own, rules, "code"))
+
+
 def of_project(project: Sequence[Suppression], reports: Sequence[Report]) -> Report | None:
     """What is wrong with the project's own suppressions; None where nothing is."""
     paths = [Path(each.name) for each in reports if not each.error]
@@ -144,7 +153,7 @@ def examine_machine(rules: Sequence[Rule]) -> Report:
 
 
 def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[tuple[Rule, Finding], ...]:
-    """The findings of the rules about a Job ("config"), a Machine ("machine") or Ranks ("ranks"), worst first.
+    """The findings of the rules about a Job ("config"), a Code, a Machine or Ranks, worst first.
 
     A rule that raises becomes a finding of NP001.
     """

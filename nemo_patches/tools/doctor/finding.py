@@ -56,7 +56,7 @@ class Finding:
 class Rule:
     """One rule: `finds` and `why` are a sentence each, `link` is where to read on, `worst` its highest severity.
 
-    about: "config", "machine" or "ranks", the folder that the rule is in; `check` takes a Job, a Machine or the Ranks.
+    about: "config", "code", "machine" or "ranks", the folder that the rule is in; `check` takes a Job, a Code, ...
     folded: its notes are those that nearly every config gets. topic: of a machine, what was looked at. bad, good: a
     config that it finds something in, and the same one mended.
     """

@@ -97,7 +97,7 @@ def _sharer(source: YamlText, keys: Keys) -> str:
 
 
 def _tree(source: YamlText) -> Any:
-    return _unshared(yaml.safe_load(source.text))
+    return _unshared(yaml.load(source.text, Loader=yaml_text.LOADER))
 
 
 def _unshared(node: Any) -> Any:

@@ -27,6 +27,7 @@ from nemo_patches.tools.doctor.gloo_probe import Gloo
 
 GLOO_LIMIT = timedelta(seconds=60)  # torch's import can take long on a network file system
 PACKAGES = ("nemo_toolkit", "torch", "lightning", "pytorch-lightning")
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")  # as torch's own packages bring it
 # What a finding may show of the environment: nothing else is kept.
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "NEMO_PATCHES_")
 _NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURM_NNODES")
@@ -47,7 +48,8 @@ class Machine:
     """What rules may know of this machine. None or empty: there is none, or it cannot be told.
 
     versions, needs: installed version, and NeMo's own requirement, by package. environment: the variables that rules
-    may read. shared_memory: free bytes of /dev/shm. open_files: soft and hard limit, None for unlimited.
+    may read. shared_memory: free bytes of /dev/shm. open_files: soft and hard limit, None for unlimited. nccl: the
+    version of the package that torch's own brings along.
     """
 
     host: str = "this machine"
@@ -60,6 +62,7 @@ class Machine:
     shared_memory: int | None = None
     open_files: tuple[int | None, int | None] = (None, None)
     memory: Memory | None = None
+    nccl: str = ""
 
     @property
     def headline(self) -> str:
@@ -108,6 +111,7 @@ def gather() -> Machine:
         shared_memory=_shared_memory(),
         open_files=_open_files(),
         memory=memory(),
+        nccl=_nccl(),
     )
 
 
@@ -118,6 +122,13 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
     return installed
+
+
+def _nccl() -> str:
+    for name in _NCCL:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ What a rank publishes is checked for its types and its size, and printed without
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import statistics
 import sys
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 _MEASUREMENTS = 20  # syncs, and requests to the store
+_SMOKE_BYTES = 1 << 20  # of each collective over the job's backend
 _MOST_BYTES = 1 << 18  # that a rank may publish at once
 _MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
@@ -89,13 +91,31 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Smoke:
+    """How a rank came through the job's backend: the collectives that it ended, in seconds each, over which backend.
+
+    at: the one that it is in, where it came to no end or failed; problem: why, in the backend's words.
+    """
+
+    rank: int
+    backend: str
+    ended: dict[str, float] = field(default_factory=dict)
+    at: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Ranks:
-    """What rank 0 collected, by rank; a rank without facts has not answered within the timeout."""
+    """What rank 0 collected, by rank; a rank without facts has not answered within the timeout.
+
+    smoke: of --nccl, None without it. Ranks with facts that are not in it have not come to the backend's test.
+    """
 
     size: int
     timeout: timedelta
     facts: Mapping[int, Facts] = field(default_factory=dict)
     measured: Mapping[int, Measured] = field(default_factory=dict)
+    smoke: Mapping[int, Smoke] | None = None
 
     @property
     def headline(self) -> str:
@@ -123,7 +143,13 @@ class Ranks:
         shown = sorted(ranks[:_SHOWN_RANKS])
         rest = len(ranks) - len(shown)
         lines = [self._line(rank) for rank in shown] + ([f"{rest} more ranks, with faster syncs"] if rest else [])
+        if self.smoke and len({tuple(each.ended) for each in self.smoke.values()}) == 1:
+            lines += [self._slowest(name) for name in next(iter(self.smoke.values())).ended]
         return lines + [f"on all of them {name}: {text}" for name, text in self._common_loaders().items()]
+
+    def _slowest(self, name: str) -> str:
+        slowest = max((self.smoke or {}).values(), key=lambda each: each.ended[name])
+        return f"{name} over {slowest.backend}: {1000 * slowest.ended[name]:.1f} ms at most (rank {slowest.rank})"
 
     def _common_loaders(self) -> dict[str, str]:
         first, *others = [facts.loaders for _, facts in sorted(self.facts.items())] or [{}]
@@ -149,6 +175,7 @@ class Ranks:
                     **msgspec.to_builtins(facts),
                     "measured": msgspec.to_builtins(self.measured[rank]) if rank in self.measured else None,
                     "clock_offset": self.clock_offset(rank),
+                    "smoke": msgspec.to_builtins(self.smoke[rank]) if self.smoke and rank in self.smoke else None,
                 }
                 for rank, facts in sorted(self.facts.items())
             ]
@@ -187,7 +214,7 @@ def place(variables: Mapping[str, str] = os.environ) -> Place:
     return Place(rank, size, number("LOCAL_RANK", "SLURM_LOCALID"), address, port, has_server)
 
 
-def examine(here: Place, loaders: Mapping[str, str]) -> Ranks | None:
+def examine(here: Place, loaders: Mapping[str, str], smoke: bool = False) -> Ranks | None:
     """Take part as this rank; return what all ranks published on rank 0, None on the others. Raises DoctorError.
 
     loaders: what a config makes of this rank's data loaders.
@@ -198,10 +225,10 @@ def examine(here: Place, loaders: Mapping[str, str]) -> Ranks | None:
     except settings.SettingsError as error:
         raise DoctorError(str(error)) from None
     own = _facts(here, loaders)  # imports torch, which the time limits must not count
-    part = _Part(here, own, timeout)
+    part = _Part(here, own, timeout, smoke)
     thread = threading.Thread(target=part.take, daemon=True)  # torch's calls cannot be interrupted
     thread.start()
-    thread.join(5 * timeout.total_seconds() + 5)
+    thread.join((5 + 3 * smoke) * timeout.total_seconds() + 5)
     problem = part.error or (f"rank {here.rank} came to no end; it was at {part.at}" if thread.is_alive() else "")
     if problem and not part.facts:
         raise DoctorError(problem)
@@ -210,15 +237,17 @@ def examine(here: Place, loaders: Mapping[str, str]) -> Ranks | None:
     measured = dict(part.measured)
     if problem:
         measured[0] = replace(measured.get(0, Measured(0)), problem=problem)
-    return Ranks(here.size, timeout, dict(part.facts), measured)
+    return Ranks(here.size, timeout, dict(part.facts), measured, dict(part.smoke) if smoke else None)
 
 
 class _Part:
     """This rank's part, on a thread; what it has so far is read when its time is up."""
 
-    def __init__(self, here: Place, own: Facts, timeout: timedelta) -> None:
+    def __init__(self, here: Place, own: Facts, timeout: timedelta, smoke: bool) -> None:
         self.facts: dict[int, Facts] = {}
         self.measured: dict[int, Measured] = {}
+        self.smoke: dict[int, Smoke] = {}
+        self._with_smoke = smoke
         self.at, self.error = "its start", ""
         self._here, self._own, self._timeout = here, own, timeout
 
@@ -251,6 +280,7 @@ class _Part:
             self.at = "collecting the ranks' facts"
             self.facts = _collect(store, "facts", range(here.size), Facts, self._timeout)
             self.facts[0] = self._own
+            store.set("smoke_name", secrets.token_hex(8))
             store.set("present", msgspec.json.encode(sorted(self.facts)).decode())
             present = sorted(self.facts)
         else:
@@ -262,12 +292,19 @@ class _Part:
         began = time.monotonic()
         own = self._measure(store, present)
         _publish(store, "measured", own)
+        if self._with_smoke:
+            self.at = "the collectives of the job's backend"
+            tried = _smoke(store, here, present, self._timeout)
+            _publish(store, "smoke", tried)
         if here.rank == 0:
             self.at = "collecting what the ranks measured"
             self.measured[0] = own
             others = [rank for rank in present if rank]
-            left = 2 * self._timeout - timedelta(seconds=time.monotonic() - began)  # each has a limit of its own
-            self.measured |= _collect(store, "measured", others, Measured, left)
+            end = began + (2 + 2 * self._with_smoke) * self._timeout.total_seconds()  # each has a limit of its own
+            self.measured |= _collect(store, "measured", others, Measured, _until(end))
+            if self._with_smoke:
+                self.smoke[0] = tried
+                self.smoke |= _collect(store, "smoke", others, Smoke, _until(end))
         self.at = "its end"
 
     def _measure(self, store: dist.Store, present: list[int]) -> Measured:
@@ -283,6 +320,51 @@ class _Part:
         except (RuntimeError, ValueError) as error:  # Gloo's
             return replace(measured, problem=_first_line(error))
         return replace(measured, syncs=syncs, clocks=clocks)
+
+
+def _until(end: float) -> timedelta:
+    return timedelta(seconds=end - time.monotonic())
+
+
+def _smoke(store: dist.Store, here: Place, present: list[int], timeout: timedelta) -> Smoke:
+    """Three collectives of 1 MB over the backend that the job would have; what has no end in time is left alone."""
+    import torch
+    import torch.distributed as dist
+
+    # A client of its own: a wait for a rank that never comes holds the client's lock, in a thread that is left alone.
+    client = dist.TCPStore(here.address, here.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    own = dist.PrefixStore(f"nemo_patches/doctor/{store.get('smoke_name').decode()}", client)
+    gpu = torch.cuda.is_available() and here.local_rank < torch.cuda.device_count()
+    backend, device = ("nccl", f"cuda:{here.local_rank}") if gpu else ("gloo", "cpu")
+    ended: dict[str, float] = {}
+    at = ["the start of the group"]
+
+    def run() -> None:
+        if gpu:
+            torch.cuda.set_device(here.local_rank)
+        seat, size = present.index(here.rank), len(present)
+        # Its own limit is longer than ours: where it passes, NCCL's watchdog ends the process.
+        dist.init_process_group(backend, store=own, rank=seat, world_size=size, timeout=20 * timeout)
+        block = torch.ones(_SMOKE_BYTES // 4, device=device)
+        parts = [torch.empty_like(block) for _ in range(size)]
+        collectives: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(block),
+            "broadcast": lambda: dist.broadcast(block, 0),
+            "all_gather": lambda: dist.all_gather(parts, block),
+        }
+        for name, collective in collectives.items():
+            at[0] = name
+            began = time.perf_counter()
+            collective()
+            if gpu:
+                torch.cuda.synchronize()
+            ended[name] = time.perf_counter() - began
+
+    try:
+        _within(1.5 * timeout, run)
+    except (RuntimeError, ValueError) as error:
+        return Smoke(here.rank, backend, dict(ended), at[0], _first_line(error))
+    return Smoke(here.rank, backend, dict(ended))
 
 
 def _within(limit: timedelta, what: Callable[[], _Result]) -> _Result:
@@ -380,7 +462,7 @@ def _device(local_rank: int) -> tuple[str, str]:
     return f"cuda:{local_rank} {properties.name}", str(getattr(properties, "uuid", ""))
 
 
-def _publish(store: dist.Store, what: str, content: Facts | Measured) -> None:
+def _publish(store: dist.Store, what: str, content: Facts | Measured | Smoke) -> None:
     store.set(f"{what}/{content.rank}", msgspec.json.encode(content).decode())
     store.add(what, 1)
 

@@ -132,7 +132,11 @@ def _counts(reports: Sequence[Report]) -> str:
 
 
 def _value(value: Value) -> dict[str, Any]:
-    plain = None if value.value is UNKNOWN else value.value
-    if isinstance(plain, float) and not math.isfinite(plain):
-        plain = str(plain)  # JSON has no infinity
-    return {"key": value.key, "value": plain, "known": value.known, "origin": value.origin}
+    return {"key": value.key, "value": plain(value.value), "known": value.known, "origin": value.origin}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can have it, which has no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return None if value is UNKNOWN else value

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 # libyaml where PyYAML was built with it, ten times as fast.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 LARGEST_FILE_BYTES = 1 << 20  # NeMo's own configs have at most 40 KiB, one with a large vocabulary some 100 KiB
 MOST_VALUES = 50_000  # every alias counts as often as it is used; NeMo's own have up to 21,000
@@ -57,7 +57,7 @@ def parse(path: Path, text: str) -> YamlText:
     """The same of a text, in the name of a file."""
     try:
         _check_events(path, text)
-        root = yaml.compose(text, Loader=_LOADER)
+        root = yaml.compose(text, Loader=LOADER)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
     if root is None:
@@ -102,7 +102,7 @@ def decoded(path: Path, content: bytes) -> YamlText:
 def _check_events(path: Path, text: str) -> None:
     """Bound the depth and the size before anything recursive sees the text."""
     depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+    for count, event in enumerate(yaml.parse(text, Loader=LOADER)):
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             depth += 1
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):

@@ -13,12 +13,12 @@ from importlib import import_module
 from types import ModuleType
 
 from nemo_patches.tools.doctor.finding import Rule
-from nemo_patches.tools.doctor.rules import config, machine, ranks
+from nemo_patches.tools.doctor.rules import code, config, machine, ranks
 
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule of these folders, by identifier."""
-    rules = [_rule(module, folder) for folder in (config, machine, ranks) for module in _modules(folder)]
+    rules = [_rule(module, folder) for folder in (code, config, machine, ranks) for module in _modules(folder)]
     return tuple(sorted(rules, key=lambda rule: rule.identifier))
 
 

@@ -1,0 +1,1 @@
+"""Rules on a model's own code, NP4xx: each takes a Code."""

@@ -1,0 +1,28 @@
+"""A method that makes other collectives than NeMo's own method of that name.
+
+What NeMo's other ranks, callbacks and loops count on is in its own method: one collective more or less than there is
+safe only if every rank runs this code.
+Link: docs/doctor.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.NOTE
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Not where it calls NeMo's method by super()."""
+    for each in code.classes:
+        for name, method in each.methods.items():
+            theirs = each.of_nemo.get(name)
+            inherited = any(call.name == f"super().{name}" for call in method.calls)
+            if theirs is None or inherited or method.collectives == theirs.collectives:
+                continue
+            own, other = (", ".join(found.collectives) or "none" for found in (method, theirs))
+            what = f"{each.name}.{name}: its collectives are {own}, those of NeMo's {each.base}: {other}"
+            yield Finding(Severity.NOTE, what, (at(name, method.node.lineno),))

@@ -1,0 +1,36 @@
+"""An encoder's own update_max_seq_length that leaves out a call which NeMo's makes.
+
+Without set_max_audio_length the positional encodings never grow, and a longer input fails; without the reduce, or the
+test of sync_max_audio_length, ranks grow differently. nemo_patches does not patch a method that it does not know.
+Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.code import Code, Method, at
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.WARNING
+
+_CALLS = ("is_initialized", "all_reduce", "set_max_audio_length", "extend_pe")
+_METHODS = ("update_max_seq_length", "update_max_sequence_length", "set_max_audio_length")
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Against the installed NeMo's method."""
+    for each in code.classes:
+        for name in _METHODS:
+            own, theirs = each.methods.get(name), each.of_nemo.get(name)
+            if own is None or theirs is None or any(call.name == f"super().{name}" for call in own.calls):
+                continue
+            missing = [call for call in _last_parts(theirs) if call not in _last_parts(own)]
+            if missing:
+                what = f"{each.name}.{name} does not call {', '.join(missing)}, as NeMo's {each.base} does"
+                yield Finding(Severity.WARNING, what, (at(name, own.node.lineno),), f"super().{name}(...)")
+
+
+def _last_parts(method: Method) -> list[str]:
+    names = [call.name.rpartition(".")[2] for call in method.calls]
+    return [name for name in dict.fromkeys(names) if name in _CALLS]

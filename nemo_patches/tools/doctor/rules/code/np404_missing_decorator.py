@@ -1,0 +1,31 @@
+"""A method without a decorator that NeMo's own method of that name has.
+
+Without typecheck, NeMo's checks of inputs are gone, and `input_types` means nothing; without no_grad or inference_mode
+a rank keeps activations that the others do not, and may run out of memory alone.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/core/classes/common.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.NOTE
+
+_MATTER = ("typecheck", "no_grad", "inference_mode", "property", "classmethod", "staticmethod", "rank_zero_only")
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Of the installed NeMo's methods."""
+    for each in code.classes:
+        for name, method in each.methods.items():
+            theirs = each.of_nemo.get(name)
+            wanted = [found for found in (theirs.decorators if theirs else []) if found.rpartition(".")[2] in _MATTER]
+            own = {found.rpartition(".")[2] for found in method.decorators}
+            missing = [found for found in wanted if found.rpartition(".")[2] not in own]
+            if missing:
+                what = f"{each.name}.{name} has no @{', @'.join(missing)}, as NeMo's {each.base} has"
+                instead = ", ".join(f"@{found}" for found in missing)
+                yield Finding(Severity.NOTE, what, (at(name, method.node.lineno),), instead)

@@ -1,0 +1,40 @@
+"""NCCL's RAS, which tells from outside which ranks of a running job do not answer: switched off, or not there.
+
+From NCCL 2.24 on it is on by default, and `ncclras` asks it on any host of the job, at localhost:28028 unless
+NCCL_RAS_ADDR says otherwise. With several jobs on a host, each needs an address of its own to be asked. Stacks of all
+ranks come from a training script that calls torch.distributed.debug.start_debug_server, which torch 2.13 has.
+Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.version import InvalidVersion, Version
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.machine import Machine, fact
+
+WORST = Severity.NOTE
+TOPIC = "NCCL's RAS"
+
+_SWITCH = "NCCL_RAS_ENABLE"
+_SINCE = Version("2.24")
+
+
+def check(machine: Machine) -> Iterator[Finding]:
+    """A switch that is off, wherever that is; an NCCL without it, by its package's version."""
+    switch = machine.variable(_SWITCH)
+    if switch.given and str(switch.value).strip() == "0":
+        what = f"{_SWITCH}=0: when a job hangs, ncclras cannot be asked which rank does not answer"
+        yield Finding(Severity.NOTE, what, (switch,), f"no {_SWITCH}; it costs one idle thread for each process")
+    elif machine.nccl and _older(machine.nccl):
+        what = f"NCCL {machine.nccl} has no RAS, which tells which ranks of a job that hangs do not answer"
+        yield Finding(Severity.NOTE, what, (fact("NCCL", machine.nccl),), f"NCCL {_SINCE} or later")
+
+
+def _older(version: str) -> bool:
+    try:
+        return Version(version) < _SINCE
+    except InvalidVersion:
+        return False

@@ -1,0 +1,37 @@
+"""The job's backend, NCCL on GPUs: a collective that a rank came to no end of, or to which a rank never came.
+
+Such a job hangs before its first encoder call, where no length sync has a part. With --nccl only: 1 MB is reduced,
+broadcast and gathered once over the ranks that answered, within NEMO_PATCHES_TIMEOUT.
+Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.ranks import Ranks
+
+WORST = Severity.ERROR
+
+
+def check(ranks: Ranks) -> Iterator[Finding]:
+    """Ranks that never came first: for these the others wait."""
+    if ranks.smoke is None:
+        return
+    instead = "NCCL_DEBUG=INFO on these ranks, and the doctor's findings on their machines"
+    absent = sorted(set(ranks.facts) - set(ranks.smoke))
+    if absent:
+        what = f"{named(absent)} answered, and did not come through the collectives of the job's backend"
+        yield Finding(Severity.ERROR, what, (), instead)
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for rank, each in sorted(ranks.smoke.items()):
+        if each.at:
+            groups.setdefault((each.backend, each.at, each.problem), []).append(rank)
+    for (backend, at, problem), which in groups.items():
+        yield Finding(Severity.ERROR, f"{named(which)}: {at} over {backend}: {problem}", (), instead)
+    backends = sorted({each.backend for each in ranks.smoke.values()})
+    if len(backends) > 1:
+        what = f"ranks without a GPU of their own: {', '.join(backends)} differ between ranks, and no group can be made"
+        yield Finding(Severity.ERROR, what, (), "one GPU for each rank, or none at all")
