@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from nemo_patches.stall.missing_rank import MissingRank as MissingRank
     from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
     from nemo_patches.sync.settings import SettingsError as SettingsError
+    from nemo_patches.uneven.agreement import StopTogetherError as StopTogetherError
+    from nemo_patches.uneven.even_loader import stop_together as stop_together
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,10 +28,12 @@ __all__ = [
     "MissingRank",
     "SettingsError",
     "Status",
+    "StopTogetherError",
     "UnsupportedNeMo",
     "apply",
     "revert",
     "status",
+    "stop_together",
 ]
 
 # Imported at their first use; the same as above, for type checkers.
@@ -39,7 +43,9 @@ _MODULE_OF = {
     "MissingRank": "nemo_patches.stall.missing_rank",
     "SettingsError": "nemo_patches.sync.settings",
     "Status": "nemo_patches.patching.process_status",
+    "StopTogetherError": "nemo_patches.uneven.agreement",
     "UnsupportedNeMo": "nemo_patches.patching.admission",
+    "stop_together": "nemo_patches.uneven.even_loader",
 }
 
 if not TYPE_CHECKING:  # a type checker would take any attribute of a module that has __getattr__

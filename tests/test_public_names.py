@@ -15,7 +15,16 @@ from nemo_patches.tracing.settings import ALL_SETTINGS
 
 pytestmark = pytest.mark.one_nemo
 
-LAZY = ("DriftError", "LengthSyncTimeout", "MissingRank", "SettingsError", "Status", "UnsupportedNeMo")
+LAZY = (
+    "DriftError",
+    "LengthSyncTimeout",
+    "MissingRank",
+    "SettingsError",
+    "Status",
+    "StopTogetherError",
+    "UnsupportedNeMo",
+    "stop_together",
+)
 
 
 @pytest.mark.parametrize("name", LAZY)

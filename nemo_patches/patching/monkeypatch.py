@@ -29,6 +29,7 @@ from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import rank_and_size
+from nemo_patches.uneven.even_loader import even_loaders
 
 
 class Patching:
@@ -140,6 +141,7 @@ class Patching:
             encoders=length_sync.counters(),
             unannounced=subscriber.unannounced(),
             stalls=subscriber.stalls(),
+            loaders=even_loaders.counters(),
         )
 
     def _begin(self, settings: Settings, stall: StallSettings) -> None:

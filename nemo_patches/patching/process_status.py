@@ -11,6 +11,7 @@ from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.uneven.agreement import LoaderCounters
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Status:
     trace_file: the file that is being written, or why there is none; empty without a trace.
     unannounced: ranks without a sign of nemo_patches: not patched, or not at their first encoder call yet.
     stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
+    loaders: what StopTogether and stop_together() have done on this rank.
     """
 
     nemo: str
@@ -41,6 +43,7 @@ class Status:
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
+    loaders: tuple[LoaderCounters, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -50,6 +53,7 @@ class Status:
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
             *map(_encoder_line, self.encoders),
+            *map(str, self.loaders),
         ]
         if self.unannounced:
             lines.append(f"not patched, or not at a first encoder call yet: {named(self.unannounced)}")
