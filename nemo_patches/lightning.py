@@ -1,4 +1,4 @@
-"""Lightning callbacks: LengthSyncCallback logs every rank's calls, fallbacks, waiting and lag; StopTogether ends passes."""
+"""Lightning callbacks: LengthSyncCallback logs every rank's calls, fallbacks and lag; StopTogether ends passes."""
 
 from __future__ import annotations
 
