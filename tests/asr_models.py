@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 LABELS = [" ", "a", "b", "c", "d"]
 HIDDEN, FEATURES = 32, 16
+HANG_S = 6.0  # for which a rank of stock that hangs makes no progress
 _PREPROCESSOR = {
     "_target_": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
     "sample_rate": 16000,
@@ -61,6 +67,68 @@ def ctc(trainer: Any) -> Any:
     return _made(OfSeveralLoaders, {**_COMMON, "decoder": _CTC_DECODER, "use_cer": True}, trainer)
 
 
+def ctc_with_bleu(trainer: Any) -> Any:
+    """With the states that attention models have beside WER's, kept as those keep them."""
+    from nemo.collections.asr.metrics import BLEU
+
+    model = ctc(trainer)
+    owner = type(model)
+
+    class WithBleu(owner):  # type: ignore[misc, valid-type]
+        def validation_pass(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            logs = super().validation_pass(batch, batch_idx, dataloader_idx)
+            signals, lengths, tokens, token_lengths = batch
+            predictions, predicted, _ = self.forward(input_signal=signals, input_signal_length=lengths)
+            self.bleu.update(predictions, predicted, tokens, token_lengths)
+            logs.update(self.bleu.compute(prefix="val_"))
+            self.bleu.reset()
+            return logs
+
+    model.__class__ = WithBleu
+    model.bleu = BLEU(model.decoding, log_prediction=False)
+    return model
+
+
+def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
+    """fused: the joint computes WER, sub-batch by sub-batch. hybrid: a CTC decoder, too."""
+    from nemo.collections.asr import models
+
+    prediction = {"pred_hidden": HIDDEN, "pred_rnn_layers": 1, "t_max": None, "dropout": 0.0}
+    joint = {"joint_hidden": HIDDEN, "activation": "relu", "dropout": 0.0}
+    auxiliary = {
+        "ctc_loss_weight": 0.3,
+        "use_cer": True,
+        "ctc_reduction": "mean_batch",
+        "decoder": _CTC_DECODER,
+        "decoding": {"strategy": "greedy"},
+    }
+    config = {
+        **_COMMON,
+        "compute_eval_loss": False,
+        "use_cer": True,
+        "model_defaults": {"enc_hidden": HIDDEN, "pred_hidden": HIDDEN, "joint_hidden": HIDDEN},
+        "decoder": {
+            "_target_": "nemo.collections.asr.modules.RNNTDecoder",
+            "normalization_mode": None,
+            "random_state_sampling": False,
+            "blank_as_pad": True,
+            "prednet": prediction,
+        },
+        "joint": {
+            "_target_": "nemo.collections.asr.modules.RNNTJoint",
+            "log_softmax": None,
+            "preserve_memory": False,
+            "fuse_loss_wer": fused,
+            "fused_batch_size": 2,
+            "jointnet": joint,
+        },
+        "decoding": {"strategy": "greedy", "greedy": {"max_symbols": 2}},
+        "loss": {"loss_name": "default"},
+        **({"aux_ctc": auxiliary} if hybrid else {}),
+    }
+    return _made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
+
+
 def _made(owner: type, config: dict[str, Any], trainer: Any) -> Any:
     from omegaconf import OmegaConf
 
@@ -93,11 +161,11 @@ class Batches(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """Without a length, as Lhotse's and people's own; with `announced`, one that is a guess, as of tarred data."""
 
-    def __init__(self, seeds: range) -> None:
-        self.seeds = seeds
+    def __init__(self, seeds: range, size: int = 2) -> None:
+        self.seeds, self.size = seeds, size
 
     def __iter__(self) -> Iterator[Any]:
-        return map(batch, self.seeds)
+        return (batch(seed, self.size) for seed in self.seeds)
 
 
 class TarredStream(Stream):
@@ -111,3 +179,66 @@ class TarredStream(Stream):
 
 def loader(dataset: Any, **settings: Any) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=None, **settings)
+
+
+def trainer_of(callbacks: Any = (), **settings: Any) -> Any:
+    """A small trainer under DDP, of the ranks that run it."""
+    import lightning.pytorch as pl
+
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp",
+        callbacks=list(callbacks),
+        use_distributed_sampler=False,
+        **{
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **settings,
+        },
+    )
+
+
+def prepare() -> None:
+    """In a rank, before its first trainer."""
+    os.environ.update(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there
+    from nemo.utils import logging as nemo_logging
+
+    warnings.filterwarnings("ignore")
+    nemo_logging.setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def name_loaders(model: Any, loaders: Any) -> None:
+    """As NeMo's setup_multiple_validation_data and its test twin do, where there are several."""
+    if isinstance(loaders, list):
+        names = [f"{number}_" for number in range(len(loaders))]
+        model._validation_dl = model._test_dl = loaders
+        model._validation_names = model._test_names = names
+        model._val_dl_idx = model._test_dl_idx = 0
+
+
+def hang_watch() -> Any:
+    """A callback for stock: it ends the rank where Lightning begins or ends no batch for HANG_S, and says so."""
+    import lightning.pytorch as pl
+
+    progressed = threading.Event()
+
+    class HangWatch(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            progressed.set()
+
+        on_train_start = on_validation_start = on_validation_batch_end = on_train_batch_end
+
+    def watch() -> None:
+        progressed.wait()
+        while progressed.wait(HANG_S):
+            progressed.clear()
+        print("no progress", file=sys.stderr, flush=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return HangWatch()

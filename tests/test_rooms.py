@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "sync": {"sync"},
     "stall": {"sync", "stall"},
     "tracing": {"sync", "stall", "tracing"},
-    "uneven": {"sync", "stall", "uneven"},
+    "uneven": {"sync", "stall", "tracing", "uneven"},
     "patching": {"sync", "stall", "tracing", "uneven", "patching"},
     "vendoring": {"sync", "patching", "vendoring"},
     "tools": {

@@ -6,12 +6,10 @@ One spawn of ranks has many short trainings, since importing NeMo and connecting
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -29,7 +27,6 @@ import nemo_patches
 from nemo_patches.lightning import StopTogether
 
 pytestmark = pytest.mark.alone
-HANG_S = 6.0  # for which a stock rank that has had all its batches makes no more progress
 
 
 class Progress(pl.Callback):  # type: ignore[misc]
@@ -63,41 +60,12 @@ class Progress(pl.Callback):  # type: ignore[misc]
 def fit(train: Any, val: Any = None, ckpt: Any = None, callbacks: Any = (), **settings: Any) -> tuple[Progress, Any]:
     """One training under DDP."""
     progress = Progress()
-    trainer = trainer_of([*callbacks, progress], **{"num_sanity_val_steps": 0, **settings})
+    trainer = asr_models.trainer_of([*callbacks, progress], **{"num_sanity_val_steps": 0, **settings})
     model = asr_models.ctc(trainer)
-    if isinstance(val, list):  # as NeMo's setup_multiple_validation_data does
-        model._validation_dl, model._validation_names = val, [f"{number}_" for number in range(len(val))]
-        model._val_dl_idx = 0
+    asr_models.name_loaders(model, val)
     trainer.fit(model, train, val, ckpt_path=ckpt)
     progress.steps = trainer.global_step
     return progress, model
-
-
-def trainer_of(callbacks: list[Any], **settings: Any) -> Any:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy="ddp",
-        callbacks=callbacks,
-        use_distributed_sampler=False,
-        **{
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **settings,
-        },
-    )
-
-
-def prepare() -> None:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there
-    from nemo.utils import logging as nemo_logging
-
-    warnings.filterwarnings("ignore")
-    nemo_logging.setLevel(logging.ERROR)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 def parameters(model: Any) -> str:
@@ -115,7 +83,7 @@ def sized(count: int, seed: int = 0) -> Any:
 
 def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Each entry: what Progress has seen."""
-    prepare()
+    asr_models.prepare()
     nemo_patches.apply(timeout=60)
     more, seen = int(rank == 0), dict[str, Any]()
 
@@ -161,7 +129,10 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("saved", tarred(9), stream(1), callbacks=[StopTogether(), Save()], max_steps=2, **limits)
     note("resumed", enough, stream(1), ckpt=f"{folder}/middle.ckpt", **limits)
     note("resumed by stock", enough, stream(1), callbacks=[], ckpt=f"{folder}/middle.ckpt", **limits)
-    trainer = trainer_of([StopTogether(False, True), progress := Progress()])
+    nemo_patches.apply(timeout=60, stop_together="training")
+    note("by a setting", stream(3 + more), callbacks=[])
+    nemo_patches.apply(timeout=60)
+    trainer = asr_models.trainer_of([StopTogether(False, True), progress := Progress()])
     trainer.validate(asr_models.ctc(trainer), stream(2 + more), verbose=False)
     seen["validate"] = progress.validations
     seen["plain loops"], together = plain_loops(rank)
@@ -254,6 +225,7 @@ def test_an_even_run_is_stocks_to_the_last_bit(kind: str, seen: dict[str, Any]) 
         ("reloaded", [3, 3], [1, 1], 6),
         ("max_steps", [3, 2], [], 5),
         ("several", [3], [], 3),
+        ("by a setting", [3], [], 3),
         ("limited", [4], [1], 4),  # it is validated after a pass that ends before its limit
         ("at its limit", [3], [1], 3),
         ("announced", [3], [1], 3),  # as stock, which takes the announced length for the length
@@ -307,26 +279,9 @@ def test_ranks_that_left_a_pass_at_different_batches_are_told_on_all(seen: dict[
 
 
 def one_that_hangs(rank: int, size: int, train: int, val: int) -> None:
-    """Stock; it ends itself as soon as it has come to the last batch that all ranks have, and no further."""
-    prepare()
-    progressed = threading.Event()
-
-    class Watch(pl.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, *_: Any) -> None:
-            progressed.set()
-
-        on_validation_batch_end = on_train_batch_end
-
-    def watch() -> None:
-        progressed.wait()
-        while progressed.wait(HANG_S):
-            progressed.clear()
-        print("no progress", file=sys.stderr, flush=True)
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
+    asr_models.prepare()
     more = int(rank == 0)
-    fit(stream(4 + train * more), stream(4 + val * more), callbacks=[Watch()])
+    fit(stream(4 + train * more), stream(4 + val * more), callbacks=[asr_models.hang_watch()])
     print("the fit has ended", file=sys.stderr, flush=True)
     torch.distributed.barrier()
 
@@ -357,7 +312,7 @@ def wait_for_the_report(store: Any) -> None:
 
 
 def late_and_dead(rank: int, size: int) -> Any:
-    prepare()
+    asr_models.prepare()
     nemo_patches.apply(timeout=60)
     fit(stream(2), callbacks=[StopTogether()])
     wait_until(all_have_come)

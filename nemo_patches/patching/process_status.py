@@ -12,6 +12,7 @@ from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.agreement import LoaderCounters
+from nemo_patches.uneven.settings import UnevenSettings
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class Status:
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
-    loaders: tuple[LoaderCounters, ...] = ()
+    loaders: tuple[LoaderCounters, ...]
+    uneven: UnevenSettings
 
     def __str__(self) -> str:
         lines = [
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {settings_text(self.settings, self.stall_settings, self.trace)}",
+            f"settings: {settings_text(self.settings, self.stall_settings, self.trace, self.uneven)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
@@ -60,9 +62,10 @@ class Status:
         return "\n".join((*lines, *map(str, self.stalls)))
 
 
-def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings) -> str:
+def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> str:
     """All in one text; the trace's only where there is one, or other dumps than by default."""
-    return f"{settings}, {stall}" + (f"; {trace}" if trace.folder or trace.dump is not None else "")
+    more = [*([str(trace)] if trace.folder or trace.dump is not None else []), *filter(None, [str(uneven)])]
+    return "; ".join([f"{settings}, {stall}", *more])
 
 
 def _encoder_line(counters: EncoderCounters) -> str:
