@@ -6,20 +6,25 @@ One spawn of ranks has many short trainings, since importing NeMo and connecting
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import random
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import asr_models
 import lightning.pytorch as pl
 import pytest
+import soundfile
 import torch
 from asr_models import Batches, Stream, TarredStream, loader
+from omegaconf import OmegaConf
 from ranks import Result, Said, all_have_come, run_ranks, wait_until
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -292,6 +297,53 @@ def test_stock_hangs_or_dies_in_both_reproductions() -> None:
             results = run.result()
             assert all(" batch 3" in result.stderr for result in results)  # all have had what is even
             assert "the fit has ended" not in results[0].stderr
+
+
+WORDS = ("ab", "cd", "abc", "dab")
+
+
+def lhotse(rank: int, size: int, folder: str) -> tuple[list[int], list[int]]:
+    """NeMo's own loader, whose ranks by default shuffle each on its own: batches of epochs, alone and together."""
+    asr_models.prepare()
+    nemo_patches.apply(timeout=60)
+    if rank == 0:
+        write_manifest(Path(folder))
+    torch.distributed.barrier()
+    trainer = asr_models.trainer_of([StopTogether(), progress := Progress()], max_epochs=2)
+    model = asr_models.ctc(trainer)
+    config = {
+        "manifest_filepath": f"{folder}/train.json",
+        "sample_rate": 16000,
+        "labels": asr_models.LABELS,
+        "use_lhotse": True,
+        "batch_size": None,
+        "batch_duration": 3,  # one to six cuts: hardly an epoch is even
+        "shuffle": True,
+        "num_workers": 0,
+        "shuffle_buffer_size": 50,
+    }
+    model.setup_training_data(OmegaConf.create(config))
+    alone = [sum(1 for _ in model._train_dl.sampler) for _ in range(20)]  # without the audio
+    trainer.fit(model)
+    return alone, progress.epochs
+
+
+def write_manifest(folder: Path) -> None:
+    chance = random.Random(0)
+    with (folder / "train.json").open("w") as manifest:
+        for number in range(100):
+            seconds = round(chance.uniform(0.4, 2.9), 2)
+            audio = str(folder / f"{number}.wav")
+            soundfile.write(audio, [0.01 * chance.gauss(0, 1) for _ in range(int(seconds * 16000))], 16000)
+            entry = {"audio_filepath": audio, "duration": seconds, "text": " ".join(chance.choices(WORDS, k=3))}
+            manifest.write(json.dumps(entry) + "\n")
+
+
+def test_lhotses_default_shuffling_ends_together(tmp_path: Path) -> None:
+    (own, together), (others, together_there) = (result.value for result in run_ranks(lhotse, 2, str(tmp_path)))
+    assert own != others  # so that there was something to do
+    assert together == together_there
+    assert len(together) == 2 and min(together) > 0
 
 
 class Late(IterableDataset[Any]):

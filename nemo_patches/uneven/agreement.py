@@ -18,6 +18,7 @@ from nemo_patches.uneven.extremes import Extremes, ExtremesRounds, Place
 
 _LATE = "not every rank has said within {waited:.2f} s whether it has another batch; all wait for that"
 _NO_LENGTH = 0  # else the length and one
+_SET_UP = -1  # in place of a batch
 
 
 class StopTogetherError(RuntimeError):
@@ -87,7 +88,7 @@ class Agreement:
             self.ended_by()
 
     def _issue(self, value: int, place: Place | None) -> None:
-        number, batch = self._rounds.last.done + 1, place.batch if place is not None else 0
+        number, batch = self._rounds.last.done + 1, place.batch if place is not None else _SET_UP
         round_ = Round(number, batch, training=True, length=0)
         try:
             self._rounds.issue(value)
@@ -130,7 +131,7 @@ class Agreement:
 
 class _LoaderHandle(SyncHandle):
     def call_title(self, round_: Round) -> str:
-        return f"{self.title}: batch {round_.call}" if round_.call else f"{self.title}: set-up"
+        return f"{self.title}: set-up" if round_.call == _SET_UP else f"{self.title}: batch {round_.call}"
 
 
 class Agreements:
