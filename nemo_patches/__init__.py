@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from nemo_patches.stall.missing_rank import MissingRank as MissingRank
     from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
     from nemo_patches.sync.settings import SettingsError as SettingsError
+    from nemo_patches.uneven.agreement import StopTogetherError as StopTogetherError
+    from nemo_patches.uneven.even_loader import stop_together as stop_together
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,10 +28,12 @@ __all__ = [
     "MissingRank",
     "SettingsError",
     "Status",
+    "StopTogetherError",
     "UnsupportedNeMo",
     "apply",
     "revert",
     "status",
+    "stop_together",
 ]
 
 # Imported at their first use; the same as above, for type checkers.
@@ -39,7 +43,9 @@ _MODULE_OF = {
     "MissingRank": "nemo_patches.stall.missing_rank",
     "SettingsError": "nemo_patches.sync.settings",
     "Status": "nemo_patches.patching.process_status",
+    "StopTogetherError": "nemo_patches.uneven.agreement",
     "UnsupportedNeMo": "nemo_patches.patching.admission",
+    "stop_together": "nemo_patches.uneven.even_loader",
 }
 
 if not TYPE_CHECKING:  # a type checker would take any attribute of a module that has __getattr__
@@ -70,6 +76,8 @@ def apply(
     trace_checks: "str | Sequence[str] | None" = None,
     on_finding: "Literal['continue', 'raise'] | None" = None,
     dump: "str | os.PathLike[str] | None" = None,
+    metrics: "Literal['stock', 'deferred'] | None" = None,
+    stop_together: "str | Sequence[str] | None" = None,
 ) -> None:
     """Patch NeMo's length syncs in this process; a second call only changes the settings, and says so.
 
@@ -86,6 +94,9 @@ def apply(
         several, with commas. on_finding: "continue" (default); "raise" raises a finding out of the encoder call.
     dump: a folder; without a trace, a rank writes its last encoder calls there when a rank is missing, when an
         exception ends it, and on SIGUSR2. Default: a folder of the job under the system's temporary one. "": never.
+    metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
+        are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning's
+        trainers that are made from now on have a StopTogether, which leaves batches out (docs/uneven.md). "": none.
     What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
 
@@ -96,13 +107,15 @@ def apply(
     from nemo_patches.stall.settings import resolve as resolve_stall
     from nemo_patches.sync.settings import resolve
     from nemo_patches.tracing.settings import resolve as resolve_trace
+    from nemo_patches.uneven.settings import resolve as resolve_uneven
 
     settings = resolve(sync, timeout, on_timeout)
     stall_settings = resolve_stall(call_timeout, stall_timeout, stall_exit, on_stall, stall_port)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding, dump)
+    uneven_settings = resolve_uneven(metrics, stop_together)
     from nemo_patches.patching import monkeypatch, start_up
 
-    if monkeypatch.this_process.apply(settings, stall_settings, trace_settings):
+    if monkeypatch.this_process.apply(settings, stall_settings, trace_settings, uneven_settings):
         start_up.install()
 
 

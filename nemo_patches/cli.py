@@ -17,7 +17,8 @@ from rich.console import Console
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings
 from nemo_patches.tracing import settings as trace_settings
-from nemo_patches.tracing.settings import ALL_SETTINGS
+from nemo_patches.uneven import settings as uneven_settings
+from nemo_patches.uneven.settings import ALL_SETTINGS
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -82,6 +83,7 @@ def run(
         settings.resolve(*(given[setting.name] for setting in settings.SETTINGS))
         stall_settings.resolve(*(given[setting.name] for setting in stall_settings.SETTINGS))
         trace_settings.resolve(*(given[setting.name] for setting in trace_settings.SETTINGS))
+        uneven_settings.resolve(*(given[setting.name] for setting in uneven_settings.SETTINGS))
         if admission.disabled():
             typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
         for sentence in admission.misspelt():

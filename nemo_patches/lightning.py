@@ -1,4 +1,4 @@
-"""A Lightning callback that logs what the length sync does on every rank: calls, fallbacks, share of waiting, lag."""
+"""Lightning callbacks: LengthSyncCallback logs every rank's calls, fallbacks and lag; StopTogether ends passes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from nemo_patches.stall.store_client import StoreClient
 from nemo_patches.sync import keys, length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump import dumps
+from nemo_patches.uneven.stop_together import StopTogether as StopTogether
 
 _MOST_RANKS = 64  # with more, every rank's own figures would be thousands of series
 _EXCHANGE_LIMIT_S, _LOOK_S = 5.0, 0.2

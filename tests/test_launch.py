@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from interpreters import LAUNCHER, environment, run
 
-from nemo_patches.tracing.settings import ALL_SETTINGS
+from nemo_patches.uneven.settings import ALL_SETTINGS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -58,6 +58,7 @@ def test_the_users_pythonpath_comes_after_ours_as_it_was(tmp_path: Path) -> None
 def test_every_setting_is_an_option() -> None:
     words = {"sync": "local", "on_timeout": "raise", "stall_port": "off"}
     words |= {"trace": "here", "trace_checks": "cuda", "on_finding": "raise"}
+    words |= {"metrics": "deferred", "stop_together": "evaluation"}
     options = {setting.name: words.get(setting.name, "7") for setting in ALL_SETTINGS}
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     variables, _, _ = shown(*arguments, "--", *SHOW)

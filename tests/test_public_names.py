@@ -11,11 +11,20 @@ from interpreters import CHECKOUT, run
 from interpreters import environment as clean_environment
 
 import nemo_patches
-from nemo_patches.tracing.settings import ALL_SETTINGS
+from nemo_patches.uneven.settings import ALL_SETTINGS
 
 pytestmark = pytest.mark.one_nemo
 
-LAZY = ("DriftError", "LengthSyncTimeout", "MissingRank", "SettingsError", "Status", "UnsupportedNeMo")
+LAZY = (
+    "DriftError",
+    "LengthSyncTimeout",
+    "MissingRank",
+    "SettingsError",
+    "Status",
+    "StopTogetherError",
+    "UnsupportedNeMo",
+    "stop_together",
+)
 
 
 @pytest.mark.parametrize("name", LAZY)

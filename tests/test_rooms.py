@@ -19,10 +19,20 @@ MAY_IMPORT = {
     "sync": {"sync"},
     "stall": {"sync", "stall"},
     "tracing": {"sync", "stall", "tracing"},
-    "patching": {"sync", "stall", "tracing", "patching"},
+    "uneven": {"sync", "stall", "tracing", "uneven"},
+    "patching": {"sync", "stall", "tracing", "uneven", "patching"},
     "vendoring": {"sync", "patching", "vendoring"},
-    "tools": {"sync", "stall", "tracing", "patching", "vendoring", "tools", ""},  # "" is the package: its public API
-    "": {"sync", "stall", "tracing", "patching", ""},
+    "tools": {
+        "sync",
+        "stall",
+        "tracing",
+        "uneven",
+        "patching",
+        "vendoring",
+        "tools",
+        "",
+    },  # "" is the package: its public API
+    "": {"sync", "stall", "tracing", "uneven", "patching", ""},
 }
 VENDORED = ("sync", "stall")  # the diffs carry them under another name, so imports in and between them are relative
 MOST_LINES_IN_SYNC = 1600

@@ -12,7 +12,8 @@ from nemo_patches.patching import admission
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.stall.settings import resolve as resolve_stall
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
-from nemo_patches.tracing.settings import ALL_SETTINGS, TraceSettings
+from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.uneven.settings import ALL_SETTINGS, UnevenSettings
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -74,7 +75,7 @@ def test_a_bad_variable_is_named() -> None:
 
 
 def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
-    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items()]
+    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *UnevenSettings().items()]
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
     assert str(Settings(timeout=timedelta(seconds=2.5))) == "sync=bounded, timeout=2.5 s, on_timeout=fallback"
     assert str(StallSettings()) == "call_timeout=60 s, stall_timeout=60 s"
@@ -97,6 +98,8 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         "trace": "/a",
         "trace_checks": "cuda",
         "on_finding": "raise",
+        "metrics": "deferred",
+        "stop_together": "training,evaluation",
     }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})
     assert value != setting.default

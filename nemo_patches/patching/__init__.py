@@ -3,6 +3,8 @@
 DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
 # Most targets are imported by this package; when it is complete, what was patched is said in one line.
 COLLECTION = "nemo.collections.asr"
+# Whose trainers may be given a StopTogether.
+CALLBACK_CONNECTOR = "lightning.pytorch.trainer.connectors.callback_connector"
 # The modules of targets.TARGETS, which must not be imported at start-up; a test holds the two together.
 TARGET_MODULES = (
     "nemo.collections.asr.modules.conformer_encoder",

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission
 from nemo_patches.patching.give_back import give_back_all
 from nemo_patches.patching.process_status import Skipped, Status, settings_text
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.targets import TARGETS, DriftError, Target
+from nemo_patches.patching.targets import METRIC_SUMS, METRIC_TARGETS, TARGETS, DriftError, Target
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.roll_call import AllAnnounced
@@ -31,6 +32,9 @@ from nemo_patches.tracing.encoder_facts import configured_flag
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import rank_and_size
+from nemo_patches.uneven import settings as uneven_settings
+from nemo_patches.uneven.even_loader import even_loaders
+from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
 
 class Patching:
@@ -46,8 +50,10 @@ class Patching:
         self._collection_complete = False  # imported as a whole: from then on training may run
         self._misspelt_said = self._said_for_all = self._said_flag_is_off = False
         self._trace_settings = TraceSettings()  # in force
+        self._uneven = UnevenSettings()  # in force
+        self._said_of_uneven = ""
 
-    def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> bool:
+    def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> bool:
         """Patch every target of the installed NeMo, or only change the settings where that is done already.
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
@@ -58,7 +64,7 @@ class Patching:
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
         if self._in_force:
-            self._change_settings(settings, stall, trace)
+            self._change_settings(settings, stall, trace, uneven)
             return False
         self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
         modules = {target: module for target in TARGETS if (module := _import(target)) is not None}
@@ -68,12 +74,14 @@ class Patching:
             self._leave_alone(built_in, trace)
             return False
         admission.require_supported(admission.nemo_version())
-        if drift := [problem for target, module in modules.items() if (problem := target.drift(module))]:
+        drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
+        if drift := drift + self._metric_drift(uneven):
             raise DriftError(
                 f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
             )
-        self._begin(settings, stall)
+        self._begin(settings, stall, uneven)
         self._patch_all(modules, trace)
+        self._defer_metrics()
         self._say_collection_complete()
         return True
 
@@ -86,6 +94,10 @@ class Patching:
         if not self._follows_imports:
             return
         if name == COLLECTION:
+            if self._in_force and (drift := self._metric_drift(self._uneven)):
+                self._uneven = replace(self._uneven, metrics=STOCK)
+                report(logging.ERROR, f"metrics are not deferred: {' | '.join(drift)}")
+            self._defer_metrics()
             self._say_collection_complete()
             return
         target = next(target for target in TARGETS if target.module == name)
@@ -101,6 +113,7 @@ class Patching:
             settings = length_sync.current() if self._in_force else resolve()
             stall = subscriber.settings_in_force() if self._in_force else stall_settings.resolve()
             trace = self._trace_settings if self._in_force else trace_settings.resolve()
+            uneven = self._uneven if self._in_force else uneven_settings.resolve()
             admission.require_supported(admission.nemo_version())
             if problem := target.drift(module):
                 raise DriftError(problem)
@@ -108,7 +121,7 @@ class Patching:
             self._refuse(target, error)
             return
         if not self._in_force:
-            self._begin(settings, stall)
+            self._begin(settings, stall, uneven)
         self._patch_all({target: module}, trace)
         if self._collection_complete:
             self._say_patched((target,))
@@ -120,6 +133,7 @@ class Patching:
         dumps.stop()
         bus.unsubscribe("the line at the start")
         self._trace_settings = TraceSettings()
+        self._uneven = UnevenSettings()
         self.replacements.restore()
         self._patched.clear()
         self._skipped.clear()
@@ -142,9 +156,24 @@ class Patching:
             encoders=length_sync.counters(),
             unannounced=subscriber.unannounced(),
             stalls=subscriber.stalls(),
+            loaders=even_loaders.counters(),
+            uneven=self.uneven_settings(),
         )
 
-    def _begin(self, settings: Settings, stall: StallSettings) -> None:
+    def uneven_settings(self) -> UnevenSettings:
+        """Those in force, else the environment's. A bad variable is said once, and not used."""
+        if self._in_force or not self._follows_imports:
+            return self._uneven
+        try:
+            return UnevenSettings() if admission.disabled() else uneven_settings.resolve()
+        except SettingsError as error:
+            if str(error) != self._said_of_uneven:
+                report(logging.ERROR, f"{error}; nothing is done about uneven batches")
+            self._said_of_uneven = str(error)
+            return UnevenSettings()
+
+    def _begin(self, settings: Settings, stall: StallSettings, uneven: UnevenSettings) -> None:
+        self._uneven = uneven
         length_sync.use(settings)
         subscriber.use(stall)
         subscriber.subscribe()
@@ -186,18 +215,38 @@ class Patching:
             dumps.start(trace.dump)
             self.replacements.restore_forwards()
 
-    def _change_settings(self, settings: Settings, stall: StallSettings, trace: TraceSettings) -> None:
+    def _metric_drift(self, uneven: UnevenSettings) -> list[str]:
+        """Why metrics cannot be deferred, where they are to be and are not yet."""
+        if uneven.metrics != DEFERRED or self._metrics_patched():
+            return []
+        modules = ((target, importlib.import_module(target.module)) for target in METRIC_TARGETS + METRIC_SUMS)
+        return [problem for target, module in modules if (problem := target.drift(module))]
+
+    def _metrics_patched(self) -> bool:
+        return any(made.name == METRIC_TARGETS[0].method for made in self.replacements.made)
+
+    def _defer_metrics(self) -> None:
+        if self._uneven.metrics == DEFERRED:
+            self.replacements.defer_metrics(lambda: self._in_force and self._uneven.metrics == DEFERRED)
+
+    def _change_settings(
+        self, settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings
+    ) -> None:
         before = self._settings_in_force()
+        if drift := self._metric_drift(uneven):
+            raise DriftError(f"metrics cannot be deferred, nothing was changed: {' | '.join(drift)}")
+        self._uneven = uneven
+        self._defer_metrics()
         length_sync.use(settings)
         subscriber.use(stall)
         tracing.length_sync_changed(settings)
         self._trace(trace)
-        if before != (settings, stall, trace):
-            texts = settings_text(settings, stall, trace), settings_text(*before)
+        if before != self._settings_in_force():
+            texts = settings_text(*self._settings_in_force()), settings_text(*before)
             report(logging.INFO, "settings changed: {} (before: {})".format(*texts))
 
-    def _settings_in_force(self) -> tuple[Settings, StallSettings, TraceSettings]:
-        return length_sync.current(), subscriber.settings_in_force(), self._trace_settings
+    def _settings_in_force(self) -> tuple[Settings, StallSettings, TraceSettings, UnevenSettings]:
+        return length_sync.current(), subscriber.settings_in_force(), self._trace_settings, self._uneven
 
     def _leave_alone(self, built_in: str, trace: TraceSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""

@@ -11,6 +11,8 @@ from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.uneven.agreement import LoaderCounters
+from nemo_patches.uneven.settings import UnevenSettings
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Status:
     trace_file: the file that is being written, or why there is none; empty without a trace.
     unannounced: ranks without a sign of nemo_patches: not patched, or not at their first encoder call yet.
     stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
+    loaders: what StopTogether and stop_together() have done on this rank.
     """
 
     nemo: str
@@ -41,24 +44,28 @@ class Status:
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
+    loaders: tuple[LoaderCounters, ...]
+    uneven: UnevenSettings
 
     def __str__(self) -> str:
         lines = [
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {settings_text(self.settings, self.stall_settings, self.trace)}",
+            f"settings: {settings_text(self.settings, self.stall_settings, self.trace, self.uneven)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
             *map(_encoder_line, self.encoders),
+            *map(str, self.loaders),
         ]
         if self.unannounced:
             lines.append(f"not patched, or not at a first encoder call yet: {named(self.unannounced)}")
         return "\n".join((*lines, *map(str, self.stalls)))
 
 
-def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings) -> str:
+def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> str:
     """All in one text; the trace's only where there is one, or other dumps than by default."""
-    return f"{settings}, {stall}" + (f"; {trace}" if trace.folder or trace.dump is not None else "")
+    more = [*([str(trace)] if trace.folder or trace.dump is not None else []), *filter(None, [str(uneven)])]
+    return "; ".join([f"{settings}, {stall}", *more])
 
 
 def _encoder_line(counters: EncoderCounters) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 import wrapt
 
-from nemo_patches.patching.targets import Target
+from nemo_patches.patching.targets import METRIC_TARGETS, Target
 from nemo_patches.sync.encoder_methods import bounded, following_apply, private_setter
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.recorded_forward import recorded
+from nemo_patches.uneven.deferred_metrics import deferred_metrics
 
 _ABSENT = object()
 _APPLY, _FORWARD = "_apply", "forward"
@@ -62,6 +64,20 @@ class Replacements:
             self._replace(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
         self._replace(owner, _APPLY, following_apply(owner._apply))  # type: ignore[attr-defined]  # it is a Module
 
+    def defer_metrics(self, in_force: Callable[[], bool]) -> None:
+        """Put the deferred metrics around NeMo's evaluation epochs, where they are not yet."""
+        for target in METRIC_TARGETS:
+            owner = target.find_owner(sys.modules[target.module])
+            assert owner is not None  # drift() has seen it
+            original = owner.__dict__[target.method]
+            if any((made.owner, made.name) == (owner, target.method) for made in self.made):
+                continue
+            if target.method.endswith("_epoch_start"):
+                self._replace(owner, target.method, deferred_metrics.beginning(original, in_force))
+            else:
+                stage = target.method.removeprefix("on_").removesuffix("_epoch_end")
+                self._replace(owner, target.method, deferred_metrics.end(original, stage))
+
     def record_forwards(self) -> None:
         """Have the `forward` of every patched class recorded, where it is not yet."""
         with_forward = {replacement.owner for replacement in self.made if replacement.name == _FORWARD}
@@ -84,6 +100,7 @@ class Replacements:
     def restore(self) -> None:
         """Put back every attribute, the last first."""
         self.restore_forwards()
+        deferred_metrics.stop()
         while self.made:
             self.made.pop().undo()
 

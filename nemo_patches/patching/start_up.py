@@ -11,14 +11,14 @@ import sys
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder
 
-from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, TARGET_MODULES
+from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, TARGET_MODULES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-_WATCHED = (*TARGET_MODULES, COLLECTION)
+_WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR)
 
 
 class _Finder:
@@ -45,6 +45,11 @@ class _Finder:
         if self._failed:
             return
         try:
+            if name == CALLBACK_CONNECTOR:
+                from nemo_patches.patching import trainer_callbacks
+
+                trainer_callbacks.hook(sys.modules[name])
+                return
             from nemo_patches.patching import monkeypatch
 
             monkeypatch.this_process.on_import(name)

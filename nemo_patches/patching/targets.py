@@ -158,6 +158,60 @@ TARGETS = (
     ),
 )
 
+_EPOCH_STARTS = (
+    frozenset({"maybe_enable_cuda_graphs"}),
+    frozenset({"WithOptionalCudaGraphs", "enable_cuda_graphs_recursive"}),
+)
+_EPOCH_ENDS = (
+    frozenset({"disable_cuda_graphs", "on_validation_epoch_end", "super"}),
+    frozenset({"WithOptionalCudaGraphs", "disable_cuda_graphs_recursive", "on_validation_epoch_end", "super"}),
+)
+_TEST_END = frozenset(
+    {
+        "_test_dl_idx",
+        "clear",
+        "dict",
+        "enumerate",
+        "get",
+        "get_test_dataloader_prefix",
+        "isinstance",
+        "items",
+        "len",
+        "log_dict",
+        "multi_test_epoch_end",
+        "pop",
+        "test_step_outputs",
+        "update",
+    }
+)
+_ASR_MODEL, _SELF = "nemo.collections.asr.models.asr_model", ("self",)
+# Where deferred metrics begin and end an evaluation; only patched where they are chosen.
+METRIC_TARGETS = (
+    Target(_ASR_MODEL, "ASRModel", "on_validation_epoch_start", _EPOCH_STARTS, "", _SELF),
+    Target(_ASR_MODEL, "ASRModel", "on_test_epoch_start", _EPOCH_STARTS, "", _SELF),
+    Target(_ASR_MODEL, "ASRModel", "on_validation_epoch_end", _EPOCH_ENDS, "", _SELF),
+    Target("nemo.core.classes.modelPT", "ModelPT", "on_test_epoch_end", (_TEST_END,), "", _SELF),
+)
+# What else must look like what is known: that the numbers which are added up are sums.
+METRIC_SUMS = (
+    Target(
+        _ASR_MODEL,
+        "ASRModel",
+        "multi_validation_epoch_end",
+        (frozenset({"_compute_bleu", "bleu", "mean", "stack", "sum", "torch", "update"}),),
+        "",
+        ("self", "outputs", "dataloader_idx"),
+    ),
+    Target(
+        "nemo.collections.asr.metrics.wer",
+        "WER",
+        "compute",
+        (frozenset({"scores", "words", "detach", "float"}),),
+        "",
+        _SELF,
+    ),
+)
+
 
 def _code_in(code: CodeType, name: str) -> CodeType | None:
     """The code of the class or function `name` that is defined in `code`: of several, the last, which Python keeps."""

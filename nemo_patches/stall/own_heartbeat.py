@@ -45,6 +45,7 @@ class OwnHeartbeat:
         workers = loader_workers() if away else ()
         collective, activity = stacks.occupation(last.thread) if away else Occupation()
         syncs = [notes.sync for notes in self._notes.encoders(self._group)]
+        waits_in = next((f"the rounds of {sync.title}" for sync in syncs if sync.in_call), "")
         rounds = [
             (not sync.has_come(round_), round_.issued_at, sync.key, round_.number)
             for sync in syncs
@@ -68,7 +69,7 @@ class OwnHeartbeat:
             where=stacks.where(last.thread) if away else "",
             workers=workers,
             worker_states=described(workers),
-            collective=LENGTH_SYNC if phase == LENGTH_SYNC else collective,
+            collective=LENGTH_SYNC if phase == LENGTH_SYNC else waits_in or collective,
             activity=activity,
             batch=last_batch(stacks.frames(last.thread)) if away else "",
         )

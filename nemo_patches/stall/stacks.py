@@ -18,7 +18,7 @@ _OWN_FRAMES, _FOLDS = 5, 4
 _LIBRARIES = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OURS = tuple(os.path.join(_PACKAGE, room) for room in ("sync", "stall", "tracing"))
+_OURS = tuple(os.path.join(_PACKAGE, room) for room in ("sync", "stall", "tracing", "uneven"))
 _ENCODER_METHODS = os.path.join(_PACKAGE, "sync", "encoder_methods.py")
 
 

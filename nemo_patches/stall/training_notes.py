@@ -36,6 +36,12 @@ class LastCall(NamedTuple):
         return stacks.runs(self.thread, self.place)
 
 
+class RoundsBegan(NamedTuple):
+    """An event: rounds that are no encoder's, a data loader's, are to be told of and watched like an encoder's."""
+
+    sync: SyncHandle
+
+
 @dataclass(frozen=True)
 class TimedOut:
     """A wait that timed out. in_time_at: when, before that, a round had last come in time; 0.0: never."""
@@ -81,6 +87,7 @@ class TrainingNotes:
             events.Grown: self._grown,
             events.WaitTimedOut: self._wait_timed_out,
             events.SyncEnded: self._sync_ended,
+            RoundsBegan: self._rounds_began,
         }
 
     def _call_began(self, event: events.CallBegan) -> None:
@@ -88,6 +95,9 @@ class TrainingNotes:
         sync, place = event.sync, self._of(event.sync).place
         calls, thread = self.last.calls + 1, threading.get_ident()
         self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), thread, place)
+
+    def _rounds_began(self, event: RoundsBegan) -> None:
+        self._of(event.sync)
 
     def _growth_began(self, _: events.GrowthBegan) -> None:
         self._growing = True

@@ -109,7 +109,11 @@ class ProcessSync:
         return () if group_syncs is None else tuple(sync.counters() for sync in group_syncs.by_encoder.values())
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
-        """The encoder's sync under the present process group; None without other ranks, or after an error of ours."""
+        """The encoder's sync under the present process group; None as of present_group()."""
+        return group_syncs.sync_of(encoder) if (group_syncs := self.present_group()) else None
+
+    def present_group(self) -> GroupSyncs | None:
+        """What syncs under the present process group; None without other ranks, or after an error of ours."""
         default_group = torch.distributed.group.WORLD if is_distributed() else None
         if default_group is None or default_group is self._given_up():
             return None
@@ -118,7 +122,7 @@ class ProcessSync:
             if group_syncs is not None:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
-        return group_syncs.sync_of(encoder) if group_syncs.group.size > 1 else None
+        return group_syncs if group_syncs.group.size > 1 else None
 
 
 class GroupSyncs:

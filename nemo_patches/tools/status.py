@@ -20,6 +20,7 @@ from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.uneven import settings as uneven_settings
 
 
 class StatusError(Exception):
@@ -85,6 +86,7 @@ def examine() -> Report:
         sync_settings.resolve,
         stall_settings.resolve,
         trace_settings.resolve,
+        uneven_settings.resolve,
     ]
     if not any(target.built_in for target in targets):  # what is built in asks for no version
         checks.append(_require_supported)
@@ -153,7 +155,7 @@ def _targets() -> Iterable[TargetReport]:
 
 
 def _settings() -> Iterable[SettingReport]:
-    for setting in trace_settings.ALL_SETTINGS:
+    for setting in uneven_settings.ALL_SETTINGS:
         value = os.environ.get(setting.variable)
         default = setting.text(setting.default)
         if value == "" and setting is trace_settings.DUMP:

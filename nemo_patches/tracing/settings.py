@@ -8,8 +8,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.stall import settings as stall_settings
-from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import Setting, SettingsError, number, word_setting
 
 INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
@@ -71,7 +69,6 @@ DUMP: Setting[str | None] = Setting(
     lambda folder: "a temporary folder" if folder is None else folder or "off",
 )
 SETTINGS: tuple[Setting[Any], ...] = (TRACE, TRACE_SIZE, TRACE_CHECKS, ON_FINDING, DUMP)
-ALL_SETTINGS = (*sync_settings.SETTINGS, *stall_settings.SETTINGS, *SETTINGS)  # the keywords of apply(), in their order
 
 
 @dataclass(frozen=True)

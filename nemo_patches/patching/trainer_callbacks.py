@@ -1,0 +1,56 @@
+"""Gives Lightning's trainers a StopTogether where a setting asks for one.
+
+An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
+entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+GROUP = "lightning.pytorch.callbacks_factory"
+_VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
+_LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls for the group
+
+
+def callbacks() -> list[Any]:
+    """For a trainer that is being made."""
+    if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
+        return []
+    from nemo_patches.patching.monkeypatch import this_process
+    from nemo_patches.uneven.settings import EVALUATION, TRAINING
+
+    stages = this_process.uneven_settings().stop_together
+    if not stages:
+        return []
+    from nemo_patches.uneven.stop_together import StopTogether
+
+    return [StopTogether(TRAINING in stages, EVALUATION in stages)]
+
+
+def hook(connector: ModuleType) -> None:
+    """Add `callbacks` to what Lightning finds by itself, unless that has them already."""
+    original = getattr(connector, _LOADS, None)
+    if original is None:
+        if os.environ.get(_VARIABLE):
+            from nemo_patches.sync.rank_log import report
+
+            text = f"this Lightning has no {_LOADS}; give the trainer a nemo_patches.lightning.StopTogether()"
+            report(logging.ERROR, f"{_VARIABLE} has no effect: {text}")
+        return
+    if hasattr(original, "nemo_patches_hook"):
+        return
+
+    @functools.wraps(original)
+    def load(group: str) -> list[Any]:
+        found = list(original(group))
+        kinds = {type(callback).__name__ for callback in found}
+        return found + [ours for ours in callbacks() if group == GROUP and type(ours).__name__ not in kinds]
+
+    load.nemo_patches_hook = True  # type: ignore[attr-defined]
+    setattr(connector, _LOADS, load)

@@ -1,0 +1,135 @@
+"""WER and BLEU without a collective per batch of an evaluation: the ranks' sums are added up once, at its end.
+
+NeMo computes both from sums (errors and words; n-grams), which torchmetrics reduces over all ranks in every batch. The
+order in which whole numbers are added up changes none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_patches.sync.rank_log import is_distributed, report
+
+# What NeMo's epoch ends add up: val_wer_num, test_wer_denom_ctc, val_inter_wer_num_l4, val_bleu_pred_len, ...
+_SUM = re.compile(r"(wer|bleu)_(num|denom|pred_len|target_len)(_|$)")
+_SUM_METRICS = {("nemo.collections.asr.metrics.wer", "WER"), ("nemo.collections.asr.metrics.bleu", "BLEU")}
+_Output = dict[str, Any]  # of one batch, by name
+
+
+class DeferredMetrics:
+    """Of this process. Its two wrappers are put around the beginning and the end of NeMo's evaluation epochs."""
+
+    def __init__(self) -> None:
+        self._deferred: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # metrics, by model
+        self._said: set[str] = set()
+
+    def beginning(self, original: Callable[[Any], Any], in_force: Callable[[], bool]) -> Callable[[Any], Any]:
+        @functools.wraps(original)
+        def on_epoch_start(model: Any) -> Any:
+            if in_force() and is_distributed() and dist.get_world_size() > 1:
+                self._begin(model)
+            return original(model)
+
+        return on_epoch_start
+
+    def end(self, original: Callable[[Any], Any], stage: str) -> Callable[[Any], Any]:
+        """stage: "validation" or "test"."""
+
+        @functools.wraps(original)
+        def on_epoch_end(model: Any) -> Any:
+            if self._undo(model):
+                outputs = getattr(model, f"{stage}_step_outputs")
+                several = bool(outputs) and isinstance(outputs[0], list)
+                self._add_up(outputs if several else [outputs], model)
+            return original(model)
+
+        return on_epoch_end
+
+    def stop(self) -> None:
+        """Every metric is as stock's again."""
+        for model in list(self._deferred):
+            self._undo(model)
+
+    def _begin(self, model: Any) -> None:
+        self._undo(model)  # after an evaluation that an exception has ended
+        metrics = [module for module in model.modules() if getattr(module, "_to_sync", False)]
+        self._deferred[model] = [metric for metric in metrics if _is_sum(metric)]
+        for metric in self._deferred[model]:
+            metric._to_sync = False
+        others = sorted({type(metric).__name__ for metric in metrics if not _is_sum(metric)})
+        if others:
+            self._say_once(f"{type(model).__name__}: left as stock, they are not known to be sums: {', '.join(others)}")
+
+    def _undo(self, model: Any) -> bool:
+        """Whether the model's metrics were deferred."""
+        metrics = self._deferred.pop(model, [])
+        for metric in metrics:
+            metric._to_sync = True
+        return bool(metrics)
+
+    def _add_up(self, loaders: list[list[_Output]], model: Any) -> None:
+        """In the outputs of each loader's batches, put all ranks' sums in place of this rank's.
+
+        A rank without a batch has those of the others, so that it comes to all that NeMo and Lightning do then.
+        """
+        own = [_Summary(outputs) for outputs in loaders]
+        everyone: list[list[_Summary]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, own)
+        for number, outputs in enumerate(loaders):
+            summaries = [rank[number] for rank in everyone if rank[number].batches]
+            if not summaries:
+                continue
+            sums = {name: _added(summary.sums[name] for summary in summaries) for name in summaries[0].sums}
+            if not sums:
+                text = f"{type(model).__name__}: no sums of WER or BLEU in its outputs; what it logs is each rank's own"
+                self._say_once(text, is_wrong=True)
+            if not outputs:
+                means = {name: _added(summary.means[name] for summary in summaries) for name in summaries[0].means}
+                outputs.append({name: (mean / len(summaries)).to(model.device) for name, mean in means.items()})
+            for name, total in sums.items():
+                for output in outputs:
+                    output[name] = torch.zeros_like(total, device=model.device)
+                outputs[0][name] = total.to(model.device)
+
+    def _say_once(self, text: str, is_wrong: bool = False) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            report(logging.ERROR if is_wrong else logging.INFO, f"deferred metrics: {text}")
+
+
+class _Summary:
+    """Of one loader's batches on one rank: what is added up, and the means of what is not, such as the loss."""
+
+    def __init__(self, outputs: list[_Output]) -> None:
+        self.batches = len(outputs)
+        self.sums, self.means = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, value in outputs[0].items() if outputs else ():
+            if isinstance(value, torch.Tensor):
+                values = (output[name].detach().cpu() for output in outputs)
+                if _SUM.search(name):
+                    self.sums[name] = _added(values)
+                elif value.is_floating_point():
+                    self.means[name] = _added(values) / len(outputs)
+
+
+def _added(values: Iterator[torch.Tensor]) -> torch.Tensor:
+    """In the values' own type, through one that has every whole number up to 2**53."""
+    tensors = list(values)
+    return torch.stack([tensor.double() for tensor in tensors]).sum(0).to(tensors[0].dtype)
+
+
+def _is_sum(metric: Any) -> bool:
+    """Whether it is one whose numbers NeMo adds up, and each of its states is reduced by adding."""
+    known = any((base.__module__, base.__name__) in _SUM_METRICS for base in type(metric).__mro__)
+    return known and {getattr(function, "__name__", "") for function in metric._reductions.values()} == {"dim_zero_sum"}
+
+
+deferred_metrics = DeferredMetrics()  # of this process

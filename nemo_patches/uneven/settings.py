@@ -1,0 +1,67 @@
+"""The settings of what is done about uneven batches, and the table of all settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from nemo_patches.stall import settings as stall_settings
+from nemo_patches.sync import settings as sync_settings
+from nemo_patches.sync.settings import Setting, word_setting
+from nemo_patches.tracing import settings as trace_settings
+
+STOCK, DEFERRED = "stock", "deferred"
+TRAINING, EVALUATION = STAGES = ("training", "evaluation")
+
+
+def _stages(value: object) -> tuple[str, ...]:
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, Sequence):
+        raise TypeError
+    chosen = {str(word).strip() for word in words}
+    if not chosen <= {*STAGES, ""}:
+        raise ValueError
+    return tuple(stage for stage in STAGES if stage in chosen)
+
+
+METRICS = word_setting(
+    "metrics", (STOCK, DEFERRED), "stock: WER and BLEU wait for all ranks in every batch; deferred: once, at the end."
+)
+STOP_TOGETHER: Setting[tuple[str, ...]] = Setting(
+    "stop_together",
+    (),
+    _stages,
+    f"{', '.join(map(repr, STAGES))}, also both, with a comma",
+    "Of whose loaders all ranks end a pass after the same number of batches: training, evaluation, or both.",
+    lambda stages: ",".join(stages) or "none",
+)
+SETTINGS: tuple[Setting[Any], ...] = (METRICS, STOP_TOGETHER)
+ALL_SETTINGS = (*sync_settings.SETTINGS, *stall_settings.SETTINGS, *trace_settings.SETTINGS, *SETTINGS)  # apply()'s
+
+
+@dataclass(frozen=True)
+class UnevenSettings:
+    """A field for each of SETTINGS, in their order. stop_together: of STAGES."""
+
+    metrics: str = METRICS.default
+    stop_together: tuple[str, ...] = STOP_TOGETHER.default
+
+    def items(self) -> Iterable[tuple[Setting[Any], Any]]:
+        """Each setting of the table, with its value here."""
+        return zip(SETTINGS, astuple(self), strict=True)
+
+    def __str__(self) -> str:
+        """What is not as by default."""
+        return ", ".join(setting.shown(value) for setting, value in self.items() if value != setting.default)
+
+
+def resolve(
+    metrics: str | None = None,
+    stop_together: str | Sequence[str] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> UnevenSettings:
+    """From keywords, else the environment, else the defaults. Raises SettingsError."""
+    given = zip(SETTINGS, (metrics, stop_together), strict=True)
+    return UnevenSettings(*(setting.value(keyword, environment) for setting, keyword in given))

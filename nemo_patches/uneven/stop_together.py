@@ -1,0 +1,101 @@
+"""A Lightning callback: all ranks end a pass over a data loader after the same number of batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from nemo_patches.uneven.even_loader import EvenLoader, even_loaders
+
+_KINDS = {"train": "training", "val": "validation", "test": "test"}  # by Lightning's names
+
+
+class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked into
+    """Opt-in, because batches are left out: those that a rank still has when another has no more.
+
+    training, evaluation: whose loaders. Loaders that have a length agree on the least, once; the others' ranks tell
+    each other one batch ahead. A rank that is late is waited for without limit, and named; StopTogetherError where a
+    rank has gone, has no batch at all, or has left a pass at another batch than the others.
+    """
+
+    def __init__(self, training: bool = True, evaluation: bool = False) -> None:
+        self._training, self._evaluation = training, evaluation
+        self._serves = False  # the strategy hands its loaders to this callback
+        self._limit: int | float = 1.0  # the trainer's own limit_train_batches, and val_check_interval
+        self._interval: int | float = 1.0
+        self._total = 0.0  # batches of a training pass, at most; inf: not known
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        first = next(callback for callback in trainer.callbacks if isinstance(callback, StopTogether))
+        if trainer.world_size < 2 or first is not self:  # the user's own comes before that of a setting
+            return
+        self.teardown(trainer, pl_module, stage)  # after an exception Lightning does not
+        strategy, original = trainer.strategy, trainer.strategy.process_dataloader
+        self._limit, self._interval, self._total = 1.0, trainer.val_check_interval, 0.0
+
+        def process_dataloader(loader: Any) -> Any:
+            return self._even(trainer, original(loader))
+
+        # Lightning has each loader of a stage go through it, at every reload, too.
+        strategy.process_dataloader, self._serves = process_dataloader, True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._serves:
+            self._serves = False
+            vars(trainer.strategy).pop("process_dataloader", None)
+            trainer.val_check_interval = self._interval
+            if not _is_all(self._limit):
+                trainer.limit_train_batches = self._limit
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """For the progress bar's total."""
+        if trainer.fit_loop.max_batches == math.inf and self._total:
+            trainer.fit_loop.max_batches = self._total
+
+    on_train_epoch_start = on_train_start  # the loaders may have been reloaded
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """To the loggers, from rank 0, of its own training loaders since the process group's beginning."""
+        counters = [loader for loader in even_loaders.counters() if loader.loader.startswith(_KINDS["train"])]
+        metrics = {
+            "stop_together/passes_cut": float(sum(loader.passes_cut for loader in counters)),
+            "stop_together/batches_left_out": float(sum(loader.left_out for loader in counters)),
+        }
+        for logger in trainer.loggers if counters and trainer.global_rank == 0 else ():
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    def _even(self, trainer: Trainer, loader: Any) -> Any:
+        stage = trainer.state.stage.dataloader_prefix
+        if not (self._training if trainer.training else self._evaluation and stage in _KINDS):
+            return loader
+        even = even_loaders.make(loader, _KINDS[stage])
+        if trainer.training and isinstance(even, EvenLoader):
+            self._own_limit(trainer, even)
+        return even
+
+    def _own_limit(self, trainer: Trainer, even: EvenLoader) -> None:
+        """Have the loader keep the trainer's limit of its batches: Lightning ends a pass only at the limit that it
+        knows of itself, so that it would not validate after one that ended before."""
+        if not _is_all(trainer.limit_train_batches):  # NeMo sets it for tarred data, when it makes the loader
+            self._limit = trainer.limit_train_batches
+        limit, length = self._limit, even.agreed_length
+        has_length, length = length is not None, even.announced_length() if length is None else length
+        if length is not None:
+            limit = min(limit, length) if isinstance(limit, int) else int(length * limit)
+        if not isinstance(limit, int) or not limit:
+            self._total = math.inf
+            return  # there is none, or Lightning says what is wrong with it
+        even.limit, self._total = limit, max(self._total, limit)
+        if has_length and isinstance(self._limit, int):
+            return  # Lightning does the same
+        trainer.limit_train_batches = 1.0
+        if isinstance(self._interval, float) and self._interval != 1.0 and not has_length:
+            trainer.val_check_interval = max(int(self._total * self._interval), 1)
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        even.skipped = progress.completed if trainer.fit_loop.restarting else 0
+
+
+def _is_all(limit: int | float) -> bool:
+    return isinstance(limit, float) and limit == 1.0

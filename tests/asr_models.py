@@ -1,0 +1,244 @@
+"""Small real NeMo ASR models, and batches for them, for tests of whole trainings under Lightning."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+LABELS = [" ", "a", "b", "c", "d"]
+HIDDEN, FEATURES = 32, 16
+HANG_S = 6.0  # for which a rank of stock that hangs makes no progress
+_PREPROCESSOR = {
+    "_target_": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
+    "sample_rate": 16000,
+    "features": FEATURES,
+    "n_fft": 512,
+    "window_size": 0.025,
+    "window_stride": 0.01,
+    "normalize": "per_feature",
+    "dither": 0.0,
+    "pad_to": 0,
+}
+_ENCODER = {
+    "_target_": "nemo.collections.asr.modules.ConformerEncoder",
+    "feat_in": FEATURES,
+    "feat_out": -1,
+    "n_layers": 1,
+    "d_model": HIDDEN,
+    "n_heads": 2,
+    "subsampling": "dw_striding",
+    "subsampling_factor": 4,
+    "subsampling_conv_channels": 8,
+    "conv_kernel_size": 5,
+    **dict.fromkeys(("dropout", "dropout_emb", "dropout_pre_encoder", "dropout_att"), 0.0),
+}
+_CTC_DECODER = {
+    "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
+    "feat_in": HIDDEN,
+    "num_classes": len(LABELS),
+    "vocabulary": LABELS,
+}
+_COMMON: dict[str, Any] = {
+    "sample_rate": 16000,
+    "labels": LABELS,
+    "preprocessor": _PREPROCESSOR,
+    "encoder": _ENCODER,
+    "optim": {"name": "sgd", "lr": 1e-4},
+    "log_prediction": False,
+}
+
+
+def ctc(trainer: Any) -> Any:
+    """It prints characters enough for a word error rate that is no 1.0."""
+    from nemo.collections.asr.models import EncDecCTCModel
+
+    class OfSeveralLoaders(EncDecCTCModel):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_nb: int) -> Any:
+            return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_nb)
+
+    return _made(OfSeveralLoaders, {**_COMMON, "decoder": _CTC_DECODER, "use_cer": True}, trainer)
+
+
+def ctc_with_bleu(trainer: Any) -> Any:
+    """With the states that attention models have beside WER's, kept as those keep them."""
+    from nemo.collections.asr.metrics import BLEU
+
+    model = ctc(trainer)
+    owner = type(model)
+
+    class WithBleu(owner):  # type: ignore[misc, valid-type]
+        def validation_pass(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            logs = super().validation_pass(batch, batch_idx, dataloader_idx)
+            signals, lengths, tokens, token_lengths = batch
+            predictions, predicted, _ = self.forward(input_signal=signals, input_signal_length=lengths)
+            self.bleu.update(predictions, predicted, tokens, token_lengths)
+            logs.update(self.bleu.compute(prefix="val_"))
+            self.bleu.reset()
+            return logs
+
+    model.__class__ = WithBleu
+    model.bleu = BLEU(model.decoding, log_prediction=False)
+    return model
+
+
+def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
+    """fused: the joint computes WER, sub-batch by sub-batch. hybrid: a CTC decoder, too."""
+    from nemo.collections.asr import models
+
+    prediction = {"pred_hidden": HIDDEN, "pred_rnn_layers": 1, "t_max": None, "dropout": 0.0}
+    joint = {"joint_hidden": HIDDEN, "activation": "relu", "dropout": 0.0}
+    auxiliary = {
+        "ctc_loss_weight": 0.3,
+        "use_cer": True,
+        "ctc_reduction": "mean_batch",
+        "decoder": _CTC_DECODER,
+        "decoding": {"strategy": "greedy"},
+    }
+    config = {
+        **_COMMON,
+        "compute_eval_loss": False,
+        "use_cer": True,
+        "model_defaults": {"enc_hidden": HIDDEN, "pred_hidden": HIDDEN, "joint_hidden": HIDDEN},
+        "decoder": {
+            "_target_": "nemo.collections.asr.modules.RNNTDecoder",
+            "normalization_mode": None,
+            "random_state_sampling": False,
+            "blank_as_pad": True,
+            "prednet": prediction,
+        },
+        "joint": {
+            "_target_": "nemo.collections.asr.modules.RNNTJoint",
+            "log_softmax": None,
+            "preserve_memory": False,
+            "fuse_loss_wer": fused,
+            "fused_batch_size": 2,
+            "jointnet": joint,
+        },
+        "decoding": {"strategy": "greedy", "greedy": {"max_symbols": 2}},
+        "loss": {"loss_name": "default"},
+        **({"aux_ctc": auxiliary} if hybrid else {}),
+    }
+    return _made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
+
+
+def _made(owner: type, config: dict[str, Any], trainer: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    torch.manual_seed(0)
+    return owner(cfg=OmegaConf.create(config), trainer=trainer)
+
+
+def batch(seed: int, size: int = 2) -> tuple[torch.Tensor, ...]:
+    """Signals, their lengths, tokens, their lengths."""
+    chance = torch.Generator().manual_seed(seed)
+    samples = 4000 + 800 * (seed % 3)
+    signals = 0.1 * torch.randn(size, samples, generator=chance)
+    tokens = torch.randint(1, len(LABELS), (size, 4), generator=chance)
+    return signals, torch.full((size,), samples), tokens, torch.full((size,), 4)
+
+
+class Batches(Dataset[Any]):
+    """With a length, like most of NeMo's; each item is a whole batch."""
+
+    def __init__(self, seeds: range) -> None:
+        self.seeds = seeds
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return batch(self.seeds[index])
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length, as Lhotse's and people's own; with `announced`, one that is a guess, as of tarred data."""
+
+    def __init__(self, seeds: range, size: int = 2) -> None:
+        self.seeds, self.size = seeds, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch(seed, self.size) for seed in self.seeds)
+
+
+class TarredStream(Stream):
+    def __init__(self, seeds: range, announced: int) -> None:
+        super().__init__(seeds)
+        self.announced = announced
+
+    def __len__(self) -> int:
+        return self.announced
+
+
+def loader(dataset: Any, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=None, **settings)
+
+
+def trainer_of(callbacks: Any = (), **settings: Any) -> Any:
+    """A small trainer under DDP, of the ranks that run it."""
+    import lightning.pytorch as pl
+
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp",
+        callbacks=list(callbacks),
+        use_distributed_sampler=False,
+        **{
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **settings,
+        },
+    )
+
+
+def prepare() -> None:
+    """In a rank, before its first trainer."""
+    os.environ.update(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there
+    from nemo.utils import logging as nemo_logging
+
+    warnings.filterwarnings("ignore")
+    nemo_logging.setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def name_loaders(model: Any, loaders: Any) -> None:
+    """As NeMo's setup_multiple_validation_data and its test twin do, where there are several."""
+    if isinstance(loaders, list):
+        names = [f"{number}_" for number in range(len(loaders))]
+        model._validation_dl = model._test_dl = loaders
+        model._validation_names = model._test_names = names
+        model._val_dl_idx = model._test_dl_idx = 0
+
+
+def hang_watch() -> Any:
+    """A callback for stock: it ends the rank where Lightning begins or ends no batch for HANG_S, and says so."""
+    import lightning.pytorch as pl
+
+    progressed = threading.Event()
+
+    class HangWatch(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            progressed.set()
+
+        on_train_start = on_validation_start = on_validation_batch_end = on_train_batch_end
+
+    def watch() -> None:
+        progressed.wait()
+        while progressed.wait(HANG_S):
+            progressed.clear()
+        print("no progress", file=sys.stderr, flush=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return HangWatch()

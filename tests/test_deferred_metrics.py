@@ -1,0 +1,114 @@
+"""Deferred metrics on real NeMo models and ranks: stock's values to the last bit where the batches are even, and all
+batches counted where they are not."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import asr_models
+import pytest
+import torch
+from asr_models import Stream, loader
+from ranks import Result, run_ranks
+
+import nemo_patches
+
+pytestmark = [pytest.mark.alone, pytest.mark.matrix]
+MODELS = {
+    "ctc": asr_models.ctc,
+    "ctc and BLEU": asr_models.ctc_with_bleu,
+    "rnnt": asr_models.rnnt,
+    "rnnt, fused": lambda trainer: asr_models.rnnt(trainer, fused=True),
+    "hybrid": lambda trainer: asr_models.rnnt(trainer, hybrid=True),
+    "hybrid, fused": lambda trainer: asr_models.rnnt(trainer, fused=True, hybrid=True),
+}
+
+
+def evaluated(name: str, loaders: Any, stage: str = "validate", callbacks: Any = ()) -> dict[str, str]:
+    """What NeMo has logged of the metrics, to the last bit."""
+    trainer = asr_models.trainer_of(callbacks)
+    model = MODELS[name](trainer)
+    asr_models.name_loaders(model, loaders)
+    getattr(trainer, stage)(model, loaders, verbose=False)
+    return {key: float(value).hex() for key, value in trainer.callback_metrics.items() if "wer" in key or "bleu" in key}
+
+
+def batches(first: int, last: int, size: int = 2) -> Any:
+    return loader(Stream(range(first, last), size))
+
+
+def scenarios(rank: int, size: int) -> dict[str, Any]:
+    asr_models.prepare()
+    seen: dict[str, Any] = {}
+    half = batches(5 * rank, 5 * rank + 5)
+    both = [half, batches(20 + 2 * rank, 22 + 2 * rank)]
+    for metrics in ("stock", "deferred"):
+        nemo_patches.apply(timeout=60, metrics=metrics)
+        for name in MODELS:
+            seen[f"{metrics}, {name}"] = evaluated(name, half)
+        seen[f"{metrics}, two sets"] = evaluated("hybrid, fused", both)
+        seen[f"{metrics}, test"] = evaluated("hybrid", both, "test")
+    nemo_patches.apply(sync="local", metrics="deferred")  # nobody waits for the length of a rank that has no more
+    # The same ten batches, six and four of them, and all and none.
+    for name in MODELS:
+        seen[f"uneven, {name}"] = evaluated(name, batches(0, 6) if rank == 0 else batches(6, 10))
+    seen["none"] = evaluated("hybrid, fused", batches(0, 10 * (1 - rank)))
+    seen["none of one"] = evaluated("hybrid, fused", [half, batches(20, 20 + 4 * rank)])
+    # Four and two to a batch: the joint has two sub-batches on rank 0, and one on rank 1.
+    seen["sub-batches"] = evaluated("rnnt, fused", batches(0, 3, 4 - 2 * rank))
+    nemo_patches.revert()
+    seen["reverted, ctc"] = evaluated("ctc", half)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Result]:
+    return run_ranks(scenarios, 2)
+
+
+@pytest.fixture(scope="module")
+def seen(results: list[Result]) -> dict[str, Any]:
+    """What both ranks have seen: NeMo has Lightning reduce what it logs."""
+    assert results[0].value == results[1].value
+    return dict(results[0].value)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "two sets", "test"])
+def test_even_values_are_stocks_to_the_last_bit(name: str, seen: dict[str, Any]) -> None:
+    assert seen[f"deferred, {name}"] == seen[f"stock, {name}"]
+    rates = [float.fromhex(value) for value in seen[f"stock, {name}"].values()]
+    assert any(rate not in (0.0, 1.0) for rate in rates), rates  # so that equality says something
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_uneven_batches_are_all_counted(name: str, seen: dict[str, Any]) -> None:
+    assert seen[f"uneven, {name}"] == seen[f"stock, {name}"]  # of the same ten batches
+
+
+def test_a_rank_without_any_batch_takes_part(seen: dict[str, Any]) -> None:
+    assert seen["none"] == seen["stock, hybrid, fused"]
+    assert seen["none of one"].keys() == seen["stock, two sets"].keys()
+
+
+def test_a_rank_with_more_sub_batches_takes_part(seen: dict[str, Any], results: list[Result]) -> None:
+    assert float.fromhex(seen["sub-batches"]["val_wer"]) > 0
+    assert seen["reverted, ctc"] == seen["stock, ctc"]
+    assert not results[0].lines("ERROR")
+
+
+def one_that_hangs(rank: int, size: int, name: str, most: int, batch: int) -> None:
+    asr_models.prepare()
+    nemo_patches.apply(sync="local")  # else it would hang before
+    evaluated(name, batches(0, 4 + most * (1 - rank), 2 + batch * (1 - rank)), callbacks=[asr_models.hang_watch()])
+    print("the evaluation has ended", file=sys.stderr, flush=True)
+    torch.distributed.barrier()
+
+
+@pytest.mark.one_nemo
+def test_stocks_metrics_hang_or_die_where_batches_or_sub_batches_are_uneven() -> None:
+    with ThreadPoolExecutor() as pool:
+        uneven = (("ctc", 2, 0), ("rnnt, fused", 0, 2))
+        for run in [pool.submit(run_ranks, one_that_hangs, 2, *how, dies=(0, 1)) for how in uneven]:
+            assert any("the evaluation has ended" not in result.stderr for result in run.result())

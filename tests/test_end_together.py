@@ -1,0 +1,165 @@
+"""The rounds of StopTogether over random schedules: all ranks' passes end together, or every rank raises; none hangs.
+
+The ranks are threads, and the transport is a MAX in memory: what is tested is who says what, and what is made of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_patches.sync.side_channel import RoundFailed
+from nemo_patches.uneven.agreement import Agreement, StopTogetherError
+from nemo_patches.uneven.even_loader import EvenLoader
+from nemo_patches.uneven.extremes import Place, packed, unpacked
+
+pytestmark = pytest.mark.one_nemo
+LIMIT_S = 60.0
+
+
+class Job:
+    """All ranks' rounds. A rank that ends ends the rounds, as the side channel's does."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.ended = size, ""
+        self.changed = threading.Condition()
+        self.values: dict[tuple[str, int], dict[int, int]] = {}
+
+
+class MemoryRounds:
+    def __init__(self, job: Job, rank: int, key: str) -> None:
+        self.job, self.rank, self.key = job, rank, key
+        self.done = self.issued = 0
+        self.closed = False
+
+    def issue(self, value: int) -> None:
+        with self.job.changed:
+            self.issued = self.done + 1
+            self.job.values.setdefault((self.key, self.issued), {})[self.rank] = value
+            self.job.changed.notify_all()
+
+    def wait(self, limit: timedelta) -> int | None:
+        arrived = self.job.values[self.key, self.issued]
+        with self.job.changed:
+            assert self.job.changed.wait_for(lambda: len(arrived) == self.job.size or self.job.ended, LIMIT_S)
+        if len(arrived) < self.job.size:
+            raise RoundFailed(self.job.ended)
+        self.done = self.issued
+        return max(arrived.values())
+
+
+def rank_of(job: Job, rank: int) -> Any:
+    channel = SimpleNamespace(rank=rank, rounds=lambda key: MemoryRounds(job, rank, key))
+    return SimpleNamespace(channel=channel, group=None, begin=lambda: None)
+
+
+class Source:
+    """A loader whose passes have these numbers of batches."""
+
+    def __init__(self, passes: list[int]) -> None:
+        self._passes = iter(passes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(next(self._passes)))
+
+
+def ran(schedule: list[list[tuple[int, int]]]) -> tuple[list[list[int]], list[str]]:
+    """Of each rank: how many batches each pass gave, and what was raised (empty: nothing).
+
+    schedule: of each rank, of each pass: how many batches its loader has, and after how many it leaves the pass.
+    """
+    job = Job(len(schedule))
+    given_out: list[list[int]] = [[] for _ in schedule]
+    raised = [""] * len(schedule)
+
+    def run(rank: int) -> None:
+        try:
+            agreement = Agreement(rank_of(job, rank), "test", 1, "numbers")
+            loader = EvenLoader(Source([batches for batches, _ in schedule[rank]]), agreement)
+            for _, leaves_after in schedule[rank]:
+                given_out[rank].append(0)
+                for _ in loader:
+                    given_out[rank][-1] += 1
+                    if given_out[rank][-1] == leaves_after:
+                        break
+        except StopTogetherError as error:
+            raised[rank] = str(error)
+        with job.changed:
+            job.ended = job.ended or f"rank {rank} has left"
+            job.changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(schedule))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    return given_out, raised
+
+
+BATCHES = st.integers(1, 5)
+NEVER = 99
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 4).flatmap(lambda size: st.lists(st.lists(BATCHES, min_size=size, max_size=size), min_size=1)))
+def test_all_ranks_passes_end_where_the_first_ranks_does(passes: list[list[int]]) -> None:
+    given_out, raised = ran([[(batches, NEVER) for batches in of_rank] for of_rank in zip(*passes, strict=True)])
+    assert raised == [""] * len(raised)
+    assert given_out == [[min(batches) for batches in passes]] * len(raised)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(BATCHES, BATCHES, BATCHES), min_size=1, max_size=4))
+def test_ranks_that_leave_a_pass_at_the_same_batch_go_on(passes: list[tuple[int, int, int]]) -> None:
+    given_out, raised = ran([[(one, leave) for one, _, leave in passes], [(two, leave) for _, two, leave in passes]])
+    assert raised == ["", ""]
+    assert given_out == [[min(of_pass) for of_pass in passes]] * 2
+
+
+@settings(max_examples=80)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), BATCHES), min_size=3, max_size=3), min_size=2, max_size=3))
+def test_whatever_they_do_no_rank_gets_a_batch_that_another_has_not_said_it_has(
+    schedule: list[list[tuple[int, int]]],
+) -> None:
+    given_out, raised = ran(schedule)
+    for number in range(3):
+        most = min(of_rank[number][0] for of_rank in schedule)
+        assert all(passes[number] <= most for passes in given_out if len(passes) > number)
+    lengths = {len(passes) for passes in given_out if not raised[given_out.index(passes)]}
+    assert lengths <= {3}  # who has not raised has gone through all
+    if any("out of step" in text for text in raised):
+        assert all(raised)  # nobody goes on alone
+
+
+def test_a_rank_without_a_batch_raises_on_all() -> None:
+    given_out, raised = ran([[(3, NEVER)], [(0, NEVER)], [(2, NEVER)]])
+    assert given_out == [[0], [0], [0]]
+    assert all("test loader 1 (numbers): rank 1 has no batch at all" in text for text in raised)
+
+
+def test_out_of_step_names_a_rank_at_each_end_on_all() -> None:
+    _, raised = ran([[(9, 2), (9, NEVER)], [(9, 4), (9, NEVER)]])
+    assert len(set(raised)) == 1
+    assert "rank 1 is at batch 4 of pass 1, rank 0 is at batch 1 of pass 2" in raised[0]
+
+
+@given(st.lists(st.integers(0, (1 << 43) - 1), min_size=1, max_size=5))
+def test_extremes_have_a_rank_that_has_them_and_fit_an_int64(values: list[int]) -> None:
+    sent = [packed(value, rank) for rank, value in enumerate(values)]
+    assert all(0 <= number < 1 << 63 for pair in sent for number in pair)
+    extremes = unpacked(max(high for high, _ in sent), max(low for _, low in sent))
+    assert extremes.highest.value == max(values) == values[extremes.highest.rank]
+    assert extremes.lowest.value == min(values) == values[extremes.lowest.rank]
+
+
+@given(st.integers(1, (1 << 16) - 1), st.integers(1, (1 << 26) - 1), st.booleans())
+def test_a_place_is_read_as_it_was_said(number: int, batch: int, ended: bool) -> None:
+    assert Place.of(Place(number, batch, ended).value()) == Place(number, batch, ended)

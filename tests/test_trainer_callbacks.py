@@ -1,0 +1,67 @@
+"""NEMO_PATCHES_STOP_TOGETHER gives every Lightning trainer a StopTogether: by an entry point, or by the import hook."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreters import CHECKOUT, environment, run
+
+pytestmark = pytest.mark.one_nemo
+PROGRAM = """
+import json, os, sys
+from lightning.pytorch import Trainer
+
+def found(value):
+    os.environ["NEMO_PATCHES_STOP_TOGETHER"] = value
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    callbacks = Trainer(accelerator="cpu", **dict.fromkeys(off, False)).callbacks
+    return [[one._training, one._evaluation] for one in callbacks if type(one).__name__ == "StopTogether"]
+
+without = found(""), "nemo_patches.patching.monkeypatch" in sys.modules
+print(json.dumps([without, found("training"), found("training, evaluation"), found("soon"), "nemo" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which nemo_patches looks installed, with the entry point of this checkout's pyproject.toml."""
+    lines = (CHECKOUT / "pyproject.toml").read_text().splitlines()
+    at = lines.index('[project.entry-points."lightning.pytorch.callbacks_factory"]')
+    folder = tmp_path_factory.mktemp("installed")
+    metadata = folder / "nemo_patches-9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
+    value = re.sub('"', "", lines[at + 1])
+    (metadata / "entry_points.txt").write_text(f"[lightning.pytorch.callbacks_factory]\n{value}\n")
+    return folder
+
+
+def started(*path: Path) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-c", PROGRAM], environment(*path), cwd=path[0])  # a checkout may hold an egg-info
+
+
+def seen(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stderr.splitlines() if "nemo_patches " in line]
+    assert len(errors) == 1
+    assert "NEMO_PATCHES_STOP_TOGETHER='soon' is not allowed; allowed: 'training', 'evaluation'" in errors[0]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])
+def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(hooked: bool, entry_point: Path) -> None:
+    path = (entry_point, *([CHECKOUT] if hooked else []))
+    assert seen(started(*path)) == [[[], False], [[True, False]], [[True, True]], [], False]
+
+
+def test_a_checkout_that_is_not_installed_has_the_import_hook(tmp_path: Path) -> None:
+    metadata = tmp_path / "nemo_patches-9.dist-info"  # first on the path: no entry points, whatever is installed
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
+    assert seen(started(tmp_path, CHECKOUT)) == [[[], False], [[True, False]], [[True, True]], [], False]
