@@ -8,10 +8,16 @@ from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
-from nemo_patches.tools.diagnose.case import Case, cases
+from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
 from nemo_patches.tools.diagnose.differences import different_ranks, different_sync
 from nemo_patches.tools.diagnose.endings import Ending
-from nemo_patches.tools.diagnose.faults import check_findings, exceptions, runaway_memory
+from nemo_patches.tools.diagnose.faults import (
+    caught_exceptions,
+    check_findings,
+    ending_exceptions,
+    failed_threads,
+    runaway_memory,
+)
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
@@ -31,6 +37,7 @@ _HANGS = frozenset(
         ids.SOME_INSIDE,
         ids.ALL_INSIDE,
         ids.OUTSIDE,
+        ids.STOPPED_AT_ONCE,
     }
 )
 
@@ -43,7 +50,7 @@ def diagnose(job: Job) -> Report:
     findings += check_findings(job, encoders)
     hanging: list[Finding] = []
     for case in encoders:
-        findings += exceptions(case)
+        findings += caught_exceptions(case)
         pairs = uneven_calls(case)
         explained = _explained(case, [run for _, run in pairs])
         kinds = set(explained.values())
@@ -51,6 +58,8 @@ def diagnose(job: Job) -> Report:
         hanging += hangs(case, set(explained))
         findings += [*sync_ended(case), *incidents(case)]
     findings += _foremost(hanging)
+    reported = {rank for case in encoders for rank in stall_reports(case).kinds}
+    findings += [*ending_exceptions(encoders, reported), *failed_threads(job)]
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
     findings += _not_enough(job, encoders, findings)
@@ -70,7 +79,8 @@ def diagnose(job: Job) -> Report:
 
 def _foremost(hanging: list[Finding]) -> list[Finding]:
     """If ranks are unequal in one encoder, it is no finding that they are equal in another one."""
-    unequal = [finding for finding in hanging if finding.id not in (ids.OUTSIDE, ids.ALL_INSIDE)]
+    level = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)
+    unequal = [finding for finding in hanging if finding.id not in level]
     inside = [finding for finding in hanging if finding.id == ids.ALL_INSIDE]
     return unequal or inside or hanging[:1]
 
@@ -177,8 +187,9 @@ def state_of(ending: Ending | None) -> str:
         return "no call yet"
     if ending.unsure:
         return "not known"
-    if ending.ended:
-        return f"ended after call {ending.call}"
     if ending.raised:
         return f"exception in call {ending.call}"
+    if ending.ended:
+        how = f" by {ending.process.error.partition(':')[0]}" if ending.process.error else ""
+        return f"ended{how} after call {ending.call}"
     return f"in call {ending.call}: {ending.phase}" if ending.inside else f"out of call {ending.call}"

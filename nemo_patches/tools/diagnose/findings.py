@@ -19,6 +19,7 @@ SOME_INSIDE = "some-inside"
 ALL_INSIDE = "all-inside"
 OUTSIDE = "stuck-outside-encoder"
 SYNC_ENDED = "length-sync-ended"
+STOPPED_AT_ONCE = "all-stopped"
 BAD_INPUT = "bad-input"
 CHECK_FAILED = "check-failed"
 MEMORY = "memory-runs-away"
@@ -28,6 +29,7 @@ DIFFERENT = "different-ranks"
 STRAGGLER = "straggler"
 LATE = "late"
 CAUGHT = "exception-caught"
+THREAD_FAILED = "thread-failed"
 TIMEOUTS = "timeouts"
 ORDER = (
     EXCEPTION,
@@ -41,6 +43,7 @@ ORDER = (
     SOME_INSIDE,
     ALL_INSIDE,
     OUTSIDE,
+    STOPPED_AT_ONCE,
     SYNC_ENDED,
     BAD_INPUT,
     CHECK_FAILED,
@@ -49,6 +52,7 @@ ORDER = (
     NOT_ENOUGH,
     DIFFERENT,
     CAUGHT,
+    THREAD_FAILED,
     STRAGGLER,
     LATE,
     TIMEOUTS,

@@ -28,6 +28,10 @@ _ONE_PROCESS_BYTES = 1 << 26  # up to so many, a further process is not worth it
 _MOST_FILES = 100_000
 _MOST_RANKS = 1 << 20
 _MOST_PROBLEMS = 20
+# As faulthandler writes it (tracing/process_end.py).
+_STACK = b"Stack (most recent call first):\n"
+_STACK_LINES = (_STACK.rstrip(), b'  File "', b"  ...", b"  <")
+_MOST_FRAMES = 100
 _COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
 
 
@@ -61,12 +65,28 @@ class Part:
             self.skips = not newline
         end = block.rfind(b"\n") + 1
         if end:
-            trace.take(decode(self.pending + block[:end]))
+            trace.take(decode(_without_stack(self.pending + block[:end], trace)))
             self.pending = b""
         self.pending += block[end:]
         if len(self.pending) > LONGEST_LINE:
             trace.take([None])
             self.pending, self.skips = b"", True
+
+
+def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
+    """The lines but for a stack that SIGTERM left among them, which goes into the trace."""
+    if trace.sigterm_stack is None:
+        if _STACK not in lines:
+            return lines
+        trace.sigterm_stack = []
+    kept = []
+    for line in lines.split(b"\n"):
+        if line.startswith(_STACK_LINES):
+            if len(trace.sigterm_stack) < _MOST_FRAMES:
+                trace.sigterm_stack.append(line.decode("utf-8", "replace"))
+        else:
+            kept.append(line)
+    return b"\n".join(kept)
 
 
 @dataclass
@@ -87,7 +107,9 @@ class Start:
                     self.trace.gap = f"part {part.header.part} has gone"
             except OSError as error:
                 self.trace.gap = f"part {part.header.part} cannot be read: {error.strerror}"
-        self.trace.cut = bool(self.parts[-1].pending) or self.parts[-1].skips
+        pending = self.parts[-1].pending
+        in_stack = self.trace.sigterm_stack is not None and not pending.startswith(b"{")
+        self.trace.cut = (bool(pending) and not in_stack) or self.parts[-1].skips
         self._look_for_gaps()
         return self
 
@@ -113,6 +135,7 @@ class Job:
     world_size: int
     traces: dict[int, RankTrace]
     moving: bool = False  # its files grow, so records may still come
+    alive: set[int] = field(default_factory=set)  # ranks whose processes run on this host now
     problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
     suspects: set[int] = field(default_factory=set)  # ranks whose files cannot be read
     earlier: list[str] = field(default_factory=list)  # process starts of earlier launches
