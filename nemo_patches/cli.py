@@ -206,7 +206,9 @@ def doctor(
 
 @app.command()
 def diagnose(
-    path: Annotated[Path, typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE), or a training log.")],
+    paths: Annotated[
+        list[Path], typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE); or logs: files, a folder, - (stdin).")
+    ],
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw every rank's lag at every call into this PNG file.")] = None,
@@ -216,7 +218,7 @@ def diagnose(
     from nemo_patches.tools.diagnose import command
 
     try:
-        code = command.run(path, json, watch, plot, perfetto)
+        code = command.run(paths, json, watch, plot, perfetto)
     except command.DiagnoseError as error:
         typer.echo(f"nemo-patches diagnose: {error}", err=True)
         code = 2

@@ -831,7 +831,7 @@ def test_ctrl_c_while_a_report_is_printed_is_not_lost(tmp_path: Path, monkeypatc
     write(tmp_path, SCENARIOS["ended early"].schedules)
     monkeypatch.setattr(command, "show", lambda *_: PressesCtrlC() and None)
     monkeypatch.setattr(command, "follow", lambda path: follow(path, waits_on))
-    assert command.run(tmp_path, json=False, watch=True, plot=None, perfetto=None) in (0, 1)
+    assert command.run([tmp_path], json=False, watch=True, plot=None, perfetto=None) in (0, 1)
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
-from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
+from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
 
 _WIDTH = 160  # columns, where the output is not a terminal
 _LONGEST_TEXT = 4000  # characters of anything that is printed
@@ -29,17 +29,19 @@ class DiagnoseError(Exception):
     """The command cannot do what was asked. The text says why."""
 
 
-def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path | None) -> int:
+def run(paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto: Path | None) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
-    if not path.is_dir() and (watch or plot or perfetto):
+    path = paths[0]
+    is_traces = len(paths) == 1 and path.is_dir() and (watch or plot is not None or not _has_logs_only(path))
+    if not is_traces and (watch or plot or perfetto):
         raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
     if watch and (plot or perfetto):
         raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
     try:
         if watch:
             return _watch(path, json)
-        if not path.is_dir():
-            report = diagnose_log(path)
+        if not is_traces:
+            report = diagnose_logs(paths)
         else:
             job, report = once(path)
             _draw(job, plot, perfetto)
@@ -49,6 +51,15 @@ def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path |
         return 130
     _print(report, json)
     return report.exit_code
+
+
+def _has_logs_only(folder: Path) -> bool:
+    """Whether a folder, as torchrun's --log-dir is, has files, or files in folders, and none of a trace."""
+    try:
+        inside = list(folder.iterdir())
+    except OSError:
+        return False
+    return bool(inside) and not any(file.suffix == ".jsonl" for file in inside)
 
 
 def _watch(path: Path, json: bool) -> int:
