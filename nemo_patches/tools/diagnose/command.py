@@ -16,12 +16,14 @@ from rich.console import Console
 
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
 
 _WIDTH = 160  # columns, where the output is not a terminal
+_MOST_LOOKED_AT = 1000  # files, for what kind they are
 _LONGEST_TEXT = 4000  # characters of anything that is printed
 
 
@@ -41,7 +43,7 @@ def run(paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto:
         if watch:
             return _watch(path, json)
         if not is_traces:
-            report = diagnose_logs(paths)
+            report = diagnose_dumps(path) if _has_dumps(path) else diagnose_logs(paths)
         else:
             job, report = once(path)
             _draw(job, plot, perfetto)
@@ -60,6 +62,11 @@ def _has_logs_only(folder: Path) -> bool:
     except OSError:
         return False
     return bool(inside) and not any(file.suffix == ".jsonl" for file in inside)
+
+
+def _has_dumps(path: Path) -> bool:
+    """Whether a file, or one of those in a folder, is a dump of torch's Flight Recorder."""
+    return any(map(is_dump, sorted(path.iterdir())[:_MOST_LOOKED_AT])) if path.is_dir() else is_dump(path)
 
 
 def _watch(path: Path, json: bool) -> int:
