@@ -221,6 +221,8 @@ def diagnose(
         code = command.run(paths, json, watch, plot, perfetto)
     except command.DiagnoseError as error:
         typer.echo(f"nemo-patches diagnose: {error}", err=True)
+        if json:
+            typer.echo(command.error_as_json(error))
         code = 2
     raise typer.Exit(code)
 

@@ -390,6 +390,67 @@ def test_a_healthy_job_that_is_killed_at_any_moment_accuses_nobody(name: str, tm
 CUTS = 90  # of each healthy job
 
 
+def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:
+    report = report_on(
+        Scenario([steps(60, pause=0.102 if rank == 2 else 0.1) + OUT for rank in range(4)], "", ()), tmp_path
+    )
+    assert (
+        "ConformerEncoder: 60 calls, 0 fallbacks on all ranks, longest wait 0.00 s; the length sync cost"
+        in report.verdict
+    )
+    cost = float(report.verdict.partition("cost this run ")[2].partition("%")[0])
+    assert cost == pytest.approx(100 * 0.75 * 0.0025 / 0.109, rel=0.3)  # 3 of 4 wait for 2 ms and the round's latency
+    late = four(steps(9), [Call(pause=26), *steps(3), *OUT], [*steps(4), *OUT])
+    report = report_on(Scenario(late, "", ()), tmp_path / "late")
+    outcomes = "".join(file.read_text() for file in (tmp_path / "late").iterdir())
+    fallbacks = sum(outcomes.count(f'"outcome":"{outcome}"') for outcome in FALLBACKS)
+    assert f", {fallbacks} fallbacks on all ranks, longest wait 10.00 s" in report.summary[0] and fallbacks > 2
+    report = report_on(Scenario([steps(900) + OUT] * 2, "", (), bound=60_000), tmp_path / "rotated")
+    assert "of ranks 0-1 the first calls are gone (trace_size)" in report.summary[0]
+
+
+FALLBACKS = (records.TIMEOUT, records.UNWAITED, records.ENDED)
+
+
+def two_encoders(rank: int, order: str) -> Iterator[records.Record]:
+    """Calls of encoders A and B; a call that waits in vain takes 10 s."""
+    yield header(rank, 3, 1e9, Setup())
+    for e, name in ((1, "A"), (2, "B")):
+        yield records.Encoder(0.0, e, name, True, "true", 5000, "", True, {}, {})
+    calls = {"A": 0, "B": 0}
+    for at, name in enumerate(order):
+        calls[name] += 1
+        e, n, outcome = "AB".index(name) + 1, calls[name], records.TIMEOUT if at > 4 else records.CAME
+        yield records.Enter(float(at), e, n, True, True, [1, 80, 9], "float32", "cpu", None)
+        yield records.Sync(at + 0.1, e, n, outcome, n, 0.1, 9, 9)
+        yield records.Leave(at + 0.2, e, n, [1], 0.2)
+
+
+@pytest.mark.parametrize(("odd", "found"), [("ABABBAAB", True), ("ABABAABA", False), ("ABABABAB", False)])
+def test_encoders_that_are_called_in_another_order(odd: str, found: bool, tmp_path: Path) -> None:
+    """One call more of an encoder is no other order."""
+    for rank in range(3):
+        lines = two_encoders(rank, odd if rank == 1 else "ABABABAB")
+        (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
+    first = diagnose(Folder(tmp_path).read()).findings[0]
+    if found:
+        assert (first.id, first.ranks, first.call) == (ids.DIFFERENT_ORDER, (1,), 5)
+        assert "rank 1 called B before A, ranks 0, 2 A before B" in first.text
+    else:
+        assert first.id != ids.DIFFERENT_ORDER
+
+
+def test_a_skipped_call_is_told_by_its_number(tmp_path: Path) -> None:
+    """Rank 2 leaves its 7th call out, and makes no 12th: nothing but the length sync holds the others back."""
+    calls = [Call(pause=12)] * 12
+    report = report_on(
+        Scenario(four(calls[:6], [Call(pause=24), *calls[8:], *OUT], [*calls[6:], *OUT]), "", ()), tmp_path
+    )
+    first = report.findings[0]
+    assert (first.id, first.ranks, first.call) == (ids.ENDED, (2,), 7)
+    assert "behind since call 7" in first.text
+
+
 def test_a_rank_that_is_late_in_evaluation_does_not_make_fewer_calls(tmp_path: Path) -> None:
     late = [*evaluation(2), Call(training=False, pause=15), *evaluation(7)]
     scenario = Scenario(four(steps(20), [*late, *steps(30), *OUT], [*evaluation(10), *steps(30), *OUT]), "", ())
@@ -761,7 +822,30 @@ def test_the_command_prints_plain_text_and_gives_the_exit_code(tmp_path: Path) -
     found = run(str(tmp_path / "hangs"), "--json")
     content = json.loads(found.stdout)
     assert found.returncode == content["exit_code"] == 1
+    assert (content["format"], set(content)) == (command.JSON_FORMAT, JSON_KEYS)
+    nowhere = run(str(tmp_path / "nowhere"), "--json")
+    assert json.loads(nowhere.stdout) == {
+        "format": 1,
+        "error": nowhere.stderr.partition(": ")[2].strip(),
+        "exit_code": 2,
+    }
     assert content["findings"][0]["id"] == ids.BEFORE_ENCODER and content["findings"][0]["ranks"] == [5]
+
+
+JSON_KEYS = {
+    "format",
+    "folder",
+    "world_size",
+    "moving",
+    "verdict",
+    "next_step",
+    "findings",
+    "ranks",
+    "problems",
+    "earlier",
+    "summary",
+    "exit_code",
+}
 
 
 @pytest.mark.parametrize(

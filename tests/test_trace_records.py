@@ -403,7 +403,7 @@ import json
 from multiprocessing import Pipe
 def wait_for_a_batch(ready):
     ready.send("")
-    time.sleep({seconds})  # a Python handler would not run in C code that does not look for signals
+    ready.poll(60)  # until the signal has come
     sys.exit(5)
 tracing.stop()
 children = {{}}
@@ -425,13 +425,14 @@ codes = {{}}
 for name, (child, ready) in children.items():
     ready.recv()
     os.kill(child, signal.SIGTERM)
+    ready.send("")
     codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(json.dumps(codes))
 """
 
 
 def test_sigterm_leaves_the_stack_and_goes_on_to_whom_it_went_before(tmp_path: Path) -> None:
-    output, error = end(start(TERMINATES.format(scenarios=TERMINATED, seconds=3), tmp_path, RANK="5", WORLD_SIZE="6"))
+    output, error = end(start(TERMINATES.format(scenarios=TERMINATED), tmp_path, RANK="5", WORLD_SIZE="6"))
     assert json.loads(output or "{}") == {name: code for name, (_, _, code) in TERMINATED.items()}, error
     for name in TERMINATED:
         content = traces.files(tmp_path / name)[0].read_bytes()

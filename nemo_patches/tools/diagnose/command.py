@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
 
+JSON_FORMAT = 1  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
 _MOST_LOOKED_AT = 1000  # files, for what kind they are
 _LONGEST_TEXT = 4000  # characters of anything that is printed
@@ -77,7 +78,7 @@ def _watch(path: Path, json: bool) -> int:
             with _ctrl_c_afterwards():
                 if not json:
                     print(f"--- {time.strftime('%H:%M:%S')}")
-                _print(report, json)
+                _print(report, json, one_line=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -97,12 +98,18 @@ def _ctrl_c_afterwards() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _print(report: Report, json: bool) -> None:
+def _print(report: Report, json: bool, one_line: bool = False) -> None:
     report = _printable(report)
     if json:
-        print(dumps({**asdict(report), "exit_code": report.exit_code}, indent=2))
+        content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
+        print(dumps(content, indent=None if one_line else 2))
     else:
         show(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+
+
+def error_as_json(error: DiagnoseError) -> str:
+    """On standard output, where a program that asked for JSON looks."""
+    return dumps({"format": JSON_FORMAT, "error": str(error), "exit_code": 2})
 
 
 def _printable(content: Any) -> Any:

@@ -9,6 +9,7 @@ CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 # Ids. ORDER has those that explain others first.
 EXCEPTION = "exception"
 DIFFERENT_SYNC = "different-sync"
+DIFFERENT_ORDER = "different-order"
 KILLED = "killed"
 ENDED = "ended"
 MISSING_RANK = "missing-rank"
@@ -34,6 +35,7 @@ TIMEOUTS = "timeouts"
 ORDER = (
     EXCEPTION,
     DIFFERENT_SYNC,
+    DIFFERENT_ORDER,
     KILLED,
     ENDED,
     MISSING_RANK,
@@ -106,6 +108,7 @@ class Report:
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...]  # files that were not read, or only in part
     earlier: tuple[str, ...]  # process starts of earlier launches
+    summary: tuple[str, ...] = ()  # of each encoder: calls, fallbacks, longest wait, cost
 
     @property
     def exit_code(self) -> int:

@@ -16,6 +16,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, StallReports, stall_reports, usual_call, whom
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+from nemo_patches.tools.diagnose.lateness import behind_since
 
 _NEXT_STEPS = {
     ids.BEFORE_ENCODER: "Look at what this rank does (`py-spy dump --pid {pid}` on {host}), and its data loader's "
@@ -159,6 +160,10 @@ def _grouped(case: Case, suspects: list[Ending], others: list[Ending], reports: 
         # The finding is about the call that these ranks have not entered.
         enters = not endings[0].inside and endings[0].position < others[0].position
         call = usual_call(others).call if endings[0].unsure else finding.call + enters
+        since = behind_since(case, endings[0].rank)
+        if kind in (ids.ENDED, ids.BEFORE_ENCODER) and 0 < since < call:
+            text = f"{finding.text} It has been behind since call {since}, which it skipped, or came to too late."
+            finding, call = replace(finding, text=text), since
         findings.append(replace(finding, call=call))
     return findings
 

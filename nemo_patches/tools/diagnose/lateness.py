@@ -114,6 +114,14 @@ def _given_up(case: Case) -> _GivenUp:
     return _GivenUp(gave_up, came)
 
 
+def behind_since(case: Case, rank: int) -> int:
+    """The call from which on no round came in time on all ranks any more, and others gave up on this one; 0 if none."""
+    came = int(case.rounds.number[-1]) if case.rounds.number.size else 0
+    given_up = {number: ranks for number, ranks in _given_up(case).gave_up.items() if number > came}
+    of_others = [calls for ranks in given_up.values() for other, calls in ranks.items() if other != rank]
+    return min(of_others, default=0)
+
+
 def late_calls(case: Case) -> dict[int, list[int]]:
     """By rank its calls that came too late, and the call that it has not made and others gave up waiting for."""
     given_up = _given_up(case)

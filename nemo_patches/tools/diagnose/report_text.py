@@ -32,6 +32,8 @@ def show(report: Report, console: Console) -> None:
             say(f"  {line}")
     say("")
     _show_ranks(report, console)
+    for line in report.summary if report.findings else ():  # else the verdict has it
+        say(line)
     for line in report.problems:
         say(f"not read, or in part: {line}")
     for line in report.earlier:
