@@ -89,6 +89,7 @@ class Setup:
     part: int = 0
     restart: int = 0
     registered: int = 9999
+    job: str = ""
 
 
 @dataclass
@@ -394,6 +395,7 @@ def header(rank: int, size: int, started: float, setup: Setup, bound: int = 1 <<
         versions={"nemo_patches": "0.1.0", "nemo": "3.0.0", "torch": setup.torch, "python": "3.11.7"},
         settings={"sync": setup.sync, "timeout": "10", "on_timeout": "fallback", "trace": f"/tmp/{rank}"},
         checks=[],
+        job=setup.job,
     )
 
 

@@ -637,7 +637,38 @@ def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Pat
     )
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
-    assert len(report.earlier) == 4 and "restart 0" in report.earlier[0]
+    why, *earlier = report.earlier
+    assert "the launch with restart 1: begun last by its hosts' clocks; --launch N picks another" in why
+    assert len(earlier) == 4 and all("restart 0" in line for line in earlier)
+    report = diagnose(Folder(tmp_path, launch=0).read())
+    assert (report.findings[0].id, report.earlier) == (ids.OUTSIDE, ())
+    with pytest.raises(UnreadableError, match="--launch=7: no such launch; there are 0, 1"):
+        Folder(tmp_path, launch=7).read()
+
+
+def test_two_jobs_in_one_folder_stay_two(tmp_path: Path) -> None:
+    """They ran at the same time, each rank of the one a little before or after that of the other."""
+    for job, scenario in (("one", "ended early"), ("other", "exception")):
+        setups = {rank: Setup(job=job) for rank in range(4)}
+        write(tmp_path, SCENARIOS[scenario].schedules, setups, launched=1.7e9, seed=len(job))
+    for file in tmp_path.iterdir():  # rank 0 of the one began last of all
+        lines = file.read_bytes().splitlines(True)
+        first = json.loads(lines[0])
+        if (first["job"], first["rank"]) == ("one", 0):
+            lines[0] = lines[0].replace(str(first["started"]).encode(), b"1800000000.0", 1)
+            file.write_bytes(b"".join(lines))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
+    assert "of job one" in report.earlier[0]
+    assert len(report.earlier) == 5 and all("of another job, other" in line for line in report.earlier[1:])
+
+
+def test_ranks_that_come_last_together_are_not_called_stragglers(tmp_path: Path) -> None:
+    """DDP on Gloo has rank 0 wait for a late rank 1 in its broadcast, before the encoder."""
+    late = [steps(100, pause=0.22 if rank < 2 else 0.1) + OUT for rank in range(4)]
+    report = report_on(Scenario(late, "", ()), tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
+    assert "Ranks 0-1 come last to most rounds together, 120 ms after the first" in report.verdict
 
 
 def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
@@ -649,7 +680,7 @@ def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(t
         write(folder, [steps(9)] * 4, {**setups, 2: Setup(patched=False)}, launched=1.7e9 + later, seed=seed)
         report = diagnose(Folder(folder).read())
         assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
-        assert len(report.earlier) == 4
+        assert len(report.earlier) == 5
 
 
 def test_where_stall_reports_name_who_is_missing_nobody_else_is_blamed(tmp_path: Path) -> None:
@@ -914,7 +945,7 @@ def test_ctrl_c_while_a_report_is_printed_is_not_lost(tmp_path: Path, monkeypatc
 
     write(tmp_path, SCENARIOS["ended early"].schedules)
     monkeypatch.setattr(command, "show", lambda *_: PressesCtrlC() and None)
-    monkeypatch.setattr(command, "follow", lambda path: follow(path, waits_on))
+    monkeypatch.setattr(command, "follow", lambda path, launch: follow(path, waits_on))
     assert command.run([tmp_path], json=False, watch=True, plot=None, perfetto=None) in (0, 1)
 
 

@@ -42,6 +42,7 @@ class Header:
     versions: dict[str, str]  # nemo_patches, nemo, torch, lightning, python
     settings: dict[str, str]
     checks: list[str]
+    job: str = ""  # the same for all ranks of a job, on all hosts; empty if not known
     notes_sigterm: bool = False  # SIGTERM would leave a stack in this file, as text
 
 

@@ -32,7 +32,9 @@ class DiagnoseError(Exception):
     """The command cannot do what was asked. The text says why."""
 
 
-def run(paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto: Path | None) -> int:
+def run(
+    paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto: Path | None, launch: int | None = None
+) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
     path = paths[0]
     is_traces = len(paths) == 1 and path.is_dir() and (watch or plot is not None or not _has_logs_only(path))
@@ -42,11 +44,11 @@ def run(paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto:
         raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
     try:
         if watch:
-            return _watch(path, json)
+            return _watch(path, json, launch)
         if not is_traces:
             report = diagnose_dumps(path) if _has_dumps(path) else diagnose_logs(paths)
         else:
-            job, report = once(path)
+            job, report = once(path, launch=launch)
             _draw(job, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
@@ -70,10 +72,10 @@ def _has_dumps(path: Path) -> bool:
     return any(map(is_dump, sorted(path.iterdir())[:_MOST_LOOKED_AT])) if path.is_dir() else is_dump(path)
 
 
-def _watch(path: Path, json: bool) -> int:
+def _watch(path: Path, json: bool, launch: int | None) -> int:
     code = 2
     try:
-        for _, report in follow(path):
+        for _, report in follow(path, launch=launch):
             code = report.exit_code
             with _ctrl_c_afterwards():
                 if not json:

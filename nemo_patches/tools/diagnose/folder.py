@@ -149,8 +149,9 @@ class Job:
 class Folder:
     """A folder of traces; read() reads on where it has stopped the last time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, launch: int | None = None) -> None:
+        """launch: torchrun's restart count; None: the latest."""
+        self.path, self.launch = path, launch
         self._starts: dict[tuple[int, int, float, str], Start] = {}
         self._parts: set[Path] = set()
         self._problems: dict[Path, str] = {}
@@ -163,7 +164,8 @@ class Folder:
         if not self._starts:
             why = "; ".join(self._problem_lines()) or "it is empty"
             raise UnreadableError(f"{self.path}: no trace file in it: {why}")
-        latest, earlier = _launches(self._starts.values())
+        starts, others = _of_the_last_job(_picked(list(self._starts.values()), self.launch))
+        latest, earlier = _launches(starts)
         self._read_all(latest)
         size = _world_size(latest)
         job = Job(self.path, size, {start.trace.rank: start.trace for start in latest if start.trace.rank < size})
@@ -172,7 +174,9 @@ class Folder:
             if damage := start.trace.damage:
                 job.problems.append(f"{safe(start.parts[-1].path.name)}: {damage}")
         job.suspects = {rank for rank in self._suspects if rank not in job.traces}
-        job.earlier = [_earlier_line(start) for start in earlier]
+        job.earlier = [_earlier_line(start) for start in earlier] + [_other_job_line(start) for start in others]
+        if job.earlier:
+            job.earlier.insert(0, _why_these(latest, self.launch))
         job.moving = bool(counts_before) and any(
             start.trace.count > counts_before.get(key, 0) for key, start in self._starts.items() if start in latest
         )
@@ -276,6 +280,37 @@ def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
 def _world_size(starts: list[Start]) -> int:
     """The world size that most of the headers have."""
     return Counter(start.trace.header.world_size for start in starts).most_common(1)[0][0]
+
+
+def _of_the_last_job(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:
+    """The starts of the job that has begun last, and those of other jobs."""
+    jobs: dict[str, list[Start]] = defaultdict(list)
+    for start in starts:
+        jobs[start.trace.header.job].append(start)
+    last = max(jobs.values(), key=lambda of_job: max(start.trace.header.started for start in of_job))
+    return last, [start for of_job in jobs.values() if of_job is not last for start in of_job]
+
+
+def _picked(starts: list[Start], launch: int | None) -> list[Start]:
+    if launch is None:
+        return starts
+    picked = [start for start in starts if start.trace.header.restart == launch]
+    if not picked:
+        there = ", ".join(map(str, sorted({start.trace.header.restart for start in starts})))
+        raise UnreadableError(f"--launch={launch}: no such launch; there are {there} (torchrun's restart count)")
+    return picked
+
+
+def _why_these(latest: list[Start], launch: int | None) -> str:
+    header = latest[0].trace.header
+    why = "as --launch asks" if launch is not None else "begun last by its hosts' clocks; --launch N picks another"
+    job = f" of job {safe(header.job)}" if header.job else ""
+    return f"diagnosed is the launch with restart {header.restart}{job}: {why}; the following are not"
+
+
+def _other_job_line(start: Start) -> str:
+    header = start.trace.header
+    return f"{safe(start.parts[0].path.name)}: of another job, {safe(header.job) or 'not named'}, rank {header.rank}"
 
 
 def _launches(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:

@@ -37,7 +37,7 @@ def show(report: Report, console: Console) -> None:
     for line in report.problems:
         say(f"not read, or in part: {line}")
     for line in report.earlier:
-        say(f"not diagnosed: {line}")
+        say(f"launches: {line}")
 
 
 def _title(finding: Finding) -> str:

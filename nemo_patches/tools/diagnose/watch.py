@@ -24,12 +24,12 @@ _CLOCK_SLACK_S = 2.0  # the kernel tells of the boot in whole seconds
 _CALLS = 3  # a running job writes within the time of so many calls
 
 
-def once(path: Path, sleep: Callable[[float], None] = time.sleep) -> tuple[Job, Report]:
+def once(path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None) -> tuple[Job, Report]:
     """Read a folder and diagnose it. Where its job may be running, read it again: it has grown, or it has not.
 
     Raises UnreadableError.
     """
-    folder = Folder(path)
+    folder = Folder(path, launch)
     job = folder.read()
     if _may_grow(job):
         sleep(_patience(job).total_seconds())
@@ -38,12 +38,14 @@ def once(path: Path, sleep: Callable[[float], None] = time.sleep) -> tuple[Job, 
     return job, diagnose(job)
 
 
-def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[tuple[Job, Report]]:
+def follow(
+    path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None
+) -> Iterator[tuple[Job, Report]]:
     """Yield the job and its report at first and at every change of the verdict, until the caller stops.
 
     Waits for the first trace, if there is none yet. Raises UnreadableError if the folder is none.
     """
-    folder = Folder(path)
+    folder = Folder(path, launch)
     last_verdict = ""
     quiet_looks = 0
     while True:
