@@ -256,6 +256,13 @@ SCENARIOS = {
         (0,),
         said=("64 features, float32, cuda on rank 0",),
     ),
+    "a flag that is not what the config says": Scenario(
+        [steps(20) + OUT] * 2,
+        ids.NOT_AS_CONFIGURED,
+        (0, 1),
+        setups={rank: Setup(configured="false") for rank in range(2)},
+        said=("has sync_max_audio_length=true on ranks 0-1, and the model's config says false",),
+    ),
     "a NaN": Scenario(
         four(steps(20), [Call(found="2 NaN in the signal"), Gradients(), *OUT], [*steps(1), *OUT]),
         ids.BAD_INPUT,

@@ -11,7 +11,7 @@ from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
-from nemo_patches.tools.diagnose.differences import different_ranks, different_sync
+from nemo_patches.tools.diagnose.differences import different_ranks, different_sync, other_than_configured
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.faults import (
     caught_exceptions,
@@ -69,6 +69,7 @@ def diagnose(job: Job) -> Report:
     findings += [*ending_exceptions(encoders, reported), *failed_threads(job)]
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
+    findings += other_than_configured(encoders)
     findings += _not_enough(job, encoders, findings)
     ordered = _ordered([replace(finding, text=finding.text[0].upper() + finding.text[1:]) for finding in findings])
     return Report(

@@ -27,6 +27,7 @@ MEMORY = "memory-runs-away"
 UNTRACED = "untraced-rank"
 NOT_ENOUGH = "not-enough-records"
 DIFFERENT = "different-ranks"
+NOT_AS_CONFIGURED = "not-as-configured"
 STRAGGLER = "straggler"
 LATE = "late"
 CAUGHT = "exception-caught"
@@ -53,6 +54,7 @@ ORDER = (
     UNTRACED,
     NOT_ENOUGH,
     DIFFERENT,
+    NOT_AS_CONFIGURED,
     CAUGHT,
     THREAD_FAILED,
     STRAGGLER,
