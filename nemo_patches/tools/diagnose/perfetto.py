@@ -70,10 +70,10 @@ def _events(job: Job, encoders: list[Case], scale: Clocks, origin: float, most: 
 
 
 def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: int) -> Iterator[Event]:
-    calls, free_from = track.calls, 0
+    calls = track.calls
     for index in range(max(0, len(calls.n) - most), len(calls.n)):
         entered, open_ = calls.entered[index], calls.ended[index] == OPEN
-        begin = max(micro(entered), free_from)
+        begin = micro(entered)
         latest = max(micro(calls.entered[index + 1]), begin) if index + 1 < len(calls.n) else math.inf
         kind = {1: "training", 0: "evaluation"}.get(calls.training[index], "")
         details = {
@@ -86,12 +86,12 @@ def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: in
         ends = [column[index] for column in (calls.synced, calls.pre, calls.layer, calls.left)]
         # The columns are of single precision, so an end may be past the next call's begin.
         moments = [min(max(micro(entered + end), begin), latest) if not math.isnan(end) else None for end in ends]
-        free_from = max((moment for moment in moments if moment is not None), default=begin)
+        last = max((moment for moment in moments if moment is not None), default=begin)
         common = {"pid": rank, "tid": thread, "ts": begin, "args": details}
         if open_:
             yield {"name": title, "cat": "call", "ph": "B", **common}
         else:
-            yield {"name": title, "cat": "call", "ph": "X", "dur": free_from - begin, **common}
+            yield {"name": title, "cat": "call", "ph": "X", "dur": last - begin, **common}
         since = begin
         phases = ("length sync", "pre_encode", "first layer", "layers")
         for phase, moment in zip(phases, moments, strict=True):
