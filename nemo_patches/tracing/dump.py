@@ -188,8 +188,7 @@ class _Hooks:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._thread: threading.Thread | None = None
-        # In a thread that is not the main one an exception ends only that thread.
-        self._exceptions = ExceptionHooks(lambda error, thread: None if thread else process_ends(error))
+        self._exceptions = ExceptionHooks(lambda error, _: process_ends(error), threads=False)
         self._has_signal = is_free(signal.SIGUSR2)
         if self._has_signal:
             # A Python handler would wait for the training thread to come back from C code. This one runs at once, and

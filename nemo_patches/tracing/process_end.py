@@ -15,14 +15,16 @@ from typing import Any
 
 
 class ExceptionHooks:
-    """sys.excepthook and threading.excepthook: call `told`, then the hook that was there before."""
+    """sys.excepthook and, if asked for, threading.excepthook: call `told`, then the hook that was there before."""
 
-    def __init__(self, told: Callable[[BaseException, str], None]) -> None:
+    def __init__(self, told: Callable[[BaseException, str], None], threads: bool) -> None:
         """told: gets the exception and its thread's name; no name where the process ends by it."""
         self._told = told
         self._previous, self._previous_of_threads = sys.excepthook, threading.excepthook
         self._own, self._own_of_threads = self._of_process, self._of_thread  # a method is a new object each time
-        sys.excepthook, threading.excepthook = self._own, self._own_of_threads
+        sys.excepthook = self._own
+        if threads:
+            threading.excepthook = self._own_of_threads
 
     def remove(self) -> None:
         """Put back what was there, unless somebody's hook is around ours: then ours stays, and only passes on."""

@@ -248,7 +248,7 @@ class Recorder:
         assert self.settings.folder is not None
         self.writer = TraceWriter(self.settings.folder, header)
         if self._hooks is None:
-            self._hooks = ExceptionHooks(self._guarded_failed)
+            self._hooks = ExceptionHooks(self._guarded_failed, threads=True)
         # Not atexit: a process that multiprocessing has forked leaves without it. At an interpreter's exit this comes
         # after the stall monitor's last words, since torch imports multiprocessing before there is a stall monitor.
         multiprocessing.util.Finalize(None, _close, exitpriority=0)
