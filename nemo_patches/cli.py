@@ -229,19 +229,24 @@ def doctor(
 
 @app.command()
 def diagnose(
-    path: Annotated[Path, typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE), or a training log.")],
+    paths: Annotated[
+        list[Path], typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE); or logs: files, a folder, - (stdin).")
+    ],
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw every rank's lag at every call into this PNG file.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write all calls for ui.perfetto.dev into this file.")] = None,
+    launch: Annotated[int | None, typer.Option(help="Of several launches, that with this restart count.")] = None,
 ) -> None:
     """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
     from nemo_patches.tools.diagnose import command
 
     try:
-        code = command.run(path, json, watch, plot, perfetto)
+        code = command.run(paths, json, watch, plot, perfetto, launch)
     except command.DiagnoseError as error:
         typer.echo(f"nemo-patches diagnose: {error}", err=True)
+        if json:
+            typer.echo(command.error_as_json(error))
         code = 2
     raise typer.Exit(code)
 

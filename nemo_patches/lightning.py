@@ -18,6 +18,7 @@ from nemo_patches.stall.store_client import StoreClient
 from nemo_patches.sync import keys, length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump import dumps
+from nemo_patches.tracing.recorder import tracing
 from nemo_patches.uneven.stop_together import StopTogether as StopTogether
 
 _MOST_RANKS = 64  # with more, every rank's own figures would be thousands of series
@@ -62,8 +63,10 @@ class LengthSyncCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             report(logging.ERROR, f"LengthSyncCallback has ended by an error of its own, please report it: {error!r}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """For a dump: Hydra, around the trainer, leaves no exception to the interpreter."""
+        """For the trace or the dump: Hydra, around the trainer, leaves no exception to the interpreter."""
         dumps.process_ends(exception)
+        if tracing.recorder is not None:
+            tracing.recorder.note_failed(exception, "")
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         exchanged = self._exchange.exchanged if self._exchange is not None else None

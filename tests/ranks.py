@@ -58,10 +58,11 @@ def run_ranks(
     limit: float = 300.0,
     dies: tuple[int, ...] = (),
     group: bool = True,
+    group_timeout: float = 60.0,
 ) -> list[Result]:
     """Run function(rank, size, *args) in `size` processes with a gloo process group (unless group=False).
 
-    A rank in `dies` may end as it likes; any other must return.
+    A rank in `dies` may end as it likes, and an exception ends it as it ends any process; any other must return.
     After `limit` seconds all are killed, and the test fails.
     """
     port = free_port()
@@ -72,7 +73,8 @@ def run_ranks(
                 ours, theirs = _context.Pipe(duplex=False)
                 log = Path(folder, f"rank{rank}.log")
                 process = _context.Process(
-                    target=_rank, args=(function, rank, size, args, port, str(log), theirs, group)
+                    target=_rank,
+                    args=(function, rank, size, args, port, str(log), theirs, group and group_timeout, rank in dies),
                 )
                 process.start()
                 theirs.close()
@@ -111,7 +113,15 @@ def _collect(pipes: list[Connection], limit: float) -> list[tuple[bool, Any] | N
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, size: int, args: Any, port: int, log: str, pipe: Connection, group: bool
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    args: Any,
+    port: int,
+    log: str,
+    pipe: Connection,
+    group_timeout: float,
+    dies: bool,
 ) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
@@ -121,11 +131,14 @@ def _rank(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     try:
-        if group:
-            join_group(rank, size, port)
+        if group_timeout:
+            join_group(rank, size, port, group_timeout)
         outcome = (True, function(rank, size, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())
+        if dies:
+            _say_what_is_left()
+            raise
     _say_what_is_left()
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()

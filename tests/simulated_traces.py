@@ -1,7 +1,7 @@
 """Traces as real ranks would write them, by the real protocol in simulated time, each rank with a clock of its own.
 
 A schedule is what one rank does. A rank that reaches the end of its schedule without `Exit` waits there for ever, as in
-a collective that nobody else comes to. When nobody can go on, all are killed, and the files are as they were.
+a collective that nobody else comes to. When nobody can go on, all report a stall, and are killed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nemo_patches.tracing import records
 
 TIMEOUT = timedelta(seconds=10)
 LATENCY = 0.0005
+STALL_S = 60.0
 PLACE = "read_audio (my_asr/dataset.py:41) < __getitem__ (my_asr/dataset.py:30) < main (my_asr/train.py:88)"
 PHASES = ("length sync", "growth", "pre_encode", "layers")
 
@@ -54,7 +55,9 @@ class Killed:
 
 @dataclass(frozen=True)
 class Exit:
-    """The process ends in good order."""
+    """The interpreter ends. error: the exception that ended it."""
+
+    error: str = ""
 
 
 Event = Call | Gradients | Killed | Exit
@@ -86,6 +89,7 @@ class Setup:
     part: int = 0
     restart: int = 0
     registered: int = 9999
+    job: str = ""
 
 
 @dataclass
@@ -153,7 +157,7 @@ class _Rank:
                     self.world.silent.add(self.number)
                 yield _Pause(math.inf)
             if isinstance(event, Exit):
-                self.write(now, records.End)
+                self.write(now, records.End, error=event.error)
                 self.world.gone[self.number] = now
                 return
             assert isinstance(event, Call)
@@ -333,7 +337,9 @@ def write(
         for number, events in enumerate(schedules)
     ]
     _ALIVE[id(world)] = {rank.number for rank in ranks if rank.setup.patched}
-    _run([rank for rank in ranks if rank.setup.patched], size)
+    ended_at = _run([rank for rank in ranks if rank.setup.patched], size)
+    if reports:
+        _report_stall(world, ranks, ended_at + STALL_S)
     del _ALIVE[id(world)]
     for rank in ranks:
         hours = draw.uniform(-9, 9) * 3600
@@ -342,7 +348,21 @@ def write(
     return folder
 
 
-def _run(ranks: list[_Rank], size: int) -> None:
+def _report_stall(world: _World, ranks: list[_Rank], now: float) -> None:
+    """As stall/job_stall.py does: who waits in a collective is no suspect, and where none does, nobody is."""
+    waiting = {rank.number for rank in ranks if rank.at_gradients}
+    alive = [
+        rank for rank in ranks if rank.setup.patched and rank.number not in world.gone | dict.fromkeys(world.silent)
+    ]
+    suspects = sorted({rank.number for rank in ranks} - waiting) if waiting else []
+    kinds = [alive[0]._kind(number) for number in suspects] if alive else []
+    where = [PLACE if kind == ELSEWHERE else "" for kind in kinds]
+    for rank in alive:
+        rank.write(now, records.Stalled, ranks=suspects, kinds=kinds, where=where, text=f"waiting: {sorted(waiting)}")
+
+
+def _run(ranks: list[_Rank], size: int) -> float:
+    """When nobody can go on."""
     runners = {rank.number: rank.live() for rank in ranks}
     pauses = {number: next(runner) for number, runner in runners.items()}
     by_number = {rank.number: rank for rank in ranks}
@@ -352,12 +372,13 @@ def _run(ranks: list[_Rank], size: int) -> None:
             pauses = {number: _Pause(now + LATENCY) for number in pauses}
         number = min(pauses, key=lambda one: pauses[one].end)
         if pauses[number].end == math.inf:
-            return
+            return now
         now = max(now, pauses[number].end)
         try:
             pauses[number] = runners[number].send(now)
         except StopIteration:
             del pauses[number]
+    return now
 
 
 def header(rank: int, size: int, started: float, setup: Setup, bound: int = 1 << 30, part: int = 0) -> records.Header:
@@ -374,6 +395,7 @@ def header(rank: int, size: int, started: float, setup: Setup, bound: int = 1 <<
         versions={"nemo_patches": "0.1.0", "nemo": "3.0.0", "torch": setup.torch, "python": "3.11.7"},
         settings={"sync": setup.sync, "timeout": "10", "on_timeout": "fallback", "trace": f"/tmp/{rank}"},
         checks=[],
+        job=setup.job,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -41,6 +43,7 @@ from nemo_patches.tracing import records
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 OUT = [Exit()]
+CLOSED = Exit("RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711")  # the gradients' reduce
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ SCENARIOS = {
         four(steps(30), [Killed()], steps(5)), ids.KILLED, (2,), 31, said=("killed or crashed after training call 30",)
     ),
     "killed inside a call": Scenario(
-        four(steps(30), [Call(stuck="layers", dies=True)], [Call(), *OUT]),  # the gradients' reduce raises
+        four(steps(30), [Call(stuck="layers", dies=True)], [Call(), CLOSED]),
         ids.KILLED,
         (2,),
         31,
@@ -155,7 +158,11 @@ SCENARIOS = {
         four(steps(30), [Killed(gone=False)], steps(5)), ids.SILENT, (2,), 31, said=("no heartbeat",)
     ),
     "ended early": Scenario(
-        four(steps(30), OUT, steps(5)), ids.ENDED, (2,), 31, said=("ended in good order after training call 30",)
+        four(steps(30), OUT, steps(5)),
+        ids.ENDED,
+        (2,),
+        31,
+        said=("Rank 2 has ended after training call 30", "fewer batches, or an error that something caught"),
     ),
     "exception": Scenario(
         four(steps(30), [Call(raises="RuntimeError"), *OUT], steps(5)),
@@ -178,8 +185,9 @@ SCENARIOS = {
         four(steps(3), [], []),
         ids.MISSING_RANK,
         (2,),
+        1,
         setups={2: Setup(patched=False)},
-        said=("no sign of rank 2 of 4",),
+        said=("Rank 2 is missing, say the stall reports: no sign of it: not patched",),
     ),
     "not traced": Scenario(
         [steps(30) + OUT] * 4,
@@ -247,6 +255,13 @@ SCENARIOS = {
         ids.DIFFERENT,
         (0,),
         said=("64 features, float32, cuda on rank 0",),
+    ),
+    "a flag that is not what the config says": Scenario(
+        [steps(20) + OUT] * 2,
+        ids.NOT_AS_CONFIGURED,
+        (0, 1),
+        setups={rank: Setup(configured="false") for rank in range(2)},
+        said=("has sync_max_audio_length=true on ranks 0-1, and the model's config says false",),
     ),
     "a NaN": Scenario(
         four(steps(20), [Call(found="2 NaN in the signal"), Gradients(), *OUT], [*steps(1), *OUT]),
@@ -346,6 +361,103 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str, tmp_path: Path) -> N
     assert report.verdict.startswith("Nothing found") and "ended in good order" in report.verdict
 
 
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_job_that_is_killed_at_any_moment_accuses_nobody(name: str, tmp_path: Path) -> None:
+    """SIGKILL of all ranks at one moment; what a rank recorded in the last milliseconds may be lost, or half a line."""
+    draw = random.Random(name)
+    job = HEALTHY[name]
+    write(tmp_path / "whole", job.schedules, job.setups)
+    ranks = []
+    for file in sorted((tmp_path / "whole").iterdir()):
+        lines = file.read_bytes().splitlines(True)
+        found = [json.loads(line) for line in lines]
+        # All leave the length sync of call 1 at once. Without one, the clocks are as far apart as the ranks' starts.
+        began = next(one["t"] for one in found if one["k"] == "sync")
+        ranks.append((file.name, lines, [one.get("t", -1e9) - began for one in found]))
+    first, last = (edge(time for _, _, times in ranks for time in times[1:]) for edge in (min, max))
+    verdicts = set()
+    for number in range(CUTS):
+        # Also where one or all have just begun, or are about to end.
+        killed_at = draw.uniform(first, last) if number % 4 else draw.choice((first, last)) + draw.uniform(-0.3, 0.3)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for file_name_, lines, times in ranks:
+            count = bisect.bisect(times, killed_at - draw.choice((0, 0.001, 0.01)))
+            half = lines[count][: draw.randrange(40)] if count < len(lines) and draw.random() < 0.2 else b""
+            if count:
+                (folder / file_name_).write_bytes(b"".join(lines[:count]) + half)
+        report = diagnose(Folder(folder).read())
+        accused = [one for one in report.findings if one.severity == CRITICAL or (one.ranks and one.id != ids.UNTRACED)]
+        truths = {ids.NOT_ENOUGH, ids.STRAGGLER if name == "a straggler that has got well" else ""}
+        assert not [one for one in accused if one.id not in truths], report
+        verdicts |= {one.id for one in report.findings[:1]}
+    assert ids.STOPPED_AT_ONCE in verdicts
+
+
+CUTS = 90  # of each healthy job
+
+
+def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:
+    report = report_on(
+        Scenario([steps(60, pause=0.102 if rank == 2 else 0.1) + OUT for rank in range(4)], "", ()), tmp_path
+    )
+    assert (
+        "ConformerEncoder: 60 calls, 0 fallbacks on all ranks, longest wait 0.00 s; the length sync cost"
+        in report.verdict
+    )
+    cost = float(report.verdict.partition("cost this run ")[2].partition("%")[0])
+    assert cost == pytest.approx(100 * 0.75 * 0.0025 / 0.109, rel=0.3)  # 3 of 4 wait for 2 ms and the round's latency
+    late = four(steps(9), [Call(pause=26), *steps(3), *OUT], [*steps(4), *OUT])
+    report = report_on(Scenario(late, "", ()), tmp_path / "late")
+    outcomes = "".join(file.read_text() for file in (tmp_path / "late").iterdir())
+    fallbacks = sum(outcomes.count(f'"outcome":"{outcome}"') for outcome in FALLBACKS)
+    assert f", {fallbacks} fallbacks on all ranks, longest wait 10.00 s" in report.summary[0] and fallbacks > 2
+    report = report_on(Scenario([steps(900) + OUT] * 2, "", (), bound=60_000), tmp_path / "rotated")
+    assert "of ranks 0-1 the first calls are gone (trace_size)" in report.summary[0]
+
+
+FALLBACKS = (records.TIMEOUT, records.UNWAITED, records.ENDED)
+
+
+def two_encoders(rank: int, order: str) -> Iterator[records.Record]:
+    """Calls of encoders A and B; a call that waits in vain takes 10 s."""
+    yield header(rank, 3, 1e9, Setup())
+    for e, name in ((1, "A"), (2, "B")):
+        yield records.Encoder(0.0, e, name, True, "true", 5000, "", True, {}, {})
+    calls = {"A": 0, "B": 0}
+    for at, name in enumerate(order):
+        calls[name] += 1
+        e, n, outcome = "AB".index(name) + 1, calls[name], records.TIMEOUT if at > 4 else records.CAME
+        yield records.Enter(float(at), e, n, True, True, [1, 80, 9], "float32", "cpu", None)
+        yield records.Sync(at + 0.1, e, n, outcome, n, 0.1, 9, 9)
+        yield records.Leave(at + 0.2, e, n, [1], 0.2)
+
+
+@pytest.mark.parametrize(("odd", "found"), [("ABABBAAB", True), ("ABABAABA", False), ("ABABABAB", False)])
+def test_encoders_that_are_called_in_another_order(odd: str, found: bool, tmp_path: Path) -> None:
+    """One call more of an encoder is no other order."""
+    for rank in range(3):
+        lines = two_encoders(rank, odd if rank == 1 else "ABABABAB")
+        (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
+    first = diagnose(Folder(tmp_path).read()).findings[0]
+    if found:
+        assert (first.id, first.ranks, first.call) == (ids.DIFFERENT_ORDER, (1,), 5)
+        assert "rank 1 called B before A, ranks 0, 2 A before B" in first.text
+    else:
+        assert first.id != ids.DIFFERENT_ORDER
+
+
+def test_a_skipped_call_is_told_by_its_number(tmp_path: Path) -> None:
+    """Rank 2 leaves its 7th call out, and makes no 12th: nothing but the length sync holds the others back."""
+    calls = [Call(pause=12)] * 12
+    report = report_on(
+        Scenario(four(calls[:6], [Call(pause=24), *calls[8:], *OUT], [*calls[6:], *OUT]), "", ()), tmp_path
+    )
+    first = report.findings[0]
+    assert (first.id, first.ranks, first.call) == (ids.ENDED, (2,), 7)
+    assert "behind since call 7" in first.text
+
+
 def test_a_rank_that_is_late_in_evaluation_does_not_make_fewer_calls(tmp_path: Path) -> None:
     late = [*evaluation(2), Call(training=False, pause=15), *evaluation(7)]
     scenario = Scenario(four(steps(20), [*late, *steps(30), *OUT], [*evaluation(10), *steps(30), *OUT]), "", ())
@@ -355,7 +467,8 @@ def test_a_rank_that_is_late_in_evaluation_does_not_make_fewer_calls(tmp_path: P
 def test_the_age_of_a_ranks_last_record_is_told_without_the_hosts_clocks(tmp_path: Path) -> None:
     """The clocks are hours apart, and the traces began half a minute apart; the others gave up after 10 s."""
     for seed in range(5):
-        report = report_on(SCENARIOS["stuck before the encoder"], tmp_path / str(seed), seed)
+        schedules = SCENARIOS["stuck before the encoder"].schedules
+        report = report_on(Scenario(schedules, "", (), reports=False), tmp_path / str(seed), seed)
         behind = [one.behind for one in report.ranks]
         assert behind[5] == pytest.approx(10.2, abs=0.2)
         assert all(one is not None and one < 0.2 for rank, one in enumerate(behind) if rank != 5)
@@ -370,7 +483,9 @@ def test_memory_is_told_with_the_kill_that_it_led_to(tmp_path: Path) -> None:
 
 def test_an_exception_explains_the_others_timeouts(tmp_path: Path) -> None:
     scenario = Scenario(
-        four(steps(30), [Call(raises="RuntimeError"), Gradients()], [Call(), Call(pause=0.2)]), ids.EXCEPTION, (2,)
+        four(steps(30), [Call(raises="RuntimeError"), Gradients()], [Call(), Call(pause=0.2), Gradients()]),
+        ids.EXCEPTION,
+        (2,),
     )
     report = report_on(scenario, tmp_path)
     assert report.findings[0].id == ids.EXCEPTION
@@ -529,7 +644,38 @@ def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Pat
     )
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
-    assert len(report.earlier) == 4 and "restart 0" in report.earlier[0]
+    why, *earlier = report.earlier
+    assert "the launch with restart 1: begun last by its hosts' clocks; --launch N picks another" in why
+    assert len(earlier) == 4 and all("restart 0" in line for line in earlier)
+    report = diagnose(Folder(tmp_path, launch=0).read())
+    assert (report.findings[0].id, report.earlier) == (ids.OUTSIDE, ())
+    with pytest.raises(UnreadableError, match="--launch=7: no such launch; there are 0, 1"):
+        Folder(tmp_path, launch=7).read()
+
+
+def test_two_jobs_in_one_folder_stay_two(tmp_path: Path) -> None:
+    """They ran at the same time, each rank of the one a little before or after that of the other."""
+    for job, scenario in (("one", "ended early"), ("other", "exception")):
+        setups = {rank: Setup(job=job) for rank in range(4)}
+        write(tmp_path, SCENARIOS[scenario].schedules, setups, launched=1.7e9, seed=len(job))
+    for file in tmp_path.iterdir():  # rank 0 of the one began last of all
+        lines = file.read_bytes().splitlines(True)
+        first = json.loads(lines[0])
+        if (first["job"], first["rank"]) == ("one", 0):
+            lines[0] = lines[0].replace(str(first["started"]).encode(), b"1800000000.0", 1)
+            file.write_bytes(b"".join(lines))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
+    assert "of job one" in report.earlier[0]
+    assert len(report.earlier) == 5 and all("of another job, other" in line for line in report.earlier[1:])
+
+
+def test_ranks_that_come_last_together_are_not_called_stragglers(tmp_path: Path) -> None:
+    """DDP on Gloo has rank 0 wait for a late rank 1 in its broadcast, before the encoder."""
+    late = [steps(100, pause=0.22 if rank < 2 else 0.1) + OUT for rank in range(4)]
+    report = report_on(Scenario(late, "", ()), tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
+    assert "Ranks 0-1 come last to most rounds together, 120 ms after the first" in report.verdict
 
 
 def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
@@ -541,7 +687,7 @@ def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(t
         write(folder, [steps(9)] * 4, {**setups, 2: Setup(patched=False)}, launched=1.7e9 + later, seed=seed)
         report = diagnose(Folder(folder).read())
         assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
-        assert len(report.earlier) == 4
+        assert len(report.earlier) == 5
 
 
 def test_where_stall_reports_name_who_is_missing_nobody_else_is_blamed(tmp_path: Path) -> None:
@@ -714,7 +860,30 @@ def test_the_command_prints_plain_text_and_gives_the_exit_code(tmp_path: Path) -
     found = run(str(tmp_path / "hangs"), "--json")
     content = json.loads(found.stdout)
     assert found.returncode == content["exit_code"] == 1
+    assert (content["format"], set(content)) == (command.JSON_FORMAT, JSON_KEYS)
+    nowhere = run(str(tmp_path / "nowhere"), "--json")
+    assert json.loads(nowhere.stdout) == {
+        "format": 1,
+        "error": nowhere.stderr.partition(": ")[2].strip(),
+        "exit_code": 2,
+    }
     assert content["findings"][0]["id"] == ids.BEFORE_ENCODER and content["findings"][0]["ranks"] == [5]
+
+
+JSON_KEYS = {
+    "format",
+    "folder",
+    "world_size",
+    "moving",
+    "verdict",
+    "next_step",
+    "findings",
+    "ranks",
+    "problems",
+    "earlier",
+    "summary",
+    "exit_code",
+}
 
 
 @pytest.mark.parametrize(
@@ -783,8 +952,8 @@ def test_ctrl_c_while_a_report_is_printed_is_not_lost(tmp_path: Path, monkeypatc
 
     write(tmp_path, SCENARIOS["ended early"].schedules)
     monkeypatch.setattr(command, "show", lambda *_: PressesCtrlC() and None)
-    monkeypatch.setattr(command, "follow", lambda path: follow(path, waits_on))
-    assert command.run(tmp_path, json=False, watch=True, plot=None, perfetto=None) in (0, 1)
+    monkeypatch.setattr(command, "follow", lambda path, launch: follow(path, waits_on))
+    assert command.run([tmp_path], json=False, watch=True, plot=None, perfetto=None) in (0, 1)
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -119,16 +120,37 @@ def test_the_file_for_perfetto_has_a_track_for_each_rank_aligned_by_rounds(tmp_p
     assert unfinished["pid"] == 2 and "training call 46, not finished" in unfinished["name"]
 
 
-def test_slices_nest_as_the_format_asks(tmp_path: Path) -> None:
-    found = events(job(tmp_path / "job", [[*steps(20), Exit()]] * 2), tmp_path / "out.json")
-    calls = [event for event in found if event.get("cat") == "call" and event["pid"] == 0]
-    phases = [event for event in found if event.get("cat") == "phase" and event["pid"] == 0]
-    assert len(calls) == 20 and len(phases) == 80
-    for one, other in pairwise(calls):
-        assert one["ts"] + one["dur"] <= other["ts"]
-    for phase in phases:
-        inside = [call for call in calls if call["ts"] <= phase["ts"] + 1]
-        assert phase["ts"] + phase["dur"] <= inside[-1]["ts"] + inside[-1]["dur"] + 1
+def test_slices_nest_exactly(tmp_path: Path) -> None:
+    """The viewer drops a slice that overlaps another by a nanosecond: all times are whole microseconds."""
+    draw = random.Random(5)
+    calls = [Call(pause=draw.choice((0, 0, draw.uniform(0, 9))), length=draw.randrange(900)) for _ in range(300)]
+    found = events(job(tmp_path / "job", [[*calls, Exit()], [*calls[::-1], Exit()]]), tmp_path / "out.json")
+    slices = [event for event in found if event["ph"] == "X"]
+    assert len(slices) > 2500 and all(type(event[key]) is int for event in slices for key in ("ts", "dur"))
+    for rank in range(2):
+        calls_of_rank = [event for event in slices if event["cat"] == "call" and event["pid"] == rank]
+        phases = [event for event in slices if event["cat"] == "phase" and event["pid"] == rank]
+        for one, other in (*pairwise(calls_of_rank), *pairwise(phases)):
+            assert one["ts"] + one["dur"] <= other["ts"]
+        for phase in phases:
+            around = [call for call in calls_of_rank if call["ts"] <= phase["ts"]][-1]
+            assert phase["ts"] + phase["dur"] <= around["ts"] + around["dur"] or not phase["dur"]
+
+
+def test_a_long_call_does_not_end_within_the_next(tmp_path: Path) -> None:
+    """Its end is kept in single precision: of 100 s, to 8 us."""
+    lines: list[records.Record] = [
+        header(0, 1, 1e9, Setup()),
+        records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "batch_norm", True, {}, {}),
+        records.Enter(1.0, 1, 1, True, True, [8, 80, 900], "float32", "cpu", None),
+        records.Leave(101.000005, 1, 1, [8], 100.0),
+        records.Enter(101.000006, 1, 2, True, True, [8, 80, 900], "float32", "cpu", None),
+        records.Leave(102.0, 1, 2, [8], 1.0),
+    ]
+    (tmp_path / file_name(0, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
+    found = events(Folder(tmp_path).read(), tmp_path / "out.json")
+    first, second = (event for event in found if event.get("cat") == "call")
+    assert first["ts"] + first["dur"] <= second["ts"]
 
 
 def test_timeouts_and_exceptions_are_moments_in_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Real ranks with real encoders go wrong, each in its way, while they are traced: `diagnose` must tell from the files.
 
-Where a scenario hangs, the files are copied while it does, so that is what is read.
+A hang is judged three times: while it lasts, by the files as they are then, which is what SIGKILL of all ranks leaves,
+and after the job has died of its own time limit.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_g
 
 import nemo_patches
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, Report
 from nemo_patches.tools.diagnose.watch import once
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT, ODD, SIZE = 1.5, 1, 3
+STALL = 2.0
+STALLED = ("pre_encode", "layers", "all", "outside")  # hangs in which no rank waits in the length sync
 LAG, STRAGGLES = 0.15, 50  # the lag: well above what a busy machine makes of a step
 
 
@@ -188,12 +191,7 @@ RUNS: dict[str, Callable[[Place], None]] = {
 
 def hang_is_recorded(place: Place) -> bool:
     """Whether the waiting ranks have recorded who is missing; or, where nobody is, all that they will."""
-    if place.folder.name in ("pre_encode", "layers", "all", "outside"):
-        kind, count = {"pre_encode": ("leave", 8), "layers": ("leave", 8), "all": ("pre", 9), "outside": ("leave", 9)}[
-            place.folder.name
-        ]
-    else:
-        kind, count = "missing", 2
+    kind, count = ("stalled", 3) if place.folder.name in STALLED else ("missing", 2)
     text = b"".join(file.read_bytes() for file in place.folder.glob("*.jsonl"))
     return text.count(f'"k":"{kind}"'.encode()) >= count
 
@@ -201,6 +199,8 @@ def hang_is_recorded(place: Place) -> bool:
 def copy_of_hang(place: Place) -> None:
     wait_until(lambda: hang_is_recorded(place))
     shutil.copytree(place.folder, place.folder.with_suffix(".hang"))
+    first = once(place.folder)[1].findings[0]
+    place.folder.with_suffix(".live").write_text(json.dumps([first.id, first.ranks]))
     place.go_on.touch()
 
 
@@ -211,7 +211,8 @@ def go_wrong(rank: int, size: int, folder: str) -> None:
         place = Place(rank, Path(folder, name), encoders.conformer())
         kept.append(place)
         checks = "inputs" if name == "nan" else ""
-        nemo_patches.apply(timeout=TIMEOUT, trace=place.folder, trace_checks=checks)
+        stall = STALL if name in STALLED else 0.0
+        nemo_patches.apply(timeout=TIMEOUT, stall_timeout=stall, trace=place.folder, trace_checks=checks)
         for _ in range(2):
             place.run()
             dist.barrier()
@@ -229,6 +230,8 @@ def scenario_then_copy(place: Place, scenario: Callable[[Place], None]) -> None:
     if place.folder.name != "stopped":
         copying.start()
     scenario(place)
+    if place.folder.name in STALLED:
+        return  # to the barrier, in which it waits for rank 1, as rank 0 does
     if copying.ident is not None:
         copying.join(30)
     wait_until(place.go_on.exists)
@@ -260,7 +263,7 @@ def diagnosed(folder: Path) -> Report:
         ("layers", ids.SOME_INSIDE, (1,), 3, ids.LAYERS, ""),
         ("all", ids.ALL_INSIDE, (0, 1, 2), 3, ids.LAYERS, ""),
         ("raises", ids.EXCEPTION, (1,), 3, "", "no such audio"),
-        ("outside", ids.OUTSIDE, (0, 1, 2), 3, "", ""),
+        ("outside", ids.BEFORE_ENCODER, (1,), 3, "", "not in the collective that ranks 0, 2 wait in"),
     ],
 )
 def test_the_verdict_while_it_hangs(
@@ -274,6 +277,7 @@ def test_the_verdict_while_it_hangs(
     assert said in "\n".join((first.text, *first.evidence))
     assert report.exit_code == 1
     assert report.problems == ()
+    assert json.loads((folder / f"{name}.live").read_text()) == [finding, list(ranks)]
 
 
 @pytest.mark.parametrize("name", ["loader", "workers", "loop", "gil", "stopped"])
@@ -282,15 +286,16 @@ def test_afterwards_it_is_a_rank_that_was_late(folder: Path, name: str) -> None:
     assert [(one.id, one.ranks) for one in report.findings] == [(ids.LATE, (1,))]
 
 
-def test_a_rank_whose_trace_was_stopped_is_not_blamed(folder: Path, tmp_path: Path) -> None:
+def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "loader.hang", tmp_path / "stopped")
     (file,) = (tmp_path / "stopped").glob("rank-00001.*")
     last = json.loads(file.read_bytes().splitlines()[-1])["t"]
     with file.open("ab") as trace:
         trace.write(records.encode(records.Stopped(last + 1, "revert()")))
     report = diagnosed(tmp_path / "stopped")
-    assert [(one.id, one.ranks) for one in report.findings][:1] == [(ids.NOT_ENOUGH, (1,))]
-    assert "its trace was stopped: revert()" in report.findings[0].evidence[0]
+    assert [(one.id, one.ranks) for one in report.findings][:1] == [(ids.MISSING_RANK, (1,))]
+    assert "it is elsewhere: " in report.verdict and "read_audio (tests/test_stall_reports.py:" in report.verdict
+    assert "its trace was stopped: revert()" in report.verdict
 
 
 def test_uneven_evaluation(folder: Path) -> None:
@@ -315,7 +320,7 @@ def test_a_skipped_training_call(folder: Path) -> None:
     report = diagnosed(folder / "skip")
     first = report.findings[0]
     assert (first.id, first.ranks) == (ids.ENDED, (1,))
-    assert "an error outside the encoder, or fewer batches" in first.text
+    assert "fewer batches, or an error that something caught" in first.text
 
 
 def test_memory_that_runs_away(folder: Path) -> None:
@@ -327,6 +332,84 @@ def test_nothing_is_found_in_a_healthy_run(folder: Path) -> None:
     report = diagnosed(folder / "healthy")
     assert report.findings == ()
     assert report.exit_code == 0
+
+
+def dies(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -> None:
+    """Default DDP, but for a short time limit. Nobody catches what ends a rank."""
+    where = Path(folder)
+    nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL, trace=where)
+    model = torch.nn.parallel.DistributedDataParallel(encoders.conformer(), broadcast_buffers=broadcast_buffers)
+
+    def step() -> None:
+        model(audio_signal=torch.randn(2, encoders.FEATURES, 100), length=torch.tensor([100, 90]))[0].sum().backward()
+
+    for _ in range(3):
+        step()
+    where.with_suffix(f".{rank}").write_text(str(os.getpid()))
+    if rank == ODD:
+        wait_until(lambda: next(where.glob("rank-00001.*")).read_bytes().count(b'"k":"leave"') == 3)
+        others = [where.with_suffix(f".{other}") for other in range(size) if other != rank]
+        if way == "late":
+            threading.Thread(target=end_when_these_have, args=(others,), daemon=True).start()
+            first_batch(where.with_suffix(".never"), 0)
+        if way == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("no such audio")
+    step()
+
+
+def end_when_these_have(others: list[Path]) -> None:
+    """As a launcher does: SIGTERM to who is left."""
+    wait_until(lambda: all(other.exists() and other.read_text() for other in others))
+    for process in (int(other.read_text()) for other in others):
+        while Path(f"/proc/{process}").exists():
+            time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("way", "broadcast_buffers", "finding", "said"),
+    [
+        ("late", True, ids.BEFORE_ENCODER, "Rank 1 "),  # who waits in DDP's broadcast, and who is past it, may differ
+        ("late", False, ids.BEFORE_ENCODER, "Rank 1 has not entered training call 4"),
+        ("killed", True, ids.KILLED, "Rank 1 was killed or crashed after training call 3"),
+        ("raised", False, ids.EXCEPTION, "Rank 1 raised ValueError outside the encoder, after call 3"),
+    ],
+)
+def test_after_the_job_has_died_the_first_to_go_is_to_blame(
+    way: str, broadcast_buffers: bool, finding: str, said: str, tmp_path: Path
+) -> None:
+    where = tmp_path / "traces"
+    run_ranks(dies, SIZE, str(where), way, broadcast_buffers, dies=(0, 1, 2), group_timeout=8.0)
+    report = diagnosed(where)
+    first = report.findings[0]
+    assert (first.id, first.ranks) == (finding, (ODD,)), report
+    assert said in report.verdict
+    assert not [one for one in report.findings[1:] if one.severity == CRITICAL and not one.because], report
+    place = "read_audio (tests/test_stall_reports.py:" if way == "late" else ""
+    assert place in report.verdict
+    # How the ranks ended tells the same, without the stall reports.
+    for file in where.iterdir():
+        lines = file.read_bytes().splitlines(True)
+        file.write_bytes(b"".join(line for line in lines if not line.startswith((b'{"k":"missing', b'{"k":"stalled'))))
+        (tmp_path / file.name).write_bytes(b"".join(lines))
+    report = diagnosed(where)
+    assert (report.findings[0].id, report.findings[0].ranks) == (finding, (ODD,)), report
+    assert place in report.verdict.replace(str(where), "")
+    if way == "late":  # and so do the stall reports, without how the ranks ended, or without that rank's file
+        for file in tmp_path.glob("rank-*"):
+            content = (
+                file.read_bytes()
+                .partition(b"Stack (most")[0]
+                .partition(b'{"k":"failed"')[0]
+                .partition(b'{"k":"end"')[0]
+            )
+            (where / file.name).write_bytes(content)
+        report = diagnosed(where)
+        assert (report.findings[0].id, report.findings[0].ranks) == (finding, (ODD,)), report
+        next(where.glob("rank-00001.*")).unlink()
+        report = diagnosed(where)
+        assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (ODD,)), report
 
 
 def killed(rank: int, size: int, folder: str) -> None:

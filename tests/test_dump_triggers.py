@@ -106,7 +106,11 @@ os._exit(0)  # without a store, without rank 1
     ("failure", "finding", "text"),
     [
         ("encoder(100, ValueError('no such audio'))", ids.EXCEPTION, "Rank 1 raised ValueError in call 4 of Encoder"),
-        ("raise ValueError('no such audio')", ids.ENDED, "an exception: ValueError: no such audio"),
+        (
+            "raise ValueError('no such audio')",
+            ids.EXCEPTION,
+            "Rank 1 raised ValueError outside the encoder, after call 3",
+        ),
     ],
     ids=["inside the encoder", "outside"],
 )

@@ -22,20 +22,12 @@ MAY_IMPORT = {
     "uneven": {"sync", "stall", "tracing", "uneven"},
     "patching": {"sync", "stall", "tracing", "uneven", "patching"},
     "vendoring": {"sync", "patching", "vendoring"},
-    "tools": {
-        "sync",
-        "stall",
-        "tracing",
-        "uneven",
-        "patching",
-        "vendoring",
-        "tools",
-        "",
-    },  # "" is the package: its public API
+    # "" is the package: its public API.
+    "tools": {"sync", "stall", "tracing", "uneven", "patching", "vendoring", "tools", ""},
     "": {"sync", "stall", "tracing", "uneven", "patching", ""},
 }
 VENDORED = ("sync", "stall")  # the diffs carry them under another name, so imports in and between them are relative
-MOST_LINES_IN_SYNC = 1600
+MOST_LINES_IN_SYNC = 1610
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -312,9 +313,25 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
         process.kill()
 
 
-ENDINGS = {
-    "sys.exit": ("sys.exit(7)", 7),
-    "exception": ("raise KeyError('the user\\'s own')", 1),
+ENDINGS = {  # the program's last lines, its exit code, and what the end record says of the error and the exit code
+    "sys.exit": ("sys.exit(7)", 7, ("", None)),
+    "exception": ("raise KeyError('the user\\'s own')", 1, ('KeyError: "the user\'s own"', 1)),
+    "caught": (  # by whoever called Lightning's trainer: training goes on
+        "tracing.recorder.note_failed(ValueError('caught'), '')\ncall()",
+        0,
+        ("", None),
+    ),
+    "thread": (
+        "import threading\n"
+        "thread = threading.Thread(target=lambda: 1 / 0, name='prefetch'); thread.start(); thread.join()",
+        0,
+        ("", None),
+    ),
+    "hydra": (  # Lightning's callback is told, then Hydra makes an exit of it
+        "tracing.recorder.note_failed(ValueError('no such audio'), '')\nsys.exit(1)",
+        1,
+        ("ValueError: no such audio", 1),
+    ),
     "multiprocessing": (  # a forked process leaves without the interpreter's exit
         "tracing.stop()\n"
         "import multiprocessing\n"
@@ -324,14 +341,30 @@ ENDINGS = {
         "process = multiprocessing.get_context('fork').Process(target=rank)\n"
         "process.start(); process.join(30); sys.exit(process.exitcode)",
         0,
+        ("", None),
+    ),
+    "spawn": (  # as torch.multiprocessing.spawn's processes end
+        "tracing.stop()\n"
+        "import multiprocessing\n"
+        "def rank():\n"
+        "    tracing.start(TraceSettings(folder))\n"
+        "    call()\n"
+        "    try:\n"
+        "        raise ValueError('no such audio')\n"
+        "    except ValueError:\n"
+        "        sys.exit(3)\n"
+        "process = multiprocessing.get_context('fork').Process(target=rank)\n"
+        "process.start(); process.join(30); sys.exit(process.exitcode)",
+        3,
+        ("ValueError: no such audio", 3),
     ),
 }
 
 
-def test_every_ordinary_exit_ends_the_file(tmp_path: Path) -> None:
+def test_every_exit_of_the_interpreter_ends_the_file_and_says_how(tmp_path: Path) -> None:
     running = {
         name: start(f"call()\n{ending}", tmp_path / name, RANK="5", WORLD_SIZE="6")
-        for name, (ending, _) in ENDINGS.items()
+        for name, (ending, _, _) in ENDINGS.items()
     }
     for name, process in running.items():
         _, error = end(process)
@@ -339,10 +372,73 @@ def test_every_ordinary_exit_ends_the_file(tmp_path: Path) -> None:
         for file in traces.files(tmp_path / name):
             found = traces.records(file)
             call = ["encoder", "enter", "memory", "layer", "leave"]
-            last = "stopped" if name == "multiprocessing" and found[0]["pid"] == process.pid else "end"
-            assert traces.kinds(found) == ["header", *call, last]
+            stopped = name in ("multiprocessing", "spawn") and found[0]["pid"] == process.pid
+            failed = traces.of_kind(found, "failed")
+            last = ["failed"] * len(failed) + ["enter", "layer", "leave"] * (name == "caught")
+            assert traces.kinds(found) == ["header", *call, *last, "stopped" if stopped else "end"]
             assert (found[0]["rank"], found[0]["world_size"]) == (5, 6)
+            if not stopped:
+                assert (found[-1]["error"], found[-1]["exit_code"]) == ENDINGS[name][2], name
+                said = {"exception": "KeyError", "thread": "ZeroDivisionError", "sys.exit": "", "multiprocessing": ""}
+                assert [one["type"] for one in failed] == ([kind] if (kind := said.get(name, "ValueError")) else [])
+                assert [one["thread"] for one in failed] in ([], ["prefetch" if name == "thread" else ""])
+                assert not failed or failed[0]["traceback"].startswith(("Traceback", "ValueError"))
     assert len(traces.files(tmp_path / "multiprocessing")) == 2
+
+
+TERMINATED = {  # before the trace begins; after; and how the process ends
+    "default": ("", "", -signal.SIGTERM),
+    "user's handler": ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))", "", 9),
+    "handler set later": ("", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))", 9),
+    "ignored": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "", 5),
+    "user's faulthandler": (  # Python's own getsignal() does not tell of this
+        "import faulthandler; faulthandler.register(signal.SIGTERM, file=open(folder.with_suffix('.own'), 'w'))",
+        "",
+        5,
+    ),
+    "untraced": ("", "tracing.stop()", -signal.SIGTERM),
+}
+TERMINATES = """
+import json
+from multiprocessing import Pipe
+def wait_for_a_batch(ready):
+    ready.send("")
+    ready.poll(60)  # until the signal has come
+    sys.exit(5)
+tracing.stop()
+children = {{}}
+for name, (before, after, _) in {scenarios!r}.items():
+    ours, theirs = Pipe()
+    child = os.fork()
+    if not child:
+        folder = folder / name
+        folder.mkdir()
+        exec(before)
+        tracing.start(TraceSettings(folder))
+        call()
+        while not list(folder.glob("*")) or b"leave" not in next(folder.glob("*")).read_bytes():
+            time.sleep(0.01)
+        exec(after)
+        wait_for_a_batch(theirs)
+    children[name] = child, ours
+codes = {{}}
+for name, (child, ready) in children.items():
+    ready.recv()
+    os.kill(child, signal.SIGTERM)
+    ready.send("")
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(codes))
+"""
+
+
+def test_sigterm_leaves_the_stack_and_goes_on_to_whom_it_went_before(tmp_path: Path) -> None:
+    output, error = end(start(TERMINATES.format(scenarios=TERMINATED), tmp_path, RANK="5", WORLD_SIZE="6"))
+    assert json.loads(output or "{}") == {name: code for name, (_, _, code) in TERMINATED.items()}, error
+    for name in TERMINATED:
+        content = traces.files(tmp_path / name)[0].read_bytes()
+        noted = name in ("default", "user's handler")
+        assert (b"\nStack (most recent call first):\n" in content, b"in wait_for_a_batch" in content) == (noted, noted)
+    assert "wait_for_a_batch" in (tmp_path / "user's faulthandler.own").read_text()
 
 
 def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(tmp_path: Path) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 import random
 import string
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreters import python
+from interpreters import CHECKOUT, python
 
+from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import watchdog_log as log
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
-from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
+from nemo_patches.tools.diagnose.watchdog_log import LOOKED_FOR, diagnose_logs
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -65,7 +71,7 @@ NOISE = [
 def report_on(folder: Path, *lines: str) -> Report:
     file = folder / "train.log"
     file.write_text("\n".join([*NOISE, *lines, *NOISE]) + "\n")
-    return diagnose_log(file)
+    return diagnose_logs([file])
 
 
 @pytest.mark.parametrize("torch", ["2.0", "2.1", "2.2", "2.6"])
@@ -180,10 +186,96 @@ def test_colours_mixed_ranks_and_lines_that_a_terminal_wrapped(tmp_path: Path) -
     assert "\x1b" not in str(report)
 
 
-def test_nothing_is_found_in_a_log_without_such_lines(tmp_path: Path) -> None:
-    report = report_on(tmp_path, "loss 1.0", "a watchdog barked")
-    assert (report.findings, report.exit_code) == ((), 0)
-    assert "in 8 lines" in report.verdict
+def public_logs() -> list[tuple[str, str, str, str]]:
+    """Of each its issue, the verdict, the ranks that it names, and its text."""
+    _, *logs = Path(__file__).with_name("public_logs.txt").read_text().split("=== ")
+    return [(*text.partition("\n")[0].split(), text.partition("\n")[2]) for text in logs]
+
+
+@pytest.mark.parametrize(("issue", "finding", "ranks", "text"), public_logs(), ids=[one[0] for one in public_logs()])
+def test_public_logs(issue: str, finding: str, ranks: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    file.write_text(text)
+    report = diagnose_logs([file])
+    first = report.findings[0]
+    assert (first.id, named(first.ranks).partition(" ")[2].replace(" ", "") if first.ranks else "-") == (
+        finding,
+        ranks,
+    ), report
+    assert report.world_size == 0, "no line tells it"
+    # A terminal that has wrapped every line changes nothing.
+    for width in (90, 211):
+        lines = [line[at : at + width] for line in text.splitlines() for at in range(0, max(len(line), 1), width)]
+        if max(map(len, text.splitlines())) <= 3 * width:
+            file.write_text("\n".join(lines))
+            assert diagnose_logs([file]).findings[0].id == finding, width
+
+
+def test_a_rank_that_has_enqueued_the_collective_has_come_to_it(tmp_path: Path) -> None:
+    """Of ranks 1 and 2 there is no time-out; rank 1 had enqueued work 4715 by then, in the same group."""
+    came = status(1, 4711, 4715)
+    assert report_on(tmp_path, line(0), status(0, 4711, 4711), came).findings[0].ranks == ()
+    told = [line(0), status(0, 4711, 4711), came, "Starting with 3 processes"]
+    assert report_on(tmp_path, *told).findings[0].ranks == (2,)
+    assert report_on(tmp_path, *told, status(2, 4711, 4712)).findings[0].ranks == ()
+
+
+def test_the_same_operation_with_different_shapes_is_not_different_collectives(tmp_path: Path) -> None:
+    text = (
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float), but Rank 0 "
+        "is running collective: CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[25])."
+    )
+    report = report_on(tmp_path, text)
+    assert report.findings[0].id == log.SIZES and "rank 1 [2], rank 0 [25]" in report.verdict
+
+
+def test_what_torchs_analyser_prints(tmp_path: Path) -> None:
+    report = report_on(
+        tmp_path, "Collective sequence number: 7", "collective: nccl:all_reduce", "missing ranks: {1, 5}"
+    )
+    assert (report.findings[0].id, report.findings[0].ranks) == (log.DESYNC, (1, 5))
+
+
+def test_who_torchrun_saw_fail_may_be_one_that_waited(tmp_path: Path) -> None:
+    table = "Root Cause (first observed failure):\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : {} (pid: 77)"
+    waited = report_on(tmp_path, line(3), table.format(-6)).findings
+    assert [(one.id, one.ranks) for one in waited] == [(log.LENGTH_SYNC, ()), (log.FAILED, ())]
+    killed = report_on(tmp_path, line(0), table.format(-9)).findings
+    assert [(one.id, one.ranks) for one in killed] == [(log.LENGTH_SYNC, ()), (log.FAILED, (3,))]
+
+
+@pytest.mark.parametrize("content", [b"loss 1.0\na watchdog barked\n", b"", bytes(range(256)) * 4096])
+def test_what_is_not_recognised_is_said_and_is_no_success(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    file.write_bytes(content)
+    report = diagnose_logs([file])
+    assert ([one.id for one in report.findings], report.exit_code) == ([NOT_ENOUGH], 2)
+    assert LOOKED_FOR in report.verdict and report.verdict.isprintable()
+
+
+def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
+    """As torchrun --log-dir makes them: a file for each rank."""
+    for rank in range(3):
+        folder = tmp_path / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").touch()
+        text = "\n".join([*NOISE, line(rank)]).encode()
+        if rank == 1:
+            (folder / "stderr.log.gz").write_bytes(gzip.compress(text))
+        else:
+            (folder / "stderr.log").write_bytes(text)
+    report = diagnose_logs([tmp_path / "run"])
+    assert report.findings[0].evidence[:3] == tuple(f"rank {rank}: ALLREDUCE of 1, SeqNum 4711" for rank in range(3))
+    files = sorted((tmp_path / "run").rglob("stderr*"))
+    assert diagnose_logs(files) == replace(report, folder=", ".join(map(str, files)))
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(text * 99)[:-20])
+    assert "its compressed data are not whole" in diagnose_logs([cut]).problems[0]
+    command = [sys.executable, "-m", "nemo_patches", "diagnose", "-"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, env=environment, timeout=200, check=False)
+    assert done.returncode == 1 and done.stdout.startswith(b"Rank 2 waited in an all-reduce of one number")
 
 
 def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
@@ -194,7 +286,7 @@ def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
             out.write(filler)
         for rank in range(3):
             out.write(line(rank) + "\n" + filler)
-    assert diagnose_log(file).findings[0].id == log.LENGTH_SYNC
+    assert diagnose_logs([file]).findings[0].id == log.LENGTH_SYNC
 
 
 @settings(max_examples=150)
@@ -206,17 +298,13 @@ def test_a_damaged_log_is_no_crash(seed: int, data: bytes, tmp_path_factory: pyt
         text[draw.randrange(len(text))] = draw.choice(string.printable.encode())
     file = tmp_path_factory.getbasetemp() / "damaged.log"
     file.write_bytes(text)
-    report = diagnose_log(file)
+    report = diagnose_logs([file])
     assert report.verdict.isprintable()
 
 
 def test_what_is_no_log(tmp_path: Path) -> None:
-    packed = tmp_path / "log.gz"
-    packed.write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(UnreadableError, match="compressed"):
-        diagnose_log(packed)
     with pytest.raises(UnreadableError, match="No such file"):
-        diagnose_log(tmp_path / "none")
+        diagnose_logs([tmp_path / "none"])
 
 
 def test_the_command_takes_a_log(tmp_path: Path) -> None:

@@ -11,17 +11,14 @@ import faulthandler
 import logging
 import os
 import queue
-import re
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from nemo_patches.stall import stacks
@@ -32,6 +29,7 @@ from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import bus
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump_folder import dump_folder
+from nemo_patches.tracing.process_end import ExceptionHooks, is_free
 from nemo_patches.tracing.recent_calls import RecentCalls
 from nemo_patches.tracing.records import Dumped, encode
 from nemo_patches.tracing.settings import TraceSettings
@@ -95,6 +93,7 @@ class Dumps:
 
     def job_stalled(self, event: JobStalled) -> None:
         """On the stall monitor's thread."""
+        self._recent.note_stalled(event)
         if event.level >= logging.WARNING:
             self._ask(_Request("a stall was reported", incident=event.since))
 
@@ -192,15 +191,12 @@ class _Hooks:
     """What is put into the process, and a pipe by which each of its parts wakes the thread that writes."""
 
     def __init__(self, process_ends: Callable[[BaseException], None]) -> None:
-        self._process_ends = process_ends
         self._reader, self._writer = os.pipe()  # not inherited by other programs
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._thread: threading.Thread | None = None
-        self._previous = sys.excepthook
-        self._own = self._excepthook  # one object: a method is a new one each time
-        sys.excepthook = self._own
-        self._has_signal = _is_free(signal.SIGUSR2)
+        self._exceptions = ExceptionHooks(lambda error, _: process_ends(error), threads=False)
+        self._has_signal = is_free(signal.SIGUSR2)
         if self._has_signal:
             # A Python handler would wait for the training thread to come back from C code. This one runs at once, and
             # writes the thread's stack: that it writes is all that is needed. It leaves set_wakeup_fd to others.
@@ -221,9 +217,7 @@ class _Hooks:
 
     def remove(self) -> None:
         """Also in a forked child, where there is no thread any more, and the parent's pipe is open."""
-        if sys.excepthook is self._own:
-            sys.excepthook = self._previous
-        self._process_ends = lambda _: None  # ours may be inside somebody's hook: it stays, and only passes on
+        self._exceptions.remove()
         # faulthandler has one file for a signal: where the user has registered it after us, theirs goes with ours.
         if self._has_signal and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:  # else somebody has taken it over
             faulthandler.unregister(signal.SIGUSR2)
@@ -232,12 +226,6 @@ class _Hooks:
             self._thread.join(_EXIT_LIMIT.total_seconds())
         if self._thread is None or not self._thread.is_alive():
             os.close(self._reader)
-
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        try:
-            self._process_ends(error)
-        finally:
-            self._previous(kind, error, trace)
 
 
 def _serve(reader: int, write_requested: Callable[[], None], is_over: Callable[[], bool]) -> None:
@@ -251,17 +239,6 @@ def _serve(reader: int, write_requested: Callable[[], None], is_over: Callable[[
             write_requested()
         elif is_over():
             return
-
-
-def _is_free(number: int) -> bool:
-    """Whether nobody handles or ignores this signal, in Python or below."""
-    if signal.getsignal(number) != signal.SIG_DFL:
-        return False
-    try:
-        masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return True
-    return not any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def _replace(file: Path, content: bytes) -> None:

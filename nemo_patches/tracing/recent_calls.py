@@ -17,16 +17,25 @@ from typing import Any
 import torch
 
 from nemo_patches.stall import stacks
+from nemo_patches.stall.job_stall import JobStalled
 from nemo_patches.stall.missing_rank import StallReported
 from nemo_patches.sync.events import CallBegan, CallLeft, Group, Grown, SyncHandle
 from nemo_patches.tracing import records
 from nemo_patches.tracing.encoder_facts import active_ddp, facts
-from nemo_patches.tracing.recorder import EncoderState
-from nemo_patches.tracing.records import Call, Grow, Missing, Raised, Record
+from nemo_patches.tracing.recorder import EncoderState, missing_record, stalled_record
+from nemo_patches.tracing.records import (
+    LONGEST_MESSAGE,
+    LONGEST_TRACEBACK,
+    Call,
+    Grow,
+    Missing,
+    Raised,
+    Record,
+    Stalled,
+)
 
 MOST_CALLS = 2000
 _MOST_GROWTHS, _MOST_REPORTS, _MOST_ENCODERS = 100, 16, 64
-_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 8_000  # characters
 
 # t, e, n, training, outcome, round, waited, local, result: packed they take 200 KiB, as tuples 600 KiB.
 _ROW = struct.Struct("<dIq?Bqdqq")
@@ -62,7 +71,7 @@ class RecentCalls:
         self._count = 0  # of encoders
         self._rows: deque[bytes] = deque(maxlen=MOST_CALLS)
         self._growths: deque[Grow] = deque(maxlen=_MOST_GROWTHS)
-        self._reports: deque[Missing] = deque(maxlen=_MOST_REPORTS)
+        self._reports: deque[Missing | Stalled] = deque(maxlen=_MOST_REPORTS)
 
     @property
     def in_length_sync(self) -> bool:
@@ -131,8 +140,10 @@ class RecentCalls:
         return self._seconds(time.monotonic())
 
     def note_report(self, event: StallReported) -> None:
-        ranks, kinds, where = ([getattr(rank, name) for rank in event.missing] for name in ("rank", "kind", "where"))
-        self._reports.append(Missing(self.now(), event.encoder, event.call, ranks, kinds, where, event.unknown))
+        self._reports.append(missing_record(self.now(), event))
+
+    def note_stalled(self, event: JobStalled) -> None:
+        self._reports.append(stalled_record(self.now(), event))
 
     def count(self) -> int:
         return len(self._rows)
@@ -144,8 +155,8 @@ class RecentCalls:
             if (module := encoder.reference()) is not None:
                 encoders[encoder.e] = encoder
                 infos.append(facts(module, 0.0, encoder.e, encoder.name, encoder.ddp))
-        rest: list[Call | Grow | Missing] = [*self._calls(encoders, error), *self._growths, *self._reports]
-        rest = [record for record in rest if isinstance(record, Missing) or record.e in encoders]
+        rest: list[Call | Grow | Missing | Stalled] = [*self._calls(encoders, error), *self._growths, *self._reports]
+        rest = [record for record in rest if isinstance(record, Missing | Stalled) or record.e in encoders]
         last = [self._raised(error)] if error is not None and self._raised_inside(error) else []
         return [*infos, *sorted(rest, key=lambda record: record.t), *last]
 
@@ -175,8 +186,8 @@ class RecentCalls:
     def _raised(self, error: BaseException) -> Raised:
         encoder, n = self._open[:2] if self._open is not None else (self._latest, 0)
         assert encoder is not None
-        text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
-        message = str(error)[:_LONGEST_MESSAGE]
+        text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+        message = str(error)[:LONGEST_MESSAGE]
         return Raised(self.now(), encoder.e, n or encoder.number, type(error).__name__, message, text)
 
     def _seconds(self, monotonic: float) -> float:

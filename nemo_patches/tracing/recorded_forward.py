@@ -20,10 +20,17 @@ from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import FindingError, Found, Inputs, say_once
 from nemo_patches.tracing.encoder_facts import first_layer, positions
 from nemo_patches.tracing.recorder import EncoderState, Recorder, tracing
-from nemo_patches.tracing.records import Enter, FirstLayer, Leave, PreEncoded, Raised
+from nemo_patches.tracing.records import (
+    LONGEST_MESSAGE,
+    LONGEST_TRACEBACK,
+    Enter,
+    FirstLayer,
+    Leave,
+    PreEncoded,
+    Raised,
+)
 from nemo_patches.tracing.settings import RAISE
 
-_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 8_000  # characters
 _SIGNALS, _LENGTHS = ("audio_signal", "features"), ("length", "features_length")
 _numbers = itertools.count()
 
@@ -133,8 +140,8 @@ class _Call:
                         e=self._state.e,
                         n=self._state.number,
                         type=type(error).__name__,
-                        message=str(error)[:_LONGEST_MESSAGE],
-                        traceback=text[-_LONGEST_TRACEBACK:],
+                        message=str(error)[:LONGEST_MESSAGE],
+                        traceback=text[-LONGEST_TRACEBACK:],
                     )
                 )
 

@@ -10,6 +10,7 @@ import logging
 import multiprocessing.util
 import os
 import time
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from typing import Any
 
 import torch
 
-from nemo_patches.stall.missing_rank import StallReported
+from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
+from nemo_patches.stall.missing_rank import MissingRank, StallReported
+from nemo_patches.stall.rank_text import first_line
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
@@ -28,7 +31,8 @@ from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks, FindingError
 from nemo_patches.tracing.encoder_facts import active_ddp, facts, positions
-from nemo_patches.tracing.records import Grow, Memory
+from nemo_patches.tracing.process_end import ExceptionHooks, exit_in_flight
+from nemo_patches.tracing.records import LONGEST_MESSAGE, LONGEST_TRACEBACK, End, Failed, Grow, Memory, Stalled, Stopped
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
@@ -78,6 +82,8 @@ class Recorder:
         self._encoders: weakref.WeakKeyDictionary[torch.nn.Module, EncoderState] = weakref.WeakKeyDictionary()
         self._seen: Counter[str] = Counter()
         self._calls = 0
+        self._hooks: ExceptionHooks | None = None
+        self._failed = ""  # the exception that ends this process, unless an encoder is called again
 
     def begin(self, encoder: torch.nn.Module) -> EncoderState | None:
         """A call begins; None where it is not recorded, or is part of one that is."""
@@ -85,6 +91,7 @@ class Recorder:
             state = self._state_of(encoder)
             if state is not None and not state.running:
                 state.running = True
+                self._failed = ""
                 return state
         return None
 
@@ -93,9 +100,32 @@ class Recorder:
             return self._over or "not begun: no encoder call yet"
         return f"ended: {self.writer.folder}" if self.writer.ended else str(self.writer.file or self.writer.folder)
 
-    def close(self, stopped: str = "") -> None:
+    def close(self, stopped: str) -> None:
+        """The process goes on without a trace."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
         if self.writer is not None:
-            self.writer.close(_CLOSE_LIMIT, stopped)
+            self.writer.close(_CLOSE_LIMIT, Stopped(self.writer.now(), stopped))
+
+    def process_ends(self, exit_code: int | None = None) -> None:
+        if (writer := self.writer) is not None and not writer.ended:
+            error, code = exit_in_flight()
+            if error is not None:
+                self.note_failed(error, "")
+            if self._failed and exit_code is None:
+                exit_code = code or 1
+            writer.close(_CLOSE_LIMIT, End(writer.now(), self._failed, code if exit_code is None else exit_code))
+
+    def note_failed(self, error: BaseException, thread: str) -> None:
+        """An exception that nobody catches in this thread; without a name: it ends the process, as far as is known."""
+        said = first_line(error)
+        if (writer := self.writer) is None or (not thread and said == self._failed):
+            return  # Lightning's callback has told of it, and now the interpreter does
+        if not thread:
+            self._failed = said
+        text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+        writer.put(Failed(writer.now(), thread, type(error).__name__, str(error)[:LONGEST_MESSAGE], text))
 
     def end(self, level: int, why: str) -> None:
         """Record nothing any more, and say why."""
@@ -116,6 +146,8 @@ class Recorder:
             CallLeft: self._guarded(self._call_left),
             Grown: self._guarded(lambda event: self.grown(event.encoder, event.old, event.new)),
             StallReported: self._guarded(self._stall_reported),
+            JobStalled: self._guarded(self._job_stalled),
+            StallExits: self._guarded(lambda _: self.process_ends(EXIT_CODE)),
         }
 
     def _guarded(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -125,13 +157,17 @@ class Recorder:
 
         return guarded
 
+    def _guarded_failed(self, error: BaseException, thread: str) -> None:
+        with self.guard:
+            self.note_failed(error, thread)
+
     def _stall_reported(self, event: StallReported) -> None:
         if (writer := self.writer) is not None:
-            ranks, kinds, where = (
-                [getattr(rank, name) for rank in event.missing] for name in ("rank", "kind", "where")
-            )
-            missing = records.Missing(writer.now(), event.encoder, event.call, ranks, kinds, where, event.unknown)
-            writer.put(missing)
+            writer.put(missing_record(writer.now(), event))
+
+    def _job_stalled(self, event: JobStalled) -> None:
+        if (writer := self.writer) is not None:
+            writer.put(stalled_record(writer.now(), event))
 
     def _call_left(self, event: CallLeft) -> None:
         state = self._state_of(event.encoder)
@@ -211,10 +247,27 @@ class Recorder:
             self._seen.clear()
         assert self.settings.folder is not None
         self.writer = TraceWriter(self.settings.folder, header)
+        if self._hooks is None:
+            self._hooks = ExceptionHooks(self._guarded_failed, threads=True)
         # Not atexit: a process that multiprocessing has forked leaves without it. At an interpreter's exit this comes
         # after the stall monitor's last words, since torch imports multiprocessing before there is a stall monitor.
         multiprocessing.util.Finalize(None, _close, exitpriority=0)
         return True
+
+
+def missing_record(t: float, event: StallReported) -> records.Missing:
+    ranks, kinds, where = _of_each(event.missing)
+    collectives = [rank.collective for rank in event.missing]
+    return records.Missing(t, event.encoder, event.call, ranks, kinds, where, event.unknown, collectives)
+
+
+def stalled_record(t: float, event: JobStalled) -> Stalled:
+    missing = event.missing if event.level >= logging.WARNING else ()
+    return Stalled(t, *_of_each(missing), event.text)
+
+
+def _of_each(missing: tuple[MissingRank, ...]) -> tuple[list[int], list[str], list[str]]:
+    return [rank.rank for rank in missing], [rank.kind for rank in missing], [rank.where for rank in missing]
 
 
 class EncoderState:
@@ -279,7 +332,7 @@ def _resident() -> int:
 
 def _close() -> None:
     if tracing.recorder is not None:
-        tracing.recorder.close()
+        tracing.recorder.process_ends()
 
 
 def _in_forked_child() -> None:

@@ -8,7 +8,7 @@ number in this file, `n` the number of its call, from 1.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 # The outcomes of a length sync.
@@ -22,6 +22,7 @@ from nemo_patches.sync.protocol import UNWAITED as UNWAITED
 FORMAT = 1
 
 NOT_SET = "NOT SET"
+LONGEST_MESSAGE, LONGEST_TRACEBACK = 2_000, 8_000  # characters of an exception
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Header:
     versions: dict[str, str]  # nemo_patches, nemo, torch, lightning, python
     settings: dict[str, str]
     checks: list[str]
+    job: str = ""  # the same for all ranks of a job, on all hosts; empty if not known
+    notes_sigterm: bool = False  # SIGTERM would leave a stack in this file, as text
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,19 @@ class Missing:
     kinds: list[str]  # of each rank; stall/rank_text.py names them
     where: list[str]  # what each one's training thread does; empty if not known
     unknown: str  # why it is not known who is missing; empty if it is
+    collectives: list[str] = field(default_factory=list)  # what each one waits in itself; empty if in none
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """A stall report of this rank: where all ranks are, when it has begun no encoder call for long."""
+
+    k: ClassVar[str] = "stalled"
+    t: float
+    ranks: list[int]  # that the others wait for, unless they do what is known to end by itself, as a checkpoint
+    kinds: list[str]  # as in Missing
+    where: list[str]  # likewise
+    text: str  # all ranks, in groups
 
 
 @dataclass(frozen=True)
@@ -204,11 +220,25 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """An exception that nobody has caught, or that has ended Lightning's trainer."""
+
+    k: ClassVar[str] = "failed"
+    t: float
+    thread: str  # only that thread has ended; empty: what trains
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
 class End:
-    """The process ended in good order. Without this record it was killed, still runs, or the disk was full."""
+    """The interpreter came to its end. Without this record it was killed, still runs, or the disk was full."""
 
     k: ClassVar[str] = "end"
     t: float
+    error: str = ""  # the exception that ended it, in one line; empty if none is known: Hydra hides them
+    exit_code: int | None = None  # None if not known
 
 
 @dataclass(frozen=True)
@@ -250,10 +280,12 @@ Record = (
     | Leave
     | Raised
     | Missing
+    | Stalled
     | Memory
     | Finding
     | Lost
     | Stopped
+    | Failed
     | End
     | Call
     | Dumped

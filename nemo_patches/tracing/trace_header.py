@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Mapping
 
 import torch
 
@@ -15,6 +16,8 @@ from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
 from nemo_patches.tracing.settings import DUMP, TRACE, TRACE_CHECKS, TRACE_SIZE, TraceSettings
+
+_LONGEST_JOB = 200  # characters
 
 
 def make_header(trace: TraceSettings, settings: Settings, started: float) -> Header:
@@ -37,7 +40,19 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
             if setting not in (TRACE, TRACE_CHECKS, TRACE_SIZE, DUMP)
         },
         checks=list(trace.checks),
+        job=_job(os.environ),
     )
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """By the launcher: torchrun's run id unless it is the default one, SLURM's job, or where the ranks meet."""
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run and run != "none":
+        return run[:_LONGEST_JOB]
+    if slurm := environment.get("SLURM_JOB_ID", ""):
+        return f"slurm {slurm}.{environment.get('SLURM_STEP_ID', '')}"[:_LONGEST_JOB]
+    where = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    return ":".join(where)[:_LONGEST_JOB] if all(where) else ""
 
 
 def rank_and_size() -> tuple[int, int]:

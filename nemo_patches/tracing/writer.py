@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from nemo_patches.sync.rank_log import report
+from nemo_patches.tracing.process_end import SigtermNote, can_note_sigterm
 from nemo_patches.tracing.records import Encoder, End, Header, Lost, Record, Stopped, encode
 
 MOST_WAITING = 20_000  # records that wait for the disk; what comes then is lost, and counted
@@ -50,6 +51,7 @@ class TraceWriter:
         self._lost = 0
         self._lost_lock = threading.Lock()  # the stall monitor's thread puts records, too
         self._descriptor = -1
+        self._sigterm: SigtermNote | None = None
         self._named_after = header.started
         self._part = self._size = self._head = 0
         self._encoders: dict[int, Encoder] = {}
@@ -78,13 +80,13 @@ class TraceWriter:
             self._queue.put(Lost(self.now(), lost))
         self._queue.put(record)
 
-    def close(self, limit: timedelta, stopped: str = "") -> None:
-        """Write what waits, and the last record: End, or Stopped for a reason. Give up after `limit`, and say so."""
+    def close(self, limit: timedelta, last: Stopped | End | None = None) -> None:
+        """Write what waits, and the last record (None: an End). Give up after `limit`, and say so."""
         if self.ended:
             return
         if self._lost:
             self._queue.put(Lost(self.now(), self._lost))
-        self._queue.put(_Last(Stopped(self.now(), stopped) if stopped else End(self.now())))
+        self._queue.put(_Last(last or End(self.now())))
         self._thread.join(limit.total_seconds())
         if self._thread.is_alive():
             self.ended = True
@@ -96,6 +98,7 @@ class TraceWriter:
         """In a forked child: the file and the thread are the parent's."""
         self.ended = True
         self._close_file()
+        self._forget_sigterm()
 
     # What follows runs in the writer's thread.
 
@@ -113,6 +116,7 @@ class TraceWriter:
             report(logging.ERROR, f"tracing has ended by an error of its own, please report it: {error!r}")
         finally:
             self.ended = True
+            self._forget_sigterm()
 
     def _write_batch(self, batch: list[Record | _Later | _Last]) -> bool:
         """Write what has gathered, beginning with `batch`; true where it holds the last record."""
@@ -152,7 +156,12 @@ class TraceWriter:
             self._path(self._part - 2).unlink(missing_ok=True)
         self.file = self._path(self._part)
         self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-        head: list[Record] = [replace(self.header, part=self._part), *self._encoders.values()]
+        if self._sigterm is not None:
+            self._sigterm.move_to(self._descriptor)
+        elif self._part == 0 and can_note_sigterm():
+            self._sigterm = SigtermNote(self._descriptor)
+        header = replace(self.header, part=self._part, notes_sigterm=self._sigterm is not None)
+        head: list[Record] = [header, *self._encoders.values()]
         lines = [encode(one) for one in head]
         self._size = self._head = sum(map(len, lines))
         self._write(lines)
@@ -164,6 +173,11 @@ class TraceWriter:
         left = memoryview(b"".join(lines))
         while left:
             left = left[os.write(self._descriptor, left) :]
+
+    def _forget_sigterm(self) -> None:
+        note, self._sigterm = self._sigterm, None
+        if note is not None:
+            note.remove()
 
     def _close_file(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -66,7 +66,9 @@ _KINDS_IN_WORDS = {
     "layer": "the first layer is done",
     "leave": "came out",
     "raised": "ended by an exception",
-    "end": "the process ended in good order",
+    "end": "the interpreter came to its end",
+    "failed": "an exception that nobody caught",
+    "stalled": "a stall report",
     "stopped": "its trace was stopped",
     "missing": "a stall report",
     "memory": "a memory sample",
@@ -105,36 +107,67 @@ def _case(job: Job, name: str, tracks: dict[str, dict[int, Track]], on_most_rank
 class StallReports:
     """What the stall monitors reported of the stall that the traces end in."""
 
-    kinds: dict[int, str]  # of each rank that a report names
+    kinds: dict[int, str]  # of each rank that the others wait for
     where: dict[int, str]  # likewise
-    complete: bool  # whether a report names all missing ranks
+    texts: dict[int, str]  # by reporter: where all ranks were
 
 
 def stall_reports(case: Case) -> StallReports:
-    """The latest report of each rank, if it is about the stall that the rank is in now."""
+    """The latest reports of each rank, if they are about the stall that the rank is in now.
+
+    Of a rank that has been recorded somewhere else since, and of one that waits in a collective, they tell nothing.
+    """
     kinds: dict[int, str] = {}
     where: dict[int, str] = {}
-    complete = False
+    texts: dict[int, str] = {}
     for rank, trace in case.job.traces.items():
-        track = case.tracks.get(rank)
-        if not trace.missing or trace.mixed or track is None:
+        if trace.mixed:
             continue
-        report = trace.missing[-1]
-        if report.n and not (safe(report.name) == case.name and _is_of_now(case, rank, track, report)):
-            continue
-        for missing, kind, place in zip(report.ranks, report.kinds, report.where, strict=False):
-            if 0 <= missing < case.job.world_size and missing != rank:
-                kinds.setdefault(missing, safe(kind))
-                if place:
-                    where.setdefault(missing, safe(place))
-        complete = complete or (bool(report.ranks) and not report.unknown)
-    return StallReports(kinds, where, complete)
+        reports: list[records.Missing | records.Stalled] = [
+            *(report for report in trace.missing[-1:] if _is_of_now(case, rank, report)),
+            *(report for report in trace.stalled[-1:] if report.t > _last_entered(case.job, rank)),
+        ]
+        for report in reversed(reports):  # the job's stall report looks at every rank
+            waits = report.collectives if isinstance(report, records.Missing) else []
+            for at, (missing, kind, place) in enumerate(zip(report.ranks, report.kinds, report.where, strict=False)):
+                is_rank = 0 <= missing < case.job.world_size and missing != rank
+                if is_rank and not any(waits[at : at + 1]) and not _has_come_since(case, rank, report, missing):
+                    kinds.setdefault(missing, safe(kind))
+                    if place:
+                        where.setdefault(missing, safe(place))
+            if isinstance(report, records.Stalled):
+                texts[rank] = safe(report.text)
+    return StallReports(kinds, where, texts)
 
 
-def _is_of_now(case: Case, rank: int, track: Track, report: records.Missing) -> bool:
+def _last_entered(job: Job, rank: int) -> float:
+    tracks = job.traces[rank].tracks.values()
+    return max((track.calls.entered[-1] for track in tracks if track.calls.n), default=0.0)
+
+
+def _is_of_now(case: Case, rank: int, report: records.Missing) -> bool:
     """Whether the round that a report is about has not come on this rank since."""
+    track = case.tracks.get(rank)
+    if not report.n or track is None or safe(report.name) != case.name:
+        return not report.n and track is not None
     ending = case.endings[rank]
+    if ending.raised:  # on_timeout="raise"
+        return report.n == ending.call
     return ending.in_vain and report.n <= ending.call and track.calls.round[_index(track, report.n)] == ending.round
+
+
+def _has_come_since(case: Case, rank: int, report: records.Missing | records.Stalled, missing: int) -> bool:
+    """Whether the rank that a report names has come to that round, or has called an encoder, after the report."""
+    ending = case.endings.get(missing)
+    if ending is None or not ending.call:
+        return False
+    if isinstance(report, records.Missing):
+        return bool(report.n) and not ending.unsure and ending.came_to >= case.endings[rank].round
+    entered, reported = (
+        case.clocks.common(missing, _last_entered(case.job, missing)),
+        case.clocks.common(rank, report.t),
+    )
+    return entered is not None and reported is not None and float(entered) > float(reported)
 
 
 def _index(track: Track, n: int) -> int:

@@ -16,12 +16,15 @@ from rich.console import Console
 
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
-from nemo_patches.tools.diagnose.watchdog_log import diagnose_log
+from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
 
+JSON_FORMAT = 1  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
+_MOST_LOOKED_AT = 1000  # files, for what kind they are
 _LONGEST_TEXT = 4000  # characters of anything that is printed
 
 
@@ -29,19 +32,23 @@ class DiagnoseError(Exception):
     """The command cannot do what was asked. The text says why."""
 
 
-def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path | None) -> int:
+def run(
+    paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto: Path | None, launch: int | None = None
+) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
-    if not path.is_dir() and (watch or plot or perfetto):
+    path = paths[0]
+    is_traces = len(paths) == 1 and path.is_dir() and (watch or plot is not None or not _has_logs_only(path))
+    if not is_traces and (watch or plot or perfetto):
         raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
     if watch and (plot or perfetto):
         raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
     try:
         if watch:
-            return _watch(path, json)
-        if not path.is_dir():
-            report = diagnose_log(path)
+            return _watch(path, json, launch)
+        if not is_traces:
+            report = diagnose_dumps(path) if _has_dumps(path) else diagnose_logs(paths)
         else:
-            job, report = once(path)
+            job, report = once(path, launch=launch)
             _draw(job, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
@@ -51,15 +58,29 @@ def run(path: Path, json: bool, watch: bool, plot: Path | None, perfetto: Path |
     return report.exit_code
 
 
-def _watch(path: Path, json: bool) -> int:
+def _has_logs_only(folder: Path) -> bool:
+    """Whether a folder, as torchrun's --log-dir is, has files, or files in folders, and none of a trace."""
+    try:
+        inside = list(folder.iterdir())
+    except OSError:
+        return False
+    return bool(inside) and not any(file.suffix == ".jsonl" for file in inside)
+
+
+def _has_dumps(path: Path) -> bool:
+    """Whether a file, or one of those in a folder, is a dump of torch's Flight Recorder."""
+    return any(map(is_dump, sorted(path.iterdir())[:_MOST_LOOKED_AT])) if path.is_dir() else is_dump(path)
+
+
+def _watch(path: Path, json: bool, launch: int | None) -> int:
     code = 2
     try:
-        for _, report in follow(path):
+        for _, report in follow(path, launch=launch):
             code = report.exit_code
             with _ctrl_c_afterwards():
                 if not json:
                     print(f"--- {time.strftime('%H:%M:%S')}")
-                _print(report, json)
+                _print(report, json, one_line=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -79,12 +100,18 @@ def _ctrl_c_afterwards() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _print(report: Report, json: bool) -> None:
+def _print(report: Report, json: bool, one_line: bool = False) -> None:
     report = _printable(report)
     if json:
-        print(dumps({**asdict(report), "exit_code": report.exit_code}, indent=2))
+        content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
+        print(dumps(content, indent=None if one_line else 2))
     else:
         show(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+
+
+def error_as_json(error: DiagnoseError) -> str:
+    """On standard output, where a program that asked for JSON looks."""
+    return dumps({"format": JSON_FORMAT, "error": str(error), "exit_code": 2})
 
 
 def _printable(content: Any) -> Any:

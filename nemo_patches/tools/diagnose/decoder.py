@@ -64,8 +64,15 @@ def _bounded(hint: Any) -> Any:
 
 def _struct(kind: Any) -> Any:
     hints = typing.get_type_hints(kind)
-    fields = [(field.name, _bounded(hints[field.name])) for field in dataclasses.fields(kind)]
+    fields = [(field.name, _bounded(hints[field.name]), *_default(field)) for field in dataclasses.fields(kind)]
     return msgspec.defstruct(kind.__name__, fields, tag_field="k", tag=kind.k, gc=False)
+
+
+def _default(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """What a field is that older traces do not have; nothing for the others."""
+    if field.default_factory is not dataclasses.MISSING:
+        return (msgspec.field(default_factory=field.default_factory),)
+    return () if field.default is dataclasses.MISSING else (field.default,)
 
 
 structs: dict[type[Any], type[Any]] = {kind: _struct(kind) for kind in typing.get_args(records.Record)}

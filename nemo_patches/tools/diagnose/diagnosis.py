@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
-from nemo_patches.tools.diagnose.case import Case, cases
-from nemo_patches.tools.diagnose.differences import different_ranks, different_sync
+from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
+from nemo_patches.tools.diagnose.differences import different_ranks, different_sync, other_than_configured
 from nemo_patches.tools.diagnose.endings import Ending
-from nemo_patches.tools.diagnose.faults import check_findings, exceptions, runaway_memory
+from nemo_patches.tools.diagnose.faults import (
+    caught_exceptions,
+    check_findings,
+    ending_exceptions,
+    failed_threads,
+    runaway_memory,
+)
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
+from nemo_patches.tools.diagnose.order_of_calls import swapped_order
+from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNWAITED
 from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
+_FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
+_MOST_LINES, _MOST_SUMMARIES = 20, 8
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 _HANGS = frozenset(
     {
         ids.EXCEPTION,
         ids.DIFFERENT_SYNC,
+        ids.DIFFERENT_ORDER,
         ids.KILLED,
         ids.ENDED,
         ids.MISSING_RANK,
@@ -31,6 +44,7 @@ _HANGS = frozenset(
         ids.SOME_INSIDE,
         ids.ALL_INSIDE,
         ids.OUTSIDE,
+        ids.STOPPED_AT_ONCE,
     }
 )
 
@@ -38,12 +52,12 @@ _HANGS = frozenset(
 def diagnose(job: Job) -> Report:
     """The report on what has been read of a job."""
     encoders = cases(job)
-    findings = [*absent_ranks(job, encoders), *different_sync(job, encoders)]
+    findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped_order(encoders)]
     without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     findings += check_findings(job, encoders)
     hanging: list[Finding] = []
     for case in encoders:
-        findings += exceptions(case)
+        findings += caught_exceptions(case)
         pairs = uneven_calls(case)
         explained = _explained(case, [run for _, run in pairs])
         kinds = set(explained.values())
@@ -51,8 +65,11 @@ def diagnose(job: Job) -> Report:
         hanging += hangs(case, set(explained))
         findings += [*sync_ended(case), *incidents(case)]
     findings += _foremost(hanging)
+    reported = {rank for case in encoders for rank in stall_reports(case).kinds}
+    findings += [*ending_exceptions(encoders, reported), *failed_threads(job)]
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
+    findings += other_than_configured(encoders)
     findings += _not_enough(job, encoders, findings)
     ordered = _ordered([replace(finding, text=finding.text[0].upper() + finding.text[1:]) for finding in findings])
     return Report(
@@ -64,13 +81,34 @@ def diagnose(job: Job) -> Report:
         findings=ordered,
         ranks=tuple(_summaries(job, encoders)),
         problems=tuple(job.problems),
-        earlier=tuple(job.earlier),
+        earlier=_bounded(job.earlier),
+        summary=tuple(_summary(case) for case in encoders[:_MOST_SUMMARIES]),
     )
+
+
+def _bounded(lines: list[str]) -> tuple[str, ...]:
+    more = len(lines) - _MOST_LINES
+    return (*lines[:_MOST_LINES], *([f"and {more} more starts"] if more > 0 else []))
+
+
+def _summary(case: Case) -> str:
+    """What the length sync has done in this run, and what that cost: how a user sees that all is well."""
+    calls = [track.calls for track in case.tracks.values() if track.calls.n]
+    given_up = sum(int(np.isin(np.array(of_rank.outcome), _FALLBACKS).sum()) for of_rank in calls)
+    waited = [np.array(of_rank.waited, dtype=np.float64) for of_rank in calls]
+    longest = max((float(of_rank.max()) for of_rank in waited), default=0.0)
+    span = sum(of_rank.entered[-1] - of_rank.entered[0] for of_rank in calls)
+    cost = f"; the length sync cost this run {sum(map(np.sum, waited)) / span:.1%}" if span > 0 else ""
+    lost = [rank for rank, track in sorted(case.tracks.items()) if track.calls.n and track.calls.n[0] > 1]
+    begins = f"; of {named(lost)} the first calls are gone (trace_size), and are not counted" if lost else ""
+    most = max((len(of_rank.n) for of_rank in calls), default=0)
+    return f"{case.name}: {most} calls, {given_up} fallbacks on all ranks, longest wait {longest:.2f} s{cost}{begins}."
 
 
 def _foremost(hanging: list[Finding]) -> list[Finding]:
     """If ranks are unequal in one encoder, it is no finding that they are equal in another one."""
-    unequal = [finding for finding in hanging if finding.id not in (ids.OUTSIDE, ids.ALL_INSIDE)]
+    level = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)
+    unequal = [finding for finding in hanging if finding.id not in level]
     inside = [finding for finding in hanging if finding.id == ids.ALL_INSIDE]
     return unequal or inside or hanging[:1]
 
@@ -129,7 +167,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     if root is None:
         return tuple(ordered)
     explained = {ids.TIMEOUTS}
-    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC):
+    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER):
         explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))
@@ -142,7 +180,10 @@ def _verdict(job: Job, encoders: list[Case], findings: tuple[Finding, ...]) -> s
         return f"{first.text} {memory.text}" if first.id == ids.KILLED and memory is not None else first.text
     calls = ", ".join(f"{max(e.call for e in case.endings.values())} calls of {case.name}" for case in encoders)
     state = "running" if job.moving else "ended in good order" if _all_ended(encoders) else "in step"
-    return f"Nothing found: {len(job.traces)} of {job.world_size} ranks, {calls or 'no encoder call yet'}, {state}."
+    ranks = f"{len(job.traces)} of {job.world_size} ranks"
+    return " ".join(
+        [f"Nothing found: {ranks}, {calls or 'no encoder call yet'}, {state}.", *map(_summary, encoders[:1])]
+    )
 
 
 def _all_ended(encoders: list[Case]) -> bool:
@@ -177,8 +218,9 @@ def state_of(ending: Ending | None) -> str:
         return "no call yet"
     if ending.unsure:
         return "not known"
-    if ending.ended:
-        return f"ended after call {ending.call}"
     if ending.raised:
         return f"exception in call {ending.call}"
+    if ending.ended:
+        how = f" by {ending.process.error.partition(':')[0]}" if ending.process.error else ""
+        return f"ended{how} after call {ending.call}"
     return f"in call {ending.call}: {ending.phase}" if ending.inside else f"out of call {ending.call}"

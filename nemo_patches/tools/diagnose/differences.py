@@ -52,6 +52,37 @@ def different_sync(job: Job, cases: list[Case]) -> list[Finding]:
     return findings
 
 
+def other_than_configured(cases: list[Case]) -> list[Finding]:
+    """Encoders whose flag in force is not what the model's config says."""
+    findings = []
+    for case in cases:
+        unlike = {
+            rank: track.info
+            for rank, track in sorted(case.tracks.items())
+            if track.info.flag is not None
+            and track.info.configured in _FLAGS
+            and track.info.flag != _FLAGS[track.info.configured]
+        }
+        if not unlike:
+            continue
+        info = next(iter(unlike.values()))
+        findings.append(
+            Finding(
+                id=ids.NOT_AS_CONFIGURED,
+                severity=WARNING,
+                ranks=tuple(unlike),
+                text=f"{case.name} has sync_max_audio_length={str(info.flag).lower()} on {named(unlike)}, and the "
+                f"model's config says {info.configured}.",
+                next_step="Look for what changes it after the model is built: a checkpoint's config, or the script.",
+                encoder=case.name,
+            )
+        )
+    return findings
+
+
+_FLAGS = {"true": True, "false": False}
+
+
 def different_ranks(job: Job, cases: list[Case], without_sync: bool = False) -> list[Finding]:
     """Versions, settings, registered buffers and inputs that are not the same on all ranks.
 

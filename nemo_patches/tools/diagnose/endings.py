@@ -14,9 +14,11 @@ import numpy as np
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
+from nemo_patches.tools.diagnose.process_end import ProcessEnd, is_of_a_collective, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,
+    CUT,
     ENDED,
     LEFT,
     OPEN,
@@ -46,8 +48,22 @@ class Ending:
     in_vain: bool  # its last call gave up, or did not wait, because a round had not come
     sync_ended: bool
     ended: bool
-    error: str  # the exception outside the encoder that ended the process, if a dump tells; empty else
+    process: ProcessEnd
     unsure: str  # why it is not known what this rank did last; empty if it is known
+
+    @staticmethod
+    def without_trace(rank: int) -> Ending:
+        return Ending(rank, 0, None, (0, 0), "", False, 0, False, False, False, ProcessEnd(), "it has no trace here")
+
+    @property
+    def came_to(self) -> int:
+        """The latest round that it may have issued."""
+        return self.round + (self.phase == LENGTH_SYNC)
+
+    @property
+    def at_fault(self) -> bool:
+        """Whether an exception of its own has ended it, or its last call."""
+        return bool(self.process.own_error) or (self.raised and not self.process.waited)
 
     @property
     def inside(self) -> bool:
@@ -91,14 +107,10 @@ def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool
     # A round that came on one rank had been issued by all: a trace that lacks it is not whole.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
     for rank, ending in by_rank.items():
-        if not ending.unsure and not ending.sync_ended and _could_have_issued(ending) < proven and not moving:
+        if not ending.unsure and not ending.sync_ended and ending.came_to < proven and not moving:
             ending = replace(ending, unsure=f"it came to round {proven}, which its trace does not have")
         by_rank[rank] = replace(ending, round=max(ending.round, proven))
     return by_rank
-
-
-def _could_have_issued(ending: Ending) -> int:
-    return ending.round + (ending.phase == LENGTH_SYNC)
 
 
 def _latest_that_came(track: Track) -> int:
@@ -113,14 +125,17 @@ def _ending(
     if trace.stopped and not over:
         unsure = unsure or f"its trace was stopped: {trace.stopped}"
     ended = trace.ended is not None or over
-    error = safe(trace.dumped.error) if trace.dumped is not None and not trace.raised else ""
+    process = process_end(trace)
     if trace.cut and not moving:
-        unsure = "its last line is not whole"
+        unsure = CUT
     if track is None or not track.calls.n:
         if trace.damage and not trace.cut:
             unsure = trace.damage
-        return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, error, unsure)
+        return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, process, unsure)
     calls = track.calls
+    last_raised = next((r for r in reversed(trace.raised) if (r.e, r.n) == (track.info.e, calls.n[-1])), None)
+    if not process.error and last_raised is not None and is_of_a_collective(last_raised.type, last_raised.message):
+        process = replace(process, error=safe(f"{last_raised.type}: {last_raised.message}"), waited=True)
     if damaged_at_the_end(track):
         unsure = unsure or trace.damage
     elif (
@@ -129,7 +144,7 @@ def _ending(
         and any(training != UNKNOWN for training in calls.training[-64:])
     ):
         unsure = unsure or "the beginning of its last call is not there"
-    elif calls.ended[-1] == OPEN and ended:
+    elif calls.ended[-1] == OPEN and ended and not process.error:
         unsure = unsure or "it has ended within a call, and its trace does not say how"
     position, training = _position(track, anchor)
     if position is None:
@@ -145,7 +160,7 @@ def _ending(
         in_vain=calls.outcome[-1] in (TIMEOUT, UNWAITED),
         sync_ended=calls.outcome[-1] == ENDED,
         ended=ended,
-        error=error,
+        process=process,
         unsure=unsure,
     )
 

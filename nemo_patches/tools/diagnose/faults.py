@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,13 +15,14 @@ from nemo_patches.tools.diagnose.alignment import Clocks
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.process_end import is_of_a_collective
 from nemo_patches.tracing import records
 
-_OWN_TIMEOUT = "LengthSyncTimeout"  # on_timeout="raise": the rank that this one waited for is the reason
 _NEXT_INPUT = (
     "Look at this rank's batch of that call: the audio files and the manifest entries in it, and the preprocessor. "
     "A NaN goes into every rank's gradients."
 )
+_MOST_FINDINGS = 8
 _LEAST_SAMPLES = 8  # of memory
 _RUNAWAY_BYTES = 1 << 29
 _TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
@@ -29,54 +31,144 @@ _TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
 _Fault = TypeVar("_Fault", records.Raised, records.Finding)
 
 
-def exceptions(case: Case) -> list[Finding]:
-    """The first exception that ended a rank, and the first one after which training went on."""
-    raises: list[tuple[float, records.Raised, int]] = []
-    for rank, trace in case.job.traces.items():
-        track = case.tracks.get(rank)
-        for raised in trace.raised:
-            if (
-                track is not None
-                and not trace.mixed
-                and not case.endings[rank].unsure  # the record may be another rank's
-                and raised.e == track.info.e
-                and not raised.type.endswith(_OWN_TIMEOUT)
-            ):
-                at = case.clocks.common(rank, raised.t)
-                raises.append((float(at) if at is not None else raised.t, raised, rank))
-    by_last = {
-        last: [(at, raised, rank) for at, raised, rank in raises if _is_last(case, raised, rank) == last]
-        for last in (True, False)
-    }
-    return [_exception(case, of_kind, last) for last, of_kind in by_last.items() if of_kind]
+@dataclass(frozen=True)
+class _Exception:
+    """An exception of a rank. at: on the clocks' common scale, if there is one. n: its call, or the last before."""
+
+    case: Case
+    rank: int
+    at: float
+    n: int
+    inside: bool
+    type: str
+    message: str
+    traceback: str
 
 
-def _is_last(case: Case, raised: records.Raised, rank: int) -> bool:
-    ending = case.endings[rank]
-    return ending.raised and ending.call == raised.n
+def ending_exceptions(cases: list[Case], reported: set[int]) -> list[Finding]:
+    """The first exception that ended a rank, but for those of ranks that waited for others.
 
-
-def _exception(case: Case, raises: list[tuple[float, records.Raised, int]], last: bool) -> Finding:
-    raised, rank = _first(raises, case.clocks)
-    same = sorted({rank for _, other, rank in raises if (other.n, other.type) == (raised.n, raised.type)})
-    ranks = tuple(same) if len(same) == case.job.world_size else (rank,)
-    message = safe(raised.message.strip().splitlines()[0] if raised.message.strip() else "")[:200]
-    after = "" if last else ", and training went on after it"
-    tail = [safe(line) for line in raised.traceback.strip().splitlines()[-4:]]
-    return Finding(
-        id=ids.EXCEPTION if last else ids.CAUGHT,
-        severity=CRITICAL if last else WARNING,
+    reported: the ranks that the others' stall reports name; then who is not among them has not begun it.
+    """
+    raised: dict[int, _Exception] = {}
+    for case in cases:
+        for rank, ending in case.endings.items():
+            found = _ending_exception(case, rank) if ending.at_fault and not ending.unsure else None
+            if found is not None and (rank not in raised or found.inside):
+                raised[rank] = found
+    if not raised:
+        return []
+    of_the_reported = [exception for rank, exception in raised.items() if rank in reported]
+    first = _first_exception(of_the_reported or list(raised.values()))
+    alike = [one.rank for one in raised.values() if (one.n, one.type) == (first.n, first.type)]
+    ranks = tuple(sorted(alike)) if len(alike) == first.case.job.world_size else (first.rank,)
+    where = f"in call {first.n}" if first.inside else f"outside the encoder, after call {first.n}"
+    if not first.n:
+        where = "before its first call"
+    finding = Finding(
+        id=ids.EXCEPTION,
+        severity=CRITICAL if of_the_reported or not reported else WARNING,
         ranks=ranks,
-        text=f"{named(ranks)} raised {safe(raised.type)} in call {raised.n} of {case.name}{after}: {message}",
-        next_step="Mend what the traceback shows; the other ranks only waited for this one."
-        if last
-        else "Look for what caught it: that rank left a step out, and its memory may be in disorder (an out-of-memory "
-        "error that was swallowed).",
-        encoder=case.name,
-        call=raised.n,
-        phase=case.endings[rank].phase,
-        evidence=(*tail, f"exceptions in all: {len(raises)}, on {named(sorted({rank for _, _, rank in raises}))}"),
+        text=f"{named(ranks)} raised {safe(first.type)} {where} of {first.case.name}: {_one_line(first.message)}",
+        next_step="Mend what the traceback shows; the other ranks only waited for this one.",
+        encoder=first.case.name,
+        call=first.n,
+        phase=first.case.endings[first.rank].phase if first.inside else "",
+        evidence=(*_tail(first.traceback), f"exceptions in all: {len(raised)}, on {named(sorted(raised))}"),
     )
+    return [finding]
+
+
+def _ending_exception(case: Case, rank: int) -> _Exception | None:
+    trace, ending = case.job.traces[rank], case.endings[rank]
+    for raised in reversed(trace.raised):
+        track = case.tracks.get(rank)
+        if ending.raised and track is not None and (raised.e, raised.n) == (track.info.e, ending.call):
+            return _Exception(
+                case, rank, _at(case, rank, raised.t), raised.n, True, raised.type, raised.message, raised.traceback
+            )
+    if not ending.process.own_error:
+        return None
+    at = _at(case, rank, trace.last)
+    for failed in reversed(trace.failed):
+        if not failed.thread:
+            at = _at(case, rank, failed.t)
+            return _Exception(case, rank, at, ending.call, False, failed.type, failed.message, failed.traceback)
+    kind, _, message = ending.process.own_error.partition(": ")
+    return _Exception(case, rank, at, ending.call, False, kind, message, "")
+
+
+def _at(case: Case, rank: int, t: float) -> float:
+    common = case.clocks.common(rank, t)
+    return float(common) if common is not None else t
+
+
+def _first_exception(raised: list[_Exception]) -> _Exception:
+    """By time; by call and rank where the ranks' clocks cannot be compared."""
+    comparable = all(one.case.clocks.common(one.rank, 0.0) is not None for one in raised)
+    return min(raised, key=lambda one: (one.at, one.n) if comparable else (one.n, one.rank))
+
+
+def caught_exceptions(case: Case) -> list[Finding]:
+    """The first exception of an encoder call after which training went on."""
+    raises: list[tuple[float, records.Raised, int]] = []
+    for rank, track in case.tracks.items():
+        trace, ending = case.job.traces[rank], case.endings[rank]
+        if not trace.mixed and not ending.unsure:  # else the record may be another rank's
+            raises += [
+                (_at(case, rank, raised.t), raised, rank)
+                for raised in trace.raised
+                if raised.e == track.info.e
+                and not (ending.raised and ending.call == raised.n)
+                and not is_of_a_collective(raised.type, raised.message)
+            ]
+    if not raises:
+        return []
+    raised, rank = _first(raises, case.clocks)
+    ranks = sorted({rank for _, _, rank in raises})
+    return [
+        Finding(
+            id=ids.CAUGHT,
+            severity=WARNING,
+            ranks=(rank,),
+            text=f"rank {rank} raised {safe(raised.type)} in call {raised.n} of {case.name}, and training went on "
+            f"after it: {_one_line(raised.message)}",
+            next_step="Look for what caught it: that rank left a step out, and its memory may be in disorder (an "
+            "out-of-memory error that was swallowed).",
+            encoder=case.name,
+            call=raised.n,
+            evidence=(*_tail(raised.traceback), f"exceptions in all: {len(raises)}, on {named(ranks)}"),
+        )
+    ]
+
+
+def failed_threads(job: Job) -> list[Finding]:
+    """For each rank the first exception that ended a thread other than the one that trains."""
+    findings = []
+    for rank, trace in sorted(job.traces.items()):
+        failed = next((failed for failed in trace.failed if failed.thread), None)
+        if failed is not None and not trace.mixed:
+            findings.append(
+                Finding(
+                    id=ids.THREAD_FAILED,
+                    severity=WARNING,
+                    ranks=(rank,),
+                    text=f"rank {rank}'s thread {safe(failed.thread)} ended by {safe(failed.type)}: "
+                    f"{_one_line(failed.message)}",
+                    next_step="Look whether anything waits for that thread: a prefetcher, a pin_memory or logger "
+                    "thread; the process goes on without it.",
+                    evidence=tuple(_tail(failed.traceback)),
+                )
+            )
+    return findings[:_MOST_FINDINGS]
+
+
+def _one_line(message: str) -> str:
+    return safe(message.strip().splitlines()[0] if message.strip() else "")[:200]
+
+
+def _tail(traceback: str) -> list[str]:
+    return [safe(line) for line in traceback.strip().splitlines()[-4:]]
 
 
 def _first(faults: list[tuple[float, _Fault, int]], clocks: Clocks | None) -> tuple[_Fault, int]:

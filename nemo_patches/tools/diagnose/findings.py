@@ -9,6 +9,7 @@ CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 # Ids. ORDER has those that explain others first.
 EXCEPTION = "exception"
 DIFFERENT_SYNC = "different-sync"
+DIFFERENT_ORDER = "different-order"
 KILLED = "killed"
 ENDED = "ended"
 MISSING_RANK = "missing-rank"
@@ -19,19 +20,23 @@ SOME_INSIDE = "some-inside"
 ALL_INSIDE = "all-inside"
 OUTSIDE = "stuck-outside-encoder"
 SYNC_ENDED = "length-sync-ended"
+STOPPED_AT_ONCE = "all-stopped"
 BAD_INPUT = "bad-input"
 CHECK_FAILED = "check-failed"
 MEMORY = "memory-runs-away"
 UNTRACED = "untraced-rank"
 NOT_ENOUGH = "not-enough-records"
 DIFFERENT = "different-ranks"
+NOT_AS_CONFIGURED = "not-as-configured"
 STRAGGLER = "straggler"
 LATE = "late"
 CAUGHT = "exception-caught"
+THREAD_FAILED = "thread-failed"
 TIMEOUTS = "timeouts"
 ORDER = (
     EXCEPTION,
     DIFFERENT_SYNC,
+    DIFFERENT_ORDER,
     KILLED,
     ENDED,
     MISSING_RANK,
@@ -41,6 +46,7 @@ ORDER = (
     SOME_INSIDE,
     ALL_INSIDE,
     OUTSIDE,
+    STOPPED_AT_ONCE,
     SYNC_ENDED,
     BAD_INPUT,
     CHECK_FAILED,
@@ -48,7 +54,9 @@ ORDER = (
     UNTRACED,
     NOT_ENOUGH,
     DIFFERENT,
+    NOT_AS_CONFIGURED,
     CAUGHT,
+    THREAD_FAILED,
     STRAGGLER,
     LATE,
     TIMEOUTS,
@@ -102,6 +110,7 @@ class Report:
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...]  # files that were not read, or only in part
     earlier: tuple[str, ...]  # process starts of earlier launches
+    summary: tuple[str, ...] = ()  # of each encoder: calls, fallbacks, longest wait, cost
 
     @property
     def exit_code(self) -> int:

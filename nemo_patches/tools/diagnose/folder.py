@@ -28,6 +28,10 @@ _ONE_PROCESS_BYTES = 1 << 26  # up to so many, a further process is not worth it
 _MOST_FILES = 100_000
 _MOST_RANKS = 1 << 20
 _MOST_PROBLEMS = 20
+# As faulthandler writes it (tracing/process_end.py).
+_STACK = b"Stack (most recent call first):\n"
+_STACK_LINES = (_STACK.rstrip(), b'  File "', b"  ...", b"  <")
+_MOST_FRAMES = 100
 _COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
 
 
@@ -61,12 +65,28 @@ class Part:
             self.skips = not newline
         end = block.rfind(b"\n") + 1
         if end:
-            trace.take(decode(self.pending + block[:end]))
+            trace.take(decode(_without_stack(self.pending + block[:end], trace)))
             self.pending = b""
         self.pending += block[end:]
         if len(self.pending) > LONGEST_LINE:
             trace.take([None])
             self.pending, self.skips = b"", True
+
+
+def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
+    """The lines but for a stack that SIGTERM left among them, which goes into the trace."""
+    if trace.sigterm_stack is None:
+        if _STACK not in lines:
+            return lines
+        trace.sigterm_stack = []
+    kept = []
+    for line in lines.split(b"\n"):
+        if line.startswith(_STACK_LINES):
+            if len(trace.sigterm_stack) < _MOST_FRAMES:
+                trace.sigterm_stack.append(line.decode("utf-8", "replace"))
+        else:
+            kept.append(line)
+    return b"\n".join(kept)
 
 
 @dataclass
@@ -87,7 +107,9 @@ class Start:
                     self.trace.gap = f"part {part.header.part} has gone"
             except OSError as error:
                 self.trace.gap = f"part {part.header.part} cannot be read: {error.strerror}"
-        self.trace.cut = bool(self.parts[-1].pending) or self.parts[-1].skips
+        pending = self.parts[-1].pending
+        in_stack = self.trace.sigterm_stack is not None and not pending.startswith(b"{")
+        self.trace.cut = (bool(pending) and not in_stack) or self.parts[-1].skips
         self._look_for_gaps()
         return self
 
@@ -113,6 +135,7 @@ class Job:
     world_size: int
     traces: dict[int, RankTrace]
     moving: bool = False  # its files grow, so records may still come
+    alive: set[int] = field(default_factory=set)  # ranks whose processes run on this host now
     problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
     suspects: set[int] = field(default_factory=set)  # ranks whose files cannot be read
     earlier: list[str] = field(default_factory=list)  # process starts of earlier launches
@@ -126,8 +149,9 @@ class Job:
 class Folder:
     """A folder of traces; read() reads on where it has stopped the last time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, launch: int | None = None) -> None:
+        """launch: torchrun's restart count; None: the latest."""
+        self.path, self.launch = path, launch
         self._starts: dict[tuple[int, int, float, str], Start] = {}
         self._parts: set[Path] = set()
         self._problems: dict[Path, str] = {}
@@ -140,7 +164,8 @@ class Folder:
         if not self._starts:
             why = "; ".join(self._problem_lines()) or "it is empty"
             raise UnreadableError(f"{self.path}: no trace file in it: {why}")
-        latest, earlier = _launches(self._starts.values())
+        starts, others = _of_the_last_job(_picked(list(self._starts.values()), self.launch))
+        latest, earlier = _launches(starts)
         self._read_all(latest)
         size = _world_size(latest)
         job = Job(self.path, size, {start.trace.rank: start.trace for start in latest if start.trace.rank < size})
@@ -149,7 +174,9 @@ class Folder:
             if damage := start.trace.damage:
                 job.problems.append(f"{safe(start.parts[-1].path.name)}: {damage}")
         job.suspects = {rank for rank in self._suspects if rank not in job.traces}
-        job.earlier = [_earlier_line(start) for start in earlier]
+        job.earlier = [_earlier_line(start) for start in earlier] + [_other_job_line(start) for start in others]
+        if job.earlier:
+            job.earlier.insert(0, _why_these(latest, self.launch))
         job.moving = bool(counts_before) and any(
             start.trace.count > counts_before.get(key, 0) for key, start in self._starts.items() if start in latest
         )
@@ -253,6 +280,37 @@ def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
 def _world_size(starts: list[Start]) -> int:
     """The world size that most of the headers have."""
     return Counter(start.trace.header.world_size for start in starts).most_common(1)[0][0]
+
+
+def _of_the_last_job(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:
+    """The starts of the job that has begun last, and those of other jobs."""
+    jobs: dict[str, list[Start]] = defaultdict(list)
+    for start in starts:
+        jobs[start.trace.header.job].append(start)
+    last = max(jobs.values(), key=lambda of_job: max(start.trace.header.started for start in of_job))
+    return last, [start for of_job in jobs.values() if of_job is not last for start in of_job]
+
+
+def _picked(starts: list[Start], launch: int | None) -> list[Start]:
+    if launch is None:
+        return starts
+    picked = [start for start in starts if start.trace.header.restart == launch]
+    if not picked:
+        there = ", ".join(map(str, sorted({start.trace.header.restart for start in starts})))
+        raise UnreadableError(f"--launch={launch}: no such launch; there are {there} (torchrun's restart count)")
+    return picked
+
+
+def _why_these(latest: list[Start], launch: int | None) -> str:
+    header = latest[0].trace.header
+    why = "as --launch asks" if launch is not None else "begun last by its hosts' clocks; --launch N picks another"
+    job = f" of job {safe(header.job)}" if header.job else ""
+    return f"diagnosed is the launch with restart {header.restart}{job}: {why}; the following are not"
+
+
+def _other_job_line(start: Start) -> str:
+    header = start.trace.header
+    return f"{safe(start.parts[0].path.name)}: of another job, {safe(header.job) or 'not named'}, rank {header.rank}"
 
 
 def _launches(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:

@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nemo_patches.stall.rank_text import LEFT, SILENT, named
+from nemo_patches.stall.rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, StallReports, stall_reports, usual_call, whom
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+from nemo_patches.tools.diagnose.lateness import behind_since
 
 _NEXT_STEPS = {
     ids.BEFORE_ENCODER: "Look at what this rank does (`py-spy dump --pid {pid}` on {host}), and its data loader's "
@@ -24,6 +25,9 @@ _NEXT_STEPS = {
     "stderr; the job cannot go on without it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error outside the encoder; if there is none, it had fewer "
     "batches: make their number equal on all ranks (drop_last, DistributedSampler).",
+    ids.MISSING_RANK: "Look at that rank: nemo_patches' line `patched ...` on its stderr, and its end. If it runs, "
+    "`py-spy dump`, or `kill -USR2 PID`, which has it dump; a dump of another host is in that host's own folder, "
+    "unless NEMO_PATCHES_DUMP is one that all share.",
     ids.SILENT: "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
     "shows a thread that holds Python's lock.",
     ids.SOME_INSIDE: "Look at what these ranks do (`py-spy dump --native --pid {pid}` on {host}); on a GPU, run again "
@@ -41,100 +45,211 @@ _PHASES = {
     ids.LAYERS: "in its layers",
 }
 _PHASE_ORDER = list(_PHASES)
-_OWN_TIMEOUT = "LengthSyncTimeout"  # on_timeout="raise": the rank that this one waited for is the reason
+_MISSING = {
+    ELSEWHERE: "it is elsewhere",
+    LATE: "it has not come",
+    SILENT: "no heartbeat: stopped, killed, the host unreachable, or Python's lock held",
+    LEFT: "it has left: ended, or killed",
+    UNANNOUNCED: "no sign of it: not patched, not started, or not yet at a first encoder call",
+}
 
 
 def hangs(case: Case, explained: set[int]) -> list[Finding]:
-    """Who is stuck or has gone. explained: the ranks that are behind for a reason that another finding has."""
-    sure = case.sure
-    if not sure or not any(ending.call for ending in case.endings.values()):
+    """Who is stuck or has gone. explained: the ranks that are behind for a reason that another finding has.
+
+    The evidence in its order: stall reports, exceptions, how processes ended, rounds that came in vain. Without any,
+    ranks that stand at different calls are what a healthy job looks like that was killed at this moment.
+    """
+    if not any(ending.call for ending in case.endings.values()):
         return []
     reports = stall_reports(case)
-    top = max(ending.position for ending in sure.values())
-    at_top = [ending for ending in sure.values() if ending.position == top]
-    behind = [ending for ending in sure.values() if ending.position < top]
-    if case.job.moving:
-        behind = [ending for ending in behind if _waited_for(ending, at_top)]
-    reported = [ending for ending in behind if ending.rank in reports.kinds]
-    if reported and reports.complete:  # any other rank that seems to be behind only has a trace that ends too early
-        behind = reported
-    behind = [ending for ending in behind if ending.rank not in explained]
-    if behind:
-        return _behind(case, behind, at_top, reports)
+    if accused := [ending for ending in _accused(case, reports) if ending.rank not in explained]:
+        others = _at_top([ending for ending in case.endings.values() if ending.rank not in reports.kinds])
+        return _grouped(case, accused, others, reports)
+    if any(ending.at_fault for ending in case.sure.values()):
+        return []  # faults.py reports exceptions, and who has one did not wait
+    sure = [ending for ending in case.sure.values() if ending.rank not in explained]
+    if not sure:
+        return []
+    for look in (_left_in_a_collective, _waited_for_in_vain, _gone, _not_told_to_end):
+        if suspects := look(case, sure):
+            others = _at_top([ending for ending in case.sure.values() if ending not in suspects])
+            return _grouped(case, suspects, others or suspects, reports)
     if explained or case.job.moving:
         return []
-    return _level(case, at_top, reports)
+    dumped = any(
+        trace.dumped for trace in case.job.traces.values()
+    )  # which a stall, or somebody who sees one, asks for
+    if reports.texts or case.job.alive or dumped or _timed_out(case):
+        return _level(case, reports)
+    return _stopped_at_once(case)
 
 
-def _waited_for(ending: Ending, others: Iterable[Ending]) -> bool:
-    return any((other.in_vain or other.sync_ended) and other.round > ending.round for other in others)
+def _at_top(endings: list[Ending]) -> list[Ending]:
+    top = max((ending.position for ending in endings), default=(0, 0))
+    return [ending for ending in endings if ending.position == top]
 
 
-def _behind(case: Case, behind: list[Ending], at_top: list[Ending], reports: StallReports) -> list[Finding]:
+def _accused(case: Case, reports: StallReports) -> list[Ending]:
+    """The ranks that the others reported missing, but for those that have waited themselves, or were ended by others.
+
+    Also those of which there is no trace, or one that is not whole: what the others say of them is there.
+    """
+    accused = []
+    for rank, kind in sorted(reports.kinds.items()):
+        ending = case.endings.get(rank) or Ending.without_trace(rank)
+        ended_by_others = ending.process.waited or (ending.process.terminated and kind == LEFT)
+        if not ended_by_others and not ending.process.in_collective:
+            accused.append(ending)
+    return accused
+
+
+def _timed_out(case: Case) -> bool:
+    return any(ending.process.timed_out for ending in case.endings.values())
+
+
+def _left_in_a_collective(case: Case, sure: list[Ending]) -> list[Ending]:
+    """The ranks that others waited for in a collective until an error ended them."""
+    waited = [ending for ending in case.endings.values() if ending.process.waited]
+    rest = [ending for ending in sure if not ending.process.waited and not ending.process.in_collective]
+    if not waited or len(case.endings) < case.job.world_size:
+        return []
+    if any(ending.process.unknown for ending in rest) and not _timed_out(case):
+        return [ending for ending in rest if ending.process.unknown]
+    return rest
+
+
+def _waited_for_in_vain(case: Case, sure: list[Ending]) -> list[Ending]:
+    """The ranks that have not come to a round of the length sync which others gave up."""
+    waited = [ending for ending in case.sure.values() if ending.in_vain or ending.sync_ended]
+    return [
+        ending
+        for ending in sure
+        if any(ending.position < other.position and ending.came_to < other.round for other in waited)
+        and not ending.process.waited
+        and not (ending.process.terminated and any(other.sync_ended for other in waited))
+    ]
+
+
+def _gone(case: Case, sure: list[Ending]) -> list[Ending]:
+    """The ranks that have no end, where the length sync of others has ended because a rank had gone."""
+    if not any(ending.sync_ended for ending in case.sure.values()) or len(case.endings) < case.job.world_size:
+        return []
+    rest = [ending for ending in sure if not ending.sync_ended and not ending.raised and not ending.process.waited]
+    return [ending for ending in rest if ending.process.unknown] or [end for end in rest if end.process.ordinary]
+
+
+def _not_told_to_end(case: Case, sure: list[Ending]) -> list[Ending]:
+    """The ranks without an end, where SIGTERM ended all others: so a launcher does when a rank has gone."""
+    unknown = [
+        ending for ending in sure if ending.process.unknown and case.job.traces[ending.rank].header.notes_sigterm
+    ]
+    terminated = [ending for ending in case.endings.values() if ending.process.terminated]
+    all_else = len(unknown) + len(terminated) == case.job.world_size
+    return unknown if all_else and len(unknown) < len(terminated) else []
+
+
+def _grouped(case: Case, suspects: list[Ending], others: list[Ending], reports: StallReports) -> list[Finding]:
     groups: dict[str, list[Ending]] = defaultdict(list)
-    sync_ended = any(other.sync_ended for other in case.endings.values())
-    all_over = all(other.ended for other in at_top)
-    for ending in behind:
-        groups[_why(ending, reports, sync_ended, all_over)].append(ending)
+    for ending in suspects:
+        groups[_why(case, ending, others, reports)].append(ending)
     groups.pop(ids.EXCEPTION, None)  # faults.py reports exceptions
     findings = []
     for kind, endings in groups.items():
-        finding = _finding(case, kind, endings, at_top, reports)
-        not_entered = 0 if endings[0].inside else 1  # the finding is about the call that these ranks have not entered
-        findings.append(replace(finding, call=finding.call + not_entered))
+        finding = _finding(case, kind, endings, others, reports)
+        # The finding is about the call that these ranks have not entered.
+        enters = not endings[0].inside and endings[0].position < others[0].position
+        call = usual_call(others).call if endings[0].unsure else finding.call + enters
+        since = behind_since(case, endings[0].rank)
+        if kind in (ids.ENDED, ids.BEFORE_ENCODER) and 0 < since < call:
+            text = f"{finding.text} It has been behind since call {since}, which it skipped, or came to too late."
+            finding, call = replace(finding, text=text), since
+        findings.append(replace(finding, call=call))
     return findings
 
 
-def _why(ending: Ending, reports: StallReports, sync_ended: bool, all_over: bool) -> str:
-    if ending.raised:
+def _why(case: Case, ending: Ending, others: list[Ending], reports: StallReports) -> str:
+    kind = reports.kinds.get(ending.rank)
+    went_on = any(other.sync_ended for other in others) and not ending.sync_ended
+    if kind is not None and (ending.unsure or (kind == UNANNOUNCED and not ending.call)):
+        return ids.MISSING_RANK  # as the others say; more is not known of it
+    if ending.at_fault:
         return ids.EXCEPTION
-    if ending.ended:
+    if ending.process.ordinary:
         return ids.ENDED
-    if (sync_ended and not ending.sync_ended) or reports.kinds.get(ending.rank) == LEFT or all_over:
-        return ids.KILLED
-    if reports.kinds.get(ending.rank) == SILENT:
+    if kind == SILENT:
         return ids.SILENT
-    return ids.SOME_INSIDE if ending.inside else ids.BEFORE_ENCODER
+    gone = kind == LEFT or (kind is None and (went_on or _closed(case) or _not_told(case, ending)))
+    if gone and ending.rank not in case.job.alive:
+        return ids.KILLED
+    return ids.SOME_INSIDE if ending.inside and not ending.unsure else ids.BEFORE_ENCODER
 
 
-def _text(case: Case, kind: str, endings: list[Ending], at_top: list[Ending], reports: StallReports) -> str:
+def _closed(case: Case) -> bool:
+    """Whether connections were closed, and no time limit had passed."""
+    return any(ending.process.waited for ending in case.endings.values()) and not _timed_out(case)
+
+
+def _not_told(case: Case, ending: Ending) -> bool:
+    return ending.process.unknown and any(other.process.terminated for other in case.endings.values())
+
+
+def _text(case: Case, kind: str, endings: list[Ending], others: list[Ending], reports: StallReports) -> str:
     ranks = [ending.rank for ending in endings]
-    first, usual = endings[0], usual_call(at_top)
-    others = named(sorted(ending.rank for ending in at_top))
-    went = _went(at_top)
+    first, usual = endings[0], usual_call(others)
+    theirs = named(sorted(ending.rank for ending in others))
+    they_went = f"{theirs} {_went(others)} {case.call(usual)}"
+    at_the_end = f"after {case.call(first)}" if first.call else "before its first encoder call"
+    place = _place(case, ranks, reports)
     if kind == ids.KILLED:
-        where = f"{_PHASES[first.phase]} of" if first.inside else "after"
-        last = f"{where} {case.call(first)}" if first.call else "before its first encoder call"
-        return (
-            f"{whom(ranks, 'was', 'were')} killed or crashed {last}: its trace stops there without an end, while "
-            f"{others} {went} {case.call(usual)}."
+        where = f"{_PHASES[first.phase]} of {case.call(first)}" if first.inside else at_the_end
+        how = (
+            "its trace stops there without an end" if not first.unsure else "the others' stall reports say it has left"
         )
-    if kind == ids.ENDED and first.error:
-        last = f"after {case.call(first)}" if first.call else "without an encoder call"
-        return f"{whom(ranks, 'was', 'were')} ended {last} by an exception: {first.error[:300]}."
+        if first.process.unknown and _not_told(case, first):
+            how += f", and without the SIGTERM that ended {theirs}"
+        return f"{whom(ranks, 'was', 'were')} killed or crashed {where}: {how}, while {they_went}."
     if kind == ids.ENDED:
-        last = f"after {case.call(first)}" if first.call else "without an encoder call"
+        end = case.job.traces[first.rank].end
+        with_code = f" with exit code {end.exit_code}" if end is not None and end.exit_code else ""
         return (
-            f"{whom(ranks, 'has', 'have')} ended in good order {last}, while {others} {went} {case.call(usual)}: an "
-            "error outside the encoder, or fewer batches."
+            f"{whom(ranks, 'has', 'have')} ended{with_code} {at_the_end if first.call else 'without an encoder call'}, "
+            f"while {they_went}: fewer batches, or an error that something caught (Hydra does)."
         )
     if kind == ids.SILENT:
-        last = f"after {case.call(first)}" if first.call else "before its first encoder call"
+        killed = "" if first.rank in case.job.alive else " killed, the host unreachable,"
         return (
-            f"{whom(ranks, 'has', 'have')} no heartbeat since {last}: stopped, killed, the host unreachable, or "
-            f"Python's lock held; {others} {went} {case.call(usual)}."
+            f"{whom(ranks, 'has', 'have')} no heartbeat since {at_the_end}: stopped,{killed} or Python's lock held; "
+            f"{they_went}."
         )
+    if kind == ids.MISSING_RANK:
+        said = f"{_MISSING.get(reports.kinds[first.rank], _MISSING[LATE])}{f': {place}' if place else ''}"
+        own = f"; of itself {first.unsure}" if first.unsure else ""
+        return f"{whom(ranks, 'is', 'are')} missing, say the stall reports: {said}; {they_went}{own}."
     if kind == ids.SOME_INSIDE:
-        return (
-            f"{whom(ranks, 'is', 'are')} inside {case.call(first)}, {_PHASES[first.phase]}, and {others} came out of it"
-            ": stuck there, or killed."
-        )
-    dumps = ((rank, case.job.traces[rank].dumped) for rank in ranks)
-    told = [*reports.where.items(), *((rank, safe(dump.where)) for rank, dump in dumps if dump is not None)]
-    place = next((place for rank, place in told if rank in ranks and place), "")
-    doing = f"it is in {place}" if place else "it is stuck before the encoder, in its data or whatever else is there"
+        inside = f"{whom(ranks, 'is', 'are')} inside {case.call(first)}, {_PHASES[first.phase]}"
+        if any(other.inside for other in others):
+            return f"{inside}, and not in the collective that {theirs} wait in" + (f": {place}." if place else ".")
+        return f"{inside}, and {theirs} came out of it: stuck there, or killed" + (f"; {place}." if place else ".")
+    alive_or_not = "" if reports.kinds or case.job.alive else ", or was killed there"
+    doing = f"it is in {place}" if place else f"it is stuck before the encoder, in its data or elsewhere{alive_or_not}"
+    if first.position >= usual.position:
+        return f"{whom(ranks, 'is', 'are')} not in the collective that {theirs} wait in, {at_the_end}: {doing}."
     number = f" (call {usual.call} there, {first.call + 1} here)" if usual.call != first.call + 1 else ""
-    return f"{whom(ranks, 'has', 'have')} not entered {case.call(usual)}, which {others} {went}{number}: {doing}."
+    return (
+        f"{whom(ranks, 'has', 'have')} not entered {case.call(usual)}, which {theirs} {_went(others)}{number}: {doing}."
+    )
+
+
+def _place(case: Case, ranks: list[int], reports: StallReports) -> str:
+    """Where the first of these ranks that anything tells it of is or was."""
+    for rank in ranks:
+        trace = case.job.traces.get(rank)
+        dumped = safe(trace.dumped.where) if trace is not None and trace.dumped is not None else ""
+        ending = case.endings.get(rank)
+        if place := reports.where.get(rank) or dumped or (ending.process.where if ending is not None else ""):
+            return place
+    return ""
 
 
 def _went(at_top: list[Ending]) -> str:
@@ -146,92 +261,85 @@ def _went(at_top: list[Ending]) -> str:
 
 
 def _next_step(kind: str, ranks: tuple[int, ...], case: Case) -> str:
-    header = case.job.traces[ranks[0]].header
-    return _NEXT_STEPS[kind].format(pid=header.pid, host=safe(header.host))
+    trace = case.job.traces.get(ranks[0])
+    pid, host = (trace.header.pid, safe(trace.header.host)) if trace is not None else ("PID", "its host")
+    return _NEXT_STEPS[kind].format(pid=pid, host=host)
 
 
-def _evidence(case: Case, endings: list[Ending], at_top: list[Ending], reports: StallReports) -> Iterable[str]:
+def _evidence(case: Case, endings: list[Ending], others: list[Ending], reports: StallReports) -> Iterable[str]:
     for ending in endings[:4]:
-        yield case.last_record(ending.rank)
-        if ending.rank in reports.kinds:
-            place = reports.where.get(ending.rank, "")
-            yield f"stall report on rank {ending.rank}: {reports.kinds[ending.rank]}" + (f": {place}" if place else "")
-    vain = sorted(ending.rank for ending in at_top if ending.in_vain)
+        rank = ending.rank
+        if rank in case.endings:
+            yield case.last_record(rank)
+        if rank in reports.kinds:
+            place = reports.where.get(rank, "")
+            yield f"stall report on rank {rank}: {reports.kinds[rank]}" + (f": {place}" if place else "")
+        if ending.process.where:
+            yield f"SIGTERM found rank {rank} in {ending.process.where}"
+    vain = sorted(ending.rank for ending in others if ending.in_vain)
     if vain:
         yield f"waited in vain for its round: {named(vain)}"
-    gone = sorted(ending.rank for ending in at_top if ending.sync_ended)
+    gone = sorted(ending.rank for ending in others if ending.sync_ended)
     if gone:
         yield f"the length sync has ended, because a rank has gone, on {named(gone)}"
-    yield case.last_record(usual_call(at_top).rank)
+    for ending in [ending for ending in others if ending.process.waited][:2]:
+        yield f"rank {ending.rank} was ended by {ending.process.error[:200]}"
+    for rank, text in list(reports.texts.items())[:1]:
+        yield f"rank {rank}'s stall report: {text[:600]}"
+    yield case.last_record(usual_call(others).rank)
 
 
-def _level(case: Case, at_top: list[Ending], reports: StallReports) -> list[Finding]:
-    """All ranks of which it is known stand at the same call."""
-    left = [ending for ending in at_top if ending.ended]
-    if erred := [ending for ending in left if ending.error and not ending.error.startswith(_OWN_TIMEOUT)]:
-        others = [ending for ending in at_top if ending not in erred]
-        return [_finding(case, ids.ENDED, erred, others or erred, reports)]
-    stay = [ending for ending in at_top if not ending.ended]
-    if not stay:
-        return []
-    if left:
-        return _some_have_ended(case, left, stay)
-    if any(ending.sync_ended for ending in at_top) and not all(ending.sync_ended for ending in at_top):
-        gone = [ending for ending in at_top if not ending.sync_ended and not ending.raised]
-        if gone:
-            return [_finding(case, ids.KILLED, gone, [ending for ending in at_top if ending.sync_ended], reports)]
-    whole = len(at_top) == case.job.world_size
-    if not whole or any(ending.raised for ending in at_top):
+def _level(case: Case, reports: StallReports) -> list[Finding]:
+    """The job hangs, and no rank stands out by what the records of it say."""
+    if len(case.sure) < case.job.world_size:
         return []  # a rank that is not known may be the reason
+    at_top = _at_top(list(case.sure.values()))
+    behind = [ending for ending in case.sure.values() if ending not in at_top and not ending.process.waited]
+    if behind and not reports.texts:
+        return _grouped(case, behind, at_top, reports)
     inside = [ending for ending in at_top if ending.inside]
     outside = [ending for ending in at_top if not ending.inside]
-    if inside and outside:
+    if inside and outside and not reports.texts:
         return [_finding(case, ids.SOME_INSIDE, inside, outside, reports)]
-    call = case.call(at_top[0])
-    everyone = f"All {len(at_top)} ranks"
+    everyone, call = f"All {len(case.sure)} ranks", case.call(at_top[0])
     if all(ending.in_vain for ending in at_top):
         return []  # the last to come to a round does not wait in vain: some trace is not what its rank wrote
-    if inside:
+    if inside and not outside:
         phase = min((ending.phase for ending in inside), key=_PHASE_ORDER.index)
-        first = [ending for ending in inside if ending.phase == phase]
-        ranks = tuple(ending.rank for ending in first)
-        which = _PHASES[phase] if len(first) == len(inside) else f"{named(ranks)} {_PHASES[phase]}"
-        return [
-            Finding(
-                id=ids.ALL_INSIDE,
-                severity=CRITICAL,
-                ranks=ranks,
-                text=f"{everyone} are inside {call}, {which}, and none has come out.",
-                next_step=_next_step(ids.ALL_INSIDE, ranks, case),
-                encoder=case.name,
-                call=first[0].call,
-                phase=phase,
-                evidence=tuple(case.last_record(rank) for rank in ranks[:4]),
-            )
-        ]
+        ranks = tuple(ending.rank for ending in inside if ending.phase == phase)
+        which = _PHASES[phase] if len(ranks) == len(inside) else f"{named(ranks)} {_PHASES[phase]}"
+        text = f"{everyone} are inside {call}, {which}, and none has come out."
+        return [_of_all(case, ids.ALL_INSIDE, ranks, text, phase, reports)]
+    ranks = tuple(sorted(case.sure))
+    text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
+    if inside or behind:
+        text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
+    return [_of_all(case, ids.OUTSIDE, ranks, text, "", reports)]
+
+
+def _stopped_at_once(case: Case) -> list[Finding]:
+    """Ranks without an end, and no record that anyone waited for anyone in vain: this accuses nobody."""
+    endings = list(case.endings.values())
+    stopped = [ending for ending in endings if ending.process.unknown or ending.process.terminated]
+    if not stopped or any(ending.in_vain or ending.sync_ended for ending in endings):
+        return []
+    by_signal = [ending.rank for ending in stopped if ending.process.terminated]
+    how = f"SIGTERM ended {named(by_signal)}" if by_signal else "no trace says how"
+    which = "All ranks" if len(stopped) == case.job.world_size else whom([end.rank for end in stopped], "has", "have")
+    stop = "stop" if len(stopped) == case.job.world_size else "stopped"
     return [
         Finding(
-            id=ids.OUTSIDE,
-            severity=CRITICAL,
-            ranks=tuple(ending.rank for ending in at_top),
-            text=f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the "
-            "encoder.",
-            next_step=_next_step(ids.OUTSIDE, (at_top[0].rank,), case),
+            id=ids.STOPPED_AT_ONCE,
+            severity=WARNING,
+            ranks=(),
+            text=f"{which} {stop} at or near {case.call(usual_call(_at_top(endings)))}, {how}: the job was ended as a "
+            "whole, or it still runs. No record shows that a rank waited for another one in vain, so none is accused.",
+            next_step="Look for who ended the job: its time limit, `scancel`, the node. If it still runs, diagnose "
+            "again in a minute: by then a rank that is waited for is in the stall reports.",
             encoder=case.name,
-            call=at_top[0].call,
-            evidence=tuple(case.last_record(ending.rank) for ending in at_top[:4]),
+            evidence=tuple(case.last_record(ending.rank) for ending in endings[:4]),
         )
     ]
-
-
-def _some_have_ended(case: Case, left: list[Ending], stay: list[Ending]) -> list[Finding]:
-    """At the same call some ranks have ended in good order, and some have no end: the fewer ones stand out."""
-    reports = StallReports({}, {}, False)
-    if all(ending.raised for ending in left):
-        return []
-    if len(stay) <= len(left) and len(left) + len(stay) == case.job.world_size:
-        return [_finding(case, ids.KILLED, stay, left, reports)]
-    return [_finding(case, ids.ENDED, left, stay, reports)]
 
 
 def _finding(case: Case, kind: str, endings: list[Ending], others: list[Ending], reports: StallReports) -> Finding:
@@ -246,6 +354,23 @@ def _finding(case: Case, kind: str, endings: list[Ending], others: list[Ending],
         call=endings[0].call,
         phase=endings[0].phase,
         evidence=tuple(_evidence(case, endings, others, reports)),
+    )
+
+
+def _of_all(case: Case, kind: str, ranks: tuple[int, ...], text: str, phase: str, reports: StallReports) -> Finding:
+    return Finding(
+        id=kind,
+        severity=CRITICAL,
+        ranks=ranks,
+        text=text,
+        next_step=_next_step(kind, ranks, case),
+        encoder=case.name,
+        call=case.endings[ranks[0]].call,
+        phase=phase,
+        evidence=(
+            *(case.last_record(rank) for rank in ranks[:4]),
+            *(f"rank {rank}'s stall report: {text[:600]}" for rank, text in list(reports.texts.items())[:1]),
+        ),
     )
 
 

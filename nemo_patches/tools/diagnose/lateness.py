@@ -58,13 +58,20 @@ def straggler(case: Case) -> list[Finding]:
     row = int(np.bincount(last, minlength=size).argmax())
     rank = rounds.ranks[row]
     times = waiting(rounds)
-    share, lag = times.caused[rank], times.lag[rank]
-    others = np.delete(rounds.waited, row, axis=0)
+    lag = times.lag[rank]
+    # DDP on Gloo has some ranks wait for a late one before the encoder: they come as late as it does.
+    rows = [at for at, of_rank in enumerate(rounds.ranks) if at == row or times.lag[of_rank] > lag / 2]
+    if len(rows) == size:
+        return []
+    share = sum(times.caused[rounds.ranks[at]] for at in rows)
+    others = np.delete(rounds.waited, rows, axis=0)
     span = float(rounds.at[0][-1] - rounds.at[0][0])
     waits = float(np.median(others.mean(axis=0))) * rounds.number.size / span if span > 0 else 0.0
-    always = all((piece == row).mean() > 0.5 for piece in np.array_split(last, _PIECES))
+    always = all(np.isin(piece, rows).mean() > 0.5 for piece in np.array_split(last, _PIECES))
     if share < _LEAST_SHARE + 0.5 / size or waits < _LEAST_WAITING or lag < _LEAST_LAG_S or not always:
         return []
+    if len(rows) > 1:
+        return [_together(case, [rounds.ranks[at] for at in rows], lag, waits)]
     header = case.job.traces[rank].header
     latest = sorted(times.lag.items(), key=lambda item: -item[1])[:4]
     return [
@@ -83,6 +90,20 @@ def straggler(case: Case) -> list[Finding]:
             ),
         )
     ]
+
+
+def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding:
+    return Finding(
+        id=ids.STRAGGLER,
+        severity=WARNING,
+        ranks=(),
+        text=f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
+        f"others wait {waits:.0%} of the time. One of them may be late, and the others wait for it before the encoder, "
+        "in DDP's broadcast of buffers.",
+        next_step="Run a while with broadcast_buffers=False, if the model allows that: then the rounds tell which one.",
+        encoder=case.name,
+        evidence=tuple(f"rank {rank}: last with the others" for rank in ranks[:4]),
+    )
 
 
 @dataclass(frozen=True)
@@ -112,6 +133,14 @@ def _given_up(case: Case) -> _GivenUp:
         for index in np.flatnonzero((outcome == CAME) & np.isin(rounds, wanted)):
             came[int(rounds[index])][rank] = int(calls[index])
     return _GivenUp(gave_up, came)
+
+
+def behind_since(case: Case, rank: int) -> int:
+    """The call from which on no round came in time on all ranks any more, and others gave up on this one; 0 if none."""
+    came = int(case.rounds.number[-1]) if case.rounds.number.size else 0
+    given_up = {number: ranks for number, ranks in _given_up(case).gave_up.items() if number > came}
+    of_others = [calls for ranks in given_up.values() for other, calls in ranks.items() if other != rank]
+    return min(of_others, default=0)
 
 
 def late_calls(case: Case) -> dict[int, list[int]]:

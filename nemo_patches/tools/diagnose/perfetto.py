@@ -57,8 +57,9 @@ def _events(job: Job, encoders: list[Case], scale: Clocks, origin: float, most: 
         yield _meta("process_name", rank, 0, name=title)
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
 
-        def micro(own: float, rank: int = rank) -> float:
-            return round((_at(scale, rank, own) - origin) * 1e6, 3)
+        # Whole microseconds: the viewer drops slices that overlap by a nanosecond, and fractions do.
+        def micro(own: float, rank: int = rank) -> int:
+            return round((_at(scale, rank, own) - origin) * 1e6)
 
         for thread, case in enumerate(encoders, 1):
             track = case.tracks.get(rank)
@@ -71,7 +72,9 @@ def _events(job: Job, encoders: list[Case], scale: Clocks, origin: float, most: 
 def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: int) -> Iterator[Event]:
     calls = track.calls
     for index in range(max(0, len(calls.n) - most), len(calls.n)):
-        begin, open_ = calls.entered[index], calls.ended[index] == OPEN
+        entered, open_ = calls.entered[index], calls.ended[index] == OPEN
+        begin = micro(entered)
+        latest = max(micro(calls.entered[index + 1]), begin) if index + 1 < len(calls.n) else math.inf
         kind = {1: "training", 0: "evaluation"}.get(calls.training[index], "")
         details = {
             "call": calls.n[index],
@@ -81,23 +84,25 @@ def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: in
         }
         title = f"{name} {kind} call {calls.n[index]}" + (", not finished" if open_ else "")
         ends = [column[index] for column in (calls.synced, calls.pre, calls.layer, calls.left)]
-        length = max((end for end in ends if not math.isnan(end)), default=0.0)
-        common = {"pid": rank, "tid": thread, "ts": micro(begin), "args": details}
+        # The columns are of single precision, so an end may be past the next call's begin.
+        moments = [min(max(micro(entered + end), begin), latest) if not math.isnan(end) else None for end in ends]
+        last = max((moment for moment in moments if moment is not None), default=begin)
+        common = {"pid": rank, "tid": thread, "ts": begin, "args": details}
         if open_:
             yield {"name": title, "cat": "call", "ph": "B", **common}
         else:
-            yield {"name": title, "cat": "call", "ph": "X", "dur": round(length * 1e6, 3), **common}
-        since = 0.0
+            yield {"name": title, "cat": "call", "ph": "X", "dur": last - begin, **common}
+        since = begin
         phases = ("length sync", "pre_encode", "first layer", "layers")
-        for phase, end in zip(phases, ends, strict=True):
-            if not math.isnan(end) and end >= since:
-                yield _slice(phase, rank, thread, micro(begin + since), end - since)
-                since = end
-        if calls.outcome[index] in (TIMEOUT, ENDED):
+        for phase, moment in zip(phases, moments, strict=True):
+            if moment is not None and moment >= since:
+                yield _slice(phase, rank, thread, since, moment - since)
+                since = moment
+        if calls.outcome[index] in (TIMEOUT, ENDED) and moments[0] is not None:
             what = "gave up waiting" if calls.outcome[index] == TIMEOUT else "the length sync has ended"
-            yield _instant(what, rank, thread, micro(begin + ends[0]))
-        if calls.ended[index] == RAISED:
-            yield _instant("exception", rank, thread, micro(begin + ends[3]))
+            yield _instant(what, rank, thread, moments[0])
+        if calls.ended[index] == RAISED and moments[3] is not None:
+            yield _instant("exception", rank, thread, moments[3])
 
 
 def _moments(trace: RankTrace, rank: int, micro: Any) -> Iterable[Event]:
@@ -115,12 +120,11 @@ def _moments(trace: RankTrace, rank: int, micro: Any) -> Iterable[Event]:
         yield _instant("the process ended", rank, 0, micro(trace.ended))
 
 
-def _slice(name: str, rank: int, thread: int, at: float, seconds: float) -> Event:
-    duration = round(seconds * 1e6, 3)
+def _slice(name: str, rank: int, thread: int, at: int, duration: int) -> Event:
     return {"name": name, "cat": "phase", "ph": "X", "pid": rank, "tid": thread, "ts": at, "dur": duration}
 
 
-def _instant(name: str, rank: int, thread: int, at: float, **details: object) -> Event:
+def _instant(name: str, rank: int, thread: int, at: int, **details: object) -> Event:
     return {"name": name, "ph": "i", "s": "t", "pid": rank, "tid": thread, "ts": at, "args": details}
 
 

@@ -22,6 +22,8 @@ UNSYNCED = -1  # no length sync has returned
 UNKNOWN = -1  # whether a call is a training call, if its beginning was not read
 OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare call only the length sync is recorded
 
+CUT = "its last line is not whole"
+
 MOST_CALLS = 1 << 21  # of one encoder; older ones go
 MOST_ENCODERS = 64
 _MOST_KEPT = 256  # exceptions, stall reports and findings each: the first ones and the last
@@ -38,6 +40,7 @@ _FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leav
 _Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory], structs[records.Finding]
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
 _Call, _Dumped = structs[records.Call], structs[records.Dumped]
+_Failed, _Stalled = structs[records.Failed], structs[records.Stalled]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 _Kept = TypeVar("_Kept")
@@ -112,6 +115,8 @@ class RankTrace:
     last: float = 0.0  # when the latest record was made, in seconds since `started`
     last_kind: str = ""
     ended: float | None = None
+    end: records.End | None = None
+    sigterm_stack: list[str] | None = None  # lines that faulthandler wrote on SIGTERM; None if that has not come
     stopped: str = ""  # why the trace was stopped while the process went on; empty if it was not
     dumped: records.Dumped | None = None  # these are the last calls, kept in memory until then
     count: int = 0
@@ -122,7 +127,9 @@ class RankTrace:
     cut: bool = False  # its last line is not whole
     gap: str = ""  # which of its parts is missing
     raised: list[records.Raised] = field(default_factory=list)
+    failed: list[records.Failed] = field(default_factory=list)
     missing: list[records.Missing] = field(default_factory=list)
+    stalled: list[records.Stalled] = field(default_factory=list)
     findings: list[records.Finding] = field(default_factory=list)
     memory: list[tuple[float, int, int, int]] = field(default_factory=list)  # t; bytes: RSS, allocated, reserved
     _skip: int = 0
@@ -144,7 +151,7 @@ class RankTrace:
         damages += [f"{self.odd_records} records do not follow from those before"] if self.odd_records else []
         damages += [f"{self.lost} records were not written, because the disk could not keep up"] if self.lost else []
         damages += ["lines of another process are in it"] if self.mixed else []
-        damages += ["its last line is not whole"] if self.cut else []
+        damages += [CUT] if self.cut else []
         damages += [self.gap] if self.gap else []
         return "; ".join(damages)
 
@@ -332,6 +339,10 @@ class RankTrace:
                     self._stride *= 2
         elif kind is _Missing:
             _keep(self.missing, _kept(record))
+        elif kind is _Stalled:
+            _keep(self.stalled, _kept(record))
+        elif kind is _Failed:
+            _keep(self.failed, _kept(record))
         elif kind is _Finding:
             _keep(self.findings, _kept(record))
         elif kind is _Lost:
@@ -343,7 +354,7 @@ class RankTrace:
             self.dumped = _kept(record)
             self.ended = record.t if record.error else None
         elif kind is _End:
-            self.ended = record.t
+            self.ended, self.end = record.t, _kept(record)
         elif kind is _Stopped:
             self.stopped = safe(record.reason) or "no reason given"
         else:  # a record of an encoder that has no `encoder` record

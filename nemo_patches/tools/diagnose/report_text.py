@@ -32,10 +32,12 @@ def show(report: Report, console: Console) -> None:
             say(f"  {line}")
     say("")
     _show_ranks(report, console)
+    for line in report.summary if report.findings else ():  # else the verdict has it
+        say(line)
     for line in report.problems:
         say(f"not read, or in part: {line}")
     for line in report.earlier:
-        say(f"not diagnosed: {line}")
+        say(f"launches: {line}")
 
 
 def _title(finding: Finding) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,32 +15,37 @@ import numpy as np
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Folder, Job, UnreadableError
+from nemo_patches.tracing.records import Header
 
 REFRESH = timedelta(seconds=2)
 _FRESH = timedelta(minutes=10)  # a file that was written to since may still grow
 _SHORTEST, _LONGEST = timedelta(seconds=1), timedelta(seconds=10)  # between the two looks
+_CLOCK_SLACK_S = 2.0  # the kernel tells of the boot in whole seconds
 _CALLS = 3  # a running job writes within the time of so many calls
 
 
-def once(path: Path, sleep: Callable[[float], None] = time.sleep) -> tuple[Job, Report]:
+def once(path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None) -> tuple[Job, Report]:
     """Read a folder and diagnose it. Where its job may be running, read it again: it has grown, or it has not.
 
     Raises UnreadableError.
     """
-    folder = Folder(path)
+    folder = Folder(path, launch)
     job = folder.read()
     if _may_grow(job):
         sleep(_patience(job).total_seconds())
         job = folder.read()
+        job.alive = {rank for rank, trace in job.traces.items() if _runs(trace.header)}
     return job, diagnose(job)
 
 
-def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[tuple[Job, Report]]:
+def follow(
+    path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None
+) -> Iterator[tuple[Job, Report]]:
     """Yield the job and its report at first and at every change of the verdict, until the caller stops.
 
     Waits for the first trace, if there is none yet. Raises UnreadableError if the folder is none.
     """
-    folder = Folder(path)
+    folder = Folder(path, launch)
     last_verdict = ""
     quiet_looks = 0
     while True:
@@ -51,6 +59,7 @@ def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[
         # A job that steps slowly does not write at every look.
         quiet_looks = 0 if job.moving else quiet_looks + 1
         job.moving = quiet_looks * REFRESH < max(_patience(job), REFRESH * 1.5)
+        job.alive = {rank for rank, trace in job.traces.items() if _runs(trace.header)}
         report = diagnose(job)
         if report.verdict != last_verdict:
             last_verdict = report.verdict
@@ -67,6 +76,19 @@ def _may_grow(job: Job) -> bool:
     except (OSError, ValueError):
         return False
     return abs(now - newest) < _FRESH.total_seconds()
+
+
+def _runs(header: Header) -> bool:
+    """Whether the process that wrote this header runs now, on this host, as far as can be told."""
+    if header.host != socket.gethostname():
+        return False
+    try:
+        state, *fields = Path(f"/proc/{header.pid}/stat").read_text().rpartition(")")[2].split()
+        booted = int(re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    began = booted + int(fields[18]) / os.sysconf("SC_CLK_TCK")  # else it is another one with that number
+    return state not in "ZX" and began < header.started + _CLOCK_SLACK_S
 
 
 def _patience(job: Job) -> timedelta:

@@ -1,20 +1,25 @@
-"""The diagnosis of a plain training log: what its lines of PyTorch's NCCL watchdog mean, and whether this patch helps.
+"""The diagnosis of plain training logs: what the lines of PyTorch and its launcher mean, and whether this patch helps.
 
-It knows the wording of torch 1.13 to 2.9. The log may be of any size, and hold colours, several ranks' lines mixed and
-lines that a terminal has wrapped.
+It knows the wording of torch 1.13 to 2.13. A log may be of any size, compressed, one of many in a folder, and hold
+colours, prefixes, several ranks' lines mixed and lines that a terminal has wrapped.
 """
 
 from __future__ import annotations
 
+import gzip
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import header_in
-from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, NOT_ENOUGH, NOTE, WARNING, Finding, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
 
 LENGTH_SYNC = "log-length-sync"
@@ -25,7 +30,12 @@ SIZES = "log-sizes-differ"
 BUFFERS = "log-buffer-broadcast"
 OTHER = "log-other-collective"
 OURS = "log-stall-report"
+DESYNC = "log-desync-report"
+STUCK = "log-watchdog-stuck"
+GLOO = "log-gloo"
+FAILED = "log-first-failure"
 
+STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _MOST_KEPT = 4096  # ranks, and mismatches
@@ -33,23 +43,55 @@ _MOST_RANKS = 1 << 20
 _MOST_JOINED = 3  # lines that a terminal may have made of one
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
-_NEEDLES = (b"WorkNCCL", b"Watchdog", b"NCCL work", b"last enqueued", b"CollectiveFingerPrint", b"nemo_patches ")
+_MOST_FILES = 10_000
+
+_NEEDLES = (
+    b"WorkNCCL",
+    b"atchdog",
+    b"ProcessGroupNCCL",
+    b"NCCL work",
+    b"last enqueued",
+    b"CollectiveFingerPrint",
+    b"nemo_patches ",
+    b"Starting with ",
+    b"our best knowledge",
+    b"join collective",
+    b"missing ranks: {",
+    b"gloo",
+    b"exitcode",
+    b"first observed failure",
+    b"rank      :",
+)
+LOOKED_FOR = (
+    "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output, Gloo's errors, torchrun's table "
+    "of failures, nemo_patches' own lines"
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
 _NEW_MESSAGE = re.compile(r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )")
 _TIMEOUT = re.compile(
-    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,40})"
-    r"(?:, TensorShape=\[([\d, ]{0,200})\])?(?:, NumelIn=(\d{1,18}))?"
+    r"(?:Watchdog ?caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\(SeqNum=(\d{1,18}), ?OpType=(\w{1,40})"
+    r"(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?"
 )
-_GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40})")
+_GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40})(?: PG GUID (\w{1,40}))?")
 _STATUS = re.compile(
-    r"(?:at work|NCCL work|work sequence id): (\d{1,18}).{0,40}"
-    r"last enqueued (?:NCCL )?work: (-?\d{1,18}), last completed (?:NCCL )?work: (-?\d{1,18})"
+    r"(?:at work|NCCL work|work sequence id): ?(\d{1,18}).{0,40}?"
+    r"last ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?work: ?(-?\d{1,18})"
 )
 _MISMATCH = re.compile(
     r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(\d{1,18}),? ?)?"
-    r"OpType=(\w{1,40})"
+    r"OpType=(\w{1,40})(?:, TensorShape=\[([\d, ]{0,200})\])?"
 )
+_LAGGING = re.compile(r"\[([\d, -]{1,2000})\] finished collective #\d{1,18}, but didn't join collective #(\d{1,18})")
+_NEVER_JOINED = re.compile(r"ranks? \[([\d, -]{1,2000})\] are the lagging ranks")
+_MISSING_RANKS = re.compile(r"missing ranks: \{([\d, ]{1,20000})\}")
+_STUCK = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
+_GLOO = re.compile(
+    r"gloo.{0,300}?(Timed out waiting \d+ ?ms[\w ]{0,60}|Connection closed by peer|Connection reset by peer)"
+)
+_FAILED_RANK = re.compile(r"^\W*rank      : (\d{1,7}) \(local_rank")
+_FAILED_PROCESS = re.compile(r"failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,7}) \(pid: (\d{1,9})\)")
+_EXIT_CODE = re.compile(r"^\W*exitcode  : (-?\d{1,9}) \(pid: (\d{1,9})\)")
 _OURS = re.compile(r" nemo_patches (INFO|WARNING|ERROR) (\[rank \d{1,7}/(\d{1,7}) [^\]]{0,100}\] .*)")
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
 
@@ -60,11 +102,34 @@ class TimedOut:
 
     rank: int
     sequence: int
-    kind: str
+    kind: str  # empty if the log does not say
     numel: int  # elements; -1 if the log does not say
 
     def __str__(self) -> str:
-        return f"{self.kind}" + (f" of {self.numel}" if self.numel >= 0 else "")
+        return (self.kind or "a collective") + (f" of {self.numel}" if self.numel >= 0 else "")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a rank ran, as torch's debug wrapper found it. shape: empty if the log does not say."""
+
+    rank: int
+    sequence: int
+    kind: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A process that torchrun saw fail. rank: -1 if it tells only the rank on its host."""
+
+    rank: int
+    local_rank: int
+    code: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" if self.rank >= 0 else f"a process (local rank {self.local_rank})"
 
 
 @dataclass
@@ -72,54 +137,78 @@ class Log:
     """What a log says."""
 
     lines: int = 0
-    timeouts: dict[int, TimedOut] = field(default_factory=dict)  # the first of timeout rank
+    timeouts: dict[int, TimedOut] = field(default_factory=dict)  # the first of each rank
+    unnamed: dict[int, TimedOut] = field(default_factory=dict)  # by rank, where another line alone tells of a timeout
+    ambiguous: bool = False  # a rank has timeouts with several sequence numbers, of several groups
     groups: dict[tuple[int, int], str] = field(default_factory=dict)  # of (rank, sequence number)
-    enqueued: dict[int, int] = field(default_factory=dict)  # by rank, the last one's sequence number
-    mismatches: list[tuple[tuple[int, int, str], ...]] = field(default_factory=list)  # rank, sequence number, kind
+    enqueued: dict[tuple[str, int], int] = field(default_factory=dict)  # by group and rank, the last sequence number
+    mismatches: list[tuple[Fingerprint, ...]] = field(default_factory=list)
+    lagging: dict[int, str] = field(default_factory=dict)  # ranks that a desync report, or fr_trace, names; the line
+    stuck: dict[int, int] = field(default_factory=dict)  # by rank the seconds, 0 if not told
+    gloo: dict[int, str] = field(default_factory=dict)  # by rank, -1 if the line does not tell it: the error
+    failure: Failure | None = None  # the first that torchrun saw
     patched: bool = False  # nemo_patches is in it
     stalls: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
     size: int = 0  # the world size; 0 if the log does not say
     in_length_sync: bool = False  # a stack in it shows the encoder's method
-
-    @property
-    def world_size(self) -> int:
-        return max([self.size, *(rank + 1 for rank in self.ranks)])
+    problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
+    _failed_rank: int = -1
 
 
-def diagnose_log(path: Path) -> Report:
-    """The report on a log. Raises UnreadableError."""
-    log = read_log(path)
-    findings = tuple(_findings(log))
-    verdict = findings[0].text if findings else f"Nothing found: no line of the NCCL watchdog in {log.lines} lines."
+def diagnose_logs(paths: list[Path]) -> Report:
+    """The report on logs: files, also compressed ones, folders, or "-", standard input. Raises UnreadableError."""
+    log = Log()
+    for path in paths:
+        for file in _files(path):
+            _read_file(file, log)
+    findings = tuple(_findings(log)) or (_not_recognised(log),)
     return Report(
-        folder=safe(str(path)),
-        world_size=log.world_size,
+        folder=", ".join(safe(str(path)) for path in paths[:4]),
+        world_size=log.size,
         moving=False,
-        verdict=verdict,
-        next_step=findings[0].next_step if findings else "",
+        verdict=findings[0].text,
+        next_step=findings[0].next_step,
         findings=findings,
         ranks=(),
-        problems=(),
+        problems=tuple(log.problems[:20]),
         earlier=(),
     )
 
 
-def read_log(path: Path) -> Log:
-    """Read a log, in blocks. Raises UnreadableError."""
-    log = Log()
+def _not_recognised(log: Log) -> Finding:
+    return Finding(
+        id=NOT_ENOUGH,
+        severity=NOTE,
+        ranks=(),
+        text=f"Nothing is recognised in {log.lines} lines. Looked for: {LOOKED_FOR}.",
+        next_step="Give the stderr of every rank (torchrun's --log-dir, several files, a folder); or run with "
+        "NEMO_PATCHES_TRACE, and diagnose that folder.",
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    if not files:
+        raise UnreadableError(f"{path}: it is empty")
+    return [file for file in files[:_MOST_FILES] if file.is_file()]  # no pipe, which would never end
+
+
+def _read_file(path: Path, log: Log) -> None:
     try:
-        with path.open("rb") as file:
-            start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]
-            if start[:2] == b"\x1f\x8b":
-                raise UnreadableError(f"{path}: it is compressed; unpack it first")
+        with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
+            start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
             if header_in(start.partition(b"\n")[0]) is not None:
                 raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
-            for message in _messages(_lines(iter(lambda: file.read(_BLOCK_BYTES), b""), log)):
+            packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
+            for message in _messages(_lines(iter(lambda: packed.read(_BLOCK_BYTES), b""), log)):
                 _take(log, message)
+    except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
+        log.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
-    return log
 
 
 def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
@@ -131,8 +220,8 @@ def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
         end = whole.rfind(b"\n") + 1
         rest = whole[end:][-_BLOCK_BYTES:]
         log.in_length_sync = log.in_length_sync or b"update_max_seq" in whole
-        if any(needle in whole for needle in _NEEDLES) or b"Starting with " in whole:
-            yield from map(_clean, whole[:end].replace(b"\r", b"\n").split(b"\n"))
+        if any(needle in whole for needle in _NEEDLES):
+            yield from map(_clean, whole[:end].replace(b"\r", b"\n").split(b"\n")[:-1])
         else:
             yield ""  # ends a message that was begun before
     yield _clean(rest)
@@ -142,26 +231,37 @@ def _clean(line: bytes) -> str:
     return _COLOURS.sub("", line[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[:_LONGEST_LINE].rstrip()
 
 
+_BEGINNINGS = ("ProcessGroupNCCL", "Watchdog caught", "last enqueued", "gloo/", "failed (exitcode")
+_ENDS = ("before timing out", "timing out", "ng out.")
+_WHOLE = re.compile("before timing out|timed out in blocking wait")
+_COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
+
+
 def _messages(lines: Iterable[str]) -> Iterator[str]:
     """The lines, with those that a terminal has wrapped put together again."""
     begun: list[str] = []
     for line in lines:
         if begun and len(begun) < _MOST_JOINED and line and not _NEW_MESSAGE.search(line):
             begun.append(line)
-            if "timing out" in line or "ng out." in line:
+            if _is_whole("".join(begun)):
                 yield "".join(begun)
                 begun = []
             continue
         if begun:
             yield "".join(begun)
             begun = []
-        cut = ("Watchdog caught" in line or line.endswith("[Rank")) and "before timing out" not in line
-        if cut:
-            begun = [line + " " if line.endswith("[Rank") else line]
+        if line.endswith("[Rank") or (any(text in line for text in _BEGINNINGS) and not _is_whole(line)):
+            begun = [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line]
         else:
             yield line
     if begun:
         yield "".join(begun)
+
+
+def _is_whole(line: str) -> bool:
+    return line.endswith(_ENDS) or any(
+        pattern.search(line) for pattern in (_COMPLETED, _WHOLE, _STUCK, _GLOO, _FAILED_PROCESS)
+    )
 
 
 def _take(log: Log, line: str) -> None:
@@ -172,23 +272,55 @@ def _take(log: Log, line: str) -> None:
             log.stalls.append(safe(ours[2]))
     if processes := _PROCESSES.search(line):
         log.size = max(log.size, min(int(processes[1]), _MOST_RANKS))
-    mismatch = tuple((int(match[1]), int(match[2] or -1), match[3]) for match in _MISMATCH.finditer(line))
+    mismatch = tuple(Fingerprint(int(m[1]), int(m[2] or -1), m[3], m[4] or "") for m in _MISMATCH.finditer(line))
     if len(mismatch) > 1 and len(log.mismatches) < _MOST_KEPT:
         log.mismatches.append(mismatch[:8])
+    for pattern in (_LAGGING, _NEVER_JOINED, _MISSING_RANKS):
+        if lagging := pattern.search(line):
+            for rank in _ranks(lagging[1]):
+                log.lagging.setdefault(rank, safe(line.strip())[:300])
+    _take_failure(log, line)
     prefix = _RANK.search(line)
-    if prefix is None:
-        return
-    rank = int(prefix[1] or prefix[2])
-    if rank >= _MOST_RANKS or (len(log.ranks) >= _MOST_KEPT and rank not in log.ranks):
+    rank = int(prefix[1] or prefix[2]) if prefix is not None else -1
+    if (gloo := _GLOO.search(line)) and len(log.gloo) < _MOST_KEPT:
+        log.gloo.setdefault(rank, safe(gloo[1]))
+    if prefix is None or rank >= _MOST_RANKS or (len(log.ranks) >= _MOST_KEPT and rank not in log.ranks):
         return
     log.ranks.add(rank)
-    timeout = _TIMEOUT.search(line)
-    if timeout and rank not in log.timeouts:
-        log.timeouts[rank] = TimedOut(rank, int(timeout[1]), safe(timeout[2]), _numel(timeout[3], timeout[4]))
+    if stuck := _STUCK.search(line):
+        log.stuck[rank] = int(stuck[1] or log.stuck.get(rank, 0))
+    if timeout := _TIMEOUT.search(line):
+        found = TimedOut(rank, int(timeout[1]), safe(timeout[2]), _numel(timeout[3], timeout[4]))
+        log.ambiguous = log.ambiguous or log.timeouts.setdefault(rank, found).sequence != found.sequence
     if (status := _STATUS.search(line)) and len(log.groups) < 4 * _MOST_KEPT:
         group = _GROUP.search(line)
-        log.groups.setdefault((rank, int(status[1])), group[1] if group else "")
-        log.enqueued.setdefault(rank, int(status[2]))
+        name = (group[2] or group[1]) if group else ""
+        log.groups.setdefault((rank, int(status[1])), name)
+        log.unnamed.setdefault(rank, TimedOut(rank, int(status[1]), "", -1))
+        log.enqueued[name, rank] = max(int(status[2]), log.enqueued.get((name, rank), -1))
+
+
+def _take_failure(log: Log, line: str) -> None:
+    """torchrun's table: the failure that it saw first comes last, after its own title."""
+    if "first observed failure" in line:
+        log.failure = None
+        log._failed_rank = -1
+    elif failed := _FAILED_RANK.search(line):
+        log._failed_rank = int(failed[1])
+    elif (code := _EXIT_CODE.search(line)) and log._failed_rank >= 0 and log.failure is None:
+        log.failure = Failure(log._failed_rank, -1, int(code[1]), int(code[2]))
+    elif (failed := _FAILED_PROCESS.search(line)) and log.failure is None:
+        log.failure = Failure(-1, int(failed[2]), int(failed[1]), int(failed[3]))
+
+
+def _ranks(text: str) -> list[int]:
+    """ "0, 2-4": [0, 2, 3, 4]; at most so many as are kept."""
+    ranks: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit() and int(first[:8]) <= int((last or first)[:8]):
+            ranks += range(int(first[:8]), min(int((last or first)[:8]) + 1, int(first[:8]) + _MOST_KEPT))
+    return ranks[:_MOST_KEPT]
 
 
 def _numel(shape: str | None, numel: str | None) -> int:
@@ -203,11 +335,20 @@ def _numel(shape: str | None, numel: str | None) -> int:
 
 
 def _findings(log: Log) -> Iterator[Finding]:
-    timeouts = sorted(log.timeouts.values(), key=lambda timeout: timeout.rank)
+    timeouts = sorted((log.timeouts or log.unnamed).values(), key=lambda timeout: timeout.rank)
     if log.mismatches:
         yield _mismatch(log)
-    elif timeouts:
+    if log.lagging:
+        yield _lagging(log)
+    if timeouts and not log.mismatches:
         yield _timed_out(log, timeouts)
+    waited = bool(timeouts or log.mismatches or log.lagging)
+    if log.stuck and not waited:
+        yield _stuck(log)
+    if log.failure is not None:
+        yield _failure(log, waited or bool(log.gloo))
+    if log.gloo and not waited:
+        yield _gloo(log)
     if log.stalls:
         yield Finding(
             id=OURS,
@@ -221,14 +362,84 @@ def _findings(log: Log) -> Iterator[Finding]:
 
 def _mismatch(log: Log) -> Finding:
     first = log.mismatches[0]
-    collectives = ", ".join(f"rank {rank} {safe(kind)}" for rank, _, kind in first)
+    evidence = tuple(
+        f"rank {one.rank}: {safe(one.kind)}, shape [{one.shape}], sequence number {one.sequence}" for one in first
+    )
+    ranks = tuple(one.rank for one in first)
+    if len({one.kind for one in first}) == 1 and len({one.shape for one in first}) > 1:
+        shapes = ", ".join(f"rank {one.rank} [{one.shape}]" for one in first)
+        text = f"The ranks gave the same {safe(first[0].kind)} different shapes ({shapes})."
+        return Finding(SIZES, CRITICAL, ranks, text, _SIZES, evidence=evidence)
+    collectives = ", ".join(f"rank {one.rank} {safe(one.kind)}" for one in first)
+    text = f"The ranks ran different collectives at the same time ({collectives}): they are out of step."
+    return Finding(OUT_OF_STEP, CRITICAL, ranks, text, _OUT_OF_STEP, evidence=evidence)
+
+
+def _lagging(log: Log) -> Finding:
+    ranks = tuple(sorted(log.lagging))[:64]
     return Finding(
-        id=OUT_OF_STEP,
+        id=DESYNC,
         severity=CRITICAL,
-        ranks=tuple(rank for rank, _, _ in first),
-        text=f"The ranks ran different collectives at the same time ({collectives}): they are out of step.",
-        next_step=_OUT_OF_STEP,
-        evidence=tuple(f"rank {rank}: {safe(kind)}, sequence number {number}" for rank, number, kind in first),
+        ranks=ranks,
+        text=f"{_capital(named(ranks))} did not come to the collective that the others waited in, as torch's own "
+        "report of the desync says.",
+        next_step="Look at what that rank did then: its data loader, its stack (`py-spy dump`), its stderr.",
+        evidence=tuple(dict.fromkeys(log.lagging.values()))[:4],
+    )
+
+
+def _stuck(log: Log) -> Finding:
+    ranks = tuple(sorted(log.stuck))
+    seconds = max(log.stuck.values())
+    lasted = f" for {seconds} s" if seconds else ""
+    return Finding(
+        id=STUCK,
+        severity=CRITICAL,
+        ranks=ranks[:64],
+        text=f"The NCCL watchdog of {named(ranks)} got stuck{lasted}, and the log has no collective that timed out: a "
+        "call of CUDA or NCCL does not return, or something holds Python's lock. Perhaps it waits for another rank.",
+        next_step="Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next run "
+        "tells whether all ranks came out of the encoder.",
+        evidence=tuple(f"rank {rank}: stuck" for rank in ranks[:8]),
+    )
+
+
+def _gloo(log: Log) -> Finding:
+    timed_out = sorted(rank for rank, error in log.gloo.items() if error.startswith("Timed out"))
+    closed = sorted(log.gloo.keys() - set(timed_out))
+    known = [rank for rank in timed_out if rank >= 0]
+    who = _capital(named(known)) if known else "A rank" if timed_out else ""
+    others = [rank for rank in closed if rank >= 0]
+    text = (
+        f"{who} waited in a collective of Gloo until its time limit" if timed_out else "Connections of Gloo were closed"
+    )
+    then = f"; then connections were closed on {named(others)}" if timed_out and others else ""
+    return Finding(
+        id=GLOO,
+        severity=CRITICAL,
+        ranks=(),
+        text=f"{text}{then}. The log does not tell which rank did not come, or left first.",
+        next_step="Look for the rank without such an error, and for the first error of any rank; a trace "
+        "(NEMO_PATCHES_TRACE) and its stall reports name the rank.",
+        evidence=tuple(f"rank {rank}: {error}" if rank >= 0 else error for rank, error in list(log.gloo.items())[:8]),
+    )
+
+
+def _failure(log: Log, waited: bool) -> Finding:
+    """waited: the log tells of ranks that waited: the launcher's table may name one of those."""
+    assert log.failure is not None
+    rank, code = log.failure.rank, log.failure.code
+    how = {-9: "by SIGKILL", -6: "by SIGABRT", -11: "by SIGSEGV", -15: "by SIGTERM", 83: "by stall_exit (83)"}
+    text = f"torchrun saw {log.failure} fail first, {how.get(code, f'with exit code {code}')} (pid {log.failure.pid})."
+    if waited and code in (-6, 83, 1):
+        text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
+    return Finding(
+        id=FAILED,
+        severity=WARNING if waited else CRITICAL,
+        ranks=(rank,) if rank >= 0 and not (waited and code in (-6, 83, 1)) else (),
+        text=text,
+        next_step="SIGKILL: look for an out-of-memory kill on its host (`dmesg`, the scheduler's log). Else look at "
+        "the end of that rank's stderr.",
     )
 
 
@@ -239,21 +450,37 @@ _OUT_OF_STEP = (
 )
 
 
+_SIZES = (
+    "With sync_max_audio_length=false, DDP's buffer broadcast meets positional encodings of different sizes: "
+    "nemo_patches keeps their shapes equal. Otherwise look for parameters that only some ranks use."
+)
+
+
 def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
     evidence = [f"rank {timeout.rank}: {timeout}, SeqNum {timeout.sequence}" for timeout in timeouts[:8]]
-    evidence += [f"rank {rank}: last enqueued {number}" for rank, number in sorted(log.enqueued.items())[:8]]
+    evidence += [f"rank {rank}: last enqueued {number}" for (_, rank), number in sorted(log.enqueued.items())[:8]]
     if log.in_length_sync:
         evidence.append("a stack in the log shows update_max_seq_length")
     ranks = tuple(timeout.rank for timeout in timeouts)
     kinds = {timeout.kind for timeout in timeouts}
+    most_told = max(timeouts, key=lambda timeout: timeout.numel)
     groups = {log.groups.get((timeout.rank, timeout.sequence), "") for timeout in timeouts} - {""}
-    comparable = len(groups) < 2
-    behind = _not_there(log, timeouts) if comparable else ()
+    comparable = len(groups) < 2 and not (log.ambiguous and not groups)
+    behind = _not_there(log, timeouts, next(iter(groups), "")) if comparable else ()
 
     def finding(kind: str, text: str, next_step: str, concerned: tuple[int, ...] = ()) -> Finding:
-        return Finding(kind, CRITICAL, concerned or behind or ranks, text, next_step, evidence=tuple(evidence))
+        return Finding(kind, CRITICAL, concerned, text, next_step, evidence=tuple(evidence))
 
-    if comparable and len(kinds) > 1:
+    if not comparable:
+        shown = ", ".join(sorted({str(timeout) for timeout in timeouts})[:4])
+        return finding(
+            OTHER,
+            f"{_capital(named(ranks))} waited in collectives of several process groups ({shown}); which rank did not "
+            "come cannot be told from this log.",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 have torch record the collectives of "
+            "every rank; a trace (NEMO_PATCHES_TRACE) tells whether all ranks came out of the encoder.",
+        )
+    if len(kinds) > 1:
         return finding(
             OUT_OF_STEP,
             f"The ranks waited in different collectives ({_by_kind(timeouts)}): they are out of step.",
@@ -261,7 +488,7 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             ranks,
         )
     sequences = {timeout.sequence for timeout in timeouts}
-    if comparable and len(sequences) > 1:
+    if len(sequences) > 1:
         low, high = min(sequences), max(sequences)
         late = tuple(timeout.rank for timeout in timeouts if timeout.sequence == low)
         return finding(
@@ -270,16 +497,15 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             _OUT_OF_STEP,
             late,
         )
-    sizes = {timeout.numel for timeout in timeouts}
-    if comparable and len(sizes) > 1:
+    sizes = {timeout.numel for timeout in timeouts} - {-1}
+    if len(sizes) > 1:
         return finding(
             SIZES,
-            f"The ranks gave the same {timeouts[0].kind} different sizes ({', '.join(map(str, sorted(sizes)))}).",
-            "With sync_max_audio_length=false, DDP's buffer broadcast meets positional encodings of different sizes: "
-            "nemo_patches keeps their shapes equal. Otherwise look for parameters that only some ranks use.",
+            f"The ranks gave the same {most_told.kind} different sizes ({', '.join(map(str, sorted(sizes)))}).",
+            _SIZES,
             ranks,
         )
-    return finding(*_one_collective(log, timeouts[0], ranks, behind))
+    return finding(*_one_collective(log, most_told, ranks, behind), behind)
 
 
 def _one_collective(
@@ -306,25 +532,43 @@ def _one_collective(
     if timeout.kind == "BROADCAST" and (timeout.numel < 0 or timeout.numel >= _LARGE_BROADCAST):
         return (
             BUFFERS,
-            f"{_capital(named(ranks))} waited in a broadcast of {timeout.numel} elements, as DDP makes of a model's "
+            f"{_capital(named(ranks))} waited in a broadcast of {_elements(timeout.numel)}, as DDP makes of a model's "
             f"buffers before each training step{who}.",
             "A rank has not come to that step: its data, or an evaluation that is longer on it. nemo_patches does not "
             "bound DDP's broadcast; a trace (NEMO_PATCHES_TRACE) and its stall reports name the rank.",
         )
+    if timeout.kind == "ALLREDUCE" and timeout.numel < 0:
+        return (
+            OTHER,
+            f"{_capital(named(ranks))} waited in an all-reduce of a size that the log does not tell{who}: the "
+            "encoder's length sync is one, and so are DDP's gradients.",
+            "A trace (NEMO_PATCHES_TRACE) and its stall reports name the rank that does not come; nemo_patches bounds "
+            "the wait if it is the length sync.",
+        )
+    is_not = ": this is not the encoder's length sync" if timeout.kind else ", of which the log does not tell more"
     return (
         OTHER,
-        f"{_capital(named(ranks))} waited in {timeout}{who}: this is not the encoder's length sync.",
+        f"{_capital(named(ranks))} waited in {timeout}{who}{is_not}.",
         "nemo_patches cannot bound it; a trace (NEMO_PATCHES_TRACE) tells whether all ranks came out of the encoder, "
         "and which one did not.",
     )
 
 
-def _not_there(log: Log, timeouts: list[TimedOut]) -> tuple[int, ...]:
-    """Ranks that had not enqueued the collective, or of which the log has other lines but not this one."""
+def _elements(numel: int) -> str:
+    return f"{numel} elements" if numel >= 0 else "a size that the log does not tell"
+
+
+def _not_there(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
+    """The ranks that had not enqueued the collective; else, where the log tells of all, those without a time-out.
+
+    A rank that has enqueued it, or what comes after, has come.
+    """
     number = max(timeout.sequence for timeout in timeouts)
-    behind = {rank for rank, last in log.enqueued.items() if last < number}
-    silent = set(range(log.world_size)) - set(log.timeouts) if log.size else log.ranks - set(log.timeouts)
-    missing = behind or (silent if len(silent) < log.world_size else set())
+    enqueued = {rank: last for (name, rank), last in log.enqueued.items() if name == group}
+    behind = {rank for rank, last in enqueued.items() if last < number} - {timeout.rank for timeout in timeouts}
+    came = {timeout.rank for timeout in timeouts} | {rank for rank, last in enqueued.items() if last >= number}
+    silent = set(range(log.size)) - came
+    missing = behind or (silent if 2 * len(silent) < log.size else set())
     return tuple(sorted(missing))[:64]
 
 

@@ -1,0 +1,231 @@
+"""Flight Recorder dumps, real ones of torch's and made ones: who has not entered a collective; and hostile pickles."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import pickletools
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreters import python
+
+from nemo_patches.tools.diagnose import flight_recorder as fr
+from nemo_patches.tools.diagnose import plain_pickle
+from nemo_patches.tools.diagnose.findings import NOT_ENOUGH
+from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps
+from nemo_patches.tools.diagnose.folder import UnreadableError
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+RANKS = 4
+FRAMES = [
+    {"name": "all_reduce", "filename": "/env/lib/python3.11/site-packages/torch/distributed/x.py", "line": 7},
+    {"name": "training_step", "filename": "/home/u/asr/train.py", "line": 41},
+]
+
+
+def entry(number: int, name: str = "nccl:all_reduce", size: int = 1, state: str = "completed") -> dict[str, Any]:
+    return {
+        "frames": FRAMES,
+        "record_id": number,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "profiling_name": name,
+        "input_sizes": [[size]],
+        "state": state,
+        "time_discovered_completed_ns": 5 if state == "completed" else None,
+        "retired": state == "completed",
+        "is_p2p": False,
+    }
+
+
+def write(folder: Path, entries: dict[int, list[dict[str, Any]]], as_json: bool = False) -> Path:
+    folder.mkdir(exist_ok=True)
+    for rank, of_rank in entries.items():
+        content = {"version": "2.10", "pg_config": {"": {"ranks": str(list(range(RANKS)))}}, "entries": of_rank}
+        file = folder / f"nccl_trace_rank_{rank}"
+        file.write_bytes(json.dumps(content).encode() if as_json else pickle.dumps(content, protocol=2))
+    return folder
+
+
+def steps(last: int, **changes: Any) -> list[dict[str, Any]]:
+    """Collectives 1 to `last`, all but the last completed."""
+    return [*(entry(number) for number in range(1, last)), entry(last, **{"state": "started", **changes})]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_rank_that_has_not_entered_is_named_with_what_it_did_last(as_json: bool, tmp_path: Path) -> None:
+    done = [entry(number) for number in range(1, 7)]
+    folder = write(tmp_path / "dumps", {0: steps(7), 1: steps(7), 2: done, 3: steps(7)}, as_json)
+    report = diagnose_dumps(folder)
+    first = report.findings[0]
+    assert (first.id, first.ranks, report.exit_code, report.world_size) == (fr.MISSING, (2,), 1, RANKS)
+    assert "nccl:all_reduce [1], number 7 of group 0, from training_step (asr/train.py:41)" in report.verdict
+    assert "rank 2: its last collective: nccl:all_reduce [1], number 6" in first.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("odd", "finding"),
+    [
+        ({"name": "nccl:broadcast", "size": 1}, fr.OUT_OF_STEP),
+        ({"size": 9}, fr.SIZES),
+    ],
+)
+def test_collectives_that_are_not_alike_accuse_nobody(odd: dict[str, Any], finding: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "dumps", {rank: steps(7, **(odd if rank == 2 else {})) for rank in range(RANKS)})
+    first = diagnose_dumps(folder).findings[0]
+    assert (first.id, first.ranks) == (finding, ())
+    assert "rank 2" in first.text
+
+
+def test_where_all_have_entered_none_is_missing(tmp_path: Path) -> None:
+    first = diagnose_dumps(write(tmp_path / "dumps", {rank: steps(7) for rank in range(RANKS)})).findings[0]
+    assert (first.id, first.ranks) == (fr.UNFINISHED, ())
+
+
+def test_dumps_of_different_moments_and_dumps_that_are_not_there_accuse_nobody(tmp_path: Path) -> None:
+    """A collective that is complete had every rank in it: that rank's dump is older. A healthy job's dumps are such."""
+    later = [entry(number) for number in range(1, 9)]
+    report = diagnose_dumps(write(tmp_path / "older", {0: later, 1: later[:5], 2: later, 3: later}))
+    assert ([one.id for one in report.findings], report.exit_code) == ([NOT_ENOUGH], 2)
+    report = diagnose_dumps(write(tmp_path / "gone", {rank: steps(7) for rank in (0, 1, 3)}))
+    assert [(one.id, one.ranks) for one in report.findings] == [(fr.UNFINISHED, ()), (fr.NO_DUMP, (2,))]
+
+
+def test_rings_that_have_lost_their_beginning_are_compared_from_where_all_have_begun(tmp_path: Path) -> None:
+    entries = {rank: steps(90)[20 * rank :] for rank in range(RANKS)}
+    entries[2] = entries[2][:-1]
+    first = diagnose_dumps(write(tmp_path / "dumps", entries)).findings[0]
+    assert (first.id, first.ranks) == (fr.MISSING, (2,))
+
+
+HOSTILE = {
+    "calls a function": b"cos\nsystem\n(S'touch {mark}'\ntR.",
+    "calls one, protocol 4": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x0ctouch {mark}\x85R.",
+    "an instance": b"(ios\nsystem\n.",
+    "an object": b"(cos\nsystem\nS'touch {mark}'\no.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a persistent id": b"\x80\x02K\x01Q.",
+    "builds": b"\x80\x02}}b.",
+    "no end": b"\x80\x02]",
+    "an empty stack": b"\x80\x02a.",
+    "a key that cannot be one": b"\x80\x02}]K\x01s.",
+    "not a list": b"\x80\x02}K\x01a.",
+    "a mark too few": b"\x80\x02]e.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused_and_nothing_runs(name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    data = HOSTILE[name].replace(b"{mark}", str(mark).encode())
+    with pytest.raises(plain_pickle.NotPlainError):
+        plain_pickle.load(data)
+    (tmp_path / "trace_0").write_bytes(data)
+    with pytest.raises(UnreadableError, match="no Flight Recorder dump in it"):
+        diagnose_dumps(tmp_path)
+    assert not mark.exists()
+
+
+def test_shared_and_endless_structures_are_read_in_bounded_steps(tmp_path: Path) -> None:
+    laughs: list[Any] = ["ha"]
+    for _ in range(60):  # 2 ** 60 of them, if somebody goes through all
+        laughs = [laughs, laughs]
+    endless: list[Any] = []
+    endless.append(endless)
+    for odd in (laughs, endless):
+        entries = {0: [*steps(3), odd, {"process_group": odd, "collective_seq_id": 3, "frames": odd}], 1: steps(3)}
+        entries[0].append({**entry(3), "input_sizes": odd, "frames": [{"name": odd}]})
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        assert diagnose_dumps(write(folder, entries)).findings
+    deep = b"[" * 200_000
+    (tmp_path / "0" / "trace_5").write_bytes(deep)
+    assert any("trace_5" in problem for problem in diagnose_dumps(tmp_path / "0").problems)
+
+
+plain: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=plain, protocol=st.integers(0, 5))
+def test_plain_data_come_out_as_they_went_in(value: Any, protocol: int) -> None:
+    assert plain_pickle.load(pickle.dumps(value, protocol)) == value
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_the_bytes_are_it_is_refused_or_plain(data: st.DataObject) -> None:
+    content = bytearray(
+        pickle.dumps({"entries": [entry(1)], "x": [1.5, (2, 3)]}, protocol=data.draw(st.integers(0, 5)))
+    )
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        plain_pickle.load(bytes(content))
+    except plain_pickle.NotPlainError as error:
+        assert str(error)
+
+
+REAL = """
+import datetime, os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import torch._C._distributed_c10d as c10d
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+if not hasattr(c10d, "_dump_fr_trace"):
+    sys.exit(77)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=2))
+def training_step():
+    dist.all_reduce(torch.ones(3))
+for _ in range(3):
+    training_step()
+dist.broadcast(torch.ones(5), 0)
+if rank == 0:
+    try:
+        training_step()
+    except RuntimeError:
+        pass
+else:
+    while not (folder / "gloo_trace_0").exists():
+        time.sleep(0.05)
+(folder / f"part{rank}").write_bytes(c10d._dump_fr_trace())
+(folder / f"part{rank}").rename(folder / f"gloo_trace_{rank}")
+os._exit(0)
+"""
+
+
+def test_real_dumps_of_gloo(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import sys
+
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "200"}
+    command = [sys.executable, "-c", REAL]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(2)]
+    codes = [rank.wait(200) for rank in ranks]
+    if 77 in codes or not fr.is_dump(tmp_path / "gloo_trace_0"):
+        pytest.skip("this torch records no collectives of Gloo")
+    assert {name for name, *_ in _opcodes(tmp_path / "gloo_trace_0")} >= {"PROTO", "SETITEMS", "STOP"}
+    (tmp_path / "store").unlink(missing_ok=True)
+    done = python("-m", "nemo_patches", "diagnose", str(tmp_path), "--json")
+    report = json.loads(done.stdout)
+    if report["findings"][0]["id"] == NOT_ENOUGH:
+        pytest.skip("this torch records no collectives of Gloo")
+    assert (report["findings"][0]["id"], report["findings"][0]["ranks"]) == (fr.MISSING, [1])
+    assert "gloo:all_reduce [3], number 5" in report["verdict"]
+    assert "rank 1: its last collective: gloo:broadcast [5], number 4" in report["findings"][0]["evidence"][0]
+
+
+def _opcodes(file: Path) -> list[tuple[str]]:
+    return [(opcode.name,) for opcode, _, _ in pickletools.genops(file.read_bytes())]
