@@ -76,6 +76,17 @@ def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
     assert f"{path}: 1 warning, 1 note\n" in done.stdout
 
 
+def test_an_override_may_be_longer_than_the_name_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, CLEAN)
+    for text in (f"+model.prompt={'x' * 5000}", f"+model.prompt={'a/' * 3000}"):
+        code, out, err = doctor(capfd, path, text)
+        assert (code, err) == (0, ""), err
+        assert out.startswith(f"{path}: judged")
+    code, _, err = doctor(capfd, "x" * 5000)
+    assert code == 2
+    assert err.count("\n") == 1
+
+
 def test_overrides_and_several_configs(tmp_path: Path) -> None:
     stock, clean = write(tmp_path, STOCK), write(tmp_path, CLEAN, "clean.yaml")
     done = python("-m", "nemo_patches", "doctor", str(clean), str(stock), "trainer.devices=1", path=(CHECKOUT,))
@@ -291,9 +302,10 @@ def test_folders_patterns_and_the_standard_input(
     for pattern, count in ((tmp_path / "conf" / "*.y*ml", 3), (tmp_path / "**" / "a.yaml", 1)):
         _, out, _ = doctor(capfd, pattern, quiet=True, select=("NP102",))
         assert len(out.splitlines()) == count - (count == 3)
-    code, _, err = doctor(capfd, tmp_path / "*.json")
-    assert code == 2
-    assert "no file matches this pattern" in err
+    for nothing, said in ((tmp_path / "*.json", "no file matches this pattern"), ("", "found an empty argument")):
+        code, _, err = doctor(capfd, nothing)
+        assert code == 2
+        assert said in err
     (tmp_path / "empty").mkdir()
     code, _, err = doctor(capfd, tmp_path / "empty")
     assert code == 2

@@ -70,7 +70,9 @@ def test_ranks_that_are_alike_are_measured_and_nothing_is_found(tmp_path: Path) 
 
 
 @contextlib.contextmanager
-def started(size: int, *different: dict[str, str], port: int = 0) -> Iterator[list[subprocess.Popen[str]]]:
+def started(
+    size: int, *different: dict[str, str], port: int = 0, options: tuple[str, ...] = ()
+) -> Iterator[list[subprocess.Popen[str]]]:
     """The command on the first ranks of a job of so many, each with the variables that are its own."""
     port = port or free_port()
     processes = []
@@ -80,7 +82,7 @@ def started(size: int, *different: dict[str, str], port: int = 0) -> Iterator[li
             common = {name: str(value) for name, value in {**variables, "MASTER_PORT": port}.items()}
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", TOGETHER, "--json", "--nccl"],
+                    [sys.executable, "-c", TOGETHER, "--json", *options],
                     env={**environment(CHECKOUT), **common, **own},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -162,7 +164,7 @@ def test_a_rank_that_hangs_or_tells_nonsense_holds_nobody_up() -> None:
         assert stuck.stdout is not None
         assert stuck.stdout.readline() == "serving\n"  # pytest-timeout bounds this
         variables = {"NEMO_PATCHES_TIMEOUT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        with started(4, variables, port=port) as (first,):
+        with started(4, variables, port=port, options=("--nccl",)) as (first,):
             began = time.monotonic()
             code, report, found = printed(first)
             took = time.monotonic() - began

@@ -50,7 +50,7 @@ def test_what_not_every_rank_may_reach(tmp_path: Path, lines: list[str], said: s
     [
         ["dist.all_reduce(x)", "return self.encoder(x)"],
         ["if dist.is_available() and dist.is_initialized():", "    dist.all_reduce(x)"],
-        ["import torch.distributed as dist", "if dist.is_initialized():", "    dist.all_reduce(x)"],
+        ["dist = torch.distributed", "if dist.is_initialized():", "    dist.all_reduce(x)"],
         ["if self.training:", "    dist.barrier()"],
         ["if x is not None:", "    x = self.encoder(x)"],
         ["if x.any():", "    x = x.gather(0, x)"],  # of a tensor

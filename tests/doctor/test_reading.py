@@ -101,6 +101,12 @@ def test_defaults_that_only_concern_hydra_itself_hide_nothing(tmp_path: Path) ->
         assert "composed by Hydra of other files" in refused(tmp_path, f"a: 1\ndefaults: {entries}\n")
 
 
+def test_what_a_merge_would_bring_into_a_section_that_is_there_is_nowhere(tmp_path: Path) -> None:
+    config = load(tmp_path, "x: &x\n  k: {b: 1}\nz:\n  <<: *x\n  k: {c: 2}\n")
+    assert config.tree["z"] == {"k": {"c": 2}}
+    assert config.get(("z", "k", "b")).line == 5
+
+
 def test_where_each_value_comes_from(tmp_path: Path) -> None:
     config = load(tmp_path, "a:\n  b: 1\n  c:\n  - 5\n  - x: 6\n", "a.b=2", "+a.new=3")
     assert config.get(("a", "b")).origin == "override"

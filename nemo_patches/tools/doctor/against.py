@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ def reference(name: str) -> Mapping[str, Any]:
     """The settings of a config by its name in REFERENCES, or of a file. Raises DoctorError, ConfigError."""
     if name in REFERENCES:
         return REFERENCES[name]
-    if not Path(name).exists():
+    if not os.path.exists(name):
         raise DoctorError(f"--against {name!r} is not allowed; allowed: a file, {', '.join(REFERENCES)}")
     return dict(settings(reading.load(Path(name))))
 

@@ -23,7 +23,7 @@ def found(arguments: Iterable[str]) -> tuple[list[Path], int]:
     passed_over = 0
     for text in arguments:
         for path in _matching(text):
-            if path.is_dir():
+            if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
                 inside = list(_inside(path))
                 configs = [each for each in inside if _may_be_a_config(each)]
                 if not configs:
@@ -44,9 +44,11 @@ def read(path: Path) -> YamlText:
 
 
 def _matching(text: str) -> list[Path]:
+    if not text:
+        raise DoctorError("found an empty argument; expected a file, a folder, a pattern, or -")
     if not glob.has_magic(text) or os.path.lexists(text):
         return [Path(text)]
-    matching = sorted(map(Path, glob.glob(text, recursive=True)))
+    matching = sorted(Path(name) for name in glob.glob(text, recursive=True) if os.path.isfile(name))
     if not matching:
         raise DoctorError(f"{text}: no file matches this pattern")
     return matching

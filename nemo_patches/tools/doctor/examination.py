@@ -53,15 +53,8 @@ class Report:
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The command's arguments as configs and overrides: an argument with a = or a leading ~ is an override."""
-    overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not _is_there(text))]
+    overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not os.path.exists(text))]
     return [text for text in arguments if text not in overrides], overrides
-
-
-def _is_there(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except (OSError, ValueError):  # longer than a file's name may be, or with a null byte
-        return False
 
 
 def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:

@@ -15,6 +15,7 @@ from nemo_patches.tools.doctor.finding import Change, Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+FOLDED = True
 BAD = """\
 trainer: {devices: 2, accelerator: cpu, sync_batchnorm: true}
 model:
