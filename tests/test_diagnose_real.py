@@ -20,7 +20,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import forget_incidents, run_ranks, wait_until
+from ranks import CONNECTING_S, come_in, forget_incidents, run_ranks, wait_until
 from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_gil, stopper
 
 import nemo_patches
@@ -211,11 +211,13 @@ def go_wrong(rank: int, size: int, folder: str) -> None:
         place = Place(rank, Path(folder, name), encoders.conformer())
         kept.append(place)
         checks = "inputs" if name == "nan" else ""
-        stall = STALL if name in STALLED else 0.0
-        nemo_patches.apply(timeout=TIMEOUT, stall_timeout=stall, trace=place.folder, trace_checks=checks)
+        settings = {"stall_timeout": STALL if name in STALLED else 0.0, "trace": place.folder, "trace_checks": checks}
+        nemo_patches.apply(timeout=CONNECTING_S, **settings)
         for _ in range(2):
             place.run()
-            dist.barrier()
+            come_in(place.encoder)
+        nemo_patches.apply(timeout=TIMEOUT, **settings)
+        dist.barrier()
         if name in HANGS and rank == 2:
             scenario_then_copy(place, scenario)
         else:
@@ -240,7 +242,7 @@ def scenario_then_copy(place: Place, scenario: Callable[[Place], None]) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("traces")
-    run_ranks(go_wrong, SIZE, str(where), limit=200)
+    run_ranks(go_wrong, SIZE, str(where), limit=400)
     return where
 
 
@@ -337,7 +339,7 @@ def test_nothing_is_found_in_a_healthy_run(folder: Path) -> None:
 def dies(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -> None:
     """Default DDP, but for a short time limit. Nobody catches what ends a rank."""
     where = Path(folder)
-    nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL, trace=where)
+    nemo_patches.apply(timeout=CONNECTING_S, stall_timeout=STALL, trace=where)
     model = torch.nn.parallel.DistributedDataParallel(encoders.conformer(), broadcast_buffers=broadcast_buffers)
 
     def step() -> None:
@@ -345,6 +347,8 @@ def dies(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -
 
     for _ in range(3):
         step()
+        come_in(model.module)
+    nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL, trace=where)
     where.with_suffix(f".{rank}").write_text(str(os.getpid()))
     if rank == ODD:
         wait_until(lambda: next(where.glob("rank-00001.*")).read_bytes().count(b'"k":"leave"') == 3)
@@ -373,6 +377,8 @@ def end_when_these_have(others: list[Path]) -> None:
         ("late", True, ids.BEFORE_ENCODER, "Rank 1 "),  # who waits in DDP's broadcast, and who is past it, may differ
         ("late", False, ids.BEFORE_ENCODER, "Rank 1 has not entered training call 4"),
         ("killed", True, ids.KILLED, "Rank 1 was killed or crashed after training call 3"),
+        ("killed", False, ids.KILLED, "Rank 1 was killed or crashed after training call 3"),
+        ("raised", True, ids.EXCEPTION, "Rank 1 raised ValueError outside the encoder, after call 3"),
         ("raised", False, ids.EXCEPTION, "Rank 1 raised ValueError outside the encoder, after call 3"),
     ],
 )
@@ -380,7 +386,7 @@ def test_after_the_job_has_died_the_first_to_go_is_to_blame(
     way: str, broadcast_buffers: bool, finding: str, said: str, tmp_path: Path
 ) -> None:
     where = tmp_path / "traces"
-    run_ranks(dies, SIZE, str(where), way, broadcast_buffers, dies=(0, 1, 2), group_timeout=8.0)
+    run_ranks(dies, SIZE, str(where), way, broadcast_buffers, dies=(0, 1, 2), group_timeout=12.0)
     report = diagnosed(where)
     first = report.findings[0]
     assert (first.id, first.ranks) == (finding, (ODD,)), report
