@@ -316,6 +316,7 @@ def one_that_hangs(rank: int, size: int, train: int, val: int) -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.one_nemo
 def test_stock_hangs_or_dies_in_both_reproductions() -> None:
     with ThreadPoolExecutor() as pool:
         for run in [pool.submit(run_ranks, one_that_hangs, 2, *more, dies=(0, 1)) for more in ((1, 0), (0, 2))]:
@@ -364,6 +365,7 @@ def write_manifest(folder: Path) -> None:
             manifest.write(json.dumps(entry) + "\n")
 
 
+@pytest.mark.one_nemo
 def test_lhotses_default_shuffling_ends_together(tmp_path: Path) -> None:
     (own, together), (others, together_there) = (result.value for result in run_ranks(lhotse, 2, str(tmp_path)))
     assert own != others  # so that there was something to do
