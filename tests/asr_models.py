@@ -86,6 +86,7 @@ def ctc_with_bleu(trainer: Any) -> Any:
 
     model.__class__ = WithBleu
     model.bleu = BLEU(model.decoding, log_prediction=False)
+    model.bleu.fold_consecutive = True  # in 2.1 to 2.4 it reads that and does not set it
     return model
 
 

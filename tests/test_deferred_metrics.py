@@ -3,6 +3,7 @@ batches counted where they are not."""
 
 from __future__ import annotations
 
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from asr_models import Stream, loader
 from ranks import Result, run_ranks
 
 import nemo_patches
+from nemo_patches.patching import COLLECTION, TARGET_MODULES, monkeypatch
 
 pytestmark = [pytest.mark.alone, pytest.mark.matrix]
 MODELS = {
@@ -96,6 +98,46 @@ def test_a_rank_with_more_sub_batches_takes_part(seen: dict[str, Any], results: 
     assert float.fromhex(seen["sub-batches"]["val_wer"]) > 0
     assert seen["reverted, ctc"] == seen["stock, ctc"]
     assert not results[0].lines("ERROR")
+
+
+def drifted(rank: int, size: int) -> list[str]:
+    from nemo.collections.asr.models.asr_model import ASRModel
+
+    def on_test_epoch_start(self: Any, more: int) -> None:
+        raise AssertionError
+
+    nemo_patches.revert()
+    ASRModel.on_test_epoch_start = on_test_epoch_start
+    texts = [refused(), str(nemo_patches.status())]
+    nemo_patches.apply()
+    texts += [refused(), str(nemo_patches.status())]
+    os.environ["NEMO_PATCHES_METRICS"] = "deferred"
+    nemo_patches.revert()
+    monkeypatch.this_process = monkeypatch.Patching()  # as in a process that begins under auto-apply
+    for module in (*TARGET_MODULES, COLLECTION):
+        if module in sys.modules:
+            monkeypatch.this_process.on_import(module)
+    return [*texts, str(nemo_patches.status())]
+
+
+def refused() -> str:
+    try:
+        nemo_patches.apply(metrics="deferred")
+    except nemo_patches.DriftError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_nemo_code_that_is_not_as_expected_is_refused_and_left_as_stock() -> None:
+    (result,) = run_ranks(drifted, 1, group=False)
+    first, nothing, second, patched, auto = result.value
+    for text in (first, second):
+        assert "ASRModel.on_test_epoch_start: expected a plain function (self), found (self, more)" in text
+    assert "patched: nothing" in nothing
+    for text in (patched, auto):
+        assert "patched: ConformerEncoder" in text
+        assert "metrics=deferred" not in text
+    assert len(result.lines("ERROR", "metrics are not deferred: ASRModel.on_test_epoch_start")) == 1
 
 
 def one_that_hangs(rank: int, size: int, name: str, most: int, batch: int) -> None:

@@ -5,6 +5,7 @@ One spawn of ranks has many short trainings, since importing NeMo and connecting
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import pytest
 import soundfile
 import torch
 from asr_models import Batches, Stream, TarredStream, loader
+from lightning.pytorch.loggers import CSVLogger
 from omegaconf import OmegaConf
 from ranks import Result, Said, all_have_come, run_ranks, wait_until
 from torch.utils.data import DataLoader, IterableDataset
@@ -118,7 +120,7 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     def tarred(announced: int) -> Any:
         return loader(TarredStream(range(4 + 2 * more), announced))
 
-    progress, _ = note("limited", tarred(9), stream(1), limit_train_batches=6)
+    progress, _ = note("limited", tarred(9), stream(1), limit_train_batches=6, logger=CSVLogger(folder))
     seen["total"] = progress.totals
     note("at its limit", tarred(9), stream(1), limit_train_batches=3)
     note("announced", tarred(3), stream(1))
@@ -144,6 +146,10 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     (seen["status"],) = (loader for loader in nemo_patches.status().loaders if loader.loader.startswith("data"))
     assert str(seen["status"]) in str(nemo_patches.status())
     del together
+    os.environ["NEMO_PATCHES_DISABLE"] = "1"
+    note("disabled", stream(2))
+    assert nemo_patches.stop_together([1, 2]) == [1, 2]
+    del os.environ["NEMO_PATCHES_DISABLE"]
     seen["no batch"] = raised(lambda: fit(stream(3 * (1 - more)), callbacks=[StopTogether()]))
     seen["no batch, sized"] = raised(lambda: nemo_patches.stop_together(sized(3 * more)))
     seen["out of step"] = raised(lambda: leave_early(rank))
@@ -194,8 +200,13 @@ def raised(function: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    return run_ranks(scenarios, 2, str(tmp_path_factory.mktemp("checkpoints")))
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints: Path) -> list[Result]:
+    return run_ranks(scenarios, 2, str(checkpoints))
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +265,20 @@ def test_a_resumed_pass_is_as_long_as_stocks(seen: dict[str, Any]) -> None:
     assert seen["resumed"][0] == [3]
 
 
+def test_the_counters_are_logged(results: list[Result], checkpoints: Path) -> None:
+    (file,) = checkpoints.rglob("metrics.csv")
+    with file.open() as text:
+        left_out = [row["stop_together/batches_left_out"] for row in csv.DictReader(text)]
+    assert "2.0" in left_out
+
+
+def test_switched_off_it_does_nothing_and_says_so(seen: dict[str, Any], results: list[Result]) -> None:
+    assert seen["disabled"] == ([2], [], 2)
+    for result in results:
+        assert len(result.lines("ranks do not end their passes together: NEMO_PATCHES_DISABLE=1")) == 1
+        assert len(result.lines("StopTogether does nothing for this training loader")) == 1
+
+
 def test_it_works_outside_lightning_and_counts(seen: dict[str, Any], results: list[Result]) -> None:
     assert seen["validate"] == [2]
     assert seen["plain loops"] == [3, 3, 2, 2]
@@ -291,6 +316,7 @@ def one_that_hangs(rank: int, size: int, train: int, val: int) -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.one_nemo
 def test_stock_hangs_or_dies_in_both_reproductions() -> None:
     with ThreadPoolExecutor() as pool:
         for run in [pool.submit(run_ranks, one_that_hangs, 2, *more, dies=(0, 1)) for more in ((1, 0), (0, 2))]:
@@ -339,6 +365,7 @@ def write_manifest(folder: Path) -> None:
             manifest.write(json.dumps(entry) + "\n")
 
 
+@pytest.mark.one_nemo
 def test_lhotses_default_shuffling_ends_together(tmp_path: Path) -> None:
     (own, together), (others, together_there) = (result.value for result in run_ranks(lhotse, 2, str(tmp_path)))
     assert own != others  # so that there was something to do

@@ -17,8 +17,18 @@ from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters,
 from nemo_patches.uneven.extremes import Place
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"
-_OWN_ATTRIBUTES = {"_loader", "_agreement", "_passes", "_batches", "_cut", "_left_out", "_least", "limit", "skipped"}
+_OWN_ATTRIBUTES = {"_loader", "_agreement", "_least", "counts", "limit", "skipped"}
 T = TypeVar("T")
+
+
+class Counts:
+    """What a loader has given, and left out, on this rank."""
+
+    def __init__(self) -> None:
+        self.passes = self.batches = self.passes_cut = self.left_out = 0
+
+    def cut(self, left_out: int) -> None:
+        self.passes_cut, self.left_out = self.passes_cut + 1, self.left_out + left_out
 
 
 class EvenLoader:
@@ -29,7 +39,7 @@ class EvenLoader:
 
     def __init__(self, loader: Any, agreement: Agreement) -> None:
         self._loader, self._agreement = loader, agreement
-        self._passes = self._batches = self._cut = self._left_out = 0
+        self.counts = Counts()
         self.limit: int | None = None  # batches of a pass, at most
         self.skipped = 0  # batches by which the next pass is shorter: those before a resumed one
         length = _length(loader)
@@ -62,10 +72,10 @@ class EvenLoader:
         return self._least if self.limit is None else min(self._least, self.limit)
 
     def __iter__(self) -> Iterator[Any]:
-        self._passes += 1
+        self.counts.passes += 1
         batches = self._counted_out() if self._least is not None else self._agreed_on()
         for batch in batches:
-            self._batches += 1
+            self.counts.batches += 1
             yield batch
 
     @property
@@ -78,15 +88,16 @@ class EvenLoader:
         return _sized(self._loader)
 
     def counters(self) -> LoaderCounters:
-        agreement = self._agreement
-        return LoaderCounters(agreement.title, self._passes, self._batches, self._cut, self._left_out, agreement.waited)
+        agreement, counts = self._agreement, self.counts
+        figures = counts.passes, counts.batches, counts.passes_cut, counts.left_out
+        return LoaderCounters(agreement.title, *figures, agreement.waited)
 
     def _counted_out(self) -> Iterator[Any]:
         given, most, left_out = 0, len(self), len(self._loader) - (self._least or 0)
         for batch in itertools.islice(self._loader, most):
             given += 1
             if given == self._least and left_out > 0:  # now: nobody may ask for a batch after the last
-                self._cut, self._left_out = self._cut + 1, self._left_out + left_out
+                self.counts.cut(left_out)
             yield batch
         if given < most:
             raise StopTogetherError(
@@ -95,7 +106,7 @@ class EvenLoader:
             )
 
     def _agreed_on(self) -> Iterator[Any]:
-        agreement, number = self._agreement, self._passes
+        agreement, number = self._agreement, self.counts.passes
         most = None if self.limit is None else self.limit - self.skipped
         self.skipped = 0
         agreement.settle()
@@ -118,14 +129,14 @@ class EvenLoader:
             yield batch
 
     def _cut_short(self, given: int, rank: int, has_more: bool) -> None:
-        text = f"{self._agreement.title}: pass {self._passes} ends on every rank after {given} batches: "
+        text = f"{self._agreement.title}: pass {self.counts.passes} ends on every rank after {given} batches: "
         if not has_more:
             report(logging.INFO, text + "this rank has no more, others have")
             return
         announced = self.announced_length() or 0
         most = announced if self.limit is None else min(announced, self.limit)
         left_out = max(most - given, 1)
-        self._cut, self._left_out = self._cut + 1, self._left_out + left_out
+        self.counts.cut(left_out)
         least = "at least " if most <= given + 1 else ""
         report(
             logging.WARNING, f"{text}rank {rank} has no more; {least}{_share(left_out, given + left_out)} left out here"

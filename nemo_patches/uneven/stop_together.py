@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from nemo_patches.uneven.even_loader import EvenLoader, even_loaders
+from nemo_patches.sync.rank_log import report
+from nemo_patches.uneven.even_loader import Counts, EvenLoader, even_loaders
 
 _KINDS = {"train": "training", "val": "validation", "test": "test"}  # by Lightning's names
 
@@ -22,6 +24,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
 
     def __init__(self, training: bool = True, evaluation: bool = False) -> None:
         self._training, self._evaluation = training, evaluation
+        self._counts: list[Counts] = []  # of this training's loaders, also of those that were reloaded
         self._serves = False  # the strategy hands its loaders to this callback
         self._limit: int | float = 1.0  # the trainer's own limit_train_batches, and val_check_interval
         self._interval: int | float = 1.0
@@ -33,7 +36,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             return
         self.teardown(trainer, pl_module, stage)  # after an exception Lightning does not
         strategy, original = trainer.strategy, trainer.strategy.process_dataloader
-        self._limit, self._interval, self._total = 1.0, trainer.val_check_interval, 0.0
+        self._limit, self._interval, self._total, self._counts = 1.0, trainer.val_check_interval, 0.0, []
 
         def process_dataloader(loader: Any) -> Any:
             return self._even(trainer, original(loader))
@@ -57,13 +60,12 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
     on_train_epoch_start = on_train_start  # the loaders may have been reloaded
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """To the loggers, from rank 0, of its own training loaders since the process group's beginning."""
-        counters = [loader for loader in even_loaders.counters() if loader.loader.startswith(_KINDS["train"])]
+        """To the loggers, from rank 0: what its own training loaders have left out so far."""
         metrics = {
-            "stop_together/passes_cut": float(sum(loader.passes_cut for loader in counters)),
-            "stop_together/batches_left_out": float(sum(loader.left_out for loader in counters)),
+            "stop_together/passes_cut": float(sum(counts.passes_cut for counts in self._counts)),
+            "stop_together/batches_left_out": float(sum(counts.left_out for counts in self._counts)),
         }
-        for logger in trainer.loggers if counters and trainer.global_rank == 0 else ():
+        for logger in trainer.loggers if self._counts and trainer.global_rank == 0 else ():
             logger.log_metrics(metrics, step=trainer.global_step)
 
     def _even(self, trainer: Trainer, loader: Any) -> Any:
@@ -71,7 +73,11 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         if not (self._training if trainer.training else self._evaluation and stage in _KINDS):
             return loader
         even = even_loaders.make(loader, _KINDS[stage])
-        if trainer.training and isinstance(even, EvenLoader):
+        if not isinstance(even, EvenLoader):
+            text = "ranks cannot tell each other that a loader has ended: nemo_patches is off, or torch.distributed is"
+            report(logging.WARNING, f"StopTogether does nothing for this {_KINDS[stage]} loader: {text}")
+        elif trainer.training:
+            self._counts.append(even.counts)
             self._own_limit(trainer, even)
         return even
 
