@@ -19,8 +19,8 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.lateness import behind_since
 
 _NEXT_STEPS = {
-    ids.BEFORE_ENCODER: "Look at what this rank does (`py-spy dump --pid {pid}` on {host}), and its data loader's "
-    "workers; if it is out of batches, make their number equal on all ranks (drop_last, DistributedSampler).",
+    ids.BEFORE_ENCODER: "Look at what this rank does (while it runs, `py-spy dump --pid {pid}` on {host}), and its "
+    "data loader's workers; if it is out of batches, make their number equal on all ranks (drop_last, DistributedSampler).",
     ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
     "stderr; the job cannot go on without it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error outside the encoder; if there is none, it had fewer "
@@ -30,12 +30,12 @@ _NEXT_STEPS = {
     "unless NEMO_PATCHES_DUMP is one that all share.",
     ids.SILENT: "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
     "shows a thread that holds Python's lock.",
-    ids.SOME_INSIDE: "Look at what these ranks do (`py-spy dump --native --pid {pid}` on {host}); on a GPU, run again "
-    "with NEMO_PATCHES_TRACE_CHECKS=cuda, which pins an asynchronous error to its place.",
-    ids.ALL_INSIDE: "Look at two of the ranks (`py-spy dump --native --pid {pid}` on {host}): a collective inside the "
-    "encoder (SyncBatchNorm, FSDP), or a kernel that does not end; on a GPU, run again with "
+    ids.SOME_INSIDE: "Look at what these ranks do (while they run, `py-spy dump --native --pid {pid}` on {host}); on a "
+    "GPU, run again with NEMO_PATCHES_TRACE_CHECKS=cuda, which pins an asynchronous error to its place.",
+    ids.ALL_INSIDE: "Look at two of the ranks (while they run, `py-spy dump --native --pid {pid}` on {host}): a "
+    "collective inside the encoder (SyncBatchNorm, FSDP), or a kernel that does not end; on a GPU, run again with "
     "NEMO_PATCHES_TRACE_CHECKS=cuda.",
-    ids.OUTSIDE: "Look at every rank (`py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, a metric, or "
+    ids.OUTSIDE: "Look at every rank (while it runs, `py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, a metric, or "
     "the data; where only one is not in a collective, that one is the reason. The check `barrier` names it.",
 }
 _PHASES = {
@@ -198,6 +198,7 @@ def _text(case: Case, kind: str, endings: list[Ending], others: list[Ending], re
     ranks = [ending.rank for ending in endings]
     first, usual = endings[0], usual_call(others)
     theirs = named(sorted(ending.rank for ending in others))
+    waits = "wait" if len(others) > 1 else "waits"
     they_went = f"{theirs} {_went(others)} {case.call(usual)}"
     at_the_end = f"after {case.call(first)}" if first.call else "before its first encoder call"
     place = _place(case, ranks, reports)
@@ -229,12 +230,12 @@ def _text(case: Case, kind: str, endings: list[Ending], others: list[Ending], re
     if kind == ids.SOME_INSIDE:
         inside = f"{whom(ranks, 'is', 'are')} inside {case.call(first)}, {_PHASES[first.phase]}"
         if any(other.inside for other in others):
-            return f"{inside}, and not in the collective that {theirs} wait in" + (f": {place}." if place else ".")
+            return f"{inside}, and not in the collective that {theirs} {waits} in" + (f": {place}." if place else ".")
         return f"{inside}, and {theirs} came out of it: stuck there, or killed" + (f"; {place}." if place else ".")
     alive_or_not = "" if reports.kinds or case.job.alive else ", or was killed there"
     doing = f"it is in {place}" if place else f"it is stuck before the encoder, in its data or elsewhere{alive_or_not}"
     if first.position >= usual.position:
-        return f"{whom(ranks, 'is', 'are')} not in the collective that {theirs} wait in, {at_the_end}: {doing}."
+        return f"{whom(ranks, 'is', 'are')} not in the collective that {theirs} {waits} in, {at_the_end}: {doing}."
     number = f" (call {usual.call} there, {first.call + 1} here)" if usual.call != first.call + 1 else ""
     return (
         f"{whom(ranks, 'has', 'have')} not entered {case.call(usual)}, which {theirs} {_went(others)}{number}: {doing}."
