@@ -20,7 +20,8 @@ from nemo_patches.tools.diagnose.lateness import behind_since
 
 _NEXT_STEPS = {
     ids.BEFORE_ENCODER: "Look at what this rank does (while it runs, `py-spy dump --pid {pid}` on {host}), and its "
-    "data loader's workers; if it is out of batches, make their number equal on all ranks (drop_last, DistributedSampler).",
+    "data loader's workers; if it is out of batches, make their number equal on all ranks (drop_last, "
+    "DistributedSampler).",
     ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
     "stderr; the job cannot go on without it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error outside the encoder; if there is none, it had fewer "
@@ -35,8 +36,8 @@ _NEXT_STEPS = {
     ids.ALL_INSIDE: "Look at two of the ranks (while they run, `py-spy dump --native --pid {pid}` on {host}): a "
     "collective inside the encoder (SyncBatchNorm, FSDP), or a kernel that does not end; on a GPU, run again with "
     "NEMO_PATCHES_TRACE_CHECKS=cuda.",
-    ids.OUTSIDE: "Look at every rank (while it runs, `py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, a metric, or "
-    "the data; where only one is not in a collective, that one is the reason. The check `barrier` names it.",
+    ids.OUTSIDE: "Look at every rank (while it runs, `py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, a "
+    "metric, or the data; where only one is not in a collective, that one is the reason. The check `barrier` names it.",
 }
 _PHASES = {
     ids.LENGTH_SYNC: "in the length sync",
