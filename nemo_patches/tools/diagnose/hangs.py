@@ -36,8 +36,8 @@ _NEXT_STEPS = {
     ids.ALL_INSIDE: "Look at two of the ranks (while they run, `py-spy dump --native --pid {pid}` on {host}): a "
     "collective inside the encoder (SyncBatchNorm, FSDP), or a kernel that does not end; on a GPU, run again with "
     "NEMO_PATCHES_TRACE_CHECKS=cuda.",
-    ids.OUTSIDE: "Look at every rank (while it runs, `py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, a "
-    "metric, or the data; where only one is not in a collective, that one is the reason. The check `barrier` names it.",
+    ids.OUTSIDE: "Look at every rank (while it runs, `py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, "
+    "a metric, or the data; where only one is not in a collective, that is the reason. The check `barrier` names it.",
 }
 _PHASES = {
     ids.LENGTH_SYNC: "in the length sync",
