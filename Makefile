@@ -40,7 +40,7 @@ demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
 
 # First what does not wait, beside the checks and the installation of what else is needed; then the tests that wait (marker
-# "alone"), two files at a time, beside those of the wheel and of the other NeMo.
+# "alone"), three files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
@@ -56,12 +56,12 @@ test-%: .venv/nemo-%/ready
 unless_first = $(if $(filter $1,$(firstword $(NEMO_VERSIONS))),,and not one_nemo)
 
 test-together-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, two at a time"
-	.venv/nemo-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "not alone $(call unless_first,$*)"
+	@echo "== tests on NeMo $*, three at a time"
+	.venv/nemo-$*/bin/python -m pytest -q -n 3 --dist loadfile -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, two files at a time"
-	.venv/nemo-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "alone $(call unless_first,$*)"
+	@echo "== tests on NeMo $*, those that wait, three files at a time"
+	.venv/nemo-$*/bin/python -m pytest -q -n 3 --dist loadfile -m "alone $(call unless_first,$*)"
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)

@@ -561,8 +561,11 @@ def test_the_wheel_has_the_committed_diffs(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", build], environment(), cwd=source)
     assert done.returncode == 0, done.stderr
     shutil.unpack_archive(next(source.glob("*.whl")), tmp_path / "wheel", "zip")
-    found = {file.name: file.read_bytes() for file in (tmp_path / "wheel" / "nemo_patches" / "patches").iterdir()}
-    assert found == {file.name: file.read_bytes() for file in (CHECKOUT / "patches").iterdir()}
+    found, committed = (
+        {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for folder in (tmp_path / "wheel" / "nemo_patches" / "patches", CHECKOUT / "patches")
+    )
+    assert found == committed
 
 
 HOSTILE = {
