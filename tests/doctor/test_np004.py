@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from codes import beside_nemo
 from configs import NEST
 
 from nemo_patches.tools.doctor import command
@@ -54,6 +55,29 @@ def test_a_finding_is_suppressed_on_its_line_with_a_reason(
     clean = write(tmp_path, suppressed.replace("60.0", "40.0"))
     assert doctor(capfd, clean, "trainer.devices=8")[0] == 0  # with other values it may be needed
     assert doctor(capfd, clean, select=("NP1",))[0] == 0
+
+
+@beside_nemo
+def test_code_has_suppressions_in_its_comments(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    comment = "  # nemo-patches: ignore[NP401] all ranks have the same x"
+    in_a_text = f'\n\nTEXT = """\n{comment}\n"""\n'
+    lines = "class Mine:\n    def forward(self, x):\n        if x.any():\n{}            dist.barrier(){}\n" + in_a_text
+    for above, behind in (("", comment), (f"            {comment.strip()}\n", "")):
+        code, out, _ = doctor(capfd, write(tmp_path, lines.format(above, behind), "model.py"))
+        assert code == 0
+        assert out.endswith(": nothing, 1 suppressed\n")
+        for text, said in (
+            (lines.format(above, behind).replace("dist.", "self."), "ignore[NP401] suppresses nothing here"),
+            (lines.format(above, behind).replace(" all ranks have the same x", ""), "ignore[NP401] has no reason"),
+        ):
+            assert said in doctor(capfd, write(tmp_path, text, "model.py"))[1]
+    write(tmp_path, lines.format("", ""), "model.py")
+    assert doctor(capfd, "model.py")[0] == 1
+    write(tmp_path, "ignore: [{rule: NP401, files: '*.py', reason: x is the same on all ranks}]", ".nemo-patches.yaml")
+    assert doctor(capfd, "model.py")[0] == 0
 
 
 def test_the_projects_file_suppresses_too(

@@ -33,6 +33,8 @@ def test_without_its_seeds(tmp_path: Path, keys: tuple[str, ...]) -> None:
 def test_a_stream_beside_a_set_that_is_none(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP124", MULTI, "+data.train_ds.two.shar_path=x")
     assert "cannot mix data.train_ds.two, a stream, and data.train_ds.one, which is none" in finding.what
+    # What is beside multi_config is no set's own input, or limit.
+    assert found(tmp_path, "NP124", MULTI, "+data.train_ds.two.shar_path=x", "+data.train_ds.input_cfg=more.yaml")
     streams = "+data.train_ds.two.shar_path=x", "+data.train_ds.one.force_iterable_dataset=true"
     assert found(tmp_path, "NP124", MULTI, *streams) == []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -319,6 +320,62 @@ def test_a_chain_in_the_worst_order_ends_in_time(tmp_path: Path) -> None:
     assert config.tree["a195"] == "x"
     assert config.tree["a0"] is UNKNOWN
     assert "through too many others" in config.broken[("a0",)]
+
+
+PATHS = st.sampled_from(
+    [
+        "a",
+        "b",
+        "k.a",
+        "k.b",
+        "l.0",
+        "l.1.a",
+        "l[1]",
+        "k.l.01",
+        "${a}",
+        "k.${a}",
+        "k.${k.a}",
+        "${k}",
+        "l.${b}",
+        ".a",
+        "..b",
+    ]
+)
+TEXTS = st.one_of(
+    st.sampled_from(["a", "b", "k", "l", "1", "k.a", "xa", "", 1, None, True]),
+    PATHS.map("${{{}}}".format),
+    PATHS.map("x${{{}}}".format),
+    st.tuples(PATHS, PATHS).map("${{{0[0]}}}-${{{0[1]}}}".format),
+)
+LEAVES = st.dictionaries(st.sampled_from(["a", "b", "xa", "a-b", "1"]), TEXTS, max_size=4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(LEAVES, LEAVES, st.lists(st.one_of(TEXTS, LEAVES), max_size=3))
+def test_omegaconf_is_given_all_that_interpolations_lead_to(
+    top: dict[str, Any], inner: dict[str, Any], values: list[Any]
+) -> None:
+    source = yaml_text.parse(Path("x"), yaml.safe_dump({**top, "k": {**inner, "l": values}, "l": [*values, inner]}))
+    with pytest.MonkeyPatch.context() as patch:
+        part = reading.with_overrides(source)
+        patch.setattr(reading, "_needed", lambda tree, _: tree)
+        whole = reading.with_overrides(source)
+    assert (part.tree, part.broken) == (whole.tree, whole.broken)
+
+
+@pytest.mark.parametrize("text", ["${last.y}", "${last}", "${s0.${x}}", "${s0[${x}]}", "${.x}-${y}", "${oc.env:HOME}"])
+def test_omegaconf_is_given_little_of_45000_keys(text: str) -> None:
+    sections = {f"s{number}": {f"k{key}": key for key in range(100)} for number in range(450)}
+    tree = {"x": "k5", "z": text, **sections, "last": {"y": 5}, "labels": list(range(1000))}
+    given = str(reading._needed(tree, [text]))
+    assert len(given) < 10_000  # of 500,000: it takes 70 us for each value
+    assert text in given
+
+
+def test_an_omegaconf_whose_loader_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading._loader.cache_clear()
+    monkeypatch.delattr("omegaconf._utils.get_yaml_loader")
+    assert "has its rules on numbers elsewhere; allowed: 2.3" in refused(tmp_path, "x: 1")
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

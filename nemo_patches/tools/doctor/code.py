@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 
 from nemo_patches.tools.doctor.config import Value
@@ -115,11 +117,12 @@ class Class:
 
 @dataclass(frozen=True)
 class Code:
-    """One file of Python."""
+    """One file of Python. comments: by line, with what is before them on it."""
 
     path: Path
     classes: tuple[Class, ...]
     nemo: Path | None
+    comments: Mapping[int, str]
 
     @property
     def headline(self) -> str:
@@ -140,20 +143,34 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     """Read one file, and of NeMo the classes that its own inherit from. Raises DoctorError."""
     if nemo is None and (found := importlib.util.find_spec("nemo")) and found.origin:
         nemo = Path(found.origin).parent  # a top-level package is found without running it
-    tree = _tree(path)
+    content = _content(path)
+    tree = _tree(path, content)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return Code(path, tuple(_class(node, tree, nemo) for node in classes), nemo)
+    return Code(path, tuple(_class(node, tree, nemo) for node in classes), nemo, _comments(path, content))
 
 
-def _tree(path: Path) -> ast.Module:
+def _content(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise DoctorError(f"{path}: more than {_MOST_BYTES} bytes; a file of Python may have no more here")
-        return ast.parse(content)
     except OSError as error:
         raise DoctorError(f"{path}: {error.strerror}") from None
+    if len(content) > _MOST_BYTES:
+        raise DoctorError(f"{path}: more than {_MOST_BYTES} bytes; a file of Python may have no more here")
+    return content
+
+
+def _comments(path: Path, content: bytes) -> dict[int, str]:
+    try:
+        tokens = list(tokenize.tokenize(BytesIO(content).readline))
+    except (tokenize.TokenError, SyntaxError) as error:
+        raise DoctorError(f"{path}: its comments cannot be read: {error}") from None
+    return {each.start[0]: each.line[: each.end[1]] for each in tokens if each.type == tokenize.COMMENT}
+
+
+def _tree(path: Path, content: bytes) -> ast.Module:
+    try:
+        return ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DoctorError(f"{path}:{getattr(error, 'lineno', None) or 1}: not Python: {error}") from None
 
@@ -199,7 +216,7 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
         inner = nemo.joinpath(*str(node.module).split(".")[1:])
         for path in (inner.with_suffix(".py"), inner / "__init__.py") if original else ():
             if path.is_file():
-                return _defined(str(original), _tree(path), nemo, steps + 1)
+                return _defined(str(original), _tree(path, _content(path)), nemo, steps + 1)
     return None
 
 

@@ -88,7 +88,7 @@ def _carry_out(request: Request) -> int:
     if paths:
         patched, project = examination.as_patched() if request.patched else None, suppressions.of_project()
         reports = [
-            examination.examine_code(path, rules)
+            examination.examine_code(path, rules, project)
             if path.suffix == ".py"
             else examination.examine(path, overrides, rules, patched, project)
             for path in paths

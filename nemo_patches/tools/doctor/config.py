@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import omegaconf
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
+from omegaconf import DictConfig, ListConfig, OmegaConf, _utils
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_patches.tools.doctor import yaml_text
@@ -28,6 +30,10 @@ _ROUNDS = 10  # so often an interpolation may lead to another one further down
 _LONGEST_TEXT = 10_000  # characters that interpolations may make
 _LONGEST_SHOWN = 100  # characters of a value in a finding
 _LARGEST_NUMBER = 1e15
+_MOST_PATTERNS = 50  # of keys that interpolations may name; with more OmegaConf is given the whole config
+_INDEX_DIGITS = 6
+_NAME = re.compile(r"""[^\\{}()[\]:.\s'"]+""")  # of a key, in an interpolation
+_PATH_END = re.compile(_NAME.pattern + r"(?=\]?\s*\})")
 _SECTIONS = ("model", "data", "trainer", "exp_manager")  # that NeMo's training scripts read
 
 
@@ -143,7 +149,8 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     _check_defaults(source, tree)
     overridden = _overridden(source.path, tree, overrides)
     try:
-        broken = _resolve(source.path, tree, OmegaConf.create(tree)) if _has_interpolations(tree) else {}
+        texts = _interpolations(tree)
+        broken = _resolve(source.path, tree, OmegaConf.create(_needed(tree, texts))) if texts else {}
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{source.path}{_place_of_grammar(source)}: {_first_line(error)}") from None
     _mark_unknown(tree)
@@ -166,24 +173,91 @@ def _changes_no_value(entry: Any) -> bool:
     return all(name == "_self_" or str(name).rpartition(" ")[2].startswith("hydra/") for name in names)
 
 
-class _Loader(yaml_text.LOADER):  # type: ignore[misc]  # which of two it is depends on how PyYAML was built
-    """PyYAML's, with OmegaConf's own rules on what is a number; OmegaConf's loader is ten times as slow."""
+@cache
+def _loader() -> type[Any]:
+    """PyYAML's, with OmegaConf's own rules on what is a number; OmegaConf's loader is ten times as slow.
 
-    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+    OmegaConf has no public name for them. Raises AttributeError for one that has them elsewhere.
+    """
+    rules = getattr(_utils, "get_yaml_loader")().yaml_implicit_resolvers  # noqa: B009
+    return type("_Loader", (yaml_text.LOADER,), {"yaml_implicit_resolvers": rules})
 
 
 def _plain(source: YamlText) -> dict[str, Any]:
     try:
-        plain = _with_names(yaml.load(source.text, Loader=_Loader))
+        loader = _loader()
+    except AttributeError:
+        raise ConfigError(
+            f"{source.path}: omegaconf {omegaconf.__version__} has its rules on numbers elsewhere; allowed: 2.3"
+        ) from None
+    try:
+        plain = _with_names(yaml.load(source.text, Loader=loader))
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{source.path}: {_first_line(error)}") from None
     assert isinstance(plain, dict)
     return plain
 
 
-def _has_interpolations(node: Any) -> bool:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return (isinstance(node, str) and "${" in node) or any(map(_has_interpolations, children))
+def _interpolations(node: Any) -> list[str]:
+    """Every text with an interpolation in it."""
+    return [text for text in _texts(node) if "${" in text]
+
+
+def _needed(tree: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """The part of a tree that these interpolations may lead to: OmegaConf takes some 70 us for each value.
+
+    It is every key or index that one of them names, and all below it where a path may end there. Where a path is made
+    of another interpolation's value, every text found so far may be a part of it; * stands for what is not known yet.
+    """
+    names, ends = _names(texts), _names(end for text in texts for end in _PATH_END.findall(text))
+    while True:
+        patterns = [fnmatch.translate(end) for end in ends if "*" in end]
+        if len(patterns) > _MOST_PATTERNS:
+            return tree
+        part = _part(tree, names, ends, re.compile("|".join(patterns) or "(?!)")) or {}
+        if all(_depth(text) <= 1 for text in texts):
+            return part
+        made = _names(map(_pattern, _texts(part))) - {"*"}  # what one interpolation gives alone is another text's value
+        if made <= ends:
+            return part
+        ends |= made
+
+
+def _names(texts: Iterable[str]) -> set[str]:
+    """The names of keys in them, and of indices also as Python writes them."""
+    names = {name for text in texts for name in _NAME.findall(text.replace("${", "{"))}
+    return names | {str(int(name)) for name in names if len(name) < _INDEX_DIGITS and name.isdecimal()}
+
+
+def _pattern(text: str) -> str:
+    """A text with * for its interpolations."""
+    for _ in range(_MOST_NESTED):
+        text = re.sub(r"\$\{[^{}]*\}", "*", text)
+    return text
+
+
+def _texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _texts(child)
+
+
+def _part(node: Any, names: set[str], ends: set[str], pattern: re.Pattern[str]) -> Any:
+    """See _needed; None for a mapping or sequence of which nothing is needed."""
+    entries = node.items() if isinstance(node, dict) else ((str(index), child) for index, child in enumerate(node))
+    kept: dict[str, Any] = {}
+    for key, child in entries:
+        if key in ends or pattern.match(key):
+            kept[key] = child
+        elif isinstance(child, (dict, list)):
+            if (part := _part(child, names, ends, pattern)) is not None:
+                kept[key] = part
+        elif key in names or (isinstance(child, str) and "${" in child):
+            kept[key] = child
+    if isinstance(node, dict) or not kept:
+        return kept or None
+    return [kept.get(str(index)) for index in range(int(next(reversed(kept))) + 1)]
 
 
 def _check_interpolations(source: YamlText) -> None:

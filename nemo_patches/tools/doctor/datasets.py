@@ -12,7 +12,8 @@ from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
 from nemo_patches.tools.doctor.yaml_text import Keys
 
 # What a multi_config decides for all its sets, whatever these say (nemo/collections/common/data/lhotse/dataloader.py).
-_OF_ALL = ("seed", "shard_seed", "shuffle", "num_workers", "pin_memory", "metadata_only", "force_finite")
+# Keys that count for all sets of a multi_config; any other NeMo takes from the set alone.
+_OF_ALL = ("use_lhotse", "seed", "shard_seed", "shuffle", "num_workers", "pin_memory", "metadata_only", "force_finite")
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
 _OF_LHOTSE = ("batch_duration", "quadratic_duration", "num_buckets", "bucket_duration_bins", "bucket_buffer_size")
@@ -49,10 +50,10 @@ class Dataset:
         return ".".join(self.keys)
 
     def get(self, key: str, default: Any = None) -> Value:
-        """A key of it; of a multi_config, some count only where they are set for all."""
-        if self.outer is not None and key in _OF_ALL and self.config.get((*self.outer, "multi_config")).value is True:
-            return self.config.get((*self.outer, key), default)
+        """A key of it; of a multi_config, some count only where they are set for all, others only in the set."""
         own = self.config.get((*self.keys, key), default)
+        if self.outer is not None and self.config.get((*self.outer, "multi_config")).value is True:
+            return self.config.get((*self.outer, key), default) if key in _OF_ALL else own
         if not own.given and self.outer is not None:
             return self.config.get((*self.outer, key), default)
         return own

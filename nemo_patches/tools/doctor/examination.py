@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,23 +104,35 @@ def examine(
         return Report(str(path), "", (), str(error))
     job, own = Job(config, patched), suppressions.in_text(config.source.text)
     everything = checked(job, rules)
-    left = suppressions.applied(path, (*own, *project), everything)
-    findings = list(left.findings)
-    if set(rules) == set(all_rules()) and not overrides and patched is None:  # else others may be needed
-        known = {rule.identifier for rule in rules}
-        findings += [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, left.used, known)]
-    suppressed = len(everything) - len(left.findings)
-    name = str(config.source.path)
-    return Report(name, job.headline, in_order(findings), config=config, used=left.used, suppressed=suppressed)
+    complete = not overrides and patched is None  # with others, other suppressions may be needed
+    report = _answered(Report(str(config.source.path), job.headline, everything, config=config), own, project)
+    return _with_faults(report, own) if complete and set(rules) == set(all_rules()) else report
 
 
-def examine_code(path: Path, rules: Sequence[Rule]) -> Report:
+def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Report:
     """Check every rule on a model's own code, which is not run."""
     try:
-        own = code.read(path)
+        found = code.read(path)
     except DoctorError as error:
         return Report(str(path), "", (), str(error))
-    return Report(str(path), own.headline, checked(own, rules, "code"))
+    own = suppressions.in_comments(found.comments)
+    report = _answered(Report(str(path), found.headline, checked(found, rules, "code")), own, project)
+    complete = found.nemo is not None  # without NeMo some rules find nothing
+    return _with_faults(report, own) if complete and set(rules) == set(all_rules()) else report
+
+
+def _answered(report: Report, own: Sequence[Suppression], project: Sequence[Suppression]) -> Report:
+    """Without the findings that suppressions answer."""
+    left = suppressions.applied(Path(report.name), (*own, *project), report.findings)
+    suppressed = len(report.findings) - len(left.findings)
+    return replace(report, findings=left.findings, used=left.used, suppressed=suppressed)
+
+
+def _with_faults(report: Report, own: Sequence[Suppression]) -> Report:
+    """With what is wrong with its own suppressions; for a report of all rules."""
+    known = {rule.identifier for rule in all_rules()}
+    faults = [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, report.used, known)]
+    return replace(report, findings=in_order([*report.findings, *faults]))
 
 
 def of_project(project: Sequence[Suppression], reports: Sequence[Report]) -> Report | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import resource
@@ -14,7 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from nemo_patches.tools.doctor.gloo_probe import Gloo
 GLOO_LIMIT = timedelta(seconds=60)  # torch's import can take long on a network file system
 PACKAGES = ("nemo_toolkit", "torch", "lightning", "pytorch-lightning")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")  # as torch's own packages bring it
+_DEBUG_SERVER_NEEDS = ("jinja2", "tabulate")  # it imports them when it starts, as read in torch 2.13
 # What a finding may show of the environment: nothing else is kept.
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "NEMO_PATCHES_")
 _NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURM_NNODES")
@@ -49,7 +51,7 @@ class Machine:
 
     versions, needs: installed version, and NeMo's own requirement, by package. environment: the variables that rules
     may read. shared_memory: free bytes of /dev/shm. open_files: soft and hard limit, None for unlimited. nccl: the
-    version of the package that torch's own brings along.
+    version of the package that torch's own brings along. debug_server_lacks: what torch's debug server cannot import.
     """
 
     host: str = "this machine"
@@ -63,6 +65,7 @@ class Machine:
     open_files: tuple[int | None, int | None] = (None, None)
     memory: Memory | None = None
     nccl: str = ""
+    debug_server_lacks: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -112,6 +115,7 @@ def gather() -> Machine:
         open_files=_open_files(),
         memory=memory(),
         nccl=_nccl(),
+        debug_server_lacks=debug_server_lacks(_folder_of_torch()),
     )
 
 
@@ -129,6 +133,18 @@ def _nccl() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return ""
+
+
+def _folder_of_torch() -> Path | None:
+    found = importlib.util.find_spec("torch")  # a top-level package is found without running it
+    return Path(found.origin).parent if found and found.origin else None
+
+
+def debug_server_lacks(torch: Path | None, needs: Iterable[str] = _DEBUG_SERVER_NEEDS) -> tuple[str, ...]:
+    """What the debug server of the torch in a folder needs and is not installed; none where it has no such server."""
+    if torch is None or not (torch / "distributed" / "debug" / "__init__.py").exists():
+        return ()
+    return tuple(name for name in needs if importlib.util.find_spec(name) is None)
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

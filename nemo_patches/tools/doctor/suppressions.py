@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -50,6 +50,11 @@ class Suppression:
 def in_text(text: str) -> list[Suppression]:
     """Those in a config's comments."""
     return [found for number, line in enumerate(text.splitlines(), 1) for found in _in_line(number, line)]
+
+
+def in_comments(comments: Mapping[int, str]) -> list[Suppression]:
+    """Those in the comments of a file of Python, by their lines."""
+    return [found for number, comment in comments.items() for found in _in_line(number, comment)]
 
 
 def _in_line(number: int, line: str) -> Iterator[Suppression]:

@@ -13,6 +13,16 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
 
 WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4}
+model:
+  validation_ds: {manifest_filepath: three_lines.json, batch_size: 8, max_duration: 20}
+"""
+GOOD = """\
+trainer: {devices: 4}
+model:
+  validation_ds: {manifest_filepath: four_lines.json, batch_size: 8, max_duration: 20}
+"""
 
 
 def check(job: Job) -> Iterator[Finding]:
