@@ -24,7 +24,6 @@ def test_only_a_torch_that_has_it_lacks_something(tmp_path: Path) -> None:
         (tmp_path / folder / "torch" / "distributed" / "debug").mkdir(parents=True)
     (tmp_path / "with" / "torch" / "distributed" / "debug" / "__init__.py").write_text("raise SystemExit")
     lacks = {
-        each: machine.debug_server_lacks(tmp_path / each / "torch", ("jinja2", "no_such"))
-        for each in ("with", "without")
+        each: machine.debug_server_lacks(tmp_path / each / "torch", ("yaml", "no_such")) for each in ("with", "without")
     }
     assert lacks == {"with": ("no_such",), "without": ()}
