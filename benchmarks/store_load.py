@@ -17,8 +17,10 @@ import resource
 import secrets
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -33,6 +35,7 @@ from nemo_patches.stall.wire import TOKEN_BYTES, Peer, encode_peers
 TIMEOUT = 10.0
 HEALTHY = 6.0  # seconds for which heartbeats alone are counted
 MISSING = 5  # ranks whose heart has stopped
+T = TypeVar("T")
 
 
 @dataclass
@@ -179,12 +182,7 @@ def measure(size: int, port: int) -> str:
     key = next(iter(ranks[0].heartbeat.rounds))
     question = Question(key, 8, due, 0, "benchmark")
     queries = [MissingQuery(one.surroundings, question) for one in ranks if one.rank not in stopped]
-    done: list[float] = []
-    pending = list(queries)
-    while pending and time.monotonic() < due + 30:
-        done += [time.monotonic() - due for one in pending if one.done]
-        pending = [one for one in pending if not one.done]
-        time.sleep(0.005)
+    done = seconds_until(queries, lambda query: query.done, due)
     report = minus(traffic, before)
     for query in queries:
         query.cancel()
@@ -212,12 +210,7 @@ def census(ranks: list[SimulatedRank], traffic: Traffic, stopped: set[int]) -> s
         Census(CensusQuestion(one.surroundings, lambda one=one: replace(one.heartbeat, idle=60.0), due, 1.0))  # type: ignore[misc]
         for one in ranks
     ]
-    done: list[float] = []
-    pending = list(censuses)
-    while pending and time.monotonic() < due + 30:
-        done += [time.monotonic() - due for one in pending if one.counted]
-        pending = [one for one in pending if not one.counted]
-        time.sleep(0.005)
+    done = seconds_until(censuses, lambda one: one.counted is not None, due)
     found = minus(traffic, before)
     right = sum(
         {rank for group in one.counted.groups if group.kind == SILENT for rank in group.ranks} == stopped
@@ -226,6 +219,17 @@ def census(ranks: list[SimulatedRank], traffic: Traffic, stopped: set[int]) -> s
     )
     last = f"{done[-1]:.2f}" if done else "none"
     return f"| {found.requests} | {(found.sent + found.received) / 1024:.0f} | {last} | {right} of {len(censuses)} "
+
+
+def seconds_until(asked: Iterable[T], is_done: Callable[[T], bool], due: float) -> list[float]:
+    """How long after `due` each was done; none for those that were not after 30 s."""
+    done: list[float] = []
+    pending = list(asked)
+    while pending and time.monotonic() < due + 30:
+        done += [time.monotonic() - due for one in pending if is_done(one)]
+        pending = [one for one in pending if not is_done(one)]
+        time.sleep(0.005)
+    return done
 
 
 def directly(size: int) -> str:

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "": {"sync", "stall", "tracing", "uneven", "patching", ""},
 }
 VENDORED = ("sync", "stall")  # the diffs carry them under another name, so imports in and between them are relative
-MOST_LINES_IN_SYNC = 1610
+MOST_LINES_IN_SYNC = 1600
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 

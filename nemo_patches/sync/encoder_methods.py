@@ -34,10 +34,8 @@ class Growth:
 
     def __init__(self) -> None:
         self.happened = False  # whether any buffer has
-        self.names = set(
-            LENGTH_SIZED
-        )  # of buffers that are private where they have grown: also others', by their shape
-        self.unlike: set[str] = set()  # buffers that a growth has given other values, and the same shape: said
+        self.names = set(LENGTH_SIZED)  # of buffers that are private where they have grown; by their shape, others'
+        self.same_shape: set[str] = set()  # buffers that a growth has given other values alone: said
         self.unregistered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # NeMo would have registered theirs
         self.growing: set[int] = set()  # encoders inside _run_privately, by id
 
@@ -82,9 +80,8 @@ def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        modules = (
-            self.modules() if kwargs.get("recurse", args[0] if args else True) else [self]
-        )  # as to_empty() may say
+        recursive = kwargs.get("recurse", args[0] if args else True)  # to_empty() may leave the children alone
+        modules = self.modules() if recursive else [self]
         grown = [(module, name, vars(module)[name]) for module, name in _places(modules) if name in vars(module)]
         result = original(self, fn, *args, **kwargs)
         for module, name, tensor in grown:
@@ -143,8 +140,10 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
             buffer, grown = registered.get((module, name)), module._buffers.get(name)
             if grown is buffer or (buffer is None and register_new):
                 continue
-            if name not in growth.names and not _has_another_shape(module, name, buffer, grown):
+            if name not in growth.names and getattr(buffer, "shape", None) == getattr(grown, "shape", None):
+                _say_same_shape(f"{type(module).__name__}.{name}")  # its values are NeMo's and DDP's affair
                 continue
+            growth.names.add(name)
             if buffer is None:
                 del module._buffers[name]
                 module._non_persistent_buffers_set.discard(name)
@@ -156,16 +155,11 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
             growth.happened = True
 
 
-def _has_another_shape(module: torch.nn.Module, name: str, before: Any, after: Any) -> bool:
-    """Whether a buffer of a name that was not known has grown, too. Other values alone are NeMo's and DDP's affair."""
-    if getattr(before, "shape", None) != getattr(after, "shape", None):
-        growth.names.add(name)
-        return True
-    if (title := f"{type(module).__name__}.{name}") not in growth.unlike:
-        growth.unlike.add(title)
+def _say_same_shape(buffer: str) -> None:
+    if buffer not in growth.same_shape:
+        growth.same_shape.add(buffer)
         text = "has other values since its encoder has grown, and the same shape: DDP broadcasts rank 0's"
-        report(logging.WARNING, f"buffer {title} {text}")
-    return False
+        report(logging.WARNING, f"buffer {buffer} {text}")
 
 
 def _places(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:

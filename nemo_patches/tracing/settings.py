@@ -22,14 +22,15 @@ def _folder(value: object) -> Path | None:
     return Path(value).expanduser().absolute() if value else None
 
 
-def _checks(value: object) -> tuple[str, ...]:
+def chosen_words(value: object, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """From a text with commas, or a sequence; in the order of `allowed`. Raises ValueError or TypeError."""
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, Sequence):
         raise TypeError
     chosen = {str(word).strip() for word in words}
-    if not chosen <= {*CHECKS, ""}:
+    if not chosen <= {*allowed, ""}:
         raise ValueError
-    return tuple(check for check in CHECKS if check in chosen)
+    return tuple(word for word in allowed if word in chosen)
 
 
 TRACE: Setting[Path | None] = Setting(
@@ -52,7 +53,7 @@ TRACE_SIZE = Setting(
 TRACE_CHECKS: Setting[tuple[str, ...]] = Setting(
     "trace_checks",
     (),
-    _checks,
+    lambda value: chosen_words(value, CHECKS),
     f"{', '.join(map(repr, CHECKS))}, also several, with commas",
     "Checks of each encoder call: inputs, cuda, barrier, or several, with commas.",
     lambda checks: ",".join(checks) or "none",

@@ -16,23 +16,13 @@ STOCK, DEFERRED = "stock", "deferred"
 TRAINING, EVALUATION = STAGES = ("training", "evaluation")
 
 
-def _stages(value: object) -> tuple[str, ...]:
-    words = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, Sequence):
-        raise TypeError
-    chosen = {str(word).strip() for word in words}
-    if not chosen <= {*STAGES, ""}:
-        raise ValueError
-    return tuple(stage for stage in STAGES if stage in chosen)
-
-
 METRICS = word_setting(
     "metrics", (STOCK, DEFERRED), "stock: WER and BLEU wait for all ranks in every batch; deferred: once, at the end."
 )
 STOP_TOGETHER: Setting[tuple[str, ...]] = Setting(
     "stop_together",
     (),
-    _stages,
+    lambda value: trace_settings.chosen_words(value, STAGES),
     f"{', '.join(map(repr, STAGES))}, also both, with a comma",
     "Of whose loaders all ranks end a pass after the same number of batches: training, evaluation, or both.",
     lambda stages: ",".join(stages) or "none",
