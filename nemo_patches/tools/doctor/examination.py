@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.sync import settings
-from nemo_patches.tools.doctor import code, config_files, machine, suppressions
+from nemo_patches.tools.doctor import code, config_files, suppressions
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
@@ -150,6 +150,8 @@ def in_order(findings: Iterable[tuple[Rule, Finding]]) -> tuple[tuple[Rule, Find
 
 def examine_machine(rules: Sequence[Rule]) -> Report:
     """Check every rule on this machine and its Python environment."""
+    from nemo_patches.tools.doctor import machine  # which a config does not need
+
     facts = machine.gather()
     findings = checked(facts, rules, "machine")
     said = {rule for rule, _ in findings}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
@@ -54,21 +57,65 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: `finds` and `why` are a sentence each, `link` is where to read on, `worst` its highest severity.
+    """One rule: the module `name`, which is imported when it is first looked at, as most runs need a few of them.
 
-    about: "config", "code", "machine" or "ranks", the folder that the rule is in; `check` takes a Job, a Code, ...
-    folded: its notes are those that nearly every config gets. topic: of a machine, what was looked at. bad, good: a
-    config that it finds something in, and the same one mended.
+    about: "config", "code", "machine" or "ranks", the folder that the rule is in.
     """
 
     identifier: str
     about: str
-    finds: str
-    why: str
-    link: str
-    worst: Severity
-    check: Callable[[Any], Iterable[Finding]]
-    folded: bool = False
-    topic: str = ""
-    bad: str = ""
-    good: str = ""
+    name: str
+
+    @property
+    def finds(self) -> str:
+        """A sentence."""
+        return self._documentation[0]
+
+    @property
+    def why(self) -> str:
+        """A sentence or some."""
+        return self._documentation[1]
+
+    @property
+    def link(self) -> str:
+        """Where to read on."""
+        return self._documentation[2]
+
+    @property
+    def worst(self) -> Severity:
+        """Its highest severity."""
+        return Severity(self._module.WORST)
+
+    def check(self, subject: Any) -> Iterable[Finding]:
+        """What it finds in a Job, a Code, a Machine or Ranks, as of `about`."""
+        return self._module.check(subject)  # type: ignore[no-any-return]
+
+    @property
+    def folded(self) -> bool:
+        """Whether its notes are those that nearly every config gets."""
+        return getattr(self._module, "FOLDED", False)
+
+    @property
+    def topic(self) -> str:
+        """Of a machine, what was looked at."""
+        return getattr(self._module, "TOPIC", "")
+
+    @property
+    def bad(self) -> str:
+        """A config that it finds something in."""
+        return getattr(self._module, "BAD", "")
+
+    @property
+    def good(self) -> str:
+        """The same one, mended."""
+        return getattr(self._module, "GOOD", "")
+
+    @property
+    def _module(self) -> ModuleType:
+        return import_module(self.name)
+
+    @property
+    def _documentation(self) -> tuple[str, str, str]:
+        finds, _, rest = (inspect.getdoc(self._module) or "").partition("\n\n")
+        why, _, link = rest.rpartition("\nLink: ")
+        return " ".join(finds.split()), " ".join(why.split()), link.strip()

@@ -7,35 +7,19 @@ config gets is FOLDED, and BAD and GOOD are a config that it finds something in,
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
-from importlib import import_module
-from types import ModuleType
+from pathlib import Path
 
 from nemo_patches.tools.doctor.finding import Rule
-from nemo_patches.tools.doctor.rules import code, config, machine, ranks
+
+FOLDERS = ("code", "config", "machine", "ranks")
 
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule of these folders, by identifier."""
-    rules = [_rule(module, folder) for folder in (code, config, machine, ranks) for module in _modules(folder)]
+    rules = [
+        Rule(name.partition("_")[0].upper(), folder, f"{__name__}.{folder}.{name}")
+        for folder in FOLDERS
+        for _, name, _ in pkgutil.iter_modules([str(Path(__file__).with_name(folder))])
+    ]
     return tuple(sorted(rules, key=lambda rule: rule.identifier))
-
-
-def _modules(folder: ModuleType) -> list[ModuleType]:
-    return [import_module(f"{folder.__name__}.{module.name}") for module in pkgutil.iter_modules(folder.__path__)]
-
-
-def _rule(module: ModuleType, folder: ModuleType) -> Rule:
-    finds, why, link = _documentation(module)
-    identifier = module.__name__.rpartition(".")[2].partition("_")[0].upper()
-    about = folder.__name__.rpartition(".")[2]
-    texts = {name.lower(): getattr(module, name, "") for name in ("TOPIC", "BAD", "GOOD")}
-    folded = getattr(module, "FOLDED", False)
-    return Rule(identifier, about, finds, why, link, module.WORST, module.check, folded=folded, **texts)
-
-
-def _documentation(module: ModuleType) -> tuple[str, str, str]:
-    finds, _, rest = (inspect.getdoc(module) or "").partition("\n\n")
-    why, _, link = rest.rpartition("\nLink: ")
-    return " ".join(finds.split()), " ".join(why.split()), link.strip()
