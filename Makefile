@@ -20,7 +20,7 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
 .PHONY: help demo test test-% test-others test-wheel test-pythons build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
-.PHONY: lint clean
+.PHONY: lint pictures reference docs clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -34,6 +34,9 @@ help:
 	@echo "make benchmark  ratios against stock"
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
+	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
+	@echo "make reference  docs/reference.md's tables and API anew, from the code"
+	@echo "make pictures   docs/pictures/ anew"
 	@echo "make clean      remove .venv/"
 
 demo: .venv/nemo-$(DEMO_NEMO)/ready
@@ -44,7 +47,7 @@ demo: .venv/nemo-$(DEMO_NEMO)/ready
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
-	$(MAKE) -j2 test-together-$(FIRST) lint check-patches $(ENVIRONMENTS)
+	$(MAKE) -j2 test-together-$(FIRST) lint check-patches docs $(ENVIRONMENTS)
 	$(MAKE) -j2 test-alone-$(FIRST) test-others
 
 test-others:
@@ -205,6 +208,25 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 	$(UNPACK) $(@D) texterrors==1.1.9 loguru==0.7.3 termcolor==3.3.0 \
 		megatron_core==0.16.1 h5py==3.16.0 ijson==3.6.0 jieba==0.42.1 nltk==3.10.4 opencc==1.4.2 pangu==4.0.6.1 \
 		rouge_score==0.1.2 six==1.17.0
+	@touch $@
+
+reference: .venv/nemo-$(DEMO_NEMO)/ready
+	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/reference.py
+
+# diagnose's exit code is 1 here: it has found the stuck rank.
+pictures: .venv/nemo-$(DEMO_NEMO)/ready
+	rm -rf .venv/pictures
+	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/stalled_job.py .venv/pictures
+	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diagnose .venv/pictures --plot docs/pictures/stall.png; test $$? = 1
+
+docs: .venv/docs/ready
+	@echo "== the documents' site"
+	.venv/docs/bin/mkdocs build --quiet --strict
+
+.venv/docs/ready: constraints.txt
+	@echo "== making the virtual environment .venv/docs with mkdocs-material"
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip install -q -c constraints.txt mkdocs-material
 	@touch $@
 
 clean:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from setuptools import setup
 
-# An index shows the README without the files beside it: a link to one of them becomes the file's name.
-readme = re.sub(r"\[((?:docs/)?[^]/]+\.md)\]\(\1\)", r"`\1`", Path("README.md").read_text(encoding="utf-8"))
+# An index shows the README without the files beside it: a link to one becomes the file's name, a picture its text.
+readme = Path("README.md").read_text(encoding="utf-8")
+readme = re.sub(r"!\[([^]]*)\]\((?!https://)[^)]*\)", r"(\1)", readme)
+readme = re.sub(r"\[[^]]*\]\((?!https://|#)([^)]*)\)", r"`\1`", readme)
 
 # A wheel takes every file of its build folder, and build/ may hold modules of an earlier build: each has a new folder.
 with tempfile.TemporaryDirectory() as folder:

@@ -80,8 +80,16 @@ def test_the_source_distribution_has_what_it_takes_to_read_test_and_build_it(bui
         names = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
     for folder in ("nemo_patches", "tests", "docs", "examples", "benchmarks", "patches"):
         assert files_below(built.source / folder) <= names, folder
-    assert {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Makefile", "constraints.txt"} <= names
-    assert {"sitecustomize.py", "pyproject.toml", "setup.py"} <= names
+    assert {page.name for page in built.source.glob("*.md")} <= names
+    assert {
+        "LICENSE",
+        "Makefile",
+        "constraints.txt",
+        "mkdocs.yml",
+        "sitecustomize.py",
+        "pyproject.toml",
+        "setup.py",
+    } <= names
 
 
 def test_the_licence_is_an_spdx_expression_with_its_text(built: Built) -> None:

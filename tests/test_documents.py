@@ -1,0 +1,110 @@
+"""README and documents: both languages say the same, and what they name (commands, settings, files) exists."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from interpreters import CHECKOUT
+
+from nemo_patches.cli import app
+from nemo_patches.patching import DISABLE_VARIABLE, admission
+from nemo_patches.uneven.settings import ALL_SETTINGS
+
+pytestmark = pytest.mark.one_nemo
+
+MOST_LINES_OF_README = 120
+README, CHINESE = CHECKOUT / "README.md", CHECKOUT / "README.zh-CN.md"
+PAGES = sorted(page for where in ("*.md", "docs/*.md", "examples/*/*.md") for page in CHECKOUT.glob(where))
+PAGES.remove(CHECKOUT / "CHANGELOG.md")  # which may name what has gone since
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {DISABLE_VARIABLE, admission.UNSUPPORTED_VARIABLE}
+COMMANDS: Any = typer.main.get_command(app)
+
+
+def code(page: Path) -> list[str]:
+    """Every line of a code block, without its comment, and every piece of code in a sentence."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    pieces = re.findall(r"^ {4,}(\S.*)|`([^`]+)`", text, re.MULTILINE)
+    return [re.sub(r" +#.*", "", block) or inline for block, inline in pieces]
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8"))
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_README
+
+
+def test_both_readmes_have_the_same_headings_commands_settings_and_links_in_the_same_order() -> None:
+    def headings(page: Path) -> list[str]:
+        return re.findall(r"^#+ ", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+    def tables(page: Path) -> list[int]:
+        return [row.count("|") for row in re.findall(r"^\|.*", page.read_text(encoding="utf-8"), re.MULTILINE)]
+
+    assert headings(CHINESE) == headings(README)
+    assert tables(CHINESE) == tables(README)
+    assert code(CHINESE) == code(README)
+    assert set(links(CHINESE)) - {"README.md"} == set(links(README)) - {"README.zh-CN.md"}
+
+
+@each_page
+def test_every_variable_of_ours_exists(page: Path) -> None:
+    named = set(re.findall(r"NEMO_PATCHES_[A-Z]+(?:_[A-Z]+)*\b", page.read_text(encoding="utf-8")))
+    assert named <= VARIABLES
+
+
+@each_page
+def test_every_command_of_ours_exists_with_its_options(page: Path) -> None:
+    for line in code(page):
+        for words in re.findall(r"(?:nemo-patches|-m nemo_patches) ([a-z].*)", line):
+            name, *given = words.split(" -- ")[0].split()
+            assert name in COMMANDS.commands, line
+            known = {"--help", *(option for each in COMMANDS.commands[name].params for option in each.opts)}
+            assert {word.split("=")[0] for word in given if re.match(r"--?[a-z]", word)} <= known, line
+
+
+@each_page
+def test_every_make_target_exists(page: Path) -> None:
+    phony = " ".join(re.findall(r"^\.PHONY:(.*)", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
+    families = tuple(re.findall(r"=([a-z-]+)%\)", phony))  # matrix-%, for every release
+    for line in code(page):
+        for target in re.findall(r"^make ([a-z][a-z-]*)", line):
+            assert target in phony.split() or target.startswith(families), target
+
+
+@each_page
+def test_every_file_that_is_linked_is_there(page: Path) -> None:
+    assert [link for link in links(page) if not (page.parent / link).exists()] == []
+
+
+@each_page
+def test_every_file_that_code_names_is_there(page: Path) -> None:
+    for piece in code(page):
+        for name in re.findall(r"(?<![\w/])((?:docs|tests|benchmarks|examples|nemo_patches)/[\w/.-]+\.\w+)", piece):
+            assert (CHECKOUT / name).is_file() or name.startswith("tests/collections/"), name  # that is NeMo's folder
+
+
+def test_the_reference_is_what_make_reference_writes() -> None:
+    spec = spec_from_file_location("reference", CHECKOUT / "docs" / "programs" / "reference.py")
+    assert spec and spec.loader
+    program = module_from_spec(spec)
+    spec.loader.exec_module(program)
+    page = program.PAGE.read_text(encoding="utf-8")
+    assert program.written(page) == page, "run `make reference`"
+
+
+def test_every_message_of_the_reference_is_in_the_code() -> None:
+    section = (CHECKOUT / "docs" / "reference.md").read_text(encoding="utf-8").split("## What does a log line mean?")[1]
+    messages = re.findall(r"^\| `([^`]+)` \| [A-Z]", section.split("\n## ")[0], re.MULTILINE)
+    sources = [path.read_text(encoding="utf-8") for path in (CHECKOUT / "nemo_patches").rglob("*.py")]
+    code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", source) for source in sources)  # texts that go on in the next line
+    pieces = [piece.strip(" :") for message in messages for piece in message.split("...")]
+    assert len(messages) > 10
+    assert [piece for piece in pieces if piece not in code] == []
