@@ -102,23 +102,27 @@ def run(
 
 @app.command()
 def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """What would be patched in this environment, and the settings.
+    """Is it on here? One of: on; off here, but possible; cannot be patched. Then targets, settings, versions.
 
-    Exit code 0: all would be patched. 1: not all, or a misspelt variable, so that a setting has no effect. 2: it cannot
+    Exit code 0: on. 1: off here, or cannot be, or a misspelt variable, so that a setting has no effect. 2: it cannot
     be told.
     """
     from nemo_patches.tools import status as status_command
 
     try:
         report = status_command.examine()
+    except status_command.NotInstalled as error:
+        answer = f"cannot be patched: {error}"
+        typer.echo(dumps({"state": status_command.CANNOT_BE, "answer": answer}, indent=2) if json else answer)
+        raise typer.Exit(1) from None
     except status_command.StatusError as error:
-        typer.echo(f"nemo-patches status: {error}", err=True)
+        typer.echo(f"nemo-patches status: it cannot be told: {error}", err=True)
         raise typer.Exit(2) from None
     if json:
         typer.echo(dumps(asdict(report), indent=2))
     else:
         status_command.show(report, Console())
-    raise typer.Exit(1 if report.reasons or report.misspelt else 0)
+    raise typer.Exit(0 if report.state == status_command.ON and not report.misspelt else 1)
 
 
 @app.command()
