@@ -99,6 +99,8 @@ def apply(
         trainers that are made from now on have a StopTogether, which leaves batches out (docs/uneven.md). "": none.
     What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
+    It holds for this process, and for those that it forks. One that it spawns (torch.multiprocessing.spawn, Lightning's
+    ddp_spawn) starts as stock: call apply() in the function that is spawned, or start the job with `nemo-patches run`.
 
     Raises SettingsError (a ValueError) for a value that is not allowed, UnsupportedNeMo for a NeMo outside the
     supported range, DriftError where NeMo's code is not as expected (nothing is patched then), ModuleNotFoundError

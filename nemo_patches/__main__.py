@@ -2,10 +2,12 @@
 
 import sys
 
+from nemo_patches.tools import NEEDED
+
 try:
     from nemo_patches.cli import main
 except ModuleNotFoundError as error:  # an installed package has brought them
-    needed = "pip install typer rich omegaconf hydra-core pyyaml packaging msgspec numpy wrapt"
-    sys.exit(f"python -m nemo_patches: {error.name} is not installed; needed: {needed}")
+    print(f"python -m nemo_patches: {error.name} is not installed; needed: {NEEDED}", file=sys.stderr)
+    sys.exit(2)
 
 main()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from inspect import Parameter
 from json import dumps
@@ -15,35 +18,87 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+import nemo_patches as package
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings
+from nemo_patches.sync.settings import Setting
+from nemo_patches.tools import NEEDED
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.uneven import settings as uneven_settings
 from nemo_patches.uneven.settings import ALL_SETTINGS
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_UsageError = typer.BadParameter.__mro__[2]  # ClickException: click's, or that of the copy that newer typers have
+
+
+def _choice(words: Sequence[str], several: bool = False, **more: Any) -> Any:
+    """An option for these words, with commas if several: whoever gets the value refuses another, by its name."""
+
+    def starting_with(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return typer.Option(metavar=f"[{'|'.join(words)}]{'[,...]' * several}", autocompletion=starting_with, **more)
+
+
+def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[Any], Any]:
+    """A parser whose error says what is allowed."""
+
+    def parse(text: Any) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            allowed = "a whole number, " if kind is int else ""
+            allowed += f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+            raise typer.BadParameter(f"{text} is not allowed; allowed: {allowed}")
+        return value
+
+    return parse
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nemo-patches {package.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def nemo_patches() -> None:
+def nemo_patches(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """NVIDIA NeMo's encoder length sync, bounded in time."""
 
 
 @app.command()
 def demo(
     manifest: Annotated[
-        Path | None, typer.Option(help="Your own NeMo manifest; without it, synthetic audio is made.")
+        Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
     ] = None,
-    devices: Annotated[int, typer.Option(help="CPU ranks, 2 to 8.")] = 2,
-    seconds: Annotated[float, typer.Option(help="How long one rank stalls before the encoder, 3 to 120.")] = 6.0,
+    devices: Annotated[int, typer.Option(metavar="NUMBER", parser=_number(int, 2, 8), help="CPU ranks, 2 to 8.")] = 2,
+    seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", parser=_number(float, 3, 120), help="How long one rank stalls, 3 to 120."),
+    ] = 6.0,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Also draw what is printed into this file.", show_default="none"),
+    ] = None,
 ) -> None:
     """Train stock NeMo and NeMo with nemo_patches on this machine's CPU, the same way, and compare them."""
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.errors import DemoError
 
     try:
-        code = command.run(manifest, devices, seconds)
+        code = command.run(manifest, devices, seconds, record)
     except DemoError as error:
         typer.echo(f"nemo-patches demo: {error}", err=True)
         code = 2
@@ -51,6 +106,12 @@ def demo(
         typer.echo("nemo-patches demo: interrupted; every rank was ended", err=True)
         code = 130
     raise typer.Exit(code)
+
+
+def _setting_option(setting: Setting[Any]) -> Any:
+    words = re.findall(r"'(\w+)'", setting.allowed)
+    more = {"help": setting.help, "show_default": setting.text(setting.default) + setting.unit}
+    return _choice(words, "comma" in setting.allowed, **more) if words else typer.Option(metavar="VALUE", **more)
 
 
 def _setting_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +123,7 @@ def _setting_options(function: Callable[..., None]) -> Callable[..., None]:
             setting.name,
             Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[str | None, typer.Option(help=setting.help)],
+            annotation=Annotated[str | None, _setting_option(setting)],
         )
         for setting in ALL_SETTINGS
     ]
@@ -102,30 +163,37 @@ def run(
 
 @app.command()
 def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """What would be patched in this environment, and the settings.
+    """Is it on here? One of: on; off here, but possible; cannot be patched. Then targets, settings, versions.
 
-    Exit code 0: all would be patched. 1: not all, or a misspelt variable, so that a setting has no effect. 2: it cannot
+    Exit code 0: on. 1: off here, or cannot be, or a misspelt variable, so that a setting has no effect. 2: it cannot
     be told.
     """
     from nemo_patches.tools import status as status_command
 
     try:
         report = status_command.examine()
+    except status_command.NotInstalled as error:
+        answer = f"cannot be patched: {error}"
+        typer.echo(dumps({"state": status_command.CANNOT_BE, "answer": answer}, indent=2) if json else answer)
+        raise typer.Exit(1) from None
     except status_command.StatusError as error:
-        typer.echo(f"nemo-patches status: {error}", err=True)
+        typer.echo(f"nemo-patches status: it cannot be told: {error}", err=True)
         raise typer.Exit(2) from None
     if json:
         typer.echo(dumps(asdict(report), indent=2))
     else:
         status_command.show(report, Console())
-    raise typer.Exit(1 if report.reasons or report.misspelt else 0)
+    raise typer.Exit(0 if report.state == status_command.ON and not report.misspelt else 1)
 
 
 @app.command()
 def diff(
     nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder that NeMo is in.")],
     parts: Annotated[
-        str, typer.Option(help="nemo: the edit; sync: what it calls; stall: who is missing; several with commas.")
+        str,
+        _choice(
+            ("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: its calls; stall: who is missing."
+        ),
     ] = "nemo,sync,stall",
     check: Annotated[bool, typer.Option("--check", help="Say which committed diff applies; write nothing.")] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Put it in: all of it, or nothing.")] = False,
@@ -171,9 +239,12 @@ def doctor(
         bool, typer.Option("--patched", help="Judge the job with nemo_patches on every rank, not stock NeMo.")
     ] = False,
     select: Annotated[
-        list[str] | None, typer.Option(help="Only these rules: NP101, or NP1 for all that begin so.")
+        list[str] | None,
+        typer.Option(metavar="RULE", help="Only these rules: NP101, or NP1 for all that begin so.", show_default="all"),
     ] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="Not these rules.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Not these rules.", show_default="none")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Print the safe changes as a diff; write nothing.")] = False,
     write: Annotated[bool, typer.Option("--write", help="With --fix: write them.")] = False,
@@ -184,15 +255,26 @@ def doctor(
         bool, typer.Option("--nccl", help="With --ranks: also try the job's backend, with collectives of 1 MB.")
     ] = False,
     list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
-    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.")] = None,
+    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.", show_default="none")] = None,
     severity: Annotated[
-        str | None, typer.Option(help="From which on findings are shown, and count: note, warning or error.")
+        str | None,
+        _choice(("note", "warning", "error"), help="From which on findings are shown, and count.", show_default="note"),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line for each finding, and nothing else.")] = False,
-    output_format: Annotated[str | None, typer.Option(help="text, json, github (annotations) or sarif.")] = None,
+    output_format: Annotated[
+        str | None,
+        _choice(
+            ("text", "json", "github", "sarif"), help="github: annotations of a pull request.", show_default="text"
+        ),
+    ] = None,
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 in place of 1.")] = False,
     against: Annotated[
-        str | None, typer.Option(help="Also what differs from NeMo's own config (nest, canary, ...) or a file.")
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Also what differs from NeMo's own config (nest, canary, ...) or a file.",
+            show_default="none",
+        ),
     ] = None,
 ) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
@@ -201,12 +283,8 @@ def doctor(
 
     Exit code 0: nothing, or notes only. 1: findings. 2: what cannot be read or done.
     """
-    try:
-        from nemo_patches.tools.doctor import command
-    except ModuleNotFoundError as error:  # a checkout that is not installed; an installed package has brought them
-        needed = "pip install omegaconf hydra-core pyyaml packaging msgspec"
-        typer.echo(f"nemo-patches doctor: {error.name} is not installed; needed: {needed}", err=True)
-        raise typer.Exit(2) from None
+    from nemo_patches.tools.doctor import command
+
     request = command.Request(
         tuple(arguments or ()),
         patched,
@@ -236,9 +314,22 @@ def diagnose(
     ],
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw every rank's lag at every call into this PNG file.")] = None,
-    perfetto: Annotated[Path | None, typer.Option(help="Write all calls for ui.perfetto.dev into this file.")] = None,
-    launch: Annotated[int | None, typer.Option(help="Of several launches, that with this restart count.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw every rank's lag at every call: a PNG.", show_default="none"),
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all calls for ui.perfetto.dev.", show_default="none")
+    ] = None,
+    launch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            parser=_number(int, 0, math.inf),
+            help="Of several launches, that with this restart count.",
+            show_default="the last",
+        ),
+    ] = None,
 ) -> None:
     """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
     from nemo_patches.tools.diagnose import command
@@ -254,8 +345,23 @@ def diagnose(
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. What was typed wrong, or is not installed, is one line; the exit code is 2."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except _UsageError as error:
+        text, context = error.format_message(), getattr(error, "ctx", None)  # type: ignore[attr-defined]
+        where = context.command_path if context else "nemo-patches"
+        text = re.sub(r"^Invalid value for '(-[^']*)': ", r"\1=", text)
+        if "\n" not in text:  # else it is the help, where there were no arguments at all
+            hint = "" if "allowed: " in text else f"; see {where} --help"
+            text = f"{where}: {text.rstrip('.')}{hint}"
+        typer.echo(text, err=True)
+    except typer.Abort:
+        typer.echo("nemo-patches: aborted", err=True)
+    except ModuleNotFoundError as error:  # an installed package has brought all but torch, NeMo and matplotlib
+        here = f"is not installed for {sys.executable}"
+        typer.echo(f"nemo-patches: {error.name} {here}; nemo_patches itself needs: {NEEDED}", err=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+import nemo_patches
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.store_client import StoreClient
 from nemo_patches.sync import keys, length_sync
@@ -43,7 +44,14 @@ class LengthSyncCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         self._number = 0  # times that figures were due
         self._before: _Exchanged | None = None
         self._exchange: _Exchange | None = None
-        self._given_up = False
+        self._given_up = self._said_unpatched = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        status = nemo_patches.status()
+        if not status.patched and not self._said_unpatched:
+            self._said_unpatched = True
+            text = f"no NeMo encoder is patched in this process ({status.state}: {status.why})"
+            report(logging.WARNING, f"LengthSyncCallback logs nothing: {text}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

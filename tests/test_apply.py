@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,12 +120,63 @@ def test_status_prints_well() -> None:
     assert all(skipped.reason for skipped in status.skipped)
 
 
-def test_what_is_skipped_is_said_once_with_the_reason(caplog: Any) -> None:
+def test_the_first_line_is_short_and_the_rest_is_at_debug(caplog: Any) -> None:
+    caplog.set_level(logging.DEBUG, "nemo_patches")
     with listening(caplog):
-        nemo_patches.apply()
-    (message,) = caplog.messages
+        nemo_patches.apply(trace_size=3)
+    first, *rest = caplog.records
+    message = first.getMessage()
+    assert (first.levelno, {record.levelno for record in rest}) == (logging.INFO, {logging.DEBUG})
+    assert len(message) <= 250
+    assert "; sync=bounded, timeout=10 s, trace_size=3 MiB" in message
+    assert "call_timeout" not in message
+    texts = "\n".join(record.getMessage() for record in rest)
+    assert "call_timeout=60 s" in texts
     for skipped in nemo_patches.status().skipped:
-        assert f"not patched: {skipped.target}: {skipped.reason}" in message
+        assert f"not patched: {skipped.target}: {skipped.reason}" in texts
+
+
+def state_in_a_spawned_process() -> tuple[str, str]:
+    nemo_patches.apply()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return nemo_patches.status().state, pool.apply_async(_state_here).get(120)
+
+
+def _state_here() -> str:
+    return str(nemo_patches.status()).splitlines()[0]
+
+
+def test_a_spawned_process_is_not_patched_and_both_say_so() -> None:
+    (result,) = run_ranks(without_group, 1, state_in_a_spawned_process, group=False)
+    parent, child = result.value
+    (line,) = result.lines("patched ")
+    assert parent == "on"
+    assert line.endswith("; a process that this one spawns must call apply() too")
+    assert child.startswith("off here: nemo_patches.apply() or `nemo-patches run` switches it on")
+
+
+def without_group(rank: int, size: int, function: Any) -> Any:
+    return function()
+
+
+def test_status_has_one_of_three_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state() -> str:
+        return nemo_patches.status().state
+
+    assert state() == "off here"
+    monkeypatch.setenv("NEMO_PATCHES_DISABLE", "1")
+    nemo_patches.apply()
+    assert str(nemo_patches.status()).startswith("off here: NEMO_PATCHES_DISABLE=1")
+    monkeypatch.setenv("NEMO_PATCHES_DISABLE", "x")
+    assert str(nemo_patches.status()).startswith("cannot be: NEMO_PATCHES_DISABLE='x' is not allowed")
+    monkeypatch.delenv("NEMO_PATCHES_DISABLE")
+    monkeypatch.setattr("nemo.package_info.__shortversion__", "9.9.0")
+    assert str(nemo_patches.status()).startswith("cannot be: NeMo 9.9.0 is not supported")
+    monkeypatch.undo()
+    nemo_patches.apply()
+    assert str(nemo_patches.status()).startswith(f"on: {len(nemo_patches.status().patched)} of NeMo's methods patched")
+    nemo_patches.revert()
+    assert state() == "off here"
 
 
 @pytest.mark.matrix

@@ -194,7 +194,7 @@ def test_every_entry_needed_is_dealt_out_once(devices: int, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--devices", "1"), "--devices=1 is not allowed; allowed: 2 to 8"),
+        (("--devices", "1"), "--devices=1 is not allowed; allowed: a whole number, 2 to 8"),
         (("--seconds", "0"), "--seconds=0 is not allowed; allowed: 3 to 120"),
         (("--seconds", "nan"), "--seconds=nan is not allowed; allowed: 3 to 120"),
     ],

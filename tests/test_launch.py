@@ -139,6 +139,6 @@ def test_a_checkout_without_the_commands_requirements_says_what_to_install(modul
         f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_module('nemo_patches', run_name='__main__')"
     )
     done = run([sys.executable, "-c", program], environment())
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "is not installed; needed: pip install typer rich" in line

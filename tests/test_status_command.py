@@ -30,7 +30,7 @@ def report(code: int, path: tuple[Path, ...] = (), **variables: str) -> dict[str
 
 @pytest.mark.matrix
 def test_it_tells_what_apply_would_do() -> None:
-    found = report(0)
+    found = report(1)  # off here, and would be patched by apply()
     would = {target["target"] for target in found["targets"] if target["file"] and not target["problem"]}
     nemo_patches.apply()
     try:
@@ -47,16 +47,16 @@ def test_it_tells_what_apply_would_do() -> None:
 
 
 def test_it_prints_the_same_for_a_person() -> None:
-    done = status(NEMO_PATCHES_TIMEOUT="4")
+    done = status(NEMO_PATCHES_TIMEOUT="4", path=(CHECKOUT,))
     assert done.returncode == 0
+    assert done.stdout.startswith("on: ")
     for said in (
         f"nemo {nemo.package_info.__shortversion__}",
         "sync: bounded (default)",
         "timeout: 4 (NEMO_PATCHES_TIMEOUT)",
-        "ConformerEncoder.update_max_seq_length: would be patched",
+        "ConformerEncoder.update_max_seq_length: patched when it is imported",
         "this NeMo does not have it",
-        "auto-apply: off here",
-        "all is patched, or would be",
+        "auto-apply: on",
     ):
         assert said in done.stdout
 
@@ -72,30 +72,40 @@ def test_it_imports_neither_nemos_collections_nor_torch() -> None:
 
 
 def test_where_each_setting_comes_from() -> None:
-    found = report(0, NEMO_PATCHES_SYNC="local")
+    found = report(0, (CHECKOUT,), NEMO_PATCHES_SYNC="local")
     assert {"name": "sync", "value": "local", "source": "NEMO_PATCHES_SYNC"} in found["settings"]
     assert {"name": "timeout", "value": "10", "source": "default"} in found["settings"]
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("path", "variables", "state", "said"),
     [
-        ({"NEMO_PATCHES_TIMEOUT": "soon"}, "NEMO_PATCHES_TIMEOUT='soon' is not allowed"),
-        ({"NEMO_PATCHES_DISABLE": "1"}, "NEMO_PATCHES_DISABLE=1"),
-        ({"NEMO_PATCHES_DISABLE": "x"}, "NEMO_PATCHES_DISABLE='x' is not allowed"),
+        ((), {}, "off here", "to switch it on: `nemo-patches run -- COMMAND`"),
+        ((), {"NEMO_PATCHES_DISABLE": "1"}, "off here", "unset NEMO_PATCHES_DISABLE, then `nemo-patches run"),
+        ((CHECKOUT,), {"NEMO_PATCHES_DISABLE": "1"}, "off here", "to switch it on: unset NEMO_PATCHES_DISABLE"),
+        ((CHECKOUT,), {"NEMO_PATCHES_DISABLE": "x"}, "cannot be", "NEMO_PATCHES_DISABLE='x' is not allowed"),
+        ((CHECKOUT,), {"NEMO_PATCHES_TIMEOUT": "soon"}, "cannot be", "NEMO_PATCHES_TIMEOUT='soon' is not allowed"),
     ],
 )
-def test_exit_code_1_and_the_reason_where_not_all_would_be_patched(variables: dict[str, str], said: str) -> None:
-    (reason,) = report(1, **variables)["reasons"]
-    assert said in reason
-    assert said in status(**variables).stdout
+def test_exit_code_1_and_why_where_it_is_not_on(
+    path: tuple[Path, ...], variables: dict[str, str], state: str, said: str
+) -> None:
+    found = report(1, path, **variables)
+    assert found["state"] == state
+    assert said in found["answer"]
+    assert {target["problem"] for target in found["targets"]} == {""}
+    printed = status(path=path, **variables).stdout
+    assert printed.startswith(found["answer"] + "\n")
+    assert "would be" not in printed
+    assert ("patched when it is imported" in printed) == (state == "on")
 
 
 def test_exit_code_1_and_the_sentence_where_a_variable_is_misspelt() -> None:
-    found = report(1, NEMO_PATCHES_TIMEOUTS="4")
+    found = report(1, (CHECKOUT,), NEMO_PATCHES_TIMEOUTS="4")
     sentence = "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
     assert (found["misspelt"], found["reasons"]) == ([sentence], [])
-    assert status(NEMO_PATCHES_TIMEOUTS="4").stdout.splitlines()[-2:] == ["all is patched, or would be", sentence]
+    assert found["state"] == "on"
+    assert status(NEMO_PATCHES_TIMEOUTS="4", path=(CHECKOUT,)).stdout.splitlines()[1] == sentence
 
 
 def checkout_of_nemo(folder: Path, version: str, **changes: str) -> Path:
@@ -118,7 +128,7 @@ def test_a_drifted_target(tmp_path: Path) -> None:
     path = checkout_of_nemo(tmp_path, "2.7.9", all_reduce="all_reduce_coalesced")
     found = report(1, (path,))
     reasons = found["reasons"]
-    assert len(reasons) == 2
+    assert (found["state"], len(reasons)) == ("cannot be", 2)
     assert all("without ['all_reduce']" in reason and "['all_reduce_coalesced']" in reason for reason in reasons)
     assert "ConformerEncoder.update_max_seq_length" in reasons[0]
     path = checkout_of_nemo(tmp_path / "other", "2.7.9", seq_length="frames")
@@ -129,9 +139,10 @@ def test_a_drifted_target(tmp_path: Path) -> None:
 
 def test_an_unsupported_version(tmp_path: Path) -> None:
     path = checkout_of_nemo(tmp_path, "9.9.0")
-    (reason,) = report(1, (path,))["reasons"]
+    (reason,) = report(1, (CHECKOUT, path))["reasons"]
     assert "NeMo 9.9.0 is not supported; supported: 2.1 to 3.0" in reason
-    assert report(0, (path,), NEMO_PATCHES_UNSUPPORTED="1")["reasons"] == []
+    found = report(0, (CHECKOUT, path), NEMO_PATCHES_UNSUPPORTED="1")
+    assert (found["state"], found["reasons"]) == ("on", [])
 
 
 def test_exit_code_2_where_it_cannot_be_told(tmp_path: Path) -> None:
@@ -139,13 +150,29 @@ def test_exit_code_2_where_it_cannot_be_told(tmp_path: Path) -> None:
     done = status(path=(path,))
     assert done.returncode == 2
     assert "conformer_encoder.py: invalid syntax" in done.stderr
-    program = (
-        "import sys; sys.modules['nemo'] = None; sys.argv[1:] = ['status']\nfrom nemo_patches.cli import main; main()"
-    )
-    done = python("-c", program)
+
+
+@pytest.mark.parametrize("missing", ["nemo", "torch"])
+def test_it_cannot_be_patched_where_nemo_or_torch_is_missing(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None\nfrom nemo_patches.cli import main; main()"
+    done = python("-c", program, "status")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"cannot be patched: {missing} is not installed for ")
+    assert json.loads(python("-c", program, "status", "--json").stdout)["state"] == "cannot be"
+
+
+def test_a_nemo_without_the_classes_or_without_a_version(tmp_path: Path) -> None:
+    other = tmp_path / "nemo"
+    (other / "collections").mkdir(parents=True)
+    for file in (other / "__init__.py", other / "collections" / "__init__.py"):
+        file.write_text("")
+    done = status(path=(tmp_path,))
     assert done.returncode == 2
-    assert "nemo is not installed" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("nemo-patches status: it cannot be told: nemo: no version can be read")
+    (other / "package_info.py").write_text("__version__ = '3.0.0'\n")
+    found = report(1, (CHECKOUT, tmp_path))
+    assert found["state"] == "cannot be"
+    assert found["reasons"] == [f"NeMo 3.0.0 at {other} has none of the classes that would be patched"]
 
 
 def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
@@ -155,6 +182,7 @@ def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
         found = report(0, (ours, tmp_path))
         assert (found["auto_apply"], found["chained"]) == ("on", str(vendor))
         found = report(1, (tmp_path, ours))
+        assert found["state"] == "off here"
         assert found["auto_apply"] == "off"
         assert found["reasons"] == [
             f"{ours}/sitecustomize.py is on PYTHONPATH, but {vendor} comes first and does not run it"
@@ -162,4 +190,4 @@ def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
         found = report(1, (ours, tmp_path), NEMO_PATCHES_DISABLE="1")
         assert (found["auto_apply"], found["chained"]) == ("off, NEMO_PATCHES_DISABLE=1", str(vendor))
     assert report(0, (CHECKOUT,))["chained"] == ""
-    assert report(0, (tmp_path,))["chained"] == str(vendor)
+    assert report(1, (tmp_path,))["chained"] == str(vendor)

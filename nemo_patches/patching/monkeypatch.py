@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission
+from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, start_up
 from nemo_patches.patching.give_back import give_back_all
-from nemo_patches.patching.process_status import Skipped, Status, settings_text
+from nemo_patches.patching.process_status import Skipped, Status, chosen_text, settings_text
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.targets import METRIC_SUMS, METRIC_TARGETS, TARGETS, DriftError, Target
 from nemo_patches.stall import settings as stall_settings
@@ -36,6 +36,8 @@ from nemo_patches.uneven import settings as uneven_settings
 from nemo_patches.uneven.even_loader import even_loaders
 from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
+_NOT_INHERITED = "a process that this one spawns must call apply() too"
+
 
 class Patching:
     """What nemo_patches has done to NeMo's classes, and what it still does when more of them are imported."""
@@ -52,6 +54,8 @@ class Patching:
         self._trace_settings = TraceSettings()  # in force
         self._uneven = UnevenSettings()  # in force
         self._said_of_uneven = ""
+        self._by_hand = False  # by apply() alone: what this process spawns has no import hook
+        self._refused = ""  # why the import hook patches nothing
 
     def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> bool:
         """Patch every target of the installed NeMo, or only change the settings where that is done already.
@@ -79,6 +83,7 @@ class Patching:
             raise DriftError(
                 f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
             )
+        self._by_hand = not start_up.installed()
         self._begin(settings, stall, uneven)
         self._patch_all(modules, trace)
         self._defer_metrics()
@@ -138,12 +143,14 @@ class Patching:
         self._patched.clear()
         self._skipped.clear()
         give_back_all()
+        self._refused = ""
 
     def status(self) -> Status:
         try:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:
             nemo = "not installed"
+        state, why = self._state(nemo)
         return Status(
             nemo=nemo,
             torch=torch.__version__,
@@ -158,7 +165,30 @@ class Patching:
             stalls=subscriber.stalls(),
             loaders=even_loaders.counters(),
             uneven=self.uneven_settings(),
+            state=state,
+            why=why,
         )
+
+    def _state(self, nemo: str) -> tuple[str, str]:
+        """Whether this process is patched, in one of three words, and why."""
+        if self._patched:
+            return "on", f"{len(self._patched)} of NeMo's methods patched"
+        loaded = ((target, sys.modules[target.module]) for target in TARGETS if target.module in sys.modules)
+        if built_in := next((version for target, module in loaded if (version := target.built_in(module))), ""):
+            return "on", _built_in_text(built_in)
+        if nemo == "not installed":
+            return "cannot be", f"NeMo is not installed for {sys.executable}"
+        try:
+            if admission.disabled():
+                return "off here", f"{DISABLE_VARIABLE}=1; unset it, and apply() or `nemo-patches run` can switch it on"
+            admission.require_supported(nemo)
+        except (SettingsError, admission.UnsupportedNeMo) as error:
+            return "cannot be", str(error)
+        if self._refused:
+            return "cannot be", self._refused
+        if self._follows_imports and start_up.installed():
+            return "on", "NeMo's encoders are patched when they are imported, which has not happened yet"
+        return "off here", f"nemo_patches.apply() or `nemo-patches run` switches it on; {_NOT_INHERITED}"
 
     def uneven_settings(self) -> UnevenSettings:
         """Those in force, else the environment's. A bad variable is said once, and not used."""
@@ -252,7 +282,7 @@ class Patching:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
         self._follows_imports = False
         self._say_misspelt()
-        reason = f"this NeMo has nemo_patches {built_in} built in; its settings are the NEMO_PATCHES_* variables"
+        reason = _built_in_text(built_in)
         self._skipped.clear()
         self._skipped.update(dict.fromkeys(TARGETS, reason))
         _say(f"nothing to patch: {reason}" + (f"; {trace}: not available there" if trace.folder else ""))
@@ -264,7 +294,8 @@ class Patching:
             report(logging.ERROR, f"not patched: {error}")
             return
         self.revert()
-        self._skipped.update(dict.fromkeys(TARGETS, str(error)))
+        self._refused = str(error)
+        self._skipped.update(dict.fromkeys(TARGETS, self._refused))
         subscriber.use(StallSettings())
         length_sync.use(Settings())  # a variable that is not allowed is said here, and not again by status()
         report(logging.ERROR, f"not patched, NeMo {admission.nemo_version()} runs as stock: {error}")
@@ -281,14 +312,14 @@ class Patching:
                 exists = target.source_file() is not None
                 reason = "not imported yet; it is patched when it is" if exists else "this NeMo does not have it"
                 self._skipped[target] = reason
-        self._say_patched(
-            [target for target in TARGETS if target in self._patched],
-            "".join(f"; not patched: {target}: {reason}" for target, reason in self._skipped.items()),
-        )
+        self._say_patched([target for target in TARGETS if target in self._patched])
+        for target, reason in self._skipped.items():
+            _say(f"not patched: {target}: {reason}", logging.DEBUG)
+        _say(f"settings: {settings_text(*self._settings_in_force())}", logging.DEBUG)
 
-    def _say_patched(self, targets: Iterable[Target], not_patched: str = "") -> None:
+    def _say_patched(self, targets: Iterable[Target]) -> None:
         if rank_and_size()[1] == 1:  # else rank 0 says it for all, when each has come to its first encoder call
-            _say(f"patched {self._what(targets)}{not_patched}")
+            _say(f"patched {self._what(targets)}" + (f"; {_NOT_INHERITED}" if self._by_hand else ""))
 
     def _say_all_patched(self, event: AllAnnounced) -> None:
         """On the roll call's thread. Once: a new process group has the same ranks, or is said to lack some."""
@@ -309,9 +340,13 @@ class Patching:
             )
 
     def _what(self, targets: Iterable[Target]) -> str:
-        names = ", ".join(map(str, targets)) or "nothing yet"
+        names = ", ".join(target.owner for target in targets) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        return f"{names} ({versions}; {settings_text(*self._settings_in_force())})"
+        return f"{names} ({versions}; {chosen_text(*self._settings_in_force())})"
+
+
+def _built_in_text(version: str) -> str:
+    return f"this NeMo has nemo_patches {version} built in; its settings are the NEMO_PATCHES_* variables"
 
 
 def _ignored_flags() -> str:

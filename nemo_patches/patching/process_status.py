@@ -27,6 +27,7 @@ class Skipped:
 class Status:
     """What nemo_patches does in this process. Prints well.
 
+    state: "on", "off here" or "cannot be". why: for a person, with what switches it on.
     trace_file: the file that is being written, or why there is none; empty without a trace.
     unannounced: ranks without a sign of nemo_patches: not patched, or not at their first encoder call yet.
     stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
@@ -46,9 +47,12 @@ class Status:
     stalls: tuple[Stall, ...]
     loaders: tuple[LoaderCounters, ...]
     uneven: UnevenSettings
+    state: str = "on"
+    why: str = ""
 
     def __str__(self) -> str:
         lines = [
+            f"{self.state}: {self.why}",
             f"nemo {self.nemo}, torch {self.torch}",
             f"settings: {settings_text(self.settings, self.stall_settings, self.trace, self.uneven)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
@@ -66,6 +70,15 @@ def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings
     """All in one text; the trace's only where there is one, or other dumps than by default."""
     more = [*([str(trace)] if trace.folder or trace.dump is not None else []), *filter(None, [str(uneven)])]
     return "; ".join([f"{settings}, {stall}", *more])
+
+
+def chosen_text(settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> str:
+    """For the line at the start: the mode and the wait, and what else is not as by default."""
+    always = ("sync", "timeout")
+    items = [item for group in (settings, stall, trace, uneven) for item in group.items()]
+    return ", ".join(
+        setting.shown(value) for setting, value in items if setting.name in always or value != setting.default
+    )
 
 
 def _encoder_line(counters: EncoderCounters) -> str:

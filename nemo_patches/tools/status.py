@@ -1,4 +1,4 @@
-"""`nemo-patches status`: says what would be patched in this environment, without importing NeMo or torch."""
+"""`nemo-patches status`: on, off here, or cannot be; found for this environment without importing NeMo or torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.uneven import settings as uneven_settings
 
+ON, OFF, CANNOT_BE = "on", "off here", "cannot be"
+_DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
+
 
 class StatusError(Exception):
-    """NeMo or torch cannot be examined. The text says why."""
+    """NeMo cannot be examined. The text says why."""
+
+
+class NotInstalled(StatusError):
+    """NeMo or torch is not there."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,10 @@ class SettingReport:
 
 @dataclass(frozen=True)
 class TargetReport:
-    """Whether one target would be patched.
+    """Whether one target can be patched.
 
     file: empty where this NeMo does not have it. built_in: one of the diffs has been applied, so nothing is to be done.
-    problem: why it would not be patched although this NeMo has it; empty if it would.
+    problem: why it cannot be patched although this NeMo has it; empty if it can.
     """
 
     target: str
@@ -49,10 +56,11 @@ class TargetReport:
     built_in: bool
     problem: str
 
-    def __str__(self) -> str:
+    def text(self, state: str) -> str:
         if not self.file:
             return "this NeMo does not have it"
-        return self.problem or ("built in by a diff" if self.built_in else "would be patched")
+        fits = {ON: "patched when it is imported", OFF: "can be patched; off here"}.get(state, "left as it is")
+        return self.problem or ("built in by a diff" if self.built_in else fits)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class Report:
     chained: the sitecustomize that auto-apply runs after its own; empty where there is none.
     reasons: why not all would be patched; empty where all would.
     misspelt: a sentence for each variable that looks like a setting and is none.
+    state: ON, OFF or CANNOT_BE. answer: the state in a sentence, with what switches it on.
     """
 
     versions: Mapping[str, str]
@@ -71,76 +80,102 @@ class Report:
     chained: str
     reasons: tuple[str, ...]
     misspelt: tuple[str, ...] = ()
+    state: str = ON
+    answer: str = ""
 
 
 def examine() -> Report:
-    """Look at the environment of this process. Raises StatusError where NeMo or torch is not there."""
+    """Look at the environment of this process. Raises StatusError where NeMo or torch cannot be examined."""
     for name in ("nemo", "torch"):
         if importlib.util.find_spec(name) is None:
-            raise StatusError(f"{name} is not installed for {sys.executable}")
+            raise NotInstalled(f"{name} is not installed for {sys.executable}; try the Python of your training job")
+    try:
+        nemo = admission.nemo_version()
+    except Exception as error:  # a folder of that name, or a broken installation
+        raise StatusError(f"nemo: no version can be read: {type(error).__name__}: {error}") from error
     targets = tuple(_targets())
+    built_in = any(target.built_in for target in targets)
     auto_apply, shadowed_by = _auto_apply()
-    reasons = [target.problem for target in targets if target.problem]
+    problems = [target.problem for target in targets if target.problem]
     checks: list[Callable[[], object]] = [
-        _require_enabled,
+        admission.disabled,
         sync_settings.resolve,
         stall_settings.resolve,
         trace_settings.resolve,
         uneven_settings.resolve,
     ]
-    if not any(target.built_in for target in targets):  # what is built in asks for no version
-        checks.append(_require_supported)
+    if not built_in:  # what is built in asks for no version
+        checks.append(lambda: admission.require_supported(nemo))
     for check in checks:
         try:
             check()
-        except (SettingsError, admission.UnsupportedNeMo, _Disabled) as error:
-            reasons.append(str(error))
-    if shadowed_by:
-        reasons.append(shadowed_by)
+        except (SettingsError, admission.UnsupportedNeMo) as error:
+            problems.append(str(error))
+    if not any(target.file for target in targets):
+        problems.append(f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be patched")
     if importlib.util.find_spec("wrapt") is None:
-        reasons.append("wrapt is not installed")
-    chained = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+        problems.append("wrapt is not installed: pip install wrapt")
+    switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" and not built_in else []
+    if shadowed_by and not built_in:
+        switched_off.append(shadowed_by)
+    state = CANNOT_BE if problems else ON if built_in or (auto_apply == "on" and not switched_off) else OFF
     return Report(
         versions={
             "nemo_patches": nemo_patches.__version__,
-            "nemo": admission.nemo_version(),
-            "torch": importlib.metadata.version("torch"),
+            "nemo": nemo,
+            "torch": _version_of("torch"),
             "python": platform.python_version(),
         },
         settings=tuple(_settings()),
         targets=targets,
         auto_apply=auto_apply,
-        chained=chained or "",
-        reasons=tuple(reasons),
+        chained=getattr(sys.modules.get("sitecustomize"), "__file__", None) or "",
+        reasons=(*problems, *switched_off),
         misspelt=tuple(admission.misspelt()),
+        state=state,
+        answer=_answer(state, built_in, auto_apply, [*problems, *switched_off]),
     )
 
 
 def show(report: Report, console: Console) -> None:
-    """Print it for a person."""
-    lines = [", ".join(f"{name} {version}" for name, version in report.versions.items())]
-    lines.append(f"supported: NeMo {admission.SUPPORTED}")
-    lines += (f"{setting.name}: {setting.value} ({setting.source})" for setting in report.settings)
-    lines += (f"{target.target}: {target}" for target in report.targets)
+    """Print it for a person, the answer first."""
+    lines = [report.answer, *(report.misspelt), ""]
+    lines += (f"{target.target}: {target.text(report.state)}" for target in report.targets)
     lines.append(f"auto-apply: {report.auto_apply}")
     lines.append(f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}")
-    lines.append("not all would be patched:" if report.reasons else "all is patched, or would be")
-    lines += (f"  {reason}" for reason in report.reasons)
-    lines += report.misspelt
+    lines += (f"{setting.name}: {setting.value} ({setting.source})" for setting in report.settings)
+    lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    lines.append(f"supported: NeMo {admission.SUPPORTED}")
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-class _Disabled(Exception):
-    """Everything is switched off."""
+def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str]) -> str:
+    """The first line; each reason why not on a line of its own."""
+    if state == CANNOT_BE:
+        return "\n  ".join(["cannot be patched; NeMo runs as stock here:", *reasons])
+    if state == ON:
+        how = (
+            "a diff has built it into this NeMo" if built_in else "every Python process here patches NeMo at its import"
+        )
+        return f"on: {how}"
+    ways = "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply() in the training script"
+    if f"{DISABLE_VARIABLE}=1" not in reasons:
+        switch = f"{ways} (which this command cannot see)"
+    else:
+        switch = f"unset {DISABLE_VARIABLE}" + ("" if auto_apply == _DISABLED_HERE else f", then {ways}")
+    return "\n  ".join(["off here, but possible:", *reasons, f"to switch it on: {switch}"])
 
 
-def _require_enabled() -> None:
-    if admission.disabled():
-        raise _Disabled(f"{DISABLE_VARIABLE}=1")
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # on PYTHONPATH, or built in place
+        return "of unknown version"
 
 
-def _require_supported() -> None:
-    admission.require_supported(admission.nemo_version())
+def _folder_of(package: str) -> str:
+    spec = importlib.util.find_spec(package)
+    return next(iter(spec.submodule_search_locations or ()), "?") if spec else "?"
 
 
 def _targets() -> Iterable[TargetReport]:
@@ -174,7 +209,7 @@ def _auto_apply() -> tuple[str, str]:
     if ours is None:
         return "off here; `nemo-patches run -- COMMAND` or PYTHONPATH=<checkout> switches it on", ""
     if os.environ.get(DISABLE_VARIABLE) == "1":
-        return f"off, {DISABLE_VARIABLE}=1", ""
+        return _DISABLED_HERE, ""
     first = getattr(sys.modules.get("sitecustomize"), "__file__", "something else")
     return "off", f"{ours} is on PYTHONPATH, but {first} comes first and does not run it"
 

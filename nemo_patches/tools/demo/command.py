@@ -6,12 +6,15 @@ It imports neither torch nor NeMo; what a rank does is in rank.py, and in what t
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import shutil
 import signal
 import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,22 +22,19 @@ from rich.markup import escape
 from nemo_patches.tools.demo import data, processes, report
 from nemo_patches.tools.demo.errors import DemoError
 
-FEWEST_DEVICES, MOST_DEVICES = 2, 8
-SHORTEST_STALL_S, LONGEST_STALL_S = 3, 120
+_PICTURE: dict[str, Any] = {"width": 120, "force_terminal": False}
 
 
-def run(manifest: Path | None, devices: int, seconds: float) -> int:
+def run(manifest: Path | None, devices: int, seconds: float, record: Path | None = None) -> int:
     """Run the demo and print the comparison; return the exit code: 0 if it came out as it should, else 1.
 
     seconds: how long one rank stalls. Raises DemoError for bad input.
     """
-    if not FEWEST_DEVICES <= devices <= MOST_DEVICES:
-        raise DemoError(f"--devices={devices} is not allowed; allowed: {FEWEST_DEVICES} to {MOST_DEVICES}")
-    if not SHORTEST_STALL_S <= seconds <= LONGEST_STALL_S:
-        raise DemoError(f"--seconds={seconds:g} is not allowed; allowed: {SHORTEST_STALL_S} to {LONGEST_STALL_S}")
+    if record:
+        _require_picture(record)
     if importlib.util.find_spec("nemo") is None:
         raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
-    console = Console(highlight=False)
+    console = Console(highlight=False, record=record is not None, **(_PICTURE if record else {}))
     entries = None
     if manifest:
         entries, changes = data.from_manifest(manifest, data.entries_needed(devices))
@@ -52,6 +52,10 @@ def run(manifest: Path | None, devices: int, seconds: float) -> int:
             console.print(f"[bold red]Not as it should be:[/] {escape(problem)}", soft_wrap=True)
         if keep:
             console.print(f"The ranks' logs: {folder}", soft_wrap=True)
+        if record:
+            # Without its web fonts: a picture in a repository loads nothing.
+            svg = console.export_svg(title="nemo-patches demo")
+            record.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")
         return 1 if problems else 0
     except DemoError:
         keep = True  # its text names a log
@@ -59,6 +63,21 @@ def run(manifest: Path | None, devices: int, seconds: float) -> int:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_picture(record: Path) -> None:
+    """Before a demo that would be for nothing."""
+    problem = ""
+    if record.is_dir():
+        problem = "is a folder"
+    elif record.suffix != ".svg":
+        problem = "is not allowed"
+    elif not record.parent.is_dir():
+        problem = f"cannot be written: there is no folder {record.parent}"
+    elif not os.access(record if record.exists() else record.parent, os.W_OK):
+        problem = "cannot be written: permission denied"
+    if problem:
+        raise DemoError(f"--record={record} {problem}; allowed: a file to write that ends in .svg")
 
 
 def _interrupt(*_: object) -> None:
@@ -70,6 +89,8 @@ def _compare(console: Console, folder: Path, devices: int, stall: timedelta) -> 
     began = time.monotonic()
     with processes.fork_server(console, folder / "import.log"):
         runs = report.Runs(
+            stock_away=processes.run(console, "a rank stays away", False, devices, folder, stall),
+            patched_away=processes.run(console, "a rank stays away", True, devices, folder, stall),
             stock=processes.run(console, "training", False, devices, folder, stall),
             patched=processes.run(console, "training", True, devices, folder, stall),
             stock_rows=processes.run(console, "positional encoding", False, devices, folder, stall),

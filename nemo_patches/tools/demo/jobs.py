@@ -13,11 +13,12 @@ STALL_AFTER_STEPS = 1
 VALIDATE_EVERY = 3
 VALIDATION_BATCHES = 2  # in each evaluation; UNEVEN_RANK has one more
 UNEVEN_RANK = 0
+EVALUATION_BATCHES = 6  # where a rank stays away
 LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
 IMPORT_LIMIT = timedelta(minutes=3)
 LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; and the stall twice on top
 
-Task = Literal["training", "positional encoding"]
+Task = Literal["a rank stays away", "training", "positional encoding"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Job:
     def slow_rank(self) -> int:
         """The rank that stalls, and that has the long batch. Never rank 0, whose buffers DDP gives to the others."""
         return self.world_size - 1
+
+    @property
+    def stays_away(self) -> bool:
+        return self.task == "a rank stays away" and self.rank == self.slow_rank
 
     @property
     def limit(self) -> timedelta:
@@ -67,6 +72,18 @@ class Stalling:
 
 
 @dataclass(frozen=True)
+class StaysAway:
+    pass
+
+
+@dataclass(frozen=True)
+class LongestCall:
+    """An encoder call outside training."""
+
+    took: timedelta
+
+
+@dataclass(frozen=True)
 class WrongRows:
     """Rows of a rank's positional encoding that differ from a fresh one of the same length."""
 
@@ -84,7 +101,7 @@ class Finished:
     pass
 
 
-Event = TrainingStep | ValidationBatch | Stalling | WrongRows | Failed | Finished
+Event = TrainingStep | ValidationBatch | Stalling | StaysAway | LongestCall | WrongRows | Failed | Finished
 
 
 @dataclass(frozen=True)
@@ -93,9 +110,10 @@ class RankOutcome:
 
     job: Job
     losses: tuple[float, ...] = ()
-    longest_encoder_call: timedelta = timedelta(0)  # of the training steps
+    longest_encoder_call: timedelta = timedelta(0)  # of those that came back; in training, of its steps
     validation_batches: int = 0
     rows: WrongRows | None = None
+    is_away: bool = False
     now: str = "starts"
     completed: bool = False
     ended: str = ""  # "" while it runs
@@ -114,6 +132,10 @@ class RankOutcome:
                 return replace(self, validation_batches=count, now=f"validation batch {count}")
             case Stalling(duration):
                 return replace(self, now=f"stalls for {duration.total_seconds():g} s")
+            case StaysAway():
+                return replace(self, is_away=True, now="stays away")
+            case LongestCall(took):
+                return replace(self, longest_encoder_call=max(self.longest_encoder_call, took))
             case WrongRows():
                 return replace(self, rows=event)
             case Failed(error):

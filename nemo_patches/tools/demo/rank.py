@@ -35,7 +35,7 @@ def ends_after(limit: timedelta) -> Iterator[None]:
 with ends_after(IMPORT_LIMIT):
     import torch
 
-    from nemo_patches.tools.demo import positional_encoding, training
+    from nemo_patches.tools.demo import evaluation, positional_encoding, training
 
 
 def run(job: Job, events: Connection) -> None:
@@ -60,6 +60,8 @@ def run(job: Job, events: Connection) -> None:
                 nemo_patches.revert()  # the user may have auto-apply on, and stock must be stock
             if job.task == "training":
                 training.pretrain(job, events)
+            elif job.task == "a rank stays away":
+                evaluation.evaluate(job, events)
             else:
                 events.send(positional_encoding.grow(job))
             print(nemo_patches.status(), file=sys.stderr)

@@ -18,6 +18,8 @@ from nemo_patches.tools.demo.jobs import TRAINING_STEPS, UNEVEN_RANK, VALIDATE_E
 class Runs:
     """What the demo compares."""
 
+    stock_away: RunOutcome
+    patched_away: RunOutcome
     stock: RunOutcome
     patched: RunOutcome
     stock_rows: RunOutcome
@@ -31,7 +33,9 @@ def show(console: Console, runs: Runs) -> None:
     console.print(_sentence_on_rows(runs.stock_rows, runs.patched_rows))
     console.print()
     console.print(_table(runs))
-    if logged := [line for rank in runs.patched.ranks for line in logs.warnings(rank.job.log)]:
+    if logged := [
+        line for rank in (*runs.patched_away.ranks, *runs.patched.ranks) for line in logs.warnings(rank.job.log)
+    ]:
         console.print("What nemo_patches said meanwhile:")
         for line in logged:
             console.print(Text(f"  {line}", style="dim"), soft_wrap=True)

@@ -1,0 +1,127 @@
+"""The commands as they are typed: every --help, the version, completion, and what is typed wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nemo_patches
+from nemo_patches import cli
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+COMMANDS = ("demo", "run", "status", "diff", "doctor", "diagnose")
+
+
+def typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[object, str, str]:
+    """Exit code, standard output and standard error of a command line."""
+    monkeypatch.setattr(sys, "argv", ["nemo-patches", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output, error = capsys.readouterr()
+    assert "Traceback" not in error
+    return ended.value.code, output, error
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_every_help_says_the_defaults_and_the_choices(
+    command: str, option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, output, _ = typed(capsys, monkeypatch, command, option)
+    assert code == 0
+    # An option that takes a value has it in the first line, before the text.
+    options = [" ".join(text.split()) for text in re.split(r"\n  (?=-)", output.partition("Options:")[2])[1:]]
+    with_value = [text for text in options if re.match(r"--[a-z-]+ (<|\[|[A-Z]+(\.svg)? )", text)]
+    assert [text for text in with_value if "[default: " not in text and "[required]" not in text] == []
+    assert len(with_value) == {"demo": 4, "run": 15, "status": 0, "diff": 2, "doctor": 6, "diagnose": 3}[command]
+    assert not re.search(r"<(str|int|float)", output)
+
+
+def test_the_choices_of_a_setting_are_in_the_help_and_completed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, output, _ = typed(capsys, monkeypatch, "run", "-h")
+    assert "--sync [bounded|overlapped|local]" in output
+    assert "[default: (10" in output
+    words = {"COMP_WORDS": "nemo-patches run --sync o", "COMP_CWORD": "3", "_NEMO_PATCHES_COMPLETE": "complete_bash"}
+    program = "import sys; sys.argv[0] = 'nemo-patches'; from nemo_patches.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["overlapped"]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"nemo-patches {nemo_patches.__version__}\n"
+    assert typed(capsys, monkeypatch, "--version") == (0, said, "")
+
+
+def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Command lines, each with the words that its one line of error has."""
+    empty, binary, missing = folder / "empty", folder / "binary", folder / "missing"
+    empty.write_bytes(b"")
+    binary.write_bytes(bytes(range(256)) * 8)
+    (folder / "nothing").mkdir()
+    inputs = {
+        "statsu": ("statsu", "status"),
+        "--versoin": ("--versoin", "--version"),
+        "status --jsn": ("--jsn", "--json"),
+        "status more": ("more",),
+        "demo --device 2": ("--device", "--devices"),
+        "demo --devices two": ("--devices=two", "2 to 8"),
+        "demo --devices 2.5": ("--devices=2.5", "2 to 8"),
+        "demo --seconds long": ("--seconds=long", "3 to 120"),
+        f"demo --record {folder}": ("--record", "is a folder"),
+        f"demo --record {missing}/demo.svg": ("--record", "there is no folder"),
+        "demo --record demo.png": ("--record=demo.png", ".svg"),
+        "run": ("command",),
+        "run --sync x -- true": ("sync='x'", "'bounded', 'overlapped', 'local'"),
+        "run --tiemout 3 -- true": ("--tiemout", "--timeout"),
+        "run --trace-size big -- true": ("trace_size='big'", "0.1 to 1000000"),
+        "run --trace-checks all -- true": ("trace_checks='all'", "'inputs'"),
+        "diff": ("--nemo",),
+        "diff --nemo . --parts all": ("--parts", "'all'", "nemo, sync and stall"),
+        "doctor --severity high": ("--severity", "'high'", "note, warning, error"),
+        "doctor --output-format xml": ("--output-format", "'xml'", "sarif"),
+        "doctor --explain NP999": ("NP999",),
+        "doctor --select NP9": ("NP9",),
+        "diagnose": ("paths",),
+        "diagnose --launch first .": ("--launch=first", "0 or more"),
+    }
+    for command in ("doctor", "diagnose", "diff --nemo", "demo --manifest"):
+        for path in (empty, binary, missing, folder / "nothing", empty / "below"):
+            if command != "diagnose" or path not in (empty, binary):  # there it is a log that tells nothing: a report
+                inputs[f"{command} {path}"] = (str(path),)
+    return inputs
+
+
+def test_what_is_typed_wrong_is_one_line_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = []
+    for line, said in bad_inputs(tmp_path).items():
+        code, _, error = typed(capsys, monkeypatch, *line.split())
+        if code != 2 or error.count("\n") != 1 or not all(words in error for words in said):
+            wrong.append(f"{line} -> {code}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_package_that_is_missing_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("omegaconf", "msgspec", "numpy", "yaml"):
+        for name in [name for name in sys.modules if name.startswith("nemo_patches.tools.d")]:
+            monkeypatch.delitem(sys.modules, name)
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, module, None)
+            for command in (("doctor", "missing.yaml"), ("diagnose", "missing")):
+                code, _, error = typed(capsys, monkeypatch, *command)
+                assert (code, error.count("\n")) == (2, 1), error
