@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from interpreters import CHECKOUT, environment, run
 
-from nemo_patches.patching.admission import SUPPORTED_SERIES
+from nemo_patches.patching.admission import DIFFS_ONLY, SUPPORTED_SERIES
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.vendoring import checkouts, parts
 
@@ -56,7 +56,7 @@ def apply(way: str, diff: Path, folder: Path, *options: str | Path) -> None:
 
 
 def test_there_is_one_for_each_series_and_one_for_each_of_our_folders() -> None:
-    assert [file.name for file in OF_NEMO] == [f"nemo-{name}.diff" for name in ("1.23", "2.0", *SUPPORTED_SERIES)]
+    assert [file.name for file in OF_NEMO] == [f"nemo-{name}.diff" for name in (*DIFFS_ONLY, *SUPPORTED_SERIES)]
     assert set(COMMITTED) == {*OF_NEMO, *OF_OURS}
 
 

@@ -361,6 +361,8 @@ def test_an_unsupported_nemo_is_patched_on_demand_if_its_targets_look_right() ->
     assert result.value[0] == 2
     (line,) = result.lines("INFO", "nemo 9.9.0")
     assert "ConformerEncoder" in line
+    (line,) = result.lines("WARNING")
+    assert "NeMo 9.9.0 is newer than any that was tested" in line and "no difference (looked at: Conf" in line
 
 
 def apply_of_an_unsupported_nemo() -> str:

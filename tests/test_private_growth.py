@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -126,17 +127,50 @@ def test_stock_does_corrupt_in_this_very_setting() -> None:
     assert run_ranks(stock_corrupts, 2)[1].value > 100
 
 
+def each_table(change: Callable[[Any, str, torch.Tensor], object]) -> Callable[[torch.nn.Module], None]:
+    """Done to every module with a table alone: the module, the table's name, the table."""
+
+    def change_all(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            for name in ("pe", "seq_range"):
+                if isinstance(table := getattr(module, name, None), torch.Tensor):
+                    with contextlib.suppress(TypeError):  # of "no tensor"
+                        change(module, name, table)
+
+    return change_all
+
+
+def persistent(model: Any) -> None:
+    """The tables go through a state dict, after one more growth."""
+    each_table(lambda module, name, table: module.register_buffer(name, table))(model)
+    encoders.sync(model.model.encoder, 3 * LONG)
+    model.load_state_dict({path: 2 * tensor for path, tensor in model.state_dict().items()})
+
+
 MOVES: dict[str, Callable[[torch.nn.Module], object]] = {
     "half": lambda model: model.half(),
     "bfloat16": lambda model: model.bfloat16(),
     "to": lambda model: model.to(torch.float64),
     "there and back": lambda model: model.half().float(),
-    "whole model to another device": lambda model: model.to("meta"),
+    "whole model to meta": lambda model: model.to("meta"),
+    "alone half": each_table(lambda module, name, table: module.half()),
+    "alone to": each_table(lambda module, name, table: module.to(torch.float64)),
+    "alone to meta": each_table(lambda module, name, table: module.to_empty(device="meta", recurse=False)),
+    "shared": each_table(lambda module, name, table: module.share_memory()),
+    "applied": lambda model: model.apply(lambda module: module.double()),
+    "longer": each_table(
+        lambda module, name, table: setattr(module, name, table.repeat_interleave(2, table.dim() // 2))
+    ),
+    "shorter": each_table(lambda module, name, table: setattr(module, name, table.narrow(table.dim() // 2, 0, 7))),
+    "no tensor": each_table(lambda module, name, table: setattr(module, name, "no tensor")),
+    "deleted": each_table(lambda module, name, table: delattr(module, name)),
+    "registered": each_table(lambda module, name, table: module.register_buffer(name=name, tensor=3 * table)),
+    "persistent": persistent,
 }
 
 
 def moved(name: str, move: str) -> dict[str, torch.Tensor]:
-    """What the forward reads after a growth, a move of the whole model, and one more growth (none on meta)."""
+    """What the forward reads after a growth, a change of the model, and one more growth (none on meta)."""
     torch.manual_seed(0)
     encoder = encoders.makers()[name]().eval()
     whole = Nested(encoder)
@@ -144,7 +178,9 @@ def moved(name: str, move: str) -> dict[str, torch.Tensor]:
         encoders.run(encoder, LONG)
     MOVES[move](whole)
     found = {f"moved {path}": tensor.clone() for path, tensor in encoders.length_sized(encoder).items()}
-    if move != "whole model to another device":
+    found |= {f"shared {path}": torch.tensor(t.is_shared()) for path, t in encoders.length_sized(encoder).items()}
+    found |= {f"state {path}": tensor.clone() for path, tensor in whole.state_dict().items()}
+    if not move.endswith("meta"):
         encoders.sync(encoder, 10 * LONG)
         found |= encoders.length_sized(encoder)
     return found
@@ -158,8 +194,10 @@ def moves(rank: int, size: int) -> list[str]:
             nemo_patches.apply()
             patched = moved(name, move)
             nemo_patches.revert()
-            for path, tensor in stock.items():
-                other = patched[path]
+            if stock.keys() != patched.keys():
+                problems.append(f"{name}, {move}: {sorted(stock.keys() ^ patched.keys())}")
+            for path in stock.keys() & patched.keys():
+                tensor, other = stock[path], patched[path]
                 alike = tensor.dtype == other.dtype and tensor.device == other.device and tensor.shape == other.shape
                 if not alike or not (tensor.is_meta or torch.equal(tensor, other)):
                     problems.append(f"{name}, {move}: {path}")
@@ -219,7 +257,6 @@ def test_growth_without_a_process_group_is_stocks(name: str) -> None:
 
 def hidden_group(rank: int, size: int) -> list[tuple[str, int]]:
     """Some NeMo code hides the process group for a while; what is private must go on growing privately."""
-    import contextlib
     from unittest import mock
 
     nemo_patches.apply(sync="local")
@@ -273,19 +310,19 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def rotary_growth(rank: int, size: int) -> None:
-    said = Said()
+    said, own_names = Said(), dict(vars(Rotary))
     encoder: Any = encoders.conformer()
     encoder.pos_enc = Rotary(encoder.pos_enc)
     encoder.pos_enc.extend_pe(encoders.POSITIONS, "cpu", torch.float32)
     nemo_patches.apply(sync="local")
     model = torch.nn.parallel.DistributedDataParallel(encoder)
-    built = {path: buffer.shape for path, buffer in encoder.named_buffers()}
+    built = [(path, buffer.shape) for path, buffer in encoder.named_buffers()]
     for step in range(4):
         frames = 8 * LONG if rank == step % 2 else SHORT
         encoders.run(model, frames, seed=step).pow(2).mean().backward()
     length = encoder.max_audio_length
     assert length > encoders.POSITIONS
-    assert {path: buffer.shape for path, buffer in encoder.named_buffers()} == built
+    assert [(path, buffer.shape) for path, buffer in encoder.named_buffers()] == built  # in DDP's order
     assert same(tables(encoder), expected(length))
     assert same(tables(copy.deepcopy(encoder)), expected(length))
     assert same(tables(pickle.loads(pickle.dumps(encoder))), expected(length))
@@ -296,10 +333,14 @@ def rotary_growth(rank: int, size: int) -> None:
     assert {name: tensor.dtype for name, tensor in tables(encoder.half()).items()} == dict.fromkeys(
         ("cos", "sin"), torch.float16
     )
+    encoder.pos_enc.float()
+    assert {tensor.dtype for tensor in tables(encoder).values()} == {torch.float32}
+    assert [(path, buffer.shape) for path, buffer in encoder.named_buffers()] == built
     encoder.float()
     encoders.sync(encoder, 2 * length)
     assert same(tables(encoder), expected(2 * length))
     nemo_patches.revert()
+    assert dict(vars(Rotary)) == own_names
     assert not {"cos", "sin", "pe"} & set(vars(encoder.pos_enc))
     assert encoder.pos_enc._buffers["cos"].shape == (2 * length, 8)
 

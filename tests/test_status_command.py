@@ -141,6 +141,12 @@ def test_an_unsupported_version(tmp_path: Path) -> None:
     path = checkout_of_nemo(tmp_path, "9.9.0")
     (reason,) = report(1, (CHECKOUT, path))["reasons"]
     assert "NeMo 9.9.0 is not supported; supported: 2.1 to 3.0" in reason
+    assert "NeMo 9.9.0 is newer than any that was tested" in reason and "no difference (looked at: Conf" in reason
+    assert reason.endswith("NEMO_PATCHES_UNSUPPORTED=1 nemo-patches demo")
+    changed = checkout_of_nemo(tmp_path / "changed", "3.1.0rc0", all_reduce="all_reduce_coalesced")
+    assert "without ['all_reduce'] and with ['all_reduce_coalesced']" in report(1, (changed,))["reasons"][-1]
+    (reason,) = report(1, (checkout_of_nemo(tmp_path / "older", "2.0.0"),))["reasons"]
+    assert reason.endswith("for 1.23 and 2.0 there are diffs, and docs/vendors.md says why not more")
     found = report(0, (CHECKOUT, path), NEMO_PATCHES_UNSUPPORTED="1")
     assert (found["state"], found["reasons"]) == ("on", [])
 

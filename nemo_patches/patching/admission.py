@@ -8,12 +8,14 @@ import re
 from collections.abc import Mapping
 
 from nemo_patches.patching import DISABLE_VARIABLE
+from nemo_patches.patching.targets import TARGETS
 from nemo_patches.sync import settings
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.uneven.settings import ALL_SETTINGS
 
 # The one place that says which NeMo is supported; `make test-matrix` runs the last release of each of these series.
 SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")
+DIFFS_ONLY = ("1.23", "2.0")  # patches/ has diffs for them; docs/vendors.md says why apply() refuses them
 SUPPORTED = f"{SUPPORTED_SERIES[0]} to {SUPPORTED_SERIES[-1]}"
 UNSUPPORTED_VARIABLE = "NEMO_PATCHES_UNSUPPORTED"
 
@@ -35,13 +37,44 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 def require_supported(version: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UnsupportedNeMo for a version outside the range, unless the user has asked for it; SettingsError."""
-    any_version = _is_on(UNSUPPORTED_VARIABLE, environment)
-    series = re.match(r"\d+\.\d+(?!\d)", version)
-    if not any_version and not (series and series[0] in SUPPORTED_SERIES):
+    if not _is_on(UNSUPPORTED_VARIABLE, environment) and _series(version) not in SUPPORTED_SERIES:
         raise UnsupportedNeMo(
             f"NeMo {version} is not supported; supported: {SUPPORTED}. With {UNSUPPORTED_VARIABLE}=1 it is patched all "
-            "the same if its code looks as expected"
+            f"the same if its code looks as expected{_about(version)}"
         )
+
+
+def newer(version: str) -> str:
+    """For a NeMo that is newer than any that was tested: what was compared in its code, and what to run. Else empty."""
+    if _number(_series(version)) <= _number(SUPPORTED_SERIES[-1]):
+        return ""
+    try:
+        files = {target: file for target in TARGETS if (file := target.source_file())}
+        differences = [difference for target, file in files.items() if (difference := target.drift_of_source(file))]
+    except (ImportError, OSError, SyntaxError, ValueError) as error:
+        return f"NeMo {version} is newer than any that was tested, and its code could not be compared: {error}"
+    return (
+        f"NeMo {version} is newer than any that was tested. Its length syncs' parameters and the names that they read "
+        f"were compared with those of {SUPPORTED}: {' | '.join(differences) or 'no difference'} (looked at: "
+        f"{', '.join(map(str, files))}). Nothing else was; try it on this machine's CPU: "
+        f"{UNSUPPORTED_VARIABLE}=1 nemo-patches demo"
+    )
+
+
+def _about(version: str) -> str:
+    if _series(version) in DIFFS_ONLY:
+        return f"; for {' and '.join(DIFFS_ONLY)} there are diffs, and docs/vendors.md says why not more"
+    return f". {text}" if (text := newer(version)) else ""
+
+
+def _series(version: str) -> str:
+    """Its first two numbers; empty where it does not begin with two."""
+    series = re.match(r"\d+\.\d+(?!\d)", version)
+    return series[0] if series else ""
+
+
+def _number(series: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in series.split(".") if number)
 
 
 def nemo_version() -> str:

@@ -7,23 +7,31 @@ import gc
 
 import torch
 
-from nemo_patches.sync.encoder_methods import growth, reduce_as_registered
+from nemo_patches.sync import encoder_methods
+from nemo_patches.sync.encoder_methods import METHODS, growth, reduce_as_registered
 
 
 def give_back_all() -> None:
-    if not growth.happened:
+    if not growth.names:
         return
     # Copies of an encoder were never seen by us; only the collector knows them all.
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.nn.Module):
-            for name in growth.names:
-                if name in thing.__dict__ and name in thing._buffers:
-                    thing._buffers[name] = thing.__dict__.pop(name)
-    for module in list(growth.unregistered):
-        for name in growth.names:
-            if name in module.__dict__:
-                module.register_buffer(name, module.__dict__.pop(name), persistent=False)
-    growth.unregistered.clear()
-    for owner in [owner for owner, reduce in copyreg.dispatch_table.items() if reduce is reduce_as_registered]:
-        del copyreg.dispatch_table[owner]
-    growth.happened = False
+            for name in growth.names.get(type(thing), set()) & vars(thing).keys():
+                thing._buffers[name] = thing.__dict__.pop(name)
+    for owner in reversed(growth.names):
+        if copyreg.dispatch_table.get(owner) is reduce_as_registered:
+            del copyreg.dispatch_table[owner]
+        for name in ("_apply", *METHODS):
+            _restore(owner, name)
+    growth.names.clear()
+
+
+def _restore(owner: type, name: str) -> None:
+    """Undo what encoder_methods has put into a class. Inside somebody's wrapper it stays, and finds nothing private."""
+    ours = vars(owner).get(name)
+    if getattr(ours, "__globals__", None) is vars(encoder_methods):
+        original = ours.__wrapped__  # type: ignore[union-attr]
+        delattr(owner, name)
+        if getattr(owner, name) is not original:  # else it was inherited
+            setattr(owner, name, original)

@@ -212,6 +212,8 @@ class Patching:
         self._skipped.clear()
         self._in_force = self._follows_imports = True
         self._say_misspelt()
+        if rank_and_size()[0] == 0 and (text := admission.newer(admission.nemo_version())):
+            _say(text, logging.WARNING)
 
     def _say_misspelt(self) -> None:
         if not self._misspelt_said:

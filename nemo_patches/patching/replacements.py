@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import wrapt
 
-from nemo_patches.patching.targets import METRIC_TARGETS, Target
-from nemo_patches.sync.encoder_methods import bounded, following_apply, private_setter
+from nemo_patches.patching.targets import METRIC_TARGETS, TARGETS, Target
+from nemo_patches.sync.encoder_methods import bounded, private_setter
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.recorded_forward import recorded
 from nemo_patches.uneven.deferred_metrics import deferred_metrics
 
 _ABSENT = object()
-_APPLY, _FORWARD = "_apply", "forward"
+_FORWARD = "forward"
+_SYNCS = {target.method for target in TARGETS}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ class Replacements:
         self._replace(owner, target.method, bounded(original, _without_reduce(original), in_force))
         if target.setter:
             self._replace(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
-        self._replace(owner, _APPLY, following_apply(owner._apply))  # type: ignore[attr-defined]  # it is a Module
 
     def defer_metrics(self, in_force: Callable[[], bool]) -> None:
         """Put the deferred metrics around NeMo's evaluation epochs, where they are not yet."""
@@ -81,7 +81,7 @@ class Replacements:
     def record_forwards(self) -> None:
         """Have the `forward` of every patched class recorded, where it is not yet."""
         with_forward = {replacement.owner for replacement in self.made if replacement.name == _FORWARD}
-        patched = [replacement.owner for replacement in self.made if replacement.name == _APPLY]
+        patched = [replacement.owner for replacement in self.made if replacement.name in _SYNCS]
         for owner in patched:
             if owner not in with_forward:
                 original = inspect.getattr_static(owner, _FORWARD)

@@ -14,8 +14,7 @@ import copyreg
 import functools
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
-
+METHODS = ("__setattr__", "__delattr__", "register_buffer", "_save_to_state_dict", "_load_from_state_dict")
 LENGTH_SIZED = ("pe", "seq_range")  # buffers of Conformer and its likes; of Squeezeformer, ConvASR, punctuation
 
 
@@ -33,11 +32,8 @@ class Growth:
     """What has grown privately in this process."""
 
     def __init__(self) -> None:
-        self.happened = False  # whether any buffer has
-        self.names = set(LENGTH_SIZED)  # of buffers that are private where they have grown; by their shape, others'
+        self.names: dict[type, set[str]] = {}  # of the private tensors in the modules of a class
         self.same_shape: set[str] = set()  # buffers that a growth has given other values alone: said
-        self.unregistered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # NeMo would have registered theirs
-        self.growing: set[int] = set()  # encoders inside _run_privately, by id
 
 
 growth = Growth()
@@ -54,7 +50,7 @@ def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Met
     def update(self: Any, seq_length: int, device: torch.device) -> None:
         if in_force() and is_distributed():
             _sync_and_grow(self, grow, seq_length, device)
-        elif growth.happened:  # the process group is gone, or hidden for a while: what is private must stay so
+        elif growth.names:  # the process group is gone, or hidden for a while: what is private must stay so
             _run_privately(self, original, seq_length, device)
         else:
             original(self, seq_length, device)
@@ -67,7 +63,7 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
 
     @functools.wraps(original)
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:
-        if growth.happened or (in_force() and is_distributed()):
+        if growth.names or (in_force() and is_distributed()):
             _run_privately(self, original, max_audio_length, register_new=True)
         else:
             original(self, max_audio_length)
@@ -80,16 +76,30 @@ def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        recursive = kwargs.get("recurse", args[0] if args else True)  # to_empty() may leave the children alone
-        modules = self.modules() if recursive else [self]
-        grown = [(module, name, vars(module)[name]) for module, name in _places(modules) if name in vars(module)]
         result = original(self, fn, *args, **kwargs)
-        for module, name, tensor in grown:
-            if module.__dict__.get(name) is tensor and isinstance(tensor, torch.Tensor):  # not done by a nested encoder
-                module.__dict__[name] = fn(tensor)
+        self.__dict__.update({name: fn(self.__dict__[name]) for name in _private_names(self)})
         return result
 
     return _apply
+
+
+def with_private(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a module's buffers, with the private tensors among them; what it replaces is private no more."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        private = {name: (self.__dict__[name], self._buffers.get(name)) for name in _private_names(self)}
+        for name, (tensor, _) in private.items():
+            self._buffers[name] = tensor
+            del self.__dict__[name]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for name, (tensor, buffer) in private.items():
+                if self._buffers.get(name) is tensor:
+                    _make_private(self, name, buffer)
+
+    return method
 
 
 def reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -99,12 +109,9 @@ def reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
     copy (copy.deepcopy comes here too) stays in this process, and keeps its buffer's shape like the original.
     """
     function, arguments, state, *rest = cast("tuple[Any, ...]", module.__reduce_ex__(4))
-    if sys._getframe(1).f_globals.get("__name__") == "copy":
-        return (function, arguments, state, *rest)
-    state = {**state, "_buffers": dict(state["_buffers"])}
-    for name in growth.names:
-        if name in state and name in state["_buffers"]:
-            state["_buffers"][name] = state.pop(name)
+    if sys._getframe(1).f_globals.get("__name__") != "copy":
+        state = {**state, "_buffers": dict(state["_buffers"])}
+        state["_buffers"].update({name: state.pop(name) for name in _private_names(module)})
     return (function, arguments, state, *rest)
 
 
@@ -119,51 +126,46 @@ def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.de
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: bool = False) -> None:
-    """Let NeMo's own code grow the encoder's length-sized buffers, and see them as in stock; then make that private.
+    """Let NeMo's own code grow the encoder's length-sized buffers; make private what has another shape, or is new.
 
-    So is a buffer that was registered just now, at the encoder's first call, unless `register_new`: an encoder that is
-    being built registers as in stock.
+    register_new: what is new stays registered, as in stock: the encoder may be only just being built.
     """
-    if id(encoder) in growth.growing:  # set_max_audio_length within update_max_seq_length
-        method(encoder, *arguments)
-        return
-    growth.growing.add(id(encoder))
-    registered = {(module, name): module._buffers.get(name) for module, name in _places(encoder.modules())}
-    for (module, name), buffer in registered.items():
-        if buffer is not None and name in module.__dict__:
-            module._buffers[name] = module.__dict__.pop(name)
+    before, private = _buffers(encoder), {(part, name) for part in encoder.modules() for name in _private_names(part)}
     try:
         method(encoder, *arguments)
     finally:
-        growth.growing.discard(id(encoder))
-        for module, name in list(_places(encoder.modules())):
-            buffer, grown = registered.get((module, name)), module._buffers.get(name)
-            if grown is buffer or (buffer is None and register_new):
+        for (module, name), now in _buffers(encoder).items():
+            buffer, was_private = before.get((module, name)), (module, name) in private
+            if now is buffer or (buffer is None and register_new and not was_private):
                 continue
-            if name not in growth.names and getattr(buffer, "shape", None) == getattr(grown, "shape", None):
-                _say_same_shape(f"{type(module).__name__}.{name}")  # its values are NeMo's and DDP's affair
-                continue
-            growth.names.add(name)
-            if buffer is None:
-                del module._buffers[name]
-                module._non_persistent_buffers_set.discard(name)
-                growth.unregistered.add(module)
-            else:
-                module._buffers[name] = buffer
-            module.__dict__[name] = grown
-            copyreg.dispatch_table.setdefault(type(module), reduce_as_registered)
-            growth.happened = True
+            if was_private or name in LENGTH_SIZED or buffer is None or buffer.shape != now.shape:
+                _make_private(module, name, buffer)
+            elif (title := f"{type(module).__name__}.{name}") not in growth.same_shape:
+                growth.same_shape.add(title)
+                text = "has other values since its encoder has grown, and the same shape: DDP broadcasts rank 0's"
+                report(logging.WARNING, f"buffer {title} {text}")
 
 
-def _say_same_shape(buffer: str) -> None:
-    if buffer not in growth.same_shape:
-        growth.same_shape.add(buffer)
-        text = "has other values since its encoder has grown, and the same shape: DDP broadcasts rank 0's"
-        report(logging.WARNING, f"buffer {buffer} {text}")
+def _make_private(module: Any, name: str, buffer: torch.Tensor | None) -> None:
+    """Take a tensor out of the module's buffers, with `buffer`, if any, in its place: their order is the same."""
+    module.__dict__[name] = module._buffers[name]
+    if buffer is None:
+        del module._buffers[name]
+    else:
+        module._buffers[name] = buffer
+    owner: Any = type(module)
+    if not any(base in growth.names for base in owner.__mro__):
+        owner._apply = following_apply(owner._apply)
+        for method in METHODS:
+            setattr(owner, method, with_private(getattr(owner, method)))
+    growth.names.setdefault(owner, set()).add(name)
+    copyreg.dispatch_table.setdefault(owner, reduce_as_registered)
 
 
-def _places(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
-    for module in modules:
-        buffers = vars(module).get("_buffers")
-        if isinstance(buffers, dict):  # a scripted module's buffers are not Python's
-            yield from ((module, name) for name in {*buffers, *growth.names})
+def _private_names(module: torch.nn.Module) -> set[str]:
+    return growth.names.get(type(module), set()) & vars(module).keys()
+
+
+def _buffers(encoder: torch.nn.Module) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
+    plain = (module for module in encoder.modules() if isinstance(vars(module).get("_buffers"), dict))  # not scripted
+    return {(part, name): now for part in plain for name, now in part._buffers.items() if now is not None}

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_patches.sync.encoder_methods import growth
+from nemo_patches.sync.encoder_methods import LENGTH_SIZED, growth
 from nemo_patches.tracing.records import NOT_SET, Encoder
 
 # By what a normalisation layer's class is called; the first that some layer has. SyncBatchNorm talks to other ranks.
@@ -27,7 +27,7 @@ def facts(encoder: torch.nn.Module, t: float, e: int, name: str, ddp: bool) -> E
     pos_emb_max_len = getattr(encoder, "pos_emb_max_len", None)
     registered, grown = {}, {}
     for path, module in encoder.named_modules():
-        for buffer in growth.names:
+        for buffer in {*LENGTH_SIZED, *growth.names.get(type(module), ())}:
             place = f"{path}.{buffer}" if path else buffer
             if isinstance(tensor := module._buffers.get(buffer), torch.Tensor):
                 registered[place] = list(tensor.shape)

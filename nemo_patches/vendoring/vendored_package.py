@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .sync import __version__
-from .sync.encoder_methods import bounded, following_apply, private_setter
+from .sync.encoder_methods import bounded, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
 from .sync.rank_log import report
 from .sync.settings import SETTINGS, misspelt
@@ -37,7 +37,6 @@ def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]
         setattr(owner, method, update)
         if setter:
             setattr(owner, setter, private_setter(owner.__dict__[setter], lambda: True))
-        owner._apply = following_apply(owner._apply)
         return owner  # type: ignore[no-any-return]
 
     return decorate
