@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where a rank waits for all others, as in DDP's backward."""
+    """The backward of the call before, where a rank waits for all others, as under DDP."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Setup:
     restart: int = 0
     registered: int = 9999
     job: str = ""
+    frozen: bool = False
 
 
 @dataclass
@@ -146,9 +147,14 @@ class _Rank:
         now = yield _Pause(0.0)
         for event in self.events:
             if isinstance(event, Gradients):
+                has_graph = bool(self.lines) and getattr(self.lines[-1], "graph", False)
+                if has_graph:
+                    self.write(now, records.Backward, e=0, n=self.calls)
                 self.at_gradients = True
                 now = yield _Pause(math.inf)
                 self.at_gradients = False
+                if has_graph:
+                    self.write(now, records.BackwardEnded, e=0, n=self.calls)
                 continue
             if isinstance(event, Killed):
                 if event.gone:
@@ -215,12 +221,13 @@ class _Rank:
                 )
                 continue
             now = yield _Pause(now + 0.01)
-            self.write(now, records.Leave, e=0, n=n, shape=[8, 512, result // 8], took=0.02)
             if n % 10 == 0:
                 base, grows = self.setup.memory
                 self.write(
                     now, records.Memory, rss=int((base + grows * n) * (1 << 30)), allocated=4 << 30, reserved=6 << 30
                 )
+            graph = event.training and not self.setup.frozen
+            self.write(now, records.Leave, e=0, n=n, shape=[8, 512, result // 8], took=0.02, graph=graph)
         yield _Pause(math.inf)
 
     def _encoder(self) -> dict[str, object]:

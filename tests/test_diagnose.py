@@ -17,6 +17,7 @@ import pytest
 from interpreters import CHECKOUT, python
 from simulated_traces import (
     PHASES,
+    STEP,
     Call,
     Event,
     Exit,
@@ -240,6 +241,20 @@ SCENARIOS = {
         said=("does not sync its length on rank 3",),
     ),
     "sync=local on one": Scenario([steps(20)] * 4, ids.DIFFERENT_SYNC, (1,), setups={1: Setup(sync="local")}),
+    "a backward left out, and the others a step behind since": Scenario(
+        four(steps(20), [Call(), *steps(5)], steps(6)),
+        ids.NO_BACKWARD,
+        (2,),
+        21,
+        said=("Rank 2 made no backward of training call 21", "ranks 0-1, 3 made theirs"),
+    ),
+    "backwards left out from one call on": Scenario(
+        four(steps(20), [Call()] * 2, steps(2)),
+        ids.NO_BACKWARD,
+        (2,),
+        21,
+        said=("Rank 2 made no backward of training call 21",),
+    ),
     "versions differ": Scenario(
         [steps(20) + OUT] * 4,
         ids.DIFFERENT,
@@ -350,6 +365,9 @@ HEALTHY: dict[str, Scenario] = {
         [steps(50) + OUT] * 4, "", (), setups={rank: Setup(flag=False, configured="false") for rank in range(4)}
     ),
     "evaluation only": Scenario([evaluation(80) + OUT] * 4, "", ()),
+    "every second call without a backward, one encoder frozen": Scenario(
+        [[Call(), *STEP] * 20 + OUT] * 4, "", (), setups={1: Setup(frozen=True)}
+    ),
     "one rank": Scenario([steps(50) + OUT], "", ()),
 }
 
@@ -395,6 +413,20 @@ def test_a_healthy_job_that_is_killed_at_any_moment_accuses_nobody(name: str, tm
 
 
 CUTS = 90  # of each healthy job
+
+
+def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:
+    def verdict(name: str, all_wait: bool) -> Report:
+        folder = write(tmp_path / name, four(steps(9), [Call()], steps(1)), reports=False)
+        for file in folder.iterdir() if all_wait else ():
+            with file.open("ab") as stream:
+                stream.write(records.encode(records.Stalled(99.0, [], [], [], "all wait in collectives")))
+        return diagnose(Folder(folder).read())
+
+    first = verdict("stalled", True).findings[0]
+    assert (first.id, first.ranks, first.call) == (ids.NO_BACKWARD, (2,), 10)
+    assert "and made no backward of it, which ranks 0-1, 3 are in: left out, or stuck before it" in first.text
+    assert verdict("killed", False).findings[0].id == ids.STOPPED_AT_ONCE  # so it looks in a healthy job, too
 
 
 def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:

@@ -83,9 +83,10 @@ def test_every_target_class_is_recorded_and_gives_the_same_bits(name: str, tmp_p
 
     found = traced_and_not(make, tmp_path)
     pre = [] if name == "conv_asr" else ["pre"]
+    backward = [] if name in encoders.FORWARD_ONLY else ["backward", "backward_ended"]
     assert traces.kinds(found) == [
         *("header", "encoder", "enter", "memory", "grow", "encoder"),
-        *(*pre, "layer", "leave", "stopped"),
+        *(*pre, "layer", "leave", *backward, "stopped"),
     ]
     (before, after), (enter,) = traces.of_kind(found, "encoder"), traces.of_kind(found, "enter")
     assert before["name"].lower().startswith(name.replace("_", "")[:7])
@@ -124,7 +125,8 @@ def test_the_masked_token_model_with_and_without_its_pre_encoder(masked: str, tm
         return model, lambda: model.forward(**signals, **noisy, apply_mask=True)[0]
 
     found = traced_and_not(make, tmp_path / "trace")
-    assert traces.kinds(found) == ["header", "encoder", "enter", "memory", "pre", "layer", "leave", "stopped"]
+    of_the_call = ["enter", "memory", "pre", "layer", "leave", "backward", "backward_ended"]
+    assert traces.kinds(found) == ["header", "encoder", *of_the_call, "stopped"]
     assert not has_flag or found[1]["configured"] == "true"
 
 
@@ -368,8 +370,8 @@ def test_the_header_tells_whose_file_it_is(trained: list[Trace]) -> None:
 def test_a_healthy_call_is_recorded_in_order(trained: list[Trace]) -> None:
     for trace in trained:
         call = [one for one in trace if one.get("e") == 1 and one.get("n") == 3]
-        assert traces.kinds(call) == ["enter", "sync", "pre", "layer", "leave"]
-        enter, sync, *_, leave = call
+        assert traces.kinds(call) == ["enter", "sync", "pre", "layer", "leave", "backward", "backward_ended"]
+        enter, sync, _, _, leave, *_ = call
         assert (sync["outcome"], sync["round"], sync["local"], sync["result"]) == ("came", 3, 60, 60)
         assert 0 < sync["waited"] <= leave["took"] and leave["shape"][0] == 2
         assert enter["grad"] and enter["training"]

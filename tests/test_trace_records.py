@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
+import torch.utils.checkpoint
 import traces
 from ranks import wait_until
 
@@ -266,6 +269,66 @@ def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(tmp_
     (line,) = said
     assert "tracing has ended: an error of its own, please report it: ValueError" in line
     assert traces.kinds(traces.records(*traces.files(tmp_path))) == ["header", "stopped"]
+
+
+class Raises(torch.autograd.Function):
+    """As an out-of-memory error in the backward."""
+
+    @staticmethod
+    def forward(context: Any, signal: torch.Tensor) -> torch.Tensor:
+        return signal.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("swallowed")
+
+
+def test_a_backward_is_recorded_where_there_is_one_and_keeps_nothing_alive(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return (audio_signal * weight).exp()
+
+    encoder, signal = recorded_class(forward)(), torch.ones(2, 3)
+
+    def call(audio_signal: torch.Tensor = signal) -> torch.Tensor:
+        return encoder(audio_signal, torch.tensor([3, 3]))  # type: ignore[no-any-return]
+
+    def checkpointed(reentrant: bool) -> None:
+        torch.utils.checkpoint.checkpoint(
+            call, signal.clone().requires_grad_(), use_reentrant=reentrant
+        ).sum().backward()
+
+    tracing.start(TraceSettings(tmp_path))
+    call().sum().backward()  # call 1
+    gradient, weight.grad = weight.grad, None
+    with torch.no_grad():
+        call()  # call 2
+    weakref_to_output = weakref.ref(call())  # call 3: left out
+    assert weakref_to_output() is None
+    total = call().sum() + call().sum()  # calls 4 and 5 have one backward
+    total.backward(retain_graph=True)
+    total.backward()
+    output = call(Raises.apply(signal.clone().requires_grad_()))  # call 6
+    with pytest.raises(torch.OutOfMemoryError):
+        output.sum().backward()
+    weight.requires_grad_(False)
+    call()  # call 7
+    weight.requires_grad_(True)
+    checkpointed(False)  # call 8, of which call 9 is recomputed
+    checkpointed(True)  # call 10 without a graph, recomputed as call 11
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        weight.grad = None
+        call().sum().backward()  # call 12
+    tracing.stop()
+    assert gradient is not None and weight.grad is not None and torch.equal(gradient, weight.grad)
+    found = traces.records(*traces.files(tmp_path))
+    graphs = {one["n"] for one in traces.of_kind(found, "leave", graph=True)}
+    assert graphs == {1, 3, 4, 5, 6, 8, 12}
+    assert sorted(one["n"] for one in traces.of_kind(found, "backward")) == [1, 4, 4, 5, 5, 6, 8]
+    assert sorted(one["n"] for one in traces.of_kind(found, "backward_ended")) == [1, 4, 4, 5, 5, 8]
+    assert {one["n"] for one in traces.of_kind(found, "leave")} == set(range(1, 13))
+    assert traces.of_kind(found, "raised") == []
 
 
 # What follows is of whole processes: an encoder of three lines, recorded as a target is.

@@ -23,6 +23,8 @@ from nemo_patches.tracing.recorder import EncoderState, Recorder, tracing
 from nemo_patches.tracing.records import (
     LONGEST_MESSAGE,
     LONGEST_TRACEBACK,
+    Backward,
+    BackwardEnded,
     Enter,
     FirstLayer,
     Leave,
@@ -30,6 +32,7 @@ from nemo_patches.tracing.records import (
     Raised,
 )
 from nemo_patches.tracing.settings import RAISE
+from nemo_patches.tracing.writer import TraceWriter
 
 _SIGNALS, _LENGTHS = ("audio_signal", "features"), ("length", "features_length")
 _numbers = itertools.count()
@@ -116,11 +119,17 @@ class _Call:
             if self._state.checks is not None:
                 self._act_on(self._state.checks.after(self._inputs))
             first = output[0] if isinstance(output, tuple | list) and output else output
-            shape = list(first.shape) if isinstance(first, torch.Tensor) else []
             self._note_growth()
-            t = self._writer.now()
-            took = round(t - self._began, 6)
-            self._writer.put(Leave(t, self._state.e, self._state.number, shape, took))
+            self._put_leave(first if isinstance(first, torch.Tensor) else None)
+
+    def _put_leave(self, output: torch.Tensor | None) -> None:
+        node = output.grad_fn if output is not None and _is_watched(output) else None
+        shape = list(output.shape) if output is not None else []
+        t = self._writer.now()
+        took = round(t - self._began, 6)
+        self._writer.put(Leave(t, self._state.e, self._state.number, shape, took, graph=node is not None))
+        if node is not None:
+            node.register_prehook(_BackwardHook(self._recorder, self._writer, self._state).begun)
 
     def __enter__(self) -> _Call:
         return self
@@ -132,7 +141,9 @@ class _Call:
         with self._recorder.guard:
             for hook in self._hooks:
                 hook.remove()
-            if error is not None:
+            if type(error).__name__ == _RECOMPUTED:
+                self._put_leave(None)
+            elif error is not None:
                 text = "".join(traceback.format_exception(kind, error, trace))
                 self._writer.put(
                     Raised(
@@ -177,6 +188,49 @@ class _Call:
                 f"{self._state.name}: call {self._state.number}: "
                 + "; ".join(f"check {found.check}: {found.text}" for found in findings)
             )
+
+
+class _BackwardHook:
+    """On the graph's node that made a call's output. It holds no tensor and no module, and changes no gradient."""
+
+    __slots__ = ("_e", "_n", "_recorder", "_writer")
+
+    def __init__(self, recorder: Recorder, writer: TraceWriter, state: EncoderState) -> None:
+        self._recorder, self._writer, self._e, self._n = recorder, writer, state.e, state.number
+
+    def begun(self, gradients: object) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd takes the hook into its graph
+            return
+        with self._recorder.guard:
+            self._writer.put(Backward(self._writer.now(), self._e, self._n))
+            self._queue(self._graph_done)
+
+    def _graph_done(self) -> None:
+        with self._recorder.guard:
+            self._queue(self._ended)  # so it comes after those of DDP and FSDP, which wait for the other ranks there
+
+    def _queue(self, callback: Callable[[], None]) -> None:
+        """As DDP and FSDP learn of a backward's end; not called if the backward raises."""
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _ended(self) -> None:
+        with self._recorder.guard:
+            self._writer.put(BackwardEnded(self._writer.now(), self._e, self._n))
+
+
+# torch.utils.checkpoint raises it through a forward that has recomputed all that backward needs.
+_RECOMPUTED = "_StopRecomputationError"
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def _is_watched(output: torch.Tensor) -> bool:
+    """Whether a backward through this output would be seen. One within a backward is a checkpoint's, recomputed."""
+    if output.grad_fn is None or _graph_task() != -1:
+        return False
+    if getattr(torch._dynamo.config, "compiled_autograd", False):  # not in torch before 2.4
+        say_once("trace: backward is not recorded where torch compiles it")
+        return False
+    return True
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run when torch compiles, not compiled

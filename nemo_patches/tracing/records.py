@@ -134,8 +134,29 @@ class Leave:
     t: float
     e: int
     n: int
-    shape: list[int]  # of the output
+    shape: list[int]  # of the output; empty if torch's checkpointing left the call early, having recomputed enough
     took: float  # seconds
+    graph: bool = False  # a backward can follow, and is recorded
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward has come to the call's output."""
+
+    k: ClassVar[str] = "backward"
+    t: float
+    e: int
+    n: int
+
+
+@dataclass(frozen=True)
+class BackwardEnded:
+    """That backward has ended, DDP's wait for the other ranks' gradients included (on NCCL: is enqueued)."""
+
+    k: ClassVar[str] = "backward_ended"
+    t: float
+    e: int
+    n: int
 
 
 @dataclass(frozen=True)
@@ -278,6 +299,8 @@ Record = (
     | PreEncoded
     | FirstLayer
     | Leave
+    | Backward
+    | BackwardEnded
     | Raised
     | Missing
     | Stalled

@@ -65,6 +65,8 @@ _KINDS_IN_WORDS = {
     "pre": "pre_encode is done",
     "layer": "the first layer is done",
     "leave": "came out",
+    "backward": "its backward has begun",
+    "backward_ended": "its backward has ended",
     "raised": "ended by an exception",
     "end": "the interpreter came to its end",
     "failed": "an exception that nobody caught",

@@ -10,6 +10,7 @@ from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
+from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
 from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
 from nemo_patches.tools.diagnose.differences import different_ranks, different_sync, other_than_configured
 from nemo_patches.tools.diagnose.endings import Ending
@@ -36,6 +37,7 @@ _HANGS = frozenset(
         ids.EXCEPTION,
         ids.DIFFERENT_SYNC,
         ids.DIFFERENT_ORDER,
+        ids.NO_BACKWARD,
         ids.KILLED,
         ids.ENDED,
         ids.MISSING_RANK,
@@ -62,7 +64,11 @@ def diagnose(job: Job) -> Report:
         explained = _explained(case, [run for _, run in pairs])
         kinds = set(explained.values())
         findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
-        hanging += hangs(case, set(explained))
+        # Where the ranks made unequal numbers of training calls, those of one number are not of one step.
+        skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
+        findings += [skipped.finding] if skipped else []
+        waiting = skipped.waiting if skipped else frozenset[int]()
+        hanging += [unlike_backwards(case, hang) for hang in hangs(case, set(explained) | waiting)]
         findings += [*sync_ended(case), *incidents(case)]
     findings += _foremost(hanging)
     reported = {rank for case in encoders for rank in stall_reports(case).kinds}
@@ -167,7 +173,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     if root is None:
         return tuple(ordered)
     explained = {ids.TIMEOUTS}
-    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER):
+    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD):
         explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))

@@ -10,6 +10,7 @@ CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 EXCEPTION = "exception"
 DIFFERENT_SYNC = "different-sync"
 DIFFERENT_ORDER = "different-order"
+NO_BACKWARD = "no-backward"
 KILLED = "killed"
 ENDED = "ended"
 MISSING_RANK = "missing-rank"
@@ -37,6 +38,7 @@ ORDER = (
     EXCEPTION,
     DIFFERENT_SYNC,
     DIFFERENT_ORDER,
+    NO_BACKWARD,
     KILLED,
     ENDED,
     MISSING_RANK,

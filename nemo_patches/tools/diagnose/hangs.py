@@ -66,7 +66,7 @@ def hangs(case: Case, explained: set[int]) -> list[Finding]:
     reports = stall_reports(case)
     if accused := [ending for ending in _accused(case, reports) if ending.rank not in explained]:
         others = _at_top([ending for ending in case.endings.values() if ending.rank not in reports.kinds])
-        return _grouped(case, accused, others, reports)
+        return _grouped(case, accused, others or accused, reports)
     if any(ending.at_fault for ending in case.sure.values()):
         return []  # faults.py reports exceptions, and who has one did not wait
     sure = [ending for ending in case.sure.values() if ending.rank not in explained]

@@ -21,6 +21,7 @@ CAME, SERVED, TIMEOUT, UNWAITED, LOCAL, ENDED = range(len(OUTCOMES))
 UNSYNCED = -1  # no length sync has returned
 UNKNOWN = -1  # whether a call is a training call, if its beginning was not read
 OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare call only the length sync is recorded
+NO_GRAPH, NO_BACKWARD, BACKWARD, BACKWARD_ENDED = range(4)  # how far the backward of a call has come
 
 CUT = "its last line is not whole"
 
@@ -41,6 +42,7 @@ _Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory],
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
 _Call, _Dumped = structs[records.Call], structs[records.Dumped]
 _Failed, _Stalled = structs[records.Failed], structs[records.Stalled]
+_Backward, _BackwardEnded = structs[records.Backward], structs[records.BackwardEnded]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 _Kept = TypeVar("_Kept")
@@ -58,6 +60,7 @@ class Calls:
         self.round = array("q")
         self.waited = array("f")
         self.ended = array("b")
+        self.backward = array("b")
 
     def begin(self, n: int, training: int, t: float) -> None:
         if len(self.n) >= MOST_CALLS:
@@ -74,6 +77,7 @@ class Calls:
         self.round.append(self.round[-1] if self.round else 0)
         self.waited.append(0.0)
         self.ended.append(OPEN)
+        self.backward.append(NO_GRAPH)
 
 
 class Input(NamedTuple):
@@ -96,6 +100,9 @@ class Track:
     calls: Calls = field(default_factory=Calls)
     inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
     result: int = 0  # of the last length sync
+    settled: int = 0  # the backward of a call before this one does not come any more: a later one has ended since
+    backward_ended: bool = False  # since the last call was entered
+    deferred: bool = False  # some backward came only after a later call had been entered
     leapt_to: int = 0  # a call number that does not follow; believed once the next record agrees
     round_leapt_to: int = 0  # likewise, a round
     damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
@@ -215,6 +222,8 @@ class RankTrace:
             self._out_of_order(track, record)
 
     def _enter(self, track: Track, record: Any) -> None:
+        if track.backward_ended:
+            track.settled, track.backward_ended = record.n, False
         track.calls.begin(record.n, record.training, record.t)
         shape = record.shape
         given = Input(shape[1] if len(shape) > 1 else -1, record.dtype[:40], record.device[:40])
@@ -238,6 +247,7 @@ class RankTrace:
             track.result = record.result
         elif kind is _Leave:
             calls.left[-1], calls.ended[-1] = after, LEFT
+            calls.backward[-1] = NO_BACKWARD if record.graph else NO_GRAPH
             self._compare(track)
         elif kind is _PreEncoded:
             calls.pre[-1] = after
@@ -326,7 +336,9 @@ class RankTrace:
             self.odd_records += 1
             self._damage_all()
         self.last = record.t
-        if kind is _Grow and record.e in self.tracks:
+        if kind is _Backward or kind is _BackwardEnded:
+            self._backward(kind, record)
+        elif kind is _Grow and record.e in self.tracks:
             track = self.tracks[record.e]
             track.room = max(track.room, record.new)
         elif kind is _Memory:
@@ -360,6 +372,17 @@ class RankTrace:
         else:  # a record of an encoder that has no `encoder` record
             self.odd_records += 1
             self._damage_all()
+
+    def _backward(self, kind: type[Any], record: Any) -> None:
+        track = self.tracks.get(record.e)
+        index = len(track.calls.n) - 1 - (track.last - record.n) if track is not None else -1
+        if track is None or not 0 <= index < len(track.calls.n) or track.calls.n[index] != record.n:
+            return  # of a call in a part that is gone
+        if kind is _Backward:
+            track.calls.backward[index] = BACKWARD
+            track.deferred |= record.n != track.last
+        elif track.calls.backward[index] == BACKWARD:
+            track.calls.backward[index], track.backward_ended = BACKWARD_ENDED, True
 
     def _encoder(self, record: Any) -> None:
         track = self.tracks.get(record.e)

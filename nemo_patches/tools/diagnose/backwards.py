@@ -1,0 +1,138 @@
+"""The verdict on a backward that some ranks made and some did not: who made it waits for the gradients of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.alignment import Whole
+from nemo_patches.tools.diagnose.case import Case, whom
+from nemo_patches.tools.diagnose.endings import anchors, positions, weighted_kinds
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
+from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CUT, NO_BACKWARD, NO_GRAPH, TIMEOUT, UNWAITED, Track
+
+_ENOUGH_BACKWARDS = 3  # of a rank, to say that it makes each before its next call
+_CALLS_TO_RECOVER = 3  # all ranks went on for so many training calls
+_NEXT_STEP = (
+    "Look for what leaves the backward out on this rank: an out-of-memory error that is swallowed, a check for NaN or "
+    "for an empty batch that returns early. All ranks must make it, or none (reduce the decision over the ranks)."
+)
+
+
+@dataclass(frozen=True)
+class SkippedBackward:
+    """waiting: the ranks that are in the backward of that call, and wait there."""
+
+    finding: Finding
+    waiting: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Backwards:
+    """The training calls of one rank whose output had a graph. Training calls are counted as in endings.py."""
+
+    index: Whole  # of the call
+    count: Whole  # of training calls up to it
+    made: npt.NDArray[np.bool_]
+    left_out: npt.NDArray[np.bool_]  # and it does not come any more
+
+    @property
+    def usual(self) -> bool:
+        """Whether most calls have a backward: where they do not, one without is no news."""
+        return bool(self.made.size and self.made.mean() > 0.5)
+
+
+def skipped_backward(case: Case) -> SkippedBackward | None:
+    """The first training call that is without a backward on some ranks, which went on, and has one on others.
+
+    Not told from ranks whose traces are damaged, nor of a call without a graph (an encoder that is frozen).
+    """
+    starts = anchors(case.tracks)
+    deferred = any(track.deferred for track in case.tracks.values())
+    ranks = {
+        rank: _backwards(track, start, deferred)
+        for rank, track in case.tracks.items()
+        if (start := starts.get(rank)) is not None and case.job.traces[rank].damage in ("", CUT)
+    }
+    usual = {rank: of_rank for rank, of_rank in ranks.items() if of_rank.usual}
+    made = np.unique(np.concatenate([of_rank.count[of_rank.made] for of_rank in usual.values()] or [np.zeros(0, int)]))
+    left_out = {rank: np.intersect1d(of_rank.count[of_rank.left_out], made) for rank, of_rank in ranks.items()}
+    first = min((int(counts[0]) for counts in left_out.values() if len(counts)), default=None)
+    if first is None:
+        return None
+    without = sorted(rank for rank, counts in left_out.items() if first in counts)
+    having = sorted(rank for rank, of_rank in usual.items() if first in of_rank.count[of_rank.made])
+    calls = {rank: _call(case.tracks[rank], ranks[rank], first) for rank in without}
+    total = sum(map(len, left_out.values()))
+    times = f"; {total} backwards are missing in all" if total > len(without) else ""
+    went_on = min(int(positions(case.tracks[rank], starts[rank] or 0)[0][-1]) for rank in ranks) - first
+    in_vain = any(_in_vain_after(case.tracks[rank], ranks[rank], first) for rank in [*without, *having])
+    waiting = {rank for rank in having if case.tracks[rank].calls.backward[-1] == BACKWARD}
+    finding = Finding(
+        id=ids.NO_BACKWARD,
+        severity=WARNING if went_on >= _CALLS_TO_RECOVER and not in_vain else CRITICAL,
+        ranks=tuple(without),
+        text=f"{named(without)} made no backward of training call {calls[without[0]]} of {case.name}, and went on to "
+        f"the next call; {named(having)} made {'it' if len(having) == 1 else 'theirs'}{times}.",
+        next_step=_NEXT_STEP,
+        encoder=case.name,
+        call=calls[without[0]],
+        evidence=(
+            *(
+                f"rank {rank}: call {call} has left the encoder with a graph, and no backward"
+                for rank, call in calls.items()
+            ),
+            *([f"in the backward, and not through it: {named(sorted(waiting))}"] if waiting else []),
+        )[:8],
+    )
+    return SkippedBackward(finding, frozenset(waiting))
+
+
+def _backwards(track: Track, start: int, deferred: bool) -> _Backwards:
+    """deferred: some rank has made a backward after a later call, so that entering one shows nothing."""
+    calls = track.calls
+    state = np.array(calls.backward, dtype=np.int8)
+    kinds, _ = weighted_kinds(track)
+    index = np.flatnonzero((kinds == 1) & (state != NO_GRAPH) & (np.arange(len(state)) >= start))
+    numbers, made = np.array(calls.n, dtype=np.int64)[index], state[index] != NO_BACKWARD
+    goes_on = numbers < track.settled
+    if not deferred:
+        goes_on |= (numbers < track.last) & (np.cumsum(made) >= _ENOUGH_BACKWARDS)
+    return _Backwards(index, positions(track, start)[0][index], made, ~made & goes_on)
+
+
+def _call(track: Track, of_rank: _Backwards, count: int) -> int:
+    return track.calls.n[int(of_rank.index[np.searchsorted(of_rank.count, count)])]
+
+
+def _in_vain_after(track: Track, of_rank: _Backwards, count: int) -> bool:
+    """Whether one of the next calls' rounds did not come in time."""
+    index = int(of_rank.index[np.searchsorted(of_rank.count, count)]) + 1
+    return any(outcome in (TIMEOUT, UNWAITED) for outcome in track.calls.outcome[index : index + _CALLS_TO_RECOVER])
+
+
+def unlike_backwards(case: Case, hang: Finding) -> Finding:
+    """A hang outside the encoder, told by the backward of that call: some ranks wait in it, some have not begun it."""
+    last = {rank: track.calls.backward[-1] for rank, track in case.tracks.items() if track.calls.n}
+    inside = sorted(rank for rank, state in last.items() if state == BACKWARD)
+    if hang.id != ids.OUTSIDE or not inside or set(last) != set(case.sure) or NO_GRAPH in last.values():
+        return hang
+    before = sorted(rank for rank, state in last.items() if state == NO_BACKWARD)
+    evidence = (f"in the backward, and not through it: {named(inside)}", *hang.evidence)
+    if not before:
+        return Finding(**{**vars(hang), "evidence": evidence})
+    return Finding(
+        id=ids.NO_BACKWARD,
+        severity=CRITICAL,
+        ranks=tuple(before),
+        text=f"{whom(before, 'has', 'have')} come out of {case.call(case.endings[before[0]])}, and made no backward of "
+        f"it, which {whom(inside, 'is', 'are')} in: left out, or stuck before it.",
+        next_step=_NEXT_STEP,
+        encoder=case.name,
+        call=case.endings[before[0]].call,
+        evidence=evidence,
+    )
