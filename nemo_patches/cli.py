@@ -310,8 +310,9 @@ def doctor(
 @app.command()
 def diagnose(
     paths: Annotated[
-        list[Path], typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE); or logs: files, a folder, - (stdin).")
-    ],
+        list[Path] | None,
+        typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE); or logs: files, a folder, - (stdin)."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[
@@ -330,12 +331,18 @@ def diagnose(
             show_default="the last",
         ),
     ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Ask a running job: its MASTER_ADDR and MASTER_PORT.", show_default="none"
+        ),
+    ] = None,
 ) -> None:
     """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
     from nemo_patches.tools.diagnose import command
 
     try:
-        code = command.run(paths, json, watch, plot, perfetto, launch)
+        code = command.run(paths or [], json, watch, plot, perfetto, launch, job)
     except command.DiagnoseError as error:
         typer.echo(f"nemo-patches diagnose: {error}", err=True)
         if json:

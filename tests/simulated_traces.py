@@ -47,6 +47,13 @@ class Gradients:
 
 
 @dataclass(frozen=True)
+class DdpForward(Gradients):
+    """Likewise, as in DDP's broadcast of buffers, `pause` seconds after what was before; a call follows."""
+
+    pause: float = 0.1
+
+
+@dataclass(frozen=True)
 class Killed:
     """SIGKILL. gone: the others' length sync ends at once; else it is only silent, as a stopped process is."""
 
@@ -138,6 +145,7 @@ class _Rank:
     issued: int = 0
     calls: int = 0
     at_gradients: bool = False
+    in_ddp_since: float | None = None
 
     def write(self, now: float, kind: type, **values: object) -> None:
         self.lines.append(kind(t=round(now - self.begins, 6), **values))
@@ -146,6 +154,9 @@ class _Rank:
         room = self.setup.room
         now = yield _Pause(0.0)
         for event in self.events:
+            if isinstance(event, DdpForward):
+                now = yield _Pause(now + event.pause)
+                self.in_ddp_since = now
             if isinstance(event, Gradients):
                 has_graph = bool(self.lines) and getattr(self.lines[-1], "graph", False)
                 if has_graph:
@@ -172,7 +183,9 @@ class _Rank:
             n = self.calls
             if not self.lines or not any(isinstance(line, records.Encoder) for line in self.lines):
                 self.write(now, records.Encoder, **self._encoder())
-            self.write(now, records.Enter, **self._enter(event))
+            in_ddp = now - self.in_ddp_since if self.in_ddp_since is not None else None
+            self.write(now, records.Enter, **self._enter(event), in_ddp=in_ddp)
+            self.in_ddp_since = None
             if event.found:
                 self.write(now, records.Finding, e=0, n=n, check="inputs", text=event.found)
             if event.stuck == "length sync":

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from simulated_traces import (
     PHASES,
     STEP,
     Call,
+    DdpForward,
     Event,
     Exit,
     Gradients,
@@ -332,8 +334,14 @@ def test_each_scenario_has_its_verdict(name: str, tmp_path: Path) -> None:
     assert not others, report
 
 
+def test_a_wait_in_vain_counts_as_waited(tmp_path: Path) -> None:
+    ranks = report_on(SCENARIOS["late once"], tmp_path).ranks
+    assert (ranks[0].waited or 0.0) >= 10 > (ranks[2].waited or 0.0)
+
+
 HEALTHY: dict[str, Scenario] = {
     "ended in good order": Scenario([steps(60) + evaluation(10) + steps(20) + OUT] * 4, "", ()),
+    "default DDP": Scenario([[DdpForward(), Call(pause=0.0), Gradients()] * 60 + OUT] * 4, "", ()),
     "lengths differ": Scenario([steps(60, length=500 + 100 * rank) + OUT for rank in range(4)], "", ()),
     "everything grows": Scenario([steps(9) + steps(9, length=9000) + OUT] * 4, "", ()),
     "one is late, in time": Scenario(
@@ -546,14 +554,17 @@ def test_a_job_that_runs_is_not_a_job_that_hangs(tmp_path: Path) -> None:
     def later(_: float) -> None:
         for number, (file, content) in enumerate(whole.items()):
             file.write_bytes(content[: len(content) * 2 // 3 + 60 * number])
+            os.utime(file, (time.time() - 300,) * 2)
 
     job, report = once(tmp_path, later)
     assert job.moving and report.findings == ()
     assert "running" in report.verdict
+    assert report.runs and all(300 <= (one.ago or 0.0) < 600 for one in report.ranks)  # until now
     for file, content in whole.items():
         file.write_bytes(content)
     job, report = once(tmp_path, lambda _: None)
     assert not job.moving and report.findings[0].id == ids.BEFORE_ENCODER
+    assert not report.runs and min(one.ago or 0.0 for one in report.ranks) == 0.0  # until the newest record of all
 
 
 def test_in_a_job_that_runs_a_rank_that_the_others_gave_up_on_is_told(tmp_path: Path) -> None:
@@ -708,6 +719,24 @@ def test_ranks_that_come_last_together_are_not_called_stragglers(tmp_path: Path)
     report = report_on(Scenario(late, "", ()), tmp_path)
     assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
     assert "Ranks 0-1 come last to most rounds together, 120 ms after the first" in report.verdict
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_straggler_is_told_where_ddp_has_all_wait_for_it_before_the_encoder(late: int, tmp_path: Path) -> None:
+    def step(rank: int) -> list[Event]:
+        return [DdpForward(0.22 if rank == late else 0.1), Call(pause=0.0), Gradients()]
+
+    report = report_on(Scenario([step(rank) * 60 + OUT for rank in range(4)], "", ()), tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, (late,))]
+    assert "comes last to most rounds, 120 ms after the first" in report.verdict
+
+
+def test_who_gets_ddps_broadcast_last_is_not_called_a_straggler(tmp_path: Path) -> None:
+    """Nor who is slow in its preprocessor; that is said."""
+    step = [[DdpForward(), Call(pause=0.03 * (rank == 3)), Gradients()] for rank in range(4)]
+    report = report_on(Scenario([of_rank * 60 + OUT for of_rank in step], "", ()), tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
+    assert "Rank 3 " in report.verdict and "It is not late to DDP's forward" in report.verdict
 
 
 def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
@@ -914,6 +943,7 @@ JSON_KEYS = {
     "problems",
     "earlier",
     "summary",
+    "runs",
     "exit_code",
 }
 

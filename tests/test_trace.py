@@ -292,6 +292,7 @@ def train(rank: int, size: int, folder: str) -> None:
     model = torch.nn.parallel.DistributedDataParallel(encoder)
     for step in range(3):  # calls 1 to 3, of which 2 grows
         encoders.run(model, (50, 900 + 100 * rank, 60)[step]).pow(2).mean().backward()
+    pickle.dumps(list(model._forward_pre_hooks.values()))  # the hook does not keep a DDP from being saved whole
     dist.barrier()
     if rank == 1:
         wait_until(lambda: recorded_by_rank_0(folder, '"outcome":"timeout"'))
@@ -387,6 +388,14 @@ def test_growth_and_what_has_grown_for_this_process_only(trained: list[Trace]) -
         assert all(one["ddp"] for one in described)
         assert described[0]["grown"] == {} and described[-1]["grown"]["pos_enc.pe"][1] == 1999
         assert described[0]["registered"] == described[-1]["registered"]
+
+
+@pytest.mark.one_nemo
+def test_how_long_ddps_forward_had_run(trained: list[Trace]) -> None:
+    """From the second call in it on; call 4 was in none."""
+    for trace in trained:
+        first, second, third, outside = [one["in_ddp"] for one in traces.of_kind(trace, "enter", e=1)[:4]]
+        assert first is outside is None and 0 < second < 100 and 0 < third < 100
 
 
 @pytest.mark.one_nemo

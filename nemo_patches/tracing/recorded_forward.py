@@ -102,6 +102,7 @@ class _Call:
                     dtype="" if signal is None else str(signal.dtype).removeprefix("torch."),
                     device="" if signal is None else str(signal.device),
                     lengths=_shortest_and_longest(lengths),
+                    in_ddp=state.in_ddp(),
                 )
             )
             self._recorder.count_call(None if signal is None else signal.device)

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
 from nemo_patches.stall.missing_rank import MissingRank, StallReported
@@ -105,6 +106,8 @@ class Recorder:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+        for state in self._encoders.values():
+            state.leave_ddp()
         if self.writer is not None:
             self.writer.close(_CLOSE_LIMIT, Stopped(self.writer.now(), stopped))
 
@@ -273,7 +276,7 @@ def _of_each(missing: tuple[MissingRank, ...]) -> tuple[list[int], list[str], li
 class EncoderState:
     """What the recorder knows of one encoder."""
 
-    __slots__ = ("checks", "ddp", "e", "name", "number", "positions", "running", "searched")
+    __slots__ = ("checks", "ddp", "ddp_forward", "e", "hook", "name", "number", "positions", "running", "searched")
 
     def __init__(self, e: int, name: str, positions: int) -> None:
         self.e, self.name, self.positions = e, name, positions
@@ -282,6 +285,8 @@ class EncoderState:
         self.checks: EncoderChecks | None = None
         self.ddp = False
         self.searched: weakref.ref[torch.nn.Module] | None = None
+        self.ddp_forward = DdpForward()
+        self.hook: RemovableHandle | None = None
 
     def is_now_inside_ddp(self, encoder: torch.nn.Module) -> bool:
         """Whether this is the first call seen within a DistributedDataParallel's forward. Each is searched once."""
@@ -290,7 +295,33 @@ class EncoderState:
             return False
         self.searched = weakref.ref(active)
         self.ddp = any(module is encoder for module in active.modules())
+        if self.ddp:
+            self.hook = active.register_forward_pre_hook(self.ddp_forward)
         return self.ddp
+
+    def in_ddp(self) -> float | None:
+        """Seconds that the DDP around this call has been in its forward; None in a second call of the same forward."""
+        began, self.ddp_forward.began = self.ddp_forward.began, 0.0
+        is_inside = self.searched is not None and self.searched() is active_ddp() is not None
+        return round(time.monotonic() - began, 6) if began and is_inside else None
+
+    def leave_ddp(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+
+
+class DdpForward:
+    """A hook that notes when DDP's forward begins. On Gloo its first act is a broadcast, which waits for a late rank.
+
+    It stays on the DDP, so it holds nothing that cannot be copied or pickled with it.
+    """
+
+    def __init__(self) -> None:
+        self.began = 0.0  # time.monotonic(); 0 if that call is noted
+
+    def __call__(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self.began = time.monotonic()
 
 
 class _Guard:

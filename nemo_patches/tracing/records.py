@@ -77,6 +77,7 @@ class Enter:
     dtype: str
     device: str
     lengths: list[int] | None  # shortest and longest; None if they are on a device: reading them would wait for it
+    in_ddp: float | None = None  # seconds since DDP's forward began, which may wait for other ranks; None if in none
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ wait of all ranks less its own, and rounds with the same number tie the clocks t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
@@ -30,6 +30,15 @@ class Rounds:
     index: Whole  # of the call, within the rank's calls
     at: Floats  # when the round came, in seconds of the rank's own trace
     waited: Floats  # seconds
+    ahead: npt.NDArray[np.float32]  # seconds from when the rank's DDP began its forward until then; NaN if not known
+
+    @property
+    def from_ddp(self) -> Rounds:
+        """The same, but waiting begins with DDP's forward, where that is known: on Gloo it may wait for a late rank."""
+        known = ~np.isnan(self.ahead).any(axis=0)
+        waited = self.waited.copy()
+        waited[:, known] = self.ahead[:, known] - self.ahead[:, known].min(axis=0, initial=np.inf)
+        return replace(self, waited=waited)
 
     @property
     def lag(self) -> Floats:
@@ -46,6 +55,7 @@ class _RoundsInTime:
     index: Whole
     at: Floats
     waited: Floats
+    ahead: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ def shared_rounds(tracks: dict[int, Track]) -> Rounds:
     ranks = tuple(sorted(in_time))
     if not ranks:
         empty = np.zeros((0, 0))
-        return Rounds((), np.zeros(0, np.int64), empty.astype(np.int64), empty, empty)
+        return Rounds((), np.zeros(0, np.int64), empty.astype(np.int64), empty, empty, empty.astype(np.float32))
     number: Whole = reduce(
         lambda left, right: np.intersect1d(left, right, True), (in_time[rank].number for rank in ranks)
     )
@@ -82,6 +92,7 @@ def shared_rounds(tracks: dict[int, Track]) -> Rounds:
         np.stack([in_time[rank].index[where[rank]] for rank in ranks]),
         np.stack([in_time[rank].at[where[rank]] for rank in ranks]),
         np.stack([in_time[rank].waited[where[rank]] for rank in ranks]),
+        np.stack([in_time[rank].ahead[where[rank]] for rank in ranks]),
     )
 
 
@@ -113,7 +124,9 @@ def _in_time(track: Track) -> _RoundsInTime:
     calls = track.calls
     index = np.flatnonzero(np.array(calls.outcome, dtype=np.int8) == CAME)
     number = np.array(calls.round, dtype=np.int64)[index]
-    at = np.array(calls.entered)[index] + np.array(calls.synced, dtype=np.float64)[index]
+    synced = np.array(calls.synced, dtype=np.float64)[index]
+    at: Floats = np.array(calls.entered)[index] + synced
+    ahead = (np.array(calls.in_ddp)[index] + synced).astype(np.float32)
     waited = np.array(calls.waited, dtype=np.float64)[index]
     number, first = np.unique(number, return_index=True)
-    return _RoundsInTime(number, index[first], at[first], waited[first])
+    return _RoundsInTime(number, index[first], at[first], waited[first], ahead[first])

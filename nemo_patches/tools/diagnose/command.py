@@ -33,9 +33,21 @@ class DiagnoseError(Exception):
 
 
 def run(
-    paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto: Path | None, launch: int | None = None
+    paths: list[Path],
+    json: bool,
+    watch: bool,
+    plot: Path | None,
+    perfetto: Path | None,
+    launch: int | None = None,
+    job: str | None = None,
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
+    if (len(paths) > 0) + (job is not None) != 1:
+        raise DiagnoseError("give a folder or logs, or --job HOST:PORT; one of them")
+    if job is not None:
+        if watch or plot or perfetto or launch is not None:
+            raise DiagnoseError("--job takes only --json beside it")
+        return _ask(job, json)
     path = paths[0]
     is_traces = len(paths) == 1 and path.is_dir() and (watch or plot is not None or not _has_logs_only(path))
     if not is_traces and (watch or plot or perfetto):
@@ -48,12 +60,25 @@ def run(
         if not is_traces:
             report = diagnose_dumps(path) if _has_dumps(path) else diagnose_logs(paths)
         else:
-            job, report = once(path, launch=launch)
-            _draw(job, plot, perfetto)
+            read, report = once(path, launch=launch)
+            _draw(read, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
     except KeyboardInterrupt:
         return 130
+    _print(report, json)
+    return report.exit_code
+
+
+def _ask(job: str, json: bool) -> int:
+    try:
+        from nemo_patches.tools.diagnose.live import diagnose_job
+
+        report = diagnose_job(job)
+    except ModuleNotFoundError as error:
+        raise DiagnoseError(f"--job needs {error.name}: run it in the job's own environment") from error
+    except UnreadableError as error:
+        raise DiagnoseError(safe(str(error))) from error
     _print(report, json)
     return report.exit_code
 

@@ -26,7 +26,7 @@ from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
 from nemo_patches.tools.diagnose.order_of_calls import swapped_order
-from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNWAITED
+from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNSYNCED, UNWAITED, RankTrace
 from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
@@ -82,6 +82,7 @@ def diagnose(job: Job) -> Report:
         folder=safe(str(job.folder)),
         world_size=job.world_size,
         moving=job.moving,
+        runs=bool(job.ago),
         verdict=_verdict(job, encoders, ordered),
         next_step=ordered[0].next_step if ordered else "",
         findings=ordered,
@@ -198,7 +199,7 @@ def _all_ended(encoders: list[Case]) -> bool:
 
 def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
     main = encoders[0] if encoders else None
-    times = waiting(main.rounds) if main else None
+    times = waiting(main.rounds.from_ddp) if main else None
     summaries = []
     for rank, trace in sorted(job.traces.items()):
         ending = main.endings[rank] if main else None
@@ -210,12 +211,19 @@ def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
                 calls=sum(track.last for track in trace.tracks.values()),
                 state=state_of(ending),
                 behind=main.behind(rank) if main else None,
-                waited=times.waited.get(rank) if times else None,
+                ago=job.ago.get(rank, main.behind(rank) if main else None),
+                waited=_waited(trace),
                 caused=times.caused.get(rank) if times else None,
                 lag=times.lag.get(rank) if times else None,
             )
         )
     return summaries
+
+
+def _waited(trace: RankTrace) -> float | None:
+    """Seconds in length syncs, also in those that were given up; None if no call has one."""
+    calls = [track.calls for track in trace.tracks.values() if any(code != UNSYNCED for code in track.calls.outcome)]
+    return float(sum(np.array(of_encoder.waited, dtype=np.float64).sum() for of_encoder in calls)) if calls else None
 
 
 def state_of(ending: Ending | None) -> str:

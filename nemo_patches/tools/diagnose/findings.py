@@ -94,7 +94,8 @@ class RankSummary:
     calls: int
     state: str
     behind: float | None  # seconds by which its last record is older than the newest of all
-    waited: float | None  # seconds
+    ago: float | None  # seconds since its last record: until now while the job runs, else as `behind`
+    waited: float | None  # seconds in length syncs, also in those that it gave up
     caused: float | None  # the share of all waiting that is for this rank
     lag: float | None  # seconds; the median of its rounds
 
@@ -113,6 +114,7 @@ class Report:
     problems: tuple[str, ...]  # files that were not read, or only in part
     earlier: tuple[str, ...]  # process starts of earlier launches
     summary: tuple[str, ...] = ()  # of each encoder: calls, fallbacks, longest wait, cost
+    runs: bool = False  # the job does, as far as is known
 
     @property
     def exit_code(self) -> int:

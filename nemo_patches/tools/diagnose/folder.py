@@ -95,12 +95,15 @@ class Start:
 
     parts: list[Part]
     trace: RankTrace
+    written: float = 0.0  # when its last part was, by the file system's clock
 
     def read_on(self) -> Start:
         """Read what has been written since; return itself, for a process pool. What cannot be read is a gap."""
         for part in self.parts:
             try:
-                if part.path.stat().st_size > part.offset:
+                status = part.path.stat()
+                self.written = status.st_mtime
+                if status.st_size > part.offset:
                     part.read_on(self.trace)
             except FileNotFoundError:  # what was read of it before stays
                 if not part.offset:
@@ -134,7 +137,9 @@ class Job:
     folder: Path
     world_size: int
     traces: dict[int, RankTrace]
+    written: dict[int, float] = field(default_factory=dict)  # by rank when its file was, in seconds since 1970
     moving: bool = False  # its files grow, so records may still come
+    ago: dict[int, float] = field(default_factory=dict)  # by rank seconds since its last record, if the job runs
     alive: set[int] = field(default_factory=set)  # ranks whose processes run on this host now
     problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
     suspects: set[int] = field(default_factory=set)  # ranks whose files cannot be read
@@ -169,6 +174,7 @@ class Folder:
         self._read_all(latest)
         size = _world_size(latest)
         job = Job(self.path, size, {start.trace.rank: start.trace for start in latest if start.trace.rank < size})
+        job.written = {start.trace.rank: start.written for start in latest if start.trace.rank < size}
         job.problems = self._problem_lines()
         for start in latest:
             if damage := start.trace.damage:

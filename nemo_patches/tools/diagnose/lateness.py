@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,9 +25,8 @@ _MOST_FINDINGS = 8
 
 @dataclass(frozen=True)
 class Waiting:
-    """Who waited and for whom, over the rounds that all ranks came to in time; each by rank."""
+    """For whom the ranks waited, over the rounds that all came to in time; each by rank."""
 
-    waited: dict[int, float]  # seconds
     caused: dict[int, float]  # share of all ranks' waiting
     lag: dict[int, float]  # seconds, the median
 
@@ -35,14 +34,13 @@ class Waiting:
 def waiting(rounds: Rounds) -> Waiting:
     """Sum up the waiting; in each round it is for the rank that came last."""
     if not rounds.number.size:
-        return Waiting({}, {}, {})
+        return Waiting({}, {})
     in_round: Floats = rounds.waited.sum(axis=0)
     last = rounds.waited.argmin(axis=0)
     caused = np.bincount(last, weights=in_round, minlength=len(rounds.ranks))
     total = float(in_round.sum()) or 1.0
     lags = np.median(rounds.lag, axis=1)
     return Waiting(
-        {rank: float(rounds.waited[row].sum()) for row, rank in enumerate(rounds.ranks)},
         {rank: float(caused[row]) / total for row, rank in enumerate(rounds.ranks)},
         {rank: float(lags[row]) for row, rank in enumerate(rounds.ranks)},
     )
@@ -50,7 +48,21 @@ def waiting(rounds: Rounds) -> Waiting:
 
 def straggler(case: Case) -> list[Finding]:
     """The rank that the others wait for again and again, if there is one."""
-    rounds = case.rounds
+    # DDP on Gloo has some ranks, or all, wait for a late one before the encoder: they come to it as late as that one.
+    if np.isnan(case.rounds.ahead).all():
+        return _last_to_most(case, case.rounds)
+    return _last_to_most(case, case.rounds.from_ddp) or [
+        replace(
+            finding,
+            ranks=(),
+            text=f"{finding.text} It is not late to DDP's forward: what holds it up is the preprocessor, or DDP's "
+            "broadcast of buffers, which reaches some ranks last.",
+        )
+        for finding in _last_to_most(case, case.rounds)
+    ]
+
+
+def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
     size = len(rounds.ranks)
     if size < 2 or rounds.number.size < _LEAST_ROUNDS:
         return []
@@ -59,7 +71,6 @@ def straggler(case: Case) -> list[Finding]:
     rank = rounds.ranks[row]
     times = waiting(rounds)
     lag = times.lag[rank]
-    # DDP on Gloo has some ranks wait for a late one before the encoder: they come as late as it does.
     rows = [at for at, of_rank in enumerate(rounds.ranks) if at == row or times.lag[of_rank] > lag / 2]
     if len(rows) == size:
         return []

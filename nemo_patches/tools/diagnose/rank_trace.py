@@ -55,6 +55,7 @@ class Calls:
         self.n = array("q")
         self.training = array("b")
         self.entered = array("d")  # seconds since the start of this rank's trace
+        self.in_ddp = array("f")  # seconds that DDP's forward had run by then; NaN if not known
         self.synced, self.pre, self.layer, self.left = array("f"), array("f"), array("f"), array("f")
         self.outcome = array("b")
         self.round = array("q")
@@ -62,13 +63,14 @@ class Calls:
         self.ended = array("b")
         self.backward = array("b")
 
-    def begin(self, n: int, training: int, t: float) -> None:
+    def begin(self, n: int, training: int, t: float, in_ddp: float | None = None) -> None:
         if len(self.n) >= MOST_CALLS:
             for column in vars(self).values():
                 del column[: MOST_CALLS // 2]
         self.n.append(n)
         self.training.append(training)
         self.entered.append(t)
+        self.in_ddp.append(_NEVER if in_ddp is None else in_ddp)
         self.synced.append(_NEVER)
         self.pre.append(_NEVER)
         self.layer.append(_NEVER)
@@ -224,7 +226,7 @@ class RankTrace:
     def _enter(self, track: Track, record: Any) -> None:
         if track.backward_ended:
             track.settled, track.backward_ended = record.n, False
-        track.calls.begin(record.n, record.training, record.t)
+        track.calls.begin(record.n, record.training, record.t, record.in_ddp)
         shape = record.shape
         given = Input(shape[1] if len(shape) > 1 else -1, record.dtype[:40], record.device[:40])
         if given in track.inputs or len(track.inputs) < _MOST_INPUTS:

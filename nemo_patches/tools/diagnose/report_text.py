@@ -10,6 +10,10 @@ from nemo_patches.stall.rank_text import ranges
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
 
 _MOST_RANKS = 32  # rows of the table
+_LEGEND = (
+    "waited: in length syncs, also in vain; causes: the share of all waiting that is for this rank; lag: how much "
+    "later than the first it came, the median; last: since its last record, until {now}."
+)
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
 
@@ -32,6 +36,8 @@ def show(report: Report, console: Console) -> None:
             say(f"  {line}")
     say("")
     _show_ranks(report, console)
+    if report.ranks:
+        say(_LEGEND.format(now="now, as the job runs" if report.runs else "the newest record of all"), "dim")
     for line in report.summary if report.findings else ():  # else the verdict has it
         say(line)
     for line in report.problems:
@@ -73,6 +79,6 @@ def _row(summary: RankSummary) -> list[str]:
         f"{summary.waited:.1f}" if summary.waited is not None else "-",
         f"{summary.caused:.0%}" if summary.caused is not None else "-",
         f"{summary.lag * 1000:.1f}" if summary.lag is not None else "-",
-        f"{summary.behind:.1f}" if summary.behind is not None else "-",
+        f"{summary.ago:.1f}" if summary.ago is not None else "-",
         summary.state,
     ]

@@ -34,7 +34,7 @@ def once(path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | 
     if _may_grow(job):
         sleep(_patience(job).total_seconds())
         job = folder.read()
-        job.alive = {rank for rank, trace in job.traces.items() if _runs(trace.header)}
+        _see_what_runs(job)
     return job, diagnose(job)
 
 
@@ -59,12 +59,18 @@ def follow(
         # A job that steps slowly does not write at every look.
         quiet_looks = 0 if job.moving else quiet_looks + 1
         job.moving = quiet_looks * REFRESH < max(_patience(job), REFRESH * 1.5)
-        job.alive = {rank for rank, trace in job.traces.items() if _runs(trace.header)}
+        _see_what_runs(job)
         report = diagnose(job)
         if report.verdict != last_verdict:
             last_verdict = report.verdict
             yield job, report
         sleep(REFRESH.total_seconds())
+
+
+def _see_what_runs(job: Job) -> None:
+    job.alive = {rank for rank, trace in job.traces.items() if _runs(trace.header)}
+    if job.moving or job.alive:
+        job.ago = {rank: max(0.0, time.time() - written) for rank, written in job.written.items()}
 
 
 def _may_grow(job: Job) -> bool:
