@@ -50,12 +50,13 @@ def commands() -> Iterator[str]:
         yield from ("| argument or option | default | what |", "|---|---|---|") if options else ()
         for param in options:
             names = [option for option in param.opts if option.startswith("-")] or [param.metavar or param.name.upper()]
-            default = (
-                ""
-                if param.default in (None, False) or not isinstance(param.default, str | int | float)
-                else param.default
+            choices = (
+                re.sub(r"[][]|\[,...]", "", param.metavar or "").replace("|", ", ")
+                if "|" in (param.metavar or "")
+                else ""
             )
-            yield f"| {', '.join(f'`{one}`' for one in names)} | {default} | {getattr(param, 'help', None) or ''} |"
+            what = ": ".join(filter(None, (choices, getattr(param, "help", ""))))
+            yield f"| {', '.join(f'`{one}`' for one in names)} | {_default(param)} | {what} |"
         if name == "run":
             yield "| `--call-timeout 30`, and so on | as above | an option for every setting |"
 
@@ -67,6 +68,12 @@ def api() -> Iterator[str]:
         yield from ("", f"### nemo_patches.{name}" if name not in ALSO or "." in name else f"### {name}", "", "```text")
         yield from _described(*_definition(module, name.rpartition(".")[2]))
         yield "```"
+
+
+def _default(param: Any) -> str:
+    told = getattr(param, "show_default", None)  # a text where the value would not say it
+    value = told if isinstance(told, str) else param.default
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
 def _paragraphs(text: str | None) -> str:

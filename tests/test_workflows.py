@@ -1,0 +1,46 @@
+"""The workflows for whoever hosts this: they run the Makefile's commands, on the Makefile's releases and Pythons."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from interpreters import CHECKOUT
+
+pytestmark = pytest.mark.one_nemo
+
+MAKEFILE = (CHECKOUT / "Makefile").read_text()
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (CHECKOUT / ".github" / "workflows").glob("*.yml")}
+
+
+def variable(name: str) -> list[str]:
+    (values,) = re.findall(rf"^{name} \??= (.+)$", MAKEFILE, re.MULTILINE)
+    return str(values).split()
+
+
+def steps(workflow: Any) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def test_they_run_what_the_makefile_has() -> None:
+    commands = [step["run"] for name in ("ci", "matrix") for step in steps(WORKFLOWS[name]) if "run" in step]
+    assert commands[:-1] == ["make test", "make test-pythons", "make docs"]
+    assert "make test-wheel" in [step.get("run") for step in steps(WORKFLOWS["release"])]
+    for target in WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"]["target"]:
+        assert f"$(MATRIX:%={target}-%)" in MAKEFILE
+
+
+def test_on_the_makefiles_releases_and_pythons() -> None:
+    assert WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"]["nemo"] == variable("MATRIX")
+    (pythons,) = (
+        str(step["with"]["python-version"]).split() for step in WORKFLOWS["ci"]["jobs"]["pythons"]["steps"][1:2]
+    )
+    assert pythons[:-1] == variable("PYTHONS")
+
+
+def test_every_job_has_a_time_limit_and_no_more_rights_than_it_needs() -> None:
+    for name, workflow in WORKFLOWS.items():
+        assert workflow["permissions"] == {"contents": "read"}, name
+        assert all(job["timeout-minutes"] <= 90 for job in workflow["jobs"].values()), name
