@@ -5,6 +5,11 @@ On two ranks, examples/nest/pretrain.py is trained in test_auto_apply.py.
 
 from __future__ import annotations
 
+import os
+import re
+import runpy
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +17,10 @@ from typing import Any
 import nest_training
 import pytest
 from omegaconf import OmegaConf
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
-from nemo_patches.tools.demo import data, nest
+import nemo_patches
+from nemo_patches.tools.demo import nest
 from nemo_patches.tools.demo.jobs import Job
 from nemo_patches.tools.doctor import examination
 from nemo_patches.tools.doctor.finding import Severity
@@ -82,34 +88,44 @@ def test_the_demo_trains_the_model_of_the_example(tmp_path: Path) -> None:
     compared("model", demo, example["model"])
 
 
-def trained(rank: int, size: int, folder: str) -> list[int]:
-    """Both one-rank trainings in a process: a step or two, on the CPU."""
+def commands(readme: Path, folder: Path) -> list[list[str]]:
+    """The README's first command, split at its &&, with its data in `folder`."""
+    block = re.findall(r"(?:^    .*\n)+", readme.read_text(), re.MULTILINE)[0].replace("/tmp/tones", str(folder))
+    words = shlex.split(block.replace("\\\n", " "))
+    split = words.index("&&")
+    return [words[:split], words[split + 1 :]]
+
+
+def trained(rank: int, size: int, port: int, folder: str) -> None:
+    """What torchrun would run, one after the other: a launcher for each would import NeMo six times."""
     import torch
 
     torch.set_num_threads(1)
-    small = {"n_layers": 1, "d_model": 32, "n_heads": 2, "subsampling_conv_channels": 16}
-    steps = []
-    for script, name, classes in (("nest/pretrain", "nest/nest.yaml", 64), ("ctc/finetune", "ctc/finetune.yaml", None)):
-        config: Any = OmegaConf.load(EXAMPLES / name)
-        config.exp_manager = None
-        config.model.encoder.update(small)
-        if classes is not None:
-            config.model.num_classes = classes
-        for kind in ("train", "validation"):
-            section = config.model[f"{kind}_ds"]
-            section.update(manifest_filepath=f"{folder}/{kind}-0.json", batch_size=2, num_workers=0)
-            if classes is not None:
-                section.noise_manifest = f"{folder}/noise.json"
-        config.trainer.update(accelerator="cpu", devices=1, strategy="auto", max_steps=2)
-        config.trainer.update(val_check_interval=2, check_val_every_n_epoch=None, enable_progress_bar=False)
-        sys.path.insert(0, str((EXAMPLES / script).parent))
-        steps.append(__import__(Path(script).name).train(config).global_step)
-    return steps
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    os.chdir(folder)
+    nemo_patches.apply(timeout=5)
+    for readme in READMES:
+        words = commands(readme, Path(folder))[1]
+        start = next(place for place, word in enumerate(words) if word.endswith(".py"))
+        sys.argv = [str(EXAMPLES.parent / words[start]), *words[start + 1 :]]
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def test_they_train_and_validate(tmp_path: Path) -> None:
-    data.write_shards(data.make_audio(tmp_path), 1, tmp_path, uneven=False)
-    for path in tmp_path.glob("*.json"):
-        path.write_text(path.read_text().replace('"text": ""', '"text": "tones"'))
-    (result,) = run_ranks(trained, 1, str(tmp_path), group=False)
-    assert result.value == [2, 2]
+READMES = sorted(EXAMPLES.glob("*/README.md"))
+
+
+def test_the_commands_of_the_readmes_train_on_two_ranks(tmp_path: Path) -> None:
+    assert len(READMES) == 3
+    for readme in READMES:
+        made, launched = commands(readme, tmp_path)
+        assert made == ["python", "examples/make_audio.py", str(tmp_path)]
+        launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+        if readme.parent.name != "own_manifest":  # its script has the apply() itself
+            launcher = ["nemo-patches", "run", "--timeout", "5", "--", *launcher]
+        assert launched[: len(launcher) + 1] == [*launcher, next(word for word in launched if word.endswith(".py"))]
+    subprocess.run([sys.executable, EXAMPLES / "make_audio.py", tmp_path], check=True, timeout=60)
+    results = run_ranks(trained, 2, free_port(), str(tmp_path), group=False)
+    assert results[0].stderr.count("`max_steps=4` reached") == 3
+    assert len(results[0].lines("patched on all 2 ranks: ConformerEncoder")) == 1
+    assert (tmp_path / "trained.nemo").is_file()
