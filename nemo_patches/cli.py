@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_UsageError = typer.BadParameter.__mro__[2]  # ClickException: click's, or that of the copy that newer typers have
+_UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException: click's, or that of the copy that newer typers have
 
 
 def _choice(words: Sequence[str], several: bool = False, **more: Any) -> Any:
@@ -110,7 +110,7 @@ def demo(
 
 def _setting_option(setting: Setting[Any]) -> Any:
     words = re.findall(r"'(\w+)'", setting.allowed)
-    more = {"help": setting.help, "show_default": setting.text(setting.default) + setting.unit}
+    more: dict[str, Any] = {"help": setting.help, "show_default": setting.text(setting.default) + setting.unit}
     return _choice(words, "comma" in setting.allowed, **more) if words else typer.Option(metavar="VALUE", **more)
 
 
@@ -349,7 +349,7 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False))
     except _UsageError as error:
-        text, context = error.format_message(), getattr(error, "ctx", None)  # type: ignore[attr-defined]
+        text, context = error.format_message(), getattr(error, "ctx", None)
         where = context.command_path if context else "nemo-patches"
         text = re.sub(r"^Invalid value for '(-[^']*)': ", r"\1=", text)
         if "\n" not in text:  # else it is the help, where there were no arguments at all
