@@ -18,13 +18,14 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo test test-% test-others test-wheel test-pythons build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint pictures reference docs clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
+	@echo "make demo-picture  the same, and docs/pictures/demo.svg anew"
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
@@ -41,6 +42,11 @@ help:
 
 demo: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo
+
+# The picture in the documents, from a run of this machine's.
+demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
+	mkdir -p docs/pictures
+	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what does not wait, beside the checks and the installation of what else is needed; then the tests that wait (marker
 # "alone"), three files at a time, beside those of the wheel and of the other NeMo.

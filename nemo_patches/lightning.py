@@ -149,7 +149,10 @@ class _Exchange:
         except RuntimeError:
             pass  # a store that has gone is a stall report's to say
         except Exception as error:
-            report(logging.ERROR, f"LengthSyncCallback: figures that cannot be read: {error!r}")
+            report(
+                logging.ERROR,
+                f"LengthSyncCallback: a rank's figures in the store cannot be read, and are not logged: {error!r}",
+            )
 
     def _read(self, store: dist.Store) -> dict[int, _Figures]:
         """Empty while not every rank has left its first."""

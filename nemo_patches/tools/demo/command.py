@@ -6,6 +6,7 @@ It imports neither torch nor NeMo; what a rank does is in rank.py, and in what t
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -14,15 +15,19 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from nemo_patches.stall import settings as stall_settings
+from nemo_patches.sync import settings as sync_settings
 from nemo_patches.tools.demo import data, processes, report
 from nemo_patches.tools.demo.errors import DemoError
+from nemo_patches.tools.demo.jobs import RunOutcome, Task
+from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.uneven import settings as uneven_settings
 
-_PICTURE: dict[str, Any] = {"width": 120, "force_terminal": False}
+_PICTURE_WIDTH = 118  # columns
 
 
 def run(manifest: Path | None, devices: int, seconds: float, record: Path | None = None) -> int:
@@ -34,7 +39,12 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
         _require_picture(record)
     if importlib.util.find_spec("nemo") is None:
         raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
-    console = Console(highlight=False, record=record is not None, **(_PICTURE if record else {}))
+    try:
+        for resolve in (sync_settings.resolve, stall_settings.resolve, trace_settings.resolve, uneven_settings.resolve):
+            resolve()  # the ranks' apply() would refuse it
+    except sync_settings.SettingsError as error:
+        raise DemoError(str(error)) from None
+    console = Console(highlight=False)
     entries = None
     if manifest:
         entries, changes = data.from_manifest(manifest, data.entries_needed(devices))
@@ -46,16 +56,12 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
     keep = False
     try:
         data.write_shards(entries or data.make_audio(folder), devices, folder)
-        problems = _compare(console, folder, devices, timedelta(seconds=seconds))
+        problems = _compare(console, folder, devices, timedelta(seconds=seconds), record)
         keep = bool(problems)
         for problem in problems:
             console.print(f"[bold red]Not as it should be:[/] {escape(problem)}", soft_wrap=True)
         if keep:
             console.print(f"The ranks' logs: {folder}", soft_wrap=True)
-        if record:
-            # Without its web fonts: a picture in a repository loads nothing.
-            svg = console.export_svg(title="nemo-patches demo")
-            record.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")
         return 1 if problems else 0
     except DemoError:
         keep = True  # its text names a log
@@ -84,18 +90,24 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt  # SIGTERM ends the ranks as Ctrl-C does
 
 
-def _compare(console: Console, folder: Path, devices: int, stall: timedelta) -> list[str]:
-    """Do the four runs, one after the other, and print the report; return what did not come out as it should."""
+def _compare(console: Console, folder: Path, devices: int, stall: timedelta, record: Path | None) -> list[str]:
+    """Do the six runs, one after the other, and print the report; return what did not come out as it should."""
     began = time.monotonic()
+    report.introduce(console, devices, stall)
+
+    def both(task: Task) -> tuple[RunOutcome, RunOutcome]:
+        stock, patched = (processes.run(console, task, version, devices, folder, stall) for version in (False, True))
+        return stock, patched
+
     with processes.fork_server(console, folder / "import.log"):
-        runs = report.Runs(
-            stock_away=processes.run(console, "a rank stays away", False, devices, folder, stall),
-            patched_away=processes.run(console, "a rank stays away", True, devices, folder, stall),
-            stock=processes.run(console, "training", False, devices, folder, stall),
-            patched=processes.run(console, "training", True, devices, folder, stall),
-            stock_rows=processes.run(console, "positional encoding", False, devices, folder, stall),
-            patched_rows=processes.run(console, "positional encoding", True, devices, folder, stall),
-        )
+        runs = report.Runs(*both("a rank stays away"), *both("training"), *both("positional encoding"))
     report.show(console, runs)
+    if record:
+        picture = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
+        report.introduce(picture, devices, stall)
+        report.show(picture, runs)
+        svg = picture.export_svg(title="nemo-patches demo")
+        # Without its web fonts: a picture in a repository loads nothing.
+        record.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")
     console.print(f"[dim]The whole demo took {time.monotonic() - began:.0f} s.[/]")
     return report.problems(runs)

@@ -1,17 +1,38 @@
-"""The demo's result: a sentence on each of its two findings, a table, and what did not come out as it should."""
+"""What the demo prints: what will be seen, what was seen, the next step; and what did not come out as it should."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.jobs import TRAINING_STEPS, UNEVEN_RANK, VALIDATE_EVERY, VALIDATION_BATCHES, RunOutcome
+from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.demo import incidents
+from nemo_patches.tools.demo.jobs import (
+    EVALUATION_BATCHES,
+    LENGTH_SYNC_TIMEOUT,
+    TRAINING_STEPS,
+    UNEVEN_RANK,
+    VALIDATE_EVERY,
+    VALIDATION_BATCHES,
+    RankOutcome,
+    RunOutcome,
+)
+
+_MOST_INCIDENTS = 3  # shown of a run; on a busy machine ranks are late by themselves, too
+_NEXT = """
+Next, for your own job:
+  nemo-patches doctor my_config.yaml           what in it can hang, corrupt or slow a run
+  nemo-patches run -- torchrun ... train.py    the job with nemo_patches, without editing it
+  nemo-patches status                          whether it is on; run it on each host
+  nemo-patches diagnose train.log              which rank a job hangs for"""
 
 
 @dataclass(frozen=True)
@@ -26,25 +47,48 @@ class Runs:
     patched_rows: RunOutcome
 
 
+def introduce(console: Console, devices: int, stall: timedelta) -> None:
+    """Before anything starts: what will be seen."""
+    slow, stalls, timeout = devices - 1, f"{stall.total_seconds():g} s", f"{LENGTH_SYNC_TIMEOUT.total_seconds():g} s"
+    console.print(
+        f"[bold]What you will see:[/] real NeMo on {devices} CPU ranks of this machine, each run as stock first, then "
+        f"with nemo_patches (timeout {timeout}).\n"
+        f" 1. Rank {slow} stays away from the encoder in an evaluation. Stock waits for it in update_max_seq_length, "
+        f"without a limit: the demo ends it after {stalls}.\n"
+        f" 2. NEST pre-training: rank {slow} stalls once, for {stalls}; rank {UNEVEN_RANK} evaluates one batch more.\n"
+        f" 3. The length sync switched off, and one long batch on rank {slow}.\n"
+        "About a minute where nothing else runs.\n"
+    )
+
+
 def show(console: Console, runs: Runs) -> None:
-    """Print the findings, the table, and what nemo_patches logged."""
+    """Print the findings, the table, what nemo_patches logged, and what to do next."""
     console.print()
-    console.print(_sentence_on_hang(runs.stock, runs.patched))
+    console.print(_sentence_on_hang(runs.stock_away, runs.patched_away))
+    console.print(_sentence_on_uneven(runs.stock, runs.patched))
     console.print(_sentence_on_rows(runs.stock_rows, runs.patched_rows))
     console.print()
     console.print(_table(runs))
-    if logged := [
-        line for rank in (*runs.patched_away.ranks, *runs.patched.ranks) for line in logs.warnings(rank.job.log)
-    ]:
-        console.print("What nemo_patches said meanwhile:")
-        for line in logged:
-            console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
+    for title, run in (("1", runs.patched_away), ("2", runs.patched)):
+        told = list(incidents.told(run))
+        if told:
+            console.print(f"[bold]What nemo_patches logged in {title}, on each rank that waited:[/]")
+        for sentence, place in told[:_MOST_INCIDENTS]:
+            console.print(Text(f"  {sentence}"))
+            console.print(Text(f"    {place}", style="dim"))
+        if len(told) > _MOST_INCIDENTS:
+            console.print(f"  and {len(told) - _MOST_INCIDENTS} more such calls")
+    console.print(_NEXT, markup=False)
 
 
 def problems(runs: Runs) -> list[str]:
     """What did not come out as it should."""
     deviations = []
-    for name, run in (("the training run", runs.patched), ("the positional-encoding run", runs.patched_rows)):
+    for name, run in (
+        ("run 1", runs.patched_away),
+        ("the training run", runs.patched),
+        ("the positional-encoding run", runs.patched_rows),
+    ):
         for rank in run.ranks:
             if not rank.completed:
                 deviations.append(f"{name} with nemo_patches: rank {rank.job.rank} {rank.ended} (log: {rank.job.log})")
@@ -56,6 +100,8 @@ def problems(runs: Runs) -> list[str]:
         deviations.append(f"{compared - same} of {compared} training losses differ from stock's")
     if (rows := runs.patched_rows.worst_rows) and rows.wrong:
         deviations.append(f"{rows.wrong} positional rows are wrong with nemo_patches")
+    if runs.stock_away.completed:
+        deviations.append("stock did not wait for the rank that stayed away, so it shows no difference")
     if runs.stock.completed:
         deviations.append("stock completed too, so it shows no difference")
     if not (runs.stock_rows.worst_rows and runs.stock_rows.worst_rows.wrong):
@@ -64,6 +110,18 @@ def problems(runs: Runs) -> list[str]:
 
 
 def _sentence_on_hang(stock: RunOutcome, patched: RunOutcome) -> Text:
+    waiting = next((rank for rank in stock.ranks if not rank.completed), None)
+    left = f"stock was {waiting.ended}" if waiting else "stock completed too"
+    longest = max(rank.longest_encoder_call for rank in patched.ranks).total_seconds()
+    right = (
+        f"every other rank evaluated on, no call took longer than {longest:.1f} s"
+        if patched.completed
+        else "not all completed"
+    )
+    return Text(f"1. One rank stays away: {left}; with nemo_patches {right}.", style="bold")
+
+
+def _sentence_on_uneven(stock: RunOutcome, patched: RunOutcome) -> Text:
     if stock.completed:
         left = "stock completed too"
     elif stock.fewest_steps < VALIDATE_EVERY:
@@ -74,12 +132,12 @@ def _sentence_on_hang(stock: RunOutcome, patched: RunOutcome) -> Text:
         right = f"with nemo_patches every rank completed all {TRAINING_STEPS} steps"
     else:
         right = "with nemo_patches it did not complete"
-    return Text(f"1. One rank evaluates one batch more than the others: {left}; {right}.", style="bold")
+    return Text(f"2. One rank evaluates one batch more than the others: {left}; {right}.", style="bold")
 
 
 def _sentence_on_rows(stock: RunOutcome, patched: RunOutcome) -> Text:
     left, right = (run.worst_rows if run.completed else None for run in (stock, patched))
-    text = "2. The length sync switched off, one long batch: "
+    text = "3. The length sync switched off, one long batch: "
     text += f"stock silently has {left.wrong} wrong positional rows" if left else "stock's run died"
     text += f"; nemo_patches has {right.wrong or 'none'}." if right else "; the run with nemo_patches died."
     return Text(text, style="bold")
@@ -93,26 +151,51 @@ def _table(runs: Runs) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("stock", style="" if stock.completed else "red")
     table.add_column("nemo_patches", style="green" if patched.completed else "red")
-    for number, both in enumerate(zip(stock.ranks, patched.ranks, strict=True)):
-        batches, name = VALIDATION_BATCHES, f"[bold]rank {number}[/]"
-        if number == UNEVEN_RANK:
-            batches, name = batches + 1, f"{name}, 1 more validation batch"
-        if number == job.slow_rank:
-            name += f", stalls {job.stall.total_seconds():g} s"
-        batches *= TRAINING_STEPS // VALIDATE_EVERY
-        calls = [rank.longest_encoder_call.total_seconds() for rank in both]
-        table.add_row(name)
-        table.add_row("  training steps", *(f"{len(rank.losses)} of {TRAINING_STEPS}" for rank in both))
-        table.add_row("  validation batches", *(f"{rank.validation_batches} of {batches}" for rank in both))
-        table.add_row("  longest encoder call", *(f"{call:.1f} s" for call in calls))
-        table.add_row("  ended", *(escape(rank.ended) for rank in both), end_section=True)
+    table.add_row("[bold]1. a rank stays away[/]")
+    for name, *cells in _grouped(runs.stock_away, runs.patched_away, _evaluated):
+        table.add_row(name, *cells)
+    table.add_row(
+        "  longest call that came back", *map(_longest, (runs.stock_away, runs.patched_away)), end_section=True
+    )
+    table.add_row(f"[bold]2. rank {job.slow_rank} stalls, {UNEVEN_RANK} evaluates 1 batch more[/]")
+    for name, *cells in _grouped(stock, patched, _trained):
+        table.add_row(name, *cells)
+    table.add_row("  longest encoder call", *map(_longest, (stock, patched)))
     same, compared = _equal_losses(stock, patched)
-    table.add_row("training losses", f"{compared}", f"{same} of stock's {compared} the same, to the last bit")
-    table.add_row("time", *(f"{run.took.total_seconds():.0f} s" for run in (stock, patched)), end_section=True)
-    table.add_row("[bold]sync_max_audio_length: false[/]")
+    table.add_row("  training losses", f"{compared}", f"{same} of stock's {compared} the same, to the last bit")
+    table.add_row("  time", *(f"{run.took.total_seconds():.0f} s" for run in (stock, patched)), end_section=True)
+    table.add_row("[bold]3. sync_max_audio_length: false[/]")
     cells = [_rows_cell(run) for run in (runs.stock_rows, runs.patched_rows)]
     table.add_row(f"  wrong positional rows, rank {job.slow_rank}", *cells)
     return table
+
+
+def _grouped(
+    stock: RunOutcome, patched: RunOutcome, cell: Callable[[RankOutcome], str]
+) -> Iterator[tuple[str, str, str]]:
+    """A row for each group of ranks with the same cells."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, both in enumerate(zip(stock.ranks, patched.ranks, strict=True)):
+        groups.setdefault((cell(both[0]), cell(both[1])), []).append(rank)
+    return ((f"  {named(ranks)}", escape(left), escape(right)) for (left, right), ranks in groups.items())
+
+
+def _evaluated(rank: RankOutcome) -> str:
+    return f"{rank.validation_batches} of {EVALUATION_BATCHES} batches; {_ended(rank)}"
+
+
+def _trained(rank: RankOutcome) -> str:
+    batches = (VALIDATION_BATCHES + (rank.job.rank == UNEVEN_RANK)) * (TRAINING_STEPS // VALIDATE_EVERY)
+    progress = f"{len(rank.losses)} of {TRAINING_STEPS} steps, {rank.validation_batches} of {batches} evaluated"
+    return f"{progress}; {_ended(rank)}"
+
+
+def _ended(rank: RankOutcome) -> str:
+    return re.sub(r" \[[\d.:]+\]:\d+", "", rank.ended)  # a peer's address is another on each rank
+
+
+def _longest(run: RunOutcome) -> str:
+    return f"{max(rank.longest_encoder_call for rank in run.ranks).total_seconds():.1f} s"
 
 
 def _rows_cell(run: RunOutcome) -> str:
