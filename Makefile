@@ -219,9 +219,10 @@ pictures: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/stalled_job.py .venv/pictures
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diagnose .venv/pictures --plot docs/pictures/stall.png; test $$? = 1
 
+# Not with --quiet: what it does not print does not count as an error.
 docs: .venv/docs/ready
 	@echo "== the documents' site"
-	.venv/docs/bin/mkdocs build --quiet --strict
+	.venv/docs/bin/mkdocs build --strict
 
 .venv/docs/ready: constraints.txt
 	@echo "== making the virtual environment .venv/docs with mkdocs-material"
