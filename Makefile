@@ -20,7 +20,7 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
 .PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
-.PHONY: lint pictures reference docs clean
+.PHONY: lint clean
 .PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -216,6 +216,7 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 		rouge_score==0.1.2 six==1.17.0
 	@touch $@
 
+.PHONY: reference pictures docs
 reference: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/reference.py
 
@@ -225,9 +226,10 @@ pictures: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/stalled_job.py .venv/pictures
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diagnose .venv/pictures --plot docs/pictures/stall.png; test $$? = 1
 
+# Not with --quiet: what it does not print does not count as an error.
 docs: .venv/docs/ready
 	@echo "== the documents' site"
-	.venv/docs/bin/mkdocs build --quiet --strict
+	.venv/docs/bin/mkdocs build --strict
 
 .venv/docs/ready: constraints.txt
 	@echo "== making the virtual environment .venv/docs with mkdocs-material"

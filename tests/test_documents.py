@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import typer.main
 from interpreters import CHECKOUT
+from simulated_traces import write
 
 from nemo_patches.cli import app
 from nemo_patches.patching import DISABLE_VARIABLE, admission
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.diagnosis import diagnose
+from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.uneven.settings import ALL_SETTINGS
 
 pytestmark = pytest.mark.one_nemo
@@ -91,11 +95,16 @@ def test_every_file_that_code_names_is_there(page: Path) -> None:
             assert (CHECKOUT / name).is_file() or name.startswith("tests/collections/"), name  # that is NeMo's folder
 
 
-def test_the_reference_is_what_make_reference_writes() -> None:
-    spec = spec_from_file_location("reference", CHECKOUT / "docs" / "programs" / "reference.py")
+def program_of_the_documents(name: str) -> Any:
+    spec = spec_from_file_location(name, CHECKOUT / "docs" / "programs" / f"{name}.py")
     assert spec and spec.loader
     program = module_from_spec(spec)
     spec.loader.exec_module(program)
+    return program
+
+
+def test_the_reference_is_what_make_reference_writes() -> None:
+    program = program_of_the_documents("reference")
     page = program.PAGE.read_text(encoding="utf-8")
     assert program.written(page) == page, "run `make reference`"
 
@@ -108,3 +117,11 @@ def test_every_message_of_the_reference_is_in_the_code() -> None:
     pieces = [piece.strip(" :") for message in messages for piece in message.split("...")]
     assert len(messages) > 10
     assert [piece for piece in pieces if piece not in code] == []
+
+
+def test_the_picture_shows_what_its_caption_says(tmp_path: Path) -> None:
+    write(tmp_path, program_of_the_documents("stalled_job").schedules())
+    findings = {finding.id: finding for finding in diagnose(Folder(tmp_path).read()).findings}
+    stuck, late = findings[ids.BEFORE_ENCODER], findings[ids.LATE]
+    assert (stuck.ranks, stuck.call, late.ranks, late.call) == ((5,), 71, (5,), 38)
+    assert all(number in README.read_text(encoding="utf-8") for number in ("Rank 5 of 8", "call 38", "call 71"))

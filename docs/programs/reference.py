@@ -50,12 +50,8 @@ def commands() -> Iterator[str]:
         yield from ("| argument or option | default | what |", "|---|---|---|") if options else ()
         for param in options:
             names = [option for option in param.opts if option.startswith("-")] or [param.metavar or param.name.upper()]
-            choices = (
-                re.sub(r"[][]|\[,...]", "", param.metavar or "").replace("|", ", ")
-                if "|" in (param.metavar or "")
-                else ""
-            )
-            what = ": ".join(filter(None, (choices, getattr(param, "help", ""))))
+            choices = re.sub(r"\[,\.\.\.\]|[][]", "", param.metavar or "") if "|" in (param.metavar or "") else ""
+            what = " · ".join(filter(None, (choices.replace("|", ", "), getattr(param, "help", ""))))
             yield f"| {', '.join(f'`{one}`' for one in names)} | {_default(param)} | {what} |"
         if name == "run":
             yield "| `--call-timeout 30`, and so on | as above | an option for every setting |"

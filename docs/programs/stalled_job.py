@@ -26,6 +26,10 @@ def schedule(rank: int, draw: random.Random) -> list[Event]:
     return [*usual[: 2 * (LATE_AT - 1)], Call(pause=LATE_S), Gradients(), *usual[2 * (LATE_AT - 1) :]]
 
 
-if __name__ == "__main__":
+def schedules() -> list[list[Event]]:
     draw = random.Random(0)
-    write(Path(sys.argv[1]), [schedule(rank, draw) for rank in range(RANKS)])
+    return [schedule(rank, draw) for rank in range(RANKS)]
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), schedules())
