@@ -4,6 +4,8 @@
 PYTHON ?= python3
 NEMO_VERSIONS ?= 3.0.0 2.7.3
 PYTHONS ?= 3.10 3.12 3.13
+TORCHES ?= 2.6.0 2.15.0
+LIGHTNINGS ?= 2.5.6 2.6.6
 DEMO_NEMO = 3.0.0
 ENVIRONMENTS = $(NEMO_VERSIONS:%=.venv/nemo-%/ready)
 # The last release of each series that is supported (nemo_patches/patching/admission.py); tests/test_supported.py compares.
@@ -18,10 +20,10 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
-.PRECIOUS: .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
+.PRECIOUS: .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
@@ -29,6 +31,7 @@ help:
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
+	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
@@ -88,6 +91,27 @@ test-python-%:
 	$(call test_the_wheel,python$*,.venv/wheel/python-$*)
 	.venv/wheel/python-$*/bin/python -m pytest -q -n 2 -m "not wheel" \
 		tests/test_start_up.py tests/test_settings.py tests/test_diagnose.py
+
+# NeMo $(DEMO_NEMO) with another torch or Lightning than its environment's, which has what else is needed: not in CI. torch is
+# the index's own build, with CUDA: 5 GB each on the disk, and it runs without a GPU.
+test-torch: $(TORCHES:%=test-with-torch-%)
+test-lightning: $(LIGHTNINGS:%=test-with-lightning-%)
+TESTS_WITH_torch = stragglers private_growth exit peers stall_reports auto_apply
+TESTS_WITH_lightning = lightning_callback trainer_callbacks stop_together launch
+
+test-with-%: .venv/with-%/ready
+	@echo "== NeMo $(DEMO_NEMO) with $*"
+	.venv/with-$*/bin/python -m pytest -q -n 2 --dist loadfile $(TESTS_WITH_$(firstword $(subst -, ,$*)):%=tests/test_%.py)
+
+# The .pth puts the packages of NeMo's environment behind the new one's.
+.venv/with-%/ready: .venv/nemo-$(DEMO_NEMO)/ready
+	@echo "== making the virtual environment .venv/with-$*, in front of .venv/nemo-$(DEMO_NEMO)"
+	.venv/nemo-$(DEMO_NEMO)/bin/python -m venv .venv/with-$*
+	.venv/nemo-$(DEMO_NEMO)/bin/python -c "import sysconfig as c; print(f'import site; site.addsitedir({c.get_path(\"purelib\")!r})')" \
+		> $$(.venv/with-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/behind.pth
+	.venv/with-$*/bin/python -m pip install -q $(subst -,==,$*)
+	.venv/with-$*/bin/python -m pip install -q --no-deps -e .
+	@touch $@
 
 build-wheel: tools = .venv/nemo-$(firstword $(NEMO_VERSIONS))/bin/python
 build-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready

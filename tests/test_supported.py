@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from nemo_patches.patching.admission import SUPPORTED_SERIES
+from nemo_patches.patching.admission import DIFFS_ONLY, SUPPORTED_SERIES, UnsupportedNeMo, require_supported
 
 MAKEFILE = Path(__file__).parent.parent / "Makefile"
 
@@ -17,6 +17,16 @@ MAKEFILE = Path(__file__).parent.parent / "Makefile"
 def test_the_matrix_has_one_release_of_each_supported_series() -> None:
     (releases,) = re.findall(r"^MATRIX = (.+)$", MAKEFILE.read_text(), re.MULTILINE)
     assert tuple(release.rpartition(".")[0] for release in releases.split()) == SUPPORTED_SERIES
+
+
+def test_why_two_series_have_diffs_only_is_said_where_the_refusal_points() -> None:
+    both = " and ".join(DIFFS_ONLY)
+    for series in DIFFS_ONLY:
+        with pytest.raises(UnsupportedNeMo, match=f"for {both} there are diffs, and docs/vendors.md says why"):
+            require_supported(f"{series}.0", {})
+    page = (MAKEFILE.parent / "docs" / "vendors.md").read_text()
+    assert f"For {both} there are diffs, and `apply()` refuses them" in page
+    assert not set(DIFFS_ONLY) & set(SUPPORTED_SERIES)
 
 
 def this_nemo(rank: int = 0, size: int = 1) -> str:
