@@ -8,14 +8,14 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
-from nemo_patches.patching.targets import TARGETS
+from nemo_patches.patching.targets import METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import SettingsError
@@ -41,7 +41,7 @@ class TargetReport:
     """Whether one target would be patched.
 
     file: empty where this NeMo does not have it. built_in: one of the diffs has been applied, so nothing is to be done.
-    problem: why it would not be patched although this NeMo has it; empty if it would.
+    problem: why it would not be patched although it should be; empty if it would.
     """
 
     target: str
@@ -50,9 +50,9 @@ class TargetReport:
     problem: str
 
     def __str__(self) -> str:
-        if not self.file:
-            return "this NeMo does not have it"
-        return self.problem or ("built in by a diff" if self.built_in else "would be patched")
+        if self.problem or not self.file:
+            return self.problem or "this NeMo does not have it"
+        return "built in by a diff" if self.built_in else "would be patched"
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,13 @@ def examine() -> Report:
     for name in ("nemo", "torch"):
         if importlib.util.find_spec(name) is None:
             raise StatusError(f"{name} is not installed for {sys.executable}")
-    targets = tuple(_targets())
-    auto_apply, shadowed_by = _auto_apply()
+    targets = tuple(map(_target, TARGETS))
     reasons = [target.problem for target in targets if target.problem]
+    if _defers_metrics():
+        targets += (deferring := tuple(_metric_target(target, targets) for target in METRIC_TARGETS))
+        sums = (_metric_target(target, targets) for target in METRIC_SUMS)
+        reasons += dict.fromkeys(target.problem for target in (*deferring, *sums) if target.problem)
+    auto_apply, shadowed_by = _auto_apply()
     checks: list[Callable[[], object]] = [
         _require_enabled,
         sync_settings.resolve,
@@ -143,15 +147,29 @@ def _require_supported() -> None:
     admission.require_supported(admission.nemo_version())
 
 
-def _targets() -> Iterable[TargetReport]:
-    for target in TARGETS:
-        file = target.source_file()
-        try:
-            built_in = file is not None and target.built_into_source(file)
-            problem = target.drift_of_source(file) if file and not built_in else ""
-            yield TargetReport(str(target), str(file or ""), built_in, problem)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise StatusError(f"{file}: {error}") from error
+def _target(target: Target) -> TargetReport:
+    file = target.source_file()
+    try:
+        built_in = file is not None and target.built_into_source(file)
+        problem = target.drift_of_source(file) if file and not built_in else ""
+        return TargetReport(str(target), str(file or ""), built_in, problem)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise StatusError(f"{file}: {error}") from error
+
+
+def _defers_metrics() -> bool:
+    try:
+        return uneven_settings.resolve().metrics == uneven_settings.DEFERRED
+    except SettingsError:  # a reason of its own
+        return False
+
+
+def _metric_target(target: Target, encoders: Iterable[TargetReport]) -> TargetReport:
+    """As one of an encoder; metrics=deferred needs every one of its own, and is in no diff."""
+    if any(encoder.built_in for encoder in encoders):
+        return TargetReport(str(target), "", False, "metrics=deferred is not in the diffs, which this NeMo has")
+    report = _target(target)
+    return report if report.file else replace(report, problem=f"{target}: this NeMo has no {target.module}")
 
 
 def _settings() -> Iterable[SettingReport]:
