@@ -183,7 +183,7 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
         typer.echo(dumps(asdict(report), indent=2))
     else:
         status_command.show(report, Console())
-    raise typer.Exit(0 if report.state == status_command.ON and not report.misspelt else 1)
+    raise typer.Exit(0 if report.state == status_command.ON and not (report.reasons or report.misspelt) else 1)
 
 
 @app.command()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,6 +132,67 @@ def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
         **({"aux_ctc": auxiliary} if hybrid else {}),
     }
     return _made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
+
+
+def aed(trainer: Any) -> Any:
+    """With an attention decoder, as Canary. It says the prompt's last token again and again, and the answers mostly are
+    that: so its character error rate and its BLEU are neither 0 nor 1."""
+    from nemo.collections.asr.data.audio_to_text_lhotse_prompted import PromptedAudioToTextMiniBatch
+    from nemo.collections.asr.models import EncDecMultiTaskModel
+    from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
+    from nemo.collections.common.tokenizers.sentencepiece_tokenizer import create_spt_model
+
+    class OfPlainBatches(EncDecMultiTaskModel):  # type: ignore[misc]
+        def validation_pass(self, batch: Any, *args: Any, **more: Any) -> Any:
+            signals, lengths, tokens, _ = batch
+            size, special = len(signals), self.tokenizer.special_tokens
+            names = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|en|>", "<|nopnc|>")
+            prompts = torch.tensor([[special[name] for name in names]] * size)
+            answers = torch.where(tokens < 4, special["<|nopnc|>"], self.tokenizer.vocab_size - 1)
+            whole = torch.cat([prompts, answers, torch.full((size, 1), self.tokenizer.eos_id)], 1)
+            texts = ((text, torch.full((size,), text.shape[1])) for text in (answers, prompts, whole))
+            cuts = [SimpleNamespace(custom={})] * size
+            return super().validation_pass(
+                PromptedAudioToTextMiniBatch(signals, lengths, *itertools.chain(*texts), cuts), *args, **more
+            )
+
+    transformer = {
+        "max_sequence_length": 64,
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_act": "relu",
+        "pre_ln": True,
+        **dict.fromkeys(("hidden_size", "inner_size"), HIDDEN),
+        **dict.fromkeys(("embedding_dropout", "ffn_dropout", "attn_score_dropout", "attn_layer_dropout"), 0.0),
+    }
+    head = {"num_layers": 1, "hidden_size": HIDDEN, "num_classes": None, "log_softmax": True, "dropout": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        text, special, english = (Path(folder, name) for name in ("text", "special", "english"))
+        text.write_text("ab cd\n")
+        CanaryTokenizer.build_special_tokenizer(["en", "transcribe"], str(special))
+        create_spt_model(str(text), 7, -1, False, tokenizer_type="char", output_dir=str(english))
+        folders = {"spl_tokens": special, "en": english}
+        config = {
+            **{name: _COMMON[name] for name in ("sample_rate", "preprocessor", "encoder", "optim")},
+            "prompt_format": "canary",
+            "model_defaults": dict.fromkeys(("asr_enc_hidden", "lm_enc_hidden", "lm_dec_hidden"), HIDDEN),
+            "tokenizer": {
+                "type": "agg",
+                "langs": {name: {"dir": str(model), "type": "bpe"} for name, model in folders.items()},
+                "custom_tokenizer": {"_target_": f"{CanaryTokenizer.__module__}.CanaryTokenizer"},
+            },
+            "transf_decoder": {
+                "_target_": "nemo.collections.asr.modules.transformer.get_nemo_transformer",
+                "encoder": None,
+                "config_dict": transformer,
+            },
+            "head": {"_target_": "nemo.collections.asr.parts.submodules.token_classifier.TokenClassifier", **head},
+            "decoding": {"strategy": "beam", "beam": {"beam_size": 1, "max_generation_delta": 5}},
+            "loss": {"_target_": "nemo.collections.common.losses.smoothed_cross_entropy.SmoothedCrossEntropyLoss"},
+        }
+        model = _made(OfPlainBatches, config, trainer)
+    model.wer.use_cer = True
+    return model
 
 
 def _made(owner: type, config: dict[str, Any], trainer: Any) -> Any:

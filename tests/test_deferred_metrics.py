@@ -25,13 +25,31 @@ MODELS = {
     "rnnt, fused": lambda trainer: asr_models.rnnt(trainer, fused=True),
     "hybrid": lambda trainer: asr_models.rnnt(trainer, hybrid=True),
     "hybrid, fused": lambda trainer: asr_models.rnnt(trainer, fused=True, hybrid=True),
+    "attention": asr_models.aed,
 }
+
+
+def own_end(trainer: Any) -> Any:
+    """A model that does not come to NeMo's end of an evaluation."""
+    model = asr_models.ctc(trainer)
+    ended = {"on_validation_epoch_end": lambda self: self.validation_step_outputs.clear()}
+    model.__class__ = type("OwnEnd", (type(model),), ended)
+    return model
+
+
+def own_start(trainer: Any) -> Any:
+    model = asr_models.ctc(trainer)
+    model.__class__ = type("OwnStart", (type(model),), {"on_validation_epoch_start": lambda self: None})
+    return model
+
+
+OWN = {"own end": own_end, "own start": own_start}
 
 
 def evaluated(name: str, loaders: Any, stage: str = "validate", callbacks: Any = ()) -> dict[str, str]:
     """What NeMo has logged of the metrics, to the last bit."""
     trainer = asr_models.trainer_of(callbacks)
-    model = MODELS[name](trainer)
+    model = {**MODELS, **OWN}[name](trainer)
     asr_models.name_loaders(model, loaders)
     getattr(trainer, stage)(model, loaders, verbose=False)
     return {key: float(value).hex() for key, value in trainer.callback_metrics.items() if "wer" in key or "bleu" in key}
@@ -52,6 +70,8 @@ def scenarios(rank: int, size: int) -> dict[str, Any]:
             seen[f"{metrics}, {name}"] = evaluated(name, half)
         seen[f"{metrics}, two sets"] = evaluated("hybrid, fused", both)
         seen[f"{metrics}, test"] = evaluated("hybrid", both, "test")
+    for name in OWN:
+        seen[name] = evaluated(name, half)
     nemo_patches.apply(sync="local", metrics="deferred")  # nobody waits for the length of a rank that has no more
     # The same ten batches, six and four of them, and all and none.
     for name in MODELS:
@@ -97,7 +117,19 @@ def test_a_rank_without_any_batch_takes_part(seen: dict[str, Any]) -> None:
 def test_a_rank_with_more_sub_batches_takes_part(seen: dict[str, Any], results: list[Result]) -> None:
     assert float.fromhex(seen["sub-batches"]["val_wer"]) > 0
     assert seen["reverted, ctc"] == seen["stock, ctc"]
-    assert not results[0].lines("ERROR")
+
+
+def test_a_model_that_does_not_come_to_nemos_epoch_ends_is_as_stock_and_said(
+    seen: dict[str, Any], results: list[Result]
+) -> None:
+    assert seen["own start"] == seen["stock, ctc"]
+    for result in results:
+        end, start = result.lines("ERROR")
+        assert "OwnEnd: left as stock: its own on_validation_epoch_end does not call NeMo's" in end
+        assert "OwnStart: left as stock: its own on_validation_epoch_start does not call NeMo's" in start
+
+
+WER = "nemo.collections.asr.metrics.wer"
 
 
 def drifted(rank: int, size: int) -> list[str]:
@@ -111,6 +143,9 @@ def drifted(rank: int, size: int) -> list[str]:
     texts = [refused(), str(nemo_patches.status())]
     nemo_patches.apply()
     texts += [refused(), str(nemo_patches.status())]
+    wer, sys.modules[WER] = sys.modules[WER], None  # type: ignore[assignment]  # as if this NeMo had it not
+    texts.append(refused())
+    sys.modules[WER] = wer
     os.environ["NEMO_PATCHES_METRICS"] = "deferred"
     nemo_patches.revert()
     monkeypatch.this_process = monkeypatch.Patching()  # as in a process that begins under auto-apply
@@ -130,7 +165,9 @@ def refused() -> str:
 
 def test_nemo_code_that_is_not_as_expected_is_refused_and_left_as_stock() -> None:
     (result,) = run_ranks(drifted, 1, group=False)
-    first, nothing, second, patched, auto = result.value
+    first, nothing, second, patched, missing, auto = result.value
+    assert f"WER.compute: import of {WER} halted" in missing
+    assert "skipped: ASRModel.on_test_epoch_start: ASRModel.on_test_epoch_start: expected a plain function" in auto
     for text in (first, second):
         assert "ASRModel.on_test_epoch_start: expected a plain function (self), found (self, more)" in text
     assert "patched: nothing" in nothing

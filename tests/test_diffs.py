@@ -184,11 +184,11 @@ def test_beside_a_nemo_that_has_it_apply_and_auto_apply_do_nothing_twice_and_say
     by_hand = way == "apply"
     program = APPLY.format(first="sys" if by_hand else "nemo.collections.asr", second="nemo_patches.apply()" * by_hand)
     path = (vendored,) if by_hand else (CHECKOUT, vendored)
-    trace = {"NEMO_PATCHES_TRACE": str(vendored / "trace")}
+    trace = {"NEMO_PATCHES_TRACE": str(vendored / "trace"), "NEMO_PATCHES_METRICS": "deferred"}
     done = run([sys.executable, "-c", program], environment(*path, **trace), 120, cwd=vendored)
     method, status = done.stdout.splitlines()[-2:]
     assert method == "['nemo.collections.asr.modules.conformer_encoder', '0.1.0', False]"
     assert status.startswith("() {'this NeMo has nemo_patches 0.1.0 built in")
     own = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
     assert len(own) == 1 and "nothing to patch: this NeMo has nemo_patches 0.1.0 built in" in own[0]
-    assert own[0].endswith(f"; trace={vendored / 'trace'}, trace_size=256 MiB: not available there")
+    assert own[0].endswith(f"; trace={vendored / 'trace'}, trace_size=256 MiB, metrics=deferred: not available there")

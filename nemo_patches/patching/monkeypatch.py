@@ -75,11 +75,11 @@ class Patching:
         if built_in := next(
             (version for target, module in modules.items() if (version := target.built_in(module))), ""
         ):
-            self._leave_alone(built_in, trace)
+            self._leave_alone(built_in, trace, uneven)
             return False
         admission.require_supported(admission.nemo_version())
         drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
-        if drift := drift + self._metric_drift(uneven):
+        if drift := drift + list(self._metric_drift(uneven).values()):
             raise DriftError(
                 f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
             )
@@ -99,11 +99,14 @@ class Patching:
         if not self._follows_imports:
             return
         if name == COLLECTION:
-            if self._in_force and (drift := self._metric_drift(self._uneven)):
+            drift = self._metric_drift(self._uneven) if self._in_force else {}
+            if drift:
                 self._uneven = replace(self._uneven, metrics=STOCK)
-                report(logging.ERROR, f"metrics are not deferred: {' | '.join(drift)}")
+                subscriber.use(subscriber.settings_in_force(), str(self._uneven))
+                report(logging.ERROR, f"metrics are not deferred: {' | '.join(drift.values())}")
             self._defer_metrics()
             self._say_collection_complete()
+            self._skipped.update(drift)
             return
         target = next(target for target in TARGETS if target.module == name)
         module = sys.modules[name]
@@ -113,7 +116,7 @@ class Patching:
             if not self._in_force and admission.disabled():
                 return
             if not self._in_force and (built_in := target.built_in(module)):
-                self._leave_alone(built_in, trace_settings.resolve())
+                self._leave_alone(built_in, trace_settings.resolve(), uneven_settings.resolve())
                 return
             settings = length_sync.current() if self._in_force else resolve()
             stall = subscriber.settings_in_force() if self._in_force else stall_settings.resolve()
@@ -154,7 +157,7 @@ class Patching:
         return Status(
             nemo=nemo,
             torch=torch.__version__,
-            patched=tuple(map(str, self._patched)),
+            patched=tuple(map(str, (*self._patched, *(METRIC_TARGETS if self._defers_metrics() else ())))),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             settings=length_sync.current(),
             stall_settings=subscriber.settings_in_force(),
@@ -205,7 +208,7 @@ class Patching:
     def _begin(self, settings: Settings, stall: StallSettings, uneven: UnevenSettings) -> None:
         self._uneven = uneven
         length_sync.use(settings)
-        subscriber.use(stall)
+        subscriber.use(stall, str(uneven))
         subscriber.subscribe()
         starts: dict[type, Any] = {AllAnnounced: self._say_all_patched, FlagIsOff: self._say_flag_is_off}
         bus.subscribe("the line at the start", starts)
@@ -247,30 +250,38 @@ class Patching:
             dumps.start(trace.dump)
             self.replacements.restore_forwards()
 
-    def _metric_drift(self, uneven: UnevenSettings) -> list[str]:
+    def _metric_drift(self, uneven: UnevenSettings) -> dict[Target, str]:
         """Why metrics cannot be deferred, where they are to be and are not yet."""
         if uneven.metrics != DEFERRED or self._metrics_patched():
-            return []
-        modules = ((target, importlib.import_module(target.module)) for target in METRIC_TARGETS + METRIC_SUMS)
-        return [problem for target, module in modules if (problem := target.drift(module))]
+            return {}
+        problems = {}
+        for target in METRIC_TARGETS + METRIC_SUMS:
+            try:
+                problems[target] = target.drift(importlib.import_module(target.module))
+            except ModuleNotFoundError as error:
+                problems[target] = f"{target}: {error}"
+        return {target: problem for target, problem in problems.items() if problem}
 
     def _metrics_patched(self) -> bool:
         return any(made.name == METRIC_TARGETS[0].method for made in self.replacements.made)
 
+    def _defers_metrics(self) -> bool:
+        return self._in_force and self._uneven.metrics == DEFERRED
+
     def _defer_metrics(self) -> None:
         if self._uneven.metrics == DEFERRED:
-            self.replacements.defer_metrics(lambda: self._in_force and self._uneven.metrics == DEFERRED)
+            self.replacements.defer_metrics(self._defers_metrics)
 
     def _change_settings(
         self, settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings
     ) -> None:
         before = self._settings_in_force()
         if drift := self._metric_drift(uneven):
-            raise DriftError(f"metrics cannot be deferred, nothing was changed: {' | '.join(drift)}")
+            raise DriftError(f"metrics cannot be deferred, nothing was changed: {' | '.join(drift.values())}")
         self._uneven = uneven
         self._defer_metrics()
         length_sync.use(settings)
-        subscriber.use(stall)
+        subscriber.use(stall, str(uneven))
         tracing.length_sync_changed(settings)
         self._trace(trace)
         if before != self._settings_in_force():
@@ -280,14 +291,15 @@ class Patching:
     def _settings_in_force(self) -> tuple[Settings, StallSettings, TraceSettings, UnevenSettings]:
         return length_sync.current(), subscriber.settings_in_force(), self._trace_settings, self._uneven
 
-    def _leave_alone(self, built_in: str, trace: TraceSettings) -> None:
+    def _leave_alone(self, built_in: str, trace: TraceSettings, uneven: UnevenSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
         self._follows_imports = False
         self._say_misspelt()
         reason = _built_in_text(built_in)
         self._skipped.clear()
         self._skipped.update(dict.fromkeys(TARGETS, reason))
-        _say(f"nothing to patch: {reason}" + (f"; {trace}: not available there" if trace.folder else ""))
+        missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(uneven))))
+        _say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
 
     def _refuse(self, target: Target, error: Exception) -> None:
         """What the import hook does where apply() would raise."""

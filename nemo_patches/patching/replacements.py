@@ -72,11 +72,9 @@ class Replacements:
             original = owner.__dict__[target.method]
             if any((made.owner, made.name) == (owner, target.method) for made in self.made):
                 continue
-            if target.method.endswith("_epoch_start"):
-                self._replace(owner, target.method, deferred_metrics.beginning(original, in_force))
-            else:
-                stage = target.method.removeprefix("on_").removesuffix("_epoch_end")
-                self._replace(owner, target.method, deferred_metrics.end(original, stage))
+            _, stage, _, begins_or_ends = target.method.split("_")
+            wrapper = deferred_metrics.beginning if begins_or_ends == "start" else deferred_metrics.end
+            self._replace(owner, target.method, wrapper(original, stage, in_force))
 
     def record_forwards(self) -> None:
         """Have the `forward` of every patched class recorded, where it is not yet."""

@@ -102,8 +102,8 @@ class Target:
 
         Raises ModuleNotFoundError without NeMo.
         """
-        spec = importlib.util.find_spec("nemo.collections")
-        inner = self.module.removeprefix("nemo.collections.").split(".")
+        nemo, package, *inner = self.module.split(".")
+        spec = importlib.util.find_spec(f"{nemo}.{package}")  # imports no more than nemo itself
         folders = [] if spec is None else list(spec.submodule_search_locations or ())
         files = (Path(folder, *inner).with_suffix(".py") for folder in folders)
         return next((file for file in files if file.is_file()), None)

@@ -57,7 +57,7 @@ class OwnHeartbeat:
             host=socket.gethostname(),
             pid=os.getpid(),
             versions=_versions(),
-            settings=f"{current()}, {settings}",
+            settings="; ".join(filter(None, (f"{current()}, {settings}", self._notes.other_settings))),
             phase=phase,
             encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,

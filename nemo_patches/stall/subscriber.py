@@ -26,9 +26,9 @@ class StallSubscriber:
     def subscribe(self) -> None:
         bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
 
-    def use(self, settings: StallSettings) -> None:
+    def use(self, settings: StallSettings, others: str) -> None:
         """These settings hold from the monitor's next look on."""
-        self._settings = settings
+        self._settings, self._notes.other_settings = settings, others
 
     def settings_in_force(self) -> StallSettings:
         """Those of `use`, else the environment's. A bad variable is said once and not used."""
@@ -53,9 +53,9 @@ def subscribe() -> None:
     _subscriber.subscribe()
 
 
-def use(settings: StallSettings) -> None:
-    """These settings hold for reports of stalls outside the encoder."""
-    _subscriber.use(settings)
+def use(settings: StallSettings, others: str = "") -> None:
+    """These settings hold for reports of stalls outside the encoder. others: what ranks are to have alike, too."""
+    _subscriber.use(settings, others)
 
 
 def settings_in_force() -> StallSettings:

@@ -64,6 +64,7 @@ class TrainingNotes:
 
     def __init__(self) -> None:
         self.last = LastCall()
+        self.other_settings = ""  # of who is above: what ranks are to have alike, too
         self._growing = False
         self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
         self._encoders: dict[SyncHandle, EncoderNotes] = {}

@@ -8,14 +8,14 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
-from nemo_patches.patching.targets import TARGETS
+from nemo_patches.patching.targets import METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import SettingsError
@@ -48,7 +48,7 @@ class TargetReport:
     """Whether one target can be patched.
 
     file: empty where this NeMo does not have it. built_in: one of the diffs has been applied, so nothing is to be done.
-    problem: why it cannot be patched although this NeMo has it; empty if it can.
+    problem: why it cannot be patched although it should be; empty if it can.
     """
 
     target: str
@@ -57,10 +57,10 @@ class TargetReport:
     problem: str
 
     def text(self, state: str) -> str:
-        if not self.file:
-            return "this NeMo does not have it"
+        if self.problem or not self.file:
+            return self.problem or "this NeMo does not have it"
         fits = {ON: "patched when it is imported", OFF: "can be patched; off here"}.get(state, "left as it is")
-        return self.problem or ("built in by a diff" if self.built_in else fits)
+        return "built in by a diff" if self.built_in else fits
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,15 @@ def examine() -> Report:
         nemo = admission.nemo_version()
     except Exception as error:  # a folder of that name, or a broken installation
         raise StatusError(f"nemo: no version can be read: {type(error).__name__}: {error}") from error
-    targets = tuple(_targets())
-    built_in = any(target.built_in for target in targets)
+    encoders, deferring = tuple(map(_target, TARGETS)), tuple[TargetReport, ...]()
+    built_in = any(target.built_in for target in encoders)
     auto_apply, shadowed_by = _auto_apply()
-    problems = [target.problem for target in targets if target.problem]
+    problems = [target.problem for target in encoders if target.problem]
+    undeferred: dict[str, None] = {}  # why the metrics are as in stock, although they should be deferred
+    if _defers_metrics():
+        deferring = tuple(_metric_target(target, built_in) for target in METRIC_TARGETS)
+        sums = (_metric_target(target, built_in) for target in METRIC_SUMS)
+        undeferred = dict.fromkeys(target.problem for target in (*deferring, *sums) if target.problem)
     checks: list[Callable[[], object]] = [
         admission.disabled,
         sync_settings.resolve,
@@ -111,13 +116,14 @@ def examine() -> Report:
             check()
         except (SettingsError, admission.UnsupportedNeMo) as error:
             problems.append(str(error))
-    if not any(target.file for target in targets):
+    if not any(target.file for target in encoders):
         problems.append(f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be patched")
     if importlib.util.find_spec("wrapt") is None:
         problems.append("wrapt is not installed: pip install wrapt")
     switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" and not built_in else []
     if shadowed_by and not built_in:
         switched_off.append(shadowed_by)
+    reasons = [*problems, *undeferred, *switched_off]
     state = CANNOT_BE if problems else ON if built_in or (auto_apply == "on" and not switched_off) else OFF
     return Report(
         versions={
@@ -127,13 +133,13 @@ def examine() -> Report:
             "python": platform.python_version(),
         },
         settings=tuple(_settings()),
-        targets=targets,
+        targets=(*encoders, *deferring),
         auto_apply=auto_apply,
         chained=getattr(sys.modules.get("sitecustomize"), "__file__", None) or "",
-        reasons=(*problems, *switched_off),
+        reasons=tuple(reasons),
         misspelt=tuple(admission.misspelt()),
         state=state,
-        answer=_answer(state, built_in, auto_apply, [*problems, *switched_off]),
+        answer=_answer(state, built_in, auto_apply, reasons),
     )
 
 
@@ -157,7 +163,7 @@ def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str]) -> 
         how = (
             "a diff has built it into this NeMo" if built_in else "every Python process here patches NeMo at its import"
         )
-        return f"on: {how}"
+        return "\n  ".join([f"on: {how}" + (", but the metrics are as in stock:" if reasons else ""), *reasons])
     ways = "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply() in the training script"
     if f"{DISABLE_VARIABLE}=1" not in reasons:
         switch = f"{ways} (which this command cannot see)"
@@ -178,15 +184,29 @@ def _folder_of(package: str) -> str:
     return next(iter(spec.submodule_search_locations or ()), "?") if spec else "?"
 
 
-def _targets() -> Iterable[TargetReport]:
-    for target in TARGETS:
-        file = target.source_file()
-        try:
-            built_in = file is not None and target.built_into_source(file)
-            problem = target.drift_of_source(file) if file and not built_in else ""
-            yield TargetReport(str(target), str(file or ""), built_in, problem)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise StatusError(f"{file}: {error}") from error
+def _target(target: Target) -> TargetReport:
+    file = target.source_file()
+    try:
+        built_in = file is not None and target.built_into_source(file)
+        problem = target.drift_of_source(file) if file and not built_in else ""
+        return TargetReport(str(target), str(file or ""), built_in, problem)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise StatusError(f"{file}: {error}") from error
+
+
+def _defers_metrics() -> bool:
+    try:
+        return uneven_settings.resolve().metrics == uneven_settings.DEFERRED
+    except SettingsError:  # a reason of its own
+        return False
+
+
+def _metric_target(target: Target, built_in: bool) -> TargetReport:
+    """As one of an encoder; metrics=deferred needs every one of its own, and is in no diff."""
+    if built_in:
+        return TargetReport(str(target), "", False, "metrics=deferred is not in the diffs, which this NeMo has")
+    report = _target(target)
+    return report if report.file else replace(report, problem=f"{target}: this NeMo has no {target.module}")
 
 
 def _settings() -> Iterable[SettingReport]:

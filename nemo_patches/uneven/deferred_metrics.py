@@ -7,6 +7,7 @@ order in which whole numbers are added up changes none of them.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 import weakref
@@ -21,30 +22,38 @@ from nemo_patches.sync.rank_log import is_distributed, report
 # What NeMo's epoch ends add up: val_wer_num, test_wer_denom_ctc, val_inter_wer_num_l4, val_bleu_pred_len, ...
 _SUM = re.compile(r"(wer|bleu)_(num|denom|pred_len|target_len)(_|$)")
 _SUM_METRICS = {("nemo.collections.asr.metrics.wer", "WER"), ("nemo.collections.asr.metrics.bleu", "BLEU")}
+_PATCHED_MODULES = ("nemo.collections.asr.models.asr_model", "nemo.core.classes.modelPT")
 _Output = dict[str, Any]  # of one batch, by name
 
 
 class DeferredMetrics:
-    """Of this process. Its two wrappers are put around the beginning and the end of NeMo's evaluation epochs."""
+    """Of this process. Its two wrappers are put around the beginning and the end of NeMo's evaluation epochs.
+
+    A model whose own methods do not call NeMo's at both has metrics as stock, which is said.
+    """
 
     def __init__(self) -> None:
         self._deferred: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # metrics, by model
         self._said: set[str] = set()
 
-    def beginning(self, original: Callable[[Any], Any], in_force: Callable[[], bool]) -> Callable[[Any], Any]:
+    def beginning(
+        self, original: Callable[[Any], Any], stage: str, in_force: Callable[[], bool]
+    ) -> Callable[[Any], Any]:
+        """stage: "validation" or "test"."""
+
         @functools.wraps(original)
         def on_epoch_start(model: Any) -> Any:
-            if in_force() and is_distributed() and dist.get_world_size() > 1:
-                self._begin(model)
+            if in_force() and _is_shared():
+                self._begin(model, f"on_{stage}_epoch_end")
             return original(model)
 
         return on_epoch_start
 
-    def end(self, original: Callable[[Any], Any], stage: str) -> Callable[[Any], Any]:
-        """stage: "validation" or "test"."""
-
+    def end(self, original: Callable[[Any], Any], stage: str, in_force: Callable[[], bool]) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def on_epoch_end(model: Any) -> Any:
+            if in_force() and _is_shared() and model not in self._deferred and _sums(model):
+                self._say_as_stock(model, f"on_{stage}_epoch_start")
             if self._undo(model):
                 outputs = getattr(model, f"{stage}_step_outputs")
                 several = bool(outputs) and isinstance(outputs[0], list)
@@ -58,11 +67,15 @@ class DeferredMetrics:
         for model in list(self._deferred):
             self._undo(model)
 
-    def _begin(self, model: Any) -> None:
+    def _begin(self, model: Any, end: str) -> None:
+        """end: the method that adds the sums up."""
         self._undo(model)  # after an evaluation that an exception has ended
-        metrics = [module for module in model.modules() if getattr(module, "_to_sync", False)]
-        self._deferred[model] = [metric for metric in metrics if _is_sum(metric)]
-        for metric in self._deferred[model]:
+        sums, metrics = _sums(model), _synced(model)
+        if sums and not _calls_nemos(model, end):
+            sums = []
+            self._say_as_stock(model, end)
+        self._deferred[model] = sums
+        for metric in sums:
             metric._to_sync = False
         others = sorted({type(metric).__name__ for metric in metrics if not _is_sum(metric)})
         if others:
@@ -99,6 +112,10 @@ class DeferredMetrics:
                     output[name] = torch.zeros_like(total, device=model.device)
                 outputs[0][name] = total.to(model.device)
 
+    def _say_as_stock(self, model: Any, method: str) -> None:
+        text = f"its own {method} does not call NeMo's; WER and BLEU wait for all ranks in every batch"
+        self._say_once(f"{type(model).__name__}: left as stock: {text}", is_wrong=True)
+
     def _say_once(self, text: str, is_wrong: bool = False) -> None:
         if text not in self._said:
             self._said.add(text)
@@ -124,6 +141,30 @@ def _added(values: Iterator[torch.Tensor]) -> torch.Tensor:
     """In the values' own type, through one that has every whole number up to 2**53."""
     tensors = list(values)
     return torch.stack([tensor.double() for tensor in tensors]).sum(0).to(tensors[0].dtype)
+
+
+def _is_shared() -> bool:
+    return is_distributed() and dist.get_world_size() > 1
+
+
+def _synced(model: Any) -> list[Any]:
+    """The metrics that wait for all ranks."""
+    return [module for module in model.modules() if getattr(module, "_to_sync", False)]
+
+
+def _sums(model: Any) -> list[Any]:
+    return [metric for metric in _synced(model) if _is_sum(metric)]
+
+
+def _calls_nemos(model: Any, method: str) -> bool:
+    """Whether the model's method comes to the one that is patched: each of its classes that has its own calls it."""
+    for owner in type(model).__mro__:
+        if owner.__module__ in _PATCHED_MODULES:
+            return True
+        own = inspect.unwrap(vars(owner).get(method, _calls_nemos))
+        if own is not _calls_nemos and method not in own.__code__.co_names:
+            return False
+    return True
 
 
 def _is_sum(metric: Any) -> bool:
