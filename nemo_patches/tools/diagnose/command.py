@@ -61,7 +61,7 @@ def run(
             report = diagnose_dumps(path) if _has_dumps(path) else diagnose_logs(paths)
         else:
             read, report = once(path, launch=launch)
-            _draw(read, plot, perfetto)
+            _draw(read, report, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
     except KeyboardInterrupt:
@@ -150,12 +150,12 @@ def _printable(content: Any) -> Any:
     return content
 
 
-def _draw(job: Job, plot: Path | None, perfetto: Path | None) -> None:
+def _draw(job: Job, report: Report, plot: Path | None, perfetto: Path | None) -> None:
     try:
         if plot is not None:
             from nemo_patches.tools.diagnose.plot import draw
 
-            draw(job, plot)
+            draw(job, plot, _printable(report))
         if perfetto is not None:
             from nemo_patches.tools.diagnose.perfetto import write
 
