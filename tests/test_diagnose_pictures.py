@@ -177,6 +177,21 @@ def test_slices_nest_exactly(tmp_path: Path) -> None:
             assert phase["ts"] + phase["dur"] <= around["ts"] + around["dur"] or not phase["dur"]
 
 
+def test_the_viewers_own_trace_processor_takes_every_slice(tmp_path: Path) -> None:
+    processor = pytest.importorskip("perfetto.trace_processor", reason="needs `pip install perfetto`")
+    draw = random.Random(5)
+    calls = [Call(pause=draw.choice((0, 0, draw.uniform(0, 9))), length=draw.randrange(900)) for _ in range(300)]
+    found = events(job(tmp_path / "job", [[*calls, Exit()], [*calls[::-1], Exit()]]), tmp_path / "out.json")
+    try:
+        opened = processor.TraceProcessor(trace=str(tmp_path / "out.json"))
+    except Exception as error:
+        pytest.skip(f"the trace processor's program is not on this machine, and could not be fetched: {error}")
+    with opened:
+        (slices,) = opened.query("select count(*) as n from slice where dur >= 0")
+        dropped = [row.name for row in opened.query("select name from stats where severity = 'error' and value > 0")]
+    assert (slices.n, dropped) == (sum(event["ph"] in "Xi" for event in found), [])
+
+
 def test_a_long_call_does_not_end_within_the_next(tmp_path: Path) -> None:
     """Its end is kept in single precision: of 100 s, to 8 us."""
     lines: list[records.Record] = [
