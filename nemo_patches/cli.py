@@ -337,12 +337,15 @@ def diagnose(
             metavar="HOST:PORT", help="Ask a running job: its MASTER_ADDR and MASTER_PORT.", show_default="none"
         ),
     ] = None,
+    ras: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Ask NCCL's RAS (from 2.24) on a host of a running job.")
+    ] = None,
 ) -> None:
     """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
     from nemo_patches.tools.diagnose import command
 
     try:
-        code = command.run(paths or [], json, watch, plot, perfetto, launch, job)
+        code = command.run(paths or [], json, watch, plot, perfetto, launch, job, ras)
     except command.DiagnoseError as error:
         typer.echo(f"nemo-patches diagnose: {error}", err=True)
         if json:

@@ -15,8 +15,11 @@ from interpreters import python
 from simulated_traces import Call, Event, Exit, Gradients, Setup, evaluation, file_name, header, steps, write
 
 from nemo_patches.tools.diagnose import perfetto
+from nemo_patches.tools.diagnose.case import cases
+from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder, Job
-from nemo_patches.tools.diagnose.plot import draw
+from nemo_patches.tools.diagnose.lateness import late_seconds
+from nemo_patches.tools.diagnose.plot import draw as draw_report
 from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo
@@ -27,6 +30,10 @@ def size_of(png: Path) -> tuple[int, int]:
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     return width, height
+
+
+def draw(one: Job, file: Path) -> None:
+    draw_report(one, file, diagnose(one))
 
 
 def job(folder: Path, schedules: list[list[Event]], **more: Any) -> Job:
@@ -71,9 +78,42 @@ def colours(png: Path) -> Any:
     return (imread(png)[:, :, :3] * 255).round().astype(int)
 
 
+EVALUATION, CULPRIT = (42, 157, 143), (209, 17, 73)
+
+
+def test_evaluation_and_the_rank_to_blame_stand_out_and_each_encoder_has_a_panel(tmp_path: Path) -> None:
+    def count(name: str, rgb: tuple[int, int, int]) -> int:
+        return int((np.abs(colours(tmp_path / f"{name}.png") - rgb).sum(axis=2) < 12).sum())
+
+    well: list[list[Event]] = [[*steps(30), Exit()] for _ in range(3)]
+    hangs = [steps(20) + evaluation(9) + ([] if rank == 1 else steps(1)) for rank in range(3)]
+    draw(job(tmp_path / "1", well), tmp_path / "well.png")
+    draw(job(tmp_path / "2", hangs), tmp_path / "hangs.png")
+    assert count("hangs", EVALUATION) > 500 + count("well", EVALUATION)
+    assert count("hangs", CULPRIT) > 1500 + count("well", CULPRIT)  # its label, its row
+    for file in (tmp_path / "1").iterdir():  # a second encoder, called as the first one is
+        lines = file.read_bytes().splitlines(True)
+        again = [line.replace(b'"e":0', b'"e":1').replace(b'Encoder"', b'Encoder #2"') for line in lines]
+        file.write_bytes(
+            b"".join(one + (b"" if other == one else other) for one, other in zip(lines, again, strict=True))
+        )
+    draw(Folder(tmp_path / "1").read(), tmp_path / "two.png")
+    assert size_of(tmp_path / "two.png")[1] > 1.5 * size_of(tmp_path / "well.png")[1]
+
+
+def test_a_late_call_is_as_long_as_it_was(tmp_path: Path) -> None:
+    usual: list[Event] = [*steps(12), Exit()]
+    late: list[Event] = [*steps(5), Call(pause=26), Gradients(), *steps(6), Exit()]
+    stuck = [steps(5) if rank else steps(6) for rank in range(2)]
+    (came,) = cases(job(tmp_path / "came", [late, usual]))
+    (never,) = cases(job(tmp_path / "never", stuck))
+    assert {at: round(seconds) for at, seconds in late_seconds(came).items()} == {(0, 6): 26}
+    assert late_seconds(never).keys() == {(1, 6)} and late_seconds(never)[1, 6] > 60
+
+
 def test_what_went_wrong_is_marked(tmp_path: Path) -> None:
     """Each mark has a colour of its own: beyond the legend, it is there only where there is something to mark."""
-    marks = {"late": (209, 17, 73), "gave up": (31, 95, 208), "exception": (17, 17, 17)}
+    marks = {"late": (209, 17, 73), "gave up": (51, 65, 92), "exception": (29, 17, 51)}
     usual: list[Event] = [*steps(11), Call(), Exit()]
     late: list[Event] = [*steps(5), Call(pause=26), Gradients(), *steps(5), Call(raises="ValueError"), Exit()]
     counted = []
@@ -135,6 +175,21 @@ def test_slices_nest_exactly(tmp_path: Path) -> None:
         for phase in phases:
             around = [call for call in calls_of_rank if call["ts"] <= phase["ts"]][-1]
             assert phase["ts"] + phase["dur"] <= around["ts"] + around["dur"] or not phase["dur"]
+
+
+def test_the_viewers_own_trace_processor_takes_every_slice(tmp_path: Path) -> None:
+    processor = pytest.importorskip("perfetto.trace_processor", reason="needs `pip install perfetto`")
+    draw = random.Random(5)
+    calls = [Call(pause=draw.choice((0, 0, draw.uniform(0, 9))), length=draw.randrange(900)) for _ in range(300)]
+    found = events(job(tmp_path / "job", [[*calls, Exit()], [*calls[::-1], Exit()]]), tmp_path / "out.json")
+    try:
+        opened = processor.TraceProcessor(trace=str(tmp_path / "out.json"))
+    except Exception as error:
+        pytest.skip(f"the trace processor's program is not on this machine, and could not be fetched: {error}")
+    with opened:
+        (slices,) = opened.query("select count(*) as n from slice where dur >= 0")
+        dropped = [row.name for row in opened.query("select name from stats where severity = 'error' and value > 0")]
+    assert (slices.n, dropped) == (sum(event["ph"] in "Xi" for event in found), [])
 
 
 def test_a_long_call_does_not_end_within_the_next(tmp_path: Path) -> None:

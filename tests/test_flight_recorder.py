@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import pickletools
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,41 @@ def test_real_dumps_of_gloo(tmp_path: Path) -> None:
 
 def _opcodes(file: Path) -> list[tuple[str]]:
     return [(opcode.name,) for opcode, _, _ in pickletools.genops(file.read_bytes())]
+
+
+THEIRS = """
+import sys
+from torch.distributed.flight_recorder.fr_trace import main
+for folder in sys.argv[1:]:
+    print("of", folder, file=sys.stderr)
+    main([folder, "-p", "nccl_trace_rank_"])
+"""
+
+
+def test_torchs_own_analyser_names_the_same_ranks(tmp_path: Path) -> None:
+    """Of dumps as NCCL's recorder writes them; on Gloo's it fails. Healthy dumps of different moments it accuses."""
+    pytest.importorskip("torch")
+    cases = {"none": (), "one": (2,), "two": (1, 3)}
+    for name, missing in cases.items():
+        entries = {rank: steps(7) if rank not in missing else [entry(n) for n in range(1, 7)] for rank in range(RANKS)}
+        write(tmp_path / name, entries)
+        for file in (tmp_path / name).iterdir():  # it wants more than the reader here does
+            content = pickle.loads(file.read_bytes())
+            more = {"pg_id": 0, "p2p_seq_id": 0, "time_created_ns": 1, "duration_ms": None, "timeout_ms": 600_000}
+            more |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"], "time_discovered_started_ns": 2}
+            content["entries"] = [
+                {**one, **more, "op_id": one["record_id"], "output_sizes": one["input_sizes"]}
+                for one in content["entries"]
+            ]
+            group = {"name": "0", "desc": "default_pg", "ranks": str(list(range(RANKS)))}
+            content |= {"nccl_version": "2.21.5", "pg_config": {"0": group}, "pg_status": {}}
+            file.write_bytes(pickle.dumps(content, protocol=2))
+    theirs = python("-c", THEIRS, *(str(tmp_path / name) for name in cases))
+    if theirs.returncode:
+        pytest.skip(f"this torch has no analyser, or it does not take these dumps: {theirs.stderr[-200:]}")
+    said = theirs.stderr.split("of " + str(tmp_path))[1:]
+    named_by_torch = [
+        tuple(map(int, re.findall(r"\d+", one.partition("missing ranks: {")[2].split("}")[0]))) for one in said
+    ]
+    ours = [diagnose_dumps(tmp_path / name).findings[0].ranks for name in cases]
+    assert ours == named_by_torch == list(cases.values())

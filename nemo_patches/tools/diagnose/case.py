@@ -40,6 +40,11 @@ class Case:
         own = self._last_records.get(rank)
         return max(self._last_records.values()) - own if own is not None and len(self._last_records) > 1 else None
 
+    @property
+    def newest(self) -> float:
+        """When the newest record of all was made, on the common scale."""
+        return max(self._last_records.values(), default=0.0)
+
     @cached_property
     def _last_records(self) -> dict[int, float]:
         """By rank when its last record was made, on the common scale; only of ranks that are on it."""

@@ -18,6 +18,8 @@ from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.nccl_ras import ask as ask_ras
+from nemo_patches.tools.diagnose.nccl_ras import diagnose_saved, is_ras
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
@@ -40,14 +42,15 @@ def run(
     perfetto: Path | None,
     launch: int | None = None,
     job: str | None = None,
+    ras: str | None = None,
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
-    if (len(paths) > 0) + (job is not None) != 1:
-        raise DiagnoseError("give a folder or logs, or --job HOST:PORT; one of them")
-    if job is not None:
+    if (len(paths) > 0) + (job is not None) + (ras is not None) != 1:
+        raise DiagnoseError("give a folder or logs, or --job HOST:PORT, or --ras HOST; one of them")
+    if job is not None or ras is not None:
         if watch or plot or perfetto or launch is not None:
-            raise DiagnoseError("--job takes only --json beside it")
-        return _ask(job, json)
+            raise DiagnoseError("--job and --ras take only --json beside them")
+        return _ask(job, ras or "", json)
     path = paths[0]
     is_traces = len(paths) == 1 and path.is_dir() and (watch or plot is not None or not _has_logs_only(path))
     if not is_traces and (watch or plot or perfetto):
@@ -58,10 +61,12 @@ def run(
         if watch:
             return _watch(path, json, launch)
         if not is_traces:
-            report = diagnose_dumps(path) if _has_dumps(path) else diagnose_logs(paths)
+            is_dumps = _has_dumps(path)
+            is_answer = not is_dumps and len(paths) == 1 and path.is_file() and is_ras(path)
+            report = diagnose_dumps(path) if is_dumps else diagnose_saved(path) if is_answer else diagnose_logs(paths)
         else:
             read, report = once(path, launch=launch)
-            _draw(read, plot, perfetto)
+            _draw(read, report, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
     except KeyboardInterrupt:
@@ -70,11 +75,14 @@ def run(
     return report.exit_code
 
 
-def _ask(job: str, json: bool) -> int:
+def _ask(job: str | None, ras: str, json: bool) -> int:
     try:
-        from nemo_patches.tools.diagnose.live import diagnose_job
+        if job is None:
+            report = ask_ras(ras)
+        else:
+            from nemo_patches.tools.diagnose.live import diagnose_job
 
-        report = diagnose_job(job)
+            report = diagnose_job(job)
     except ModuleNotFoundError as error:
         raise DiagnoseError(f"--job needs {error.name}: run it in the job's own environment") from error
     except UnreadableError as error:
@@ -150,12 +158,12 @@ def _printable(content: Any) -> Any:
     return content
 
 
-def _draw(job: Job, plot: Path | None, perfetto: Path | None) -> None:
+def _draw(job: Job, report: Report, plot: Path | None, perfetto: Path | None) -> None:
     try:
         if plot is not None:
             from nemo_patches.tools.diagnose.plot import draw
 
-            draw(job, plot)
+            draw(job, plot, _printable(report))
         if perfetto is not None:
             from nemo_patches.tools.diagnose.perfetto import write
 

@@ -1,8 +1,14 @@
-"""The plot of a job: ranks down, calls across, colour for how late each rank came, marks where it went wrong."""
+"""The plot of a job: ranks down, calls across, colour for how late each rank came, marks where it went wrong.
+
+The verdict is its title, each encoder has a panel, and the ranks that the verdict names have the one strong colour.
+"""
 
 from __future__ import annotations
 
+import textwrap
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,46 +18,62 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.diagnosis import state_of
+from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
-from nemo_patches.tools.diagnose.lateness import late_calls
+from nemo_patches.tools.diagnose.lateness import late_calls, late_seconds
 from nemo_patches.tools.diagnose.rank_trace import RAISED, TIMEOUT, UNWAITED
 
+_MOST_PANELS = 4  # of encoders, those with the most calls
 _MOST_COLUMNS = 1200  # more calls than that are binned
 _MOST_LABELS = 40  # more ranks than that are not labelled one by one
 _LEAST_LAG_S, _LARGE_LAG_S = 0.01, 1.0  # the ends of the colour scale, unless a rank came later
 _FEW_CALLS = 60  # up to so many calls the marks are larger
-_RARE = 2  # index in _MARKS: from here on marks are never made smaller, and the first ones have their rank beside them
+_RARE = 2  # index in _MARKS: from here on marks are never made smaller, and the first ones have words beside them
 _MOST_NAMED = 12  # of each rare mark
-_LAG_NOT_KNOWN, _NO_CALL = "#e4e4e4", "white"
+_TITLE_WIDTH, _TITLE_LINES = 150, 3  # characters, lines
+_LAG_NOT_KNOWN, _NO_CALL, _CULPRIT = "#e4e4e4", "white", "#d11149"
+_KINDS = (("training", "#c9b458"), ("evaluation", "#2a9d8f"))
 _MARKS = (
-    ("own length, no wait", ".", "#4aa3df", 14.0),
-    ("gave up waiting", "v", "#1f5fd0", 30.0),
-    ("came too late, or never", "D", "#d11149", 30.0),
-    ("an exception", "X", "#111111", 46.0),
+    ("own length, no wait", ".", "#7d8597", 14.0),
+    ("gave up waiting", "v", "#33415c", 30.0),
+    ("came too late, or never", "D", _CULPRIT, 30.0),
+    ("an exception", "X", "#1d1133", 46.0),
 )
 
 Lags = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
 
-def draw(job: Job, file: Path) -> None:
+def draw(job: Job, file: Path, report: Report) -> None:
     """Write the PNG. Raises OSError, and UnreadableError if there is no call to draw."""
     encoders = [case for case in cases(job) if case.rounds.ranks]
     if not encoders:
         raise UnreadableError(f"{job.folder}: no encoder call to draw")
-    case = encoders[0]
+    panels = encoders[:_MOST_PANELS]
     ranks = sorted(job.traces)
+    blamed = report.findings[0].ranks if report.findings else ()
+    culprits = set(blamed) if len(blamed) < job.world_size else set()
+    title = textwrap.wrap(report.verdict, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
+    panel = float(np.clip(1.9 + 0.32 * len(ranks), 2.7, 11.0 / len(panels) ** 0.5))
+    figure = Figure(figsize=(14.0, panel * len(panels) + 0.28 * len(title)), dpi=110, layout="constrained")
+    figure.suptitle("\n".join(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    for axes, case in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        _panel(figure, axes, case, ranks, culprits)
+    if more := encoders[_MOST_PANELS:]:
+        figure.supxlabel(f"not drawn: {', '.join(case.name for case in more)}", fontsize=9)
+    FigureCanvasAgg(figure).print_png(str(file))  # type: ignore[no-untyped-call]
+
+
+def _panel(figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
     first = min(track.calls.n[0] for track in case.tracks.values() if track.calls.n)
     last = max(track.last for track in case.tracks.values())
     width = -(-(last - first + 1) // _MOST_COLUMNS)
     edges = first - 0.5 + width * np.arange(-(-(last - first + 1) // width) + 1, dtype=np.float64)
-    lags, there = _lags(case, ranks, edges)
+    lags, there, kinds = _cells(case, ranks, edges)
 
-    height = float(np.clip(1.9 + 0.32 * len(ranks), 2.7, 11.0))
-    figure = Figure(figsize=(14.0, height), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
     axes.set_facecolor(_NO_CALL)
     extent = (edges[0], edges[-1], len(ranks) - 0.5, -0.5)
     calls = np.ma.masked_array(np.zeros(there.shape), ~there)
@@ -62,19 +84,31 @@ def draw(job: Job, file: Path) -> None:
         aspect="auto",
         extent=extent,
         interpolation="nearest",
-        cmap="YlOrRd",
+        cmap="Blues",
         norm=LogNorm(_LEAST_LAG_S, largest),
     )
-    bar = figure.colorbar(
-        image, ax=axes, pad=0.01, fraction=0.03 if height < 8 else 0.02, aspect=40 if height > 8 else 20
+    strip = 0.06 + 0.03 * len(ranks)  # above the ranks: which calls are training calls
+    axes.imshow(
+        np.ma.masked_less(kinds[None, :], 0),
+        aspect="auto",
+        extent=(edges[0], edges[-1], -0.5 - strip / 3, -0.5 - strip),
+        interpolation="nearest",
+        cmap=ListedColormap([colour for _, colour in _KINDS]),
+        vmin=0,
+        vmax=1,
     )
+    axes.set_xlim(edges[0], edges[-1])
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.025)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _seconds(value)))
     bar.set_label("came later than the first")
     handles = _mark(axes, case, ranks, edges)
-    _label(axes, case, ranks)
-    axes.set_xlabel(f"call of {case.name}" + (f" ({width} to a column)" if width > 1 else ""))
+    _label(axes, case, ranks, culprits)
+    axes.set_ylim(len(ranks) - 0.5, -0.5 - strip)
+    several = f", {width} to a column" if width > 1 else ""
+    axes.set_xlabel(
+        f"call of {case.name}: {len(ranks)} of {case.job.world_size} ranks, calls {first} to {last}{several}"
+    )
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    axes.set_title(f"{len(ranks)} of {job.world_size} ranks, calls {first} to {last}", loc="left", fontsize=11)
     axes.legend(
         handles=handles,
         loc="lower right",
@@ -85,23 +119,30 @@ def draw(job: Job, file: Path) -> None:
         handletextpad=0.3,
         columnspacing=1.2,
     )
-    FigureCanvasAgg(figure).print_png(str(file))  # type: ignore[no-untyped-call]
 
 
-def _lags(case: Case, ranks: list[int], edges: Lags) -> tuple[Lags, npt.NDArray[np.bool_]]:
-    """The largest lag of each rank and column, in seconds, NaN if not known; and where there are calls."""
+def _cells(case: Case, ranks: list[int], edges: Lags) -> tuple[Lags, npt.NDArray[np.bool_], Numbers]:
+    """The largest lag of each rank and column, in seconds, NaN if not known; where there are calls; 1: evaluation."""
     bins = len(edges) - 1
     lags = np.full((len(ranks), bins), -1.0)
     there = np.zeros((len(ranks), bins), dtype=bool)
+    kinds = np.full(bins, -1, np.int64)
     for row, rank in enumerate(ranks):
         track = case.tracks.get(rank)
         if track is not None and track.calls.n:
-            there[row, _columns(np.array(track.calls.n), edges)] = True
-    for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.lag, strict=True):
+            columns, training = _columns(np.array(track.calls.n), edges), np.array(track.calls.training)
+            there[row, columns] = True
+            kinds[columns[training == 1]] = 0
+            kinds[columns[training == 0]] = 1
+    for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.from_ddp.lag, strict=True):
         numbers = np.array(case.tracks[rank].calls.n)[index]
         np.maximum.at(lags[ranks.index(rank)], _columns(numbers, edges), lag)
+    for (rank, call), late in late_seconds(case).items():
+        (column,) = _columns(np.array([call]), edges)
+        lags[ranks.index(rank), column] = max(lags[ranks.index(rank), column], late)
+        there[ranks.index(rank), column] = True
     lags[lags < 0] = np.nan
-    return lags, there
+    return lags, there, kinds
 
 
 def _columns(numbers: Numbers, edges: Lags) -> Numbers:
@@ -110,22 +151,24 @@ def _columns(numbers: Numbers, edges: Lags) -> Numbers:
     return columns
 
 
-def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # type: ignore[no-untyped-def]
+def _mark(axes: Any, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:
     """Draw at most one mark of each kind for each rank and column; return the legend's entries."""
     crowded = len(ranks) > _MOST_LABELS
     roomy = 3.0 if len(edges) <= _FEW_CALLS and not crowded else 1.0
-    handles = [
-        Line2D([], [], marker="s", linestyle="", color=_LAG_NOT_KNOWN, markersize=8, label="a call, lag not known")
-    ]
+    squares = (*_KINDS, ("a call, lag not known", _LAG_NOT_KNOWN))
+    handles = [Line2D([], [], marker="s", linestyle="", color=colour, markersize=8, label=t) for t, colour in squares]
     middles = (edges[:-1] + edges[1:]) / 2
-    late = late_calls(case)
+    late, seconds = late_calls(case), late_seconds(case)
     for number, (title, marker, colour, size) in enumerate(_MARKS):
-        across, down = [], []
+        across, down, words = [], [], []
         for row, rank in enumerate(ranks):
             numbers = _marked(case, rank, late)[number]
-            columns = np.unique(_columns(numbers, edges))
+            columns, at = np.unique(_columns(numbers, edges), return_index=True)
             across += middles[columns].tolist()
             down += [row] * len(columns)
+            for call in numbers[at].tolist():
+                how_late = f"{seconds[rank, call]:.1f} s" if number == _RARE and (rank, call) in seconds else ""
+                words.append(", ".join(filter(None, [f"rank {rank}" if crowded else "", how_late])))
         axes.scatter(
             across,
             down,
@@ -137,12 +180,12 @@ def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # t
             zorder=3,
             clip_on=False,
         )
-        if crowded and number >= _RARE:
-            for at, row in list(zip(across, down, strict=True))[:_MOST_NAMED]:
-                near_the_end = at > edges[0] + 0.9 * (edges[-1] - edges[0])
+        if number >= _RARE:
+            for column, row, said in list(zip(across, down, words, strict=True))[:_MOST_NAMED]:
+                near_the_end = column > edges[0] + 0.9 * (edges[-1] - edges[0])
                 axes.annotate(
-                    f"rank {ranks[row]}",
-                    (at, row),
+                    said,
+                    (column, row),
                     (-9 if near_the_end else 9, 0),
                     textcoords="offset points",
                     ha="right" if near_the_end else "left",
@@ -150,6 +193,7 @@ def _mark(axes, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:  # t
                     color=colour,
                     fontsize=9,
                     fontweight="bold",
+                    bbox={"color": "white", "alpha": 0.7, "pad": 0.5},
                 )
         handles.append(Line2D([], [], marker=marker, linestyle="", color=colour, markersize=7, label=title))
     return handles
@@ -171,20 +215,45 @@ def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Numbers,
     )
 
 
-def _label(axes, case: Case, ranks: list[int]) -> None:  # type: ignore[no-untyped-def]
-    """Label each rank with its state at the end; many ranks only with some of their numbers."""
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
+def _label(axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
+    """Label hosts, and each rank with its state at the end; of many ranks only the hosts, and those to blame."""
+    hosts = [safe(case.job.traces[rank].header.host)[:24] for rank in ranks]
+    starts = [row for row in range(len(ranks)) if not row or hosts[row] != hosts[row - 1]]
     if len(ranks) > _MOST_LABELS:
-        axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda row, _: str(ranks[int(row)]) if 0 <= row < len(ranks) and row == int(row) else "")
-        )
-        axes.set_ylabel("rank")
-        return
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}, {state_of(case.endings[rank])}" for rank in ranks], fontsize=9)
-    axes.set_yticks(np.arange(len(ranks) - 1) + 0.5, minor=True)
-    axes.grid(which="minor", axis="y", color="white", linewidth=2.0 if len(ranks) < 12 else 1.0)
-    axes.tick_params(which="minor", length=0)
+        runs = [(host, [row for row, _ in rows]) for host, rows in groupby(enumerate(hosts), key=lambda pair: pair[1])]
+        shown = runs[:: -(-len(runs) // 24)]
+        ticks = {rows[0]: f"{host}: {ranks[rows[0]]}-{ranks[rows[-1]]}" for host, rows in shown}
+        blamed = [row for row, rank in enumerate(ranks) if rank in culprits][:_MOST_NAMED]
+        apart = len(ranks) / 30  # rows between two labels
+        ticks = {row: text for row, text in ticks.items() if all(abs(row - other) > apart for other in blamed)}
+        ticks |= {row: f"rank {ranks[row]}, {hosts[row]}" for row in blamed}
+    else:
+        ticks = {
+            row: f"{hosts[row]}  rank {rank}, {state_of(case.endings[rank])}"
+            if row in starts
+            else f"rank {rank}, {state_of(case.endings[rank])}"
+            for row, rank in enumerate(ranks)
+        }
+        axes.set_yticks(np.arange(len(ranks) - 1) + 0.5, minor=True)
+        axes.grid(which="minor", axis="y", color="white", linewidth=2.0 if len(ranks) < 12 else 1.0)
+        axes.tick_params(which="minor", length=0)
+    if 1 < len(starts) <= _MOST_LABELS:
+        for row in starts[1:]:
+            axes.axhline(row - 0.5, color="#9aa0a6", linewidth=0.8)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
+    for row, label in zip(ticks, axes.get_yticklabels(), strict=True):
+        if ranks[row] in culprits:
+            label.set(color=_CULPRIT, fontweight="bold")
+    for row, rank in enumerate(ranks):
+        if rank in culprits and len(culprits) <= _MOST_NAMED:
+            axes.axhspan(
+                row - 0.5,
+                row + 0.5,
+                fill=False,
+                edgecolor=_CULPRIT,
+                linewidth=1.6 if len(ranks) <= _MOST_LABELS else 0.8,
+                zorder=2.5,
+            )
 
 
 def _seconds(value: float) -> str:
