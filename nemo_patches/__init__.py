@@ -117,7 +117,8 @@ def apply(
     uneven_settings = resolve_uneven(metrics, stop_together)
     from nemo_patches.patching import monkeypatch, start_up
 
-    if monkeypatch.this_process.apply(settings, stall_settings, trace_settings, uneven_settings):
+    hook_installed = start_up.installed()
+    if monkeypatch.this_process.apply(settings, stall_settings, trace_settings, uneven_settings, hook_installed):
         start_up.install()
 
 
@@ -130,6 +131,6 @@ def revert() -> None:
 
 def status() -> "Status":
     """What is patched, what was skipped and why, the settings, and what each encoder's sync has done on this rank."""
-    from nemo_patches.patching import monkeypatch
+    from nemo_patches.patching import monkeypatch, start_up
 
-    return monkeypatch.this_process.status()
+    return monkeypatch.this_process.status(start_up.installed())

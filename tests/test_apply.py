@@ -139,7 +139,7 @@ def test_the_first_line_is_short_and_the_rest_is_at_debug(caplog: Any) -> None:
 def state_in_a_spawned_process() -> tuple[str, str]:
     nemo_patches.apply()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return nemo_patches.status().state, pool.apply_async(_state_here).get(120)
+        return nemo_patches.status().state, pool.apply_async(_state_here).get(240)
 
 
 def _state_here() -> str:

@@ -148,7 +148,10 @@ def test_positional_rows_are_wrong_only_in_stock(output: str) -> None:
 
 def test_the_summary_is_a_sentence_each(output: str) -> None:
     zeroth, first, second = (line for line in output.splitlines() if line.startswith(("1. ", "2. ", "3. ")))
-    assert "stock was still waiting after 6 s, killed; with nemo_patches every other rank evaluated on" in zeroth
+    assert (
+        "stock was still waiting after 6 s, when the demo ended it; with nemo_patches every other rank evaluated on"
+        in zeroth
+    )
     assert "stock lost the whole job after training step 3; with nemo_patches every rank completed all 6" in first
     assert re.search(r"stock silently has \d+ wrong positional rows; nemo_patches has none", second)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, start_up
+from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission
 from nemo_patches.patching.give_back import give_back_all
 from nemo_patches.patching.process_status import Skipped, Status, chosen_text, settings_text
 from nemo_patches.patching.replacements import Replacements
@@ -57,7 +57,14 @@ class Patching:
         self._by_hand = False  # by apply() alone: what this process spawns has no import hook
         self._refused = ""  # why the import hook patches nothing
 
-    def apply(self, settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> bool:
+    def apply(
+        self,
+        settings: Settings,
+        stall: StallSettings,
+        trace: TraceSettings,
+        uneven: UnevenSettings,
+        hook_installed: bool,
+    ) -> bool:
         """Patch every target of the installed NeMo, or only change the settings where that is done already.
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
@@ -83,7 +90,7 @@ class Patching:
             raise DriftError(
                 f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
             )
-        self._by_hand = not start_up.installed()
+        self._by_hand = not hook_installed
         self._begin(settings, stall, uneven)
         self._patch_all(modules, trace)
         self._defer_metrics()
@@ -148,12 +155,12 @@ class Patching:
         give_back_all()
         self._refused = ""
 
-    def status(self) -> Status:
+    def status(self, hook_installed: bool) -> Status:
         try:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:
             nemo = "not installed"
-        state, why = self._state(nemo)
+        state, why = self._state(nemo, hook_installed)
         return Status(
             nemo=nemo,
             torch=torch.__version__,
@@ -172,7 +179,7 @@ class Patching:
             why=why,
         )
 
-    def _state(self, nemo: str) -> tuple[str, str]:
+    def _state(self, nemo: str, hook_installed: bool) -> tuple[str, str]:
         """Whether this process is patched, in one of three words, and why."""
         if self._patched:
             return "on", f"{len(self._patched)} of NeMo's methods patched"
@@ -189,7 +196,7 @@ class Patching:
             return "cannot be", str(error)
         if self._refused:
             return "cannot be", self._refused
-        if self._follows_imports and start_up.installed():
+        if self._follows_imports and hook_installed:
             return "on", "NeMo's encoders are patched when they are imported, which has not happened yet"
         return "off here", f"nemo_patches.apply() or `nemo-patches run` switches it on; {_NOT_INHERITED}"
 

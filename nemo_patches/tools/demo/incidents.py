@@ -49,5 +49,5 @@ def told(run: RunOutcome) -> Iterator[tuple[str, str]]:
 
 
 def _shortened(place: str) -> str:
-    frames = re.split(r" < |, in: |; ", place)
+    frames = re.split(r" < |, in: ", place.partition("; ")[0])
     return " < ".join(frames[:_FRAMES]) + " < ..." * (len(frames) > _FRAMES)

@@ -111,7 +111,11 @@ def problems(runs: Runs) -> list[str]:
 
 def _sentence_on_hang(stock: RunOutcome, patched: RunOutcome) -> Text:
     waiting = next((rank for rank in stock.ranks if not rank.completed), None)
-    left = f"stock was {waiting.ended}" if waiting else "stock completed too"
+    left = (
+        f"stock was {waiting.ended.replace(', killed', ', when the demo ended it')}"
+        if waiting
+        else "stock completed too"
+    )
     longest = max(rank.longest_encoder_call for rank in patched.ranks).total_seconds()
     right = (
         f"every other rank evaluated on, no call took longer than {longest:.1f} s"
