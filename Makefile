@@ -103,14 +103,13 @@ test-with-%: .venv/with-%/ready
 	@echo "== NeMo $(DEMO_NEMO) with $*"
 	.venv/with-$*/bin/python -m pytest -q -n 2 --dist loadfile $(TESTS_WITH_$(firstword $(subst -, ,$*)):%=tests/test_%.py)
 
-# The .pth puts the packages of NeMo's environment behind the new one's.
+# The .pth puts the packages of NeMo's environment, nemo_patches among them, behind the new one's.
 .venv/with-%/ready: .venv/nemo-$(DEMO_NEMO)/ready
 	@echo "== making the virtual environment .venv/with-$*, in front of .venv/nemo-$(DEMO_NEMO)"
 	.venv/nemo-$(DEMO_NEMO)/bin/python -m venv .venv/with-$*
 	.venv/nemo-$(DEMO_NEMO)/bin/python -c "import sysconfig as c; print(f'import site; site.addsitedir({c.get_path(\"purelib\")!r})')" \
 		> $$(.venv/with-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/behind.pth
 	.venv/with-$*/bin/python -m pip install -q $(subst -,==,$*)
-	.venv/with-$*/bin/python -m pip install -q --no-deps -e .
 	@touch $@
 
 build-wheel: tools = .venv/nemo-$(firstword $(NEMO_VERSIONS))/bin/python

@@ -187,20 +187,21 @@ def moved(name: str, move: str) -> dict[str, torch.Tensor]:
 
 
 def moves(rank: int, size: int) -> list[str]:
+    cases = [(name, move) for name in encoders.makers() for move in MOVES]
+    stock = {case: moved(*case) for case in cases}
+    nemo_patches.apply()
+    patched = {case: moved(*case) for case in cases}
+    nemo_patches.revert()
     problems = []
-    for name in encoders.makers():
-        for move in MOVES:
-            stock = moved(name, move)
-            nemo_patches.apply()
-            patched = moved(name, move)
-            nemo_patches.revert()
-            if stock.keys() != patched.keys():
-                problems.append(f"{name}, {move}: {sorted(stock.keys() ^ patched.keys())}")
-            for path in stock.keys() & patched.keys():
-                tensor, other = stock[path], patched[path]
-                alike = tensor.dtype == other.dtype and tensor.device == other.device and tensor.shape == other.shape
-                if not alike or not (tensor.is_meta or torch.equal(tensor, other)):
-                    problems.append(f"{name}, {move}: {path}")
+    for case in cases:
+        for path in stock[case].keys() | patched[case].keys():
+            tensor, other = stock[case].get(path), patched[case].get(path)
+            if tensor is None or other is None:
+                problems.append(f"{case}: {path} is in one of them only")
+                continue
+            alike = tensor.dtype == other.dtype and tensor.device == other.device and tensor.shape == other.shape
+            if not alike or not (tensor.is_meta or torch.equal(tensor, other)):
+                problems.append(f"{case}: {path}")
     return problems
 
 
