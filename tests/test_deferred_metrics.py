@@ -87,7 +87,7 @@ def scenarios(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
-    return run_ranks(scenarios, 2)
+    return run_ranks(scenarios, 2, limit=600)
 
 
 @pytest.fixture(scope="module")

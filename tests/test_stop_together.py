@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ import soundfile
 import torch
 from asr_models import Batches, Stream, TarredStream, loader
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from omegaconf import OmegaConf
 from ranks import Result, Said, all_have_come, run_ranks, wait_until
 from torch.utils.data import DataLoader, IterableDataset
@@ -52,6 +54,7 @@ class Progress(pl.Callback):  # type: ignore[misc]
         self.totals.add(trainer.num_training_batches)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.epochs = self.epochs or [0]  # from Lightning 2.5 on, none begins where one is resumed
         self.epochs[-1] += 1
         print("training batch", index, file=sys.stderr, flush=True)
 
@@ -62,6 +65,8 @@ class Progress(pl.Callback):  # type: ignore[misc]
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int, *_: Any) -> None:
         self.validations[-1] += 1
         print("validation batch", index, file=sys.stderr, flush=True)
+
+    on_test_epoch_start, on_test_batch_end = on_validation_epoch_start, on_validation_batch_end
 
 
 def fit(train: Any, val: Any = None, ckpt: Any = None, callbacks: Any = (), **settings: Any) -> tuple[Progress, Any]:
@@ -94,6 +99,9 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     nemo_patches.apply(timeout=60)
     more, seen = int(rank == 0), dict[str, Any]()
 
+    def tarred(announced: int) -> Any:
+        return loader(TarredStream(range(4 + 2 * more), announced))
+
     def note(name: str, *args: Any, **settings: Any) -> tuple[Progress, Any]:
         progress, model = fit(*args, **{"callbacks": [StopTogether()], **settings})
         seen[name] = (progress.epochs, progress.validations, progress.steps)
@@ -116,10 +124,14 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("reloaded", stream(3 + more), stream(1), max_epochs=2, reload_dataloaders_every_n_epochs=1)
     note("max_steps", stream(3 + more), max_steps=5, max_epochs=-1)
     note("several", {"a": stream(3 + more), "b": stream(2, 9)})
-
-    def tarred(announced: int) -> Any:
-        return loader(TarredStream(range(4 + 2 * more), announced))
-
+    note("the longest", CombinedLoader({"a": stream(3 + more), "b": stream(2, 9)}, "max_size"))
+    note("the shortest", CombinedLoader({"a": stream(3 + more), "b": stream(2 + 3 * more)}, "min_size"))
+    for name, val, setting in (
+        ("half, validated", [sized(4 + 2 * more), tarred(6 + 2 * more)], {"limit_val_batches": 0.5}),
+        ("none validated", stream(1 + more), {"limit_val_batches": 0}),
+        ("all for sanity", stream(2 + more), {"num_sanity_val_steps": -1}),
+    ):
+        note(name, stream(1), val, callbacks=[StopTogether(True, True)], **setting)
     progress, _ = note("limited", tarred(9), stream(1), limit_train_batches=6, logger=CSVLogger(folder))
     seen["total"] = progress.totals
     note("at its limit", tarred(9), stream(1), limit_train_batches=3)
@@ -141,6 +153,7 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     nemo_patches.apply(timeout=60)
     trainer = asr_models.trainer_of([StopTogether(False, True), progress := Progress()])
     trainer.validate(asr_models.ctc(trainer), stream(2 + more), verbose=False)
+    trainer.test(asr_models.ctc(trainer), stream(3 + more), verbose=False)
     seen["validate"] = progress.validations
     seen["plain loops"], together = plain_loops(rank)
     (seen["status"],) = (loader for loader in nemo_patches.status().loaders if loader.loader.startswith("data"))
@@ -153,7 +166,26 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     seen["no batch"] = raised(lambda: fit(stream(3 * (1 - more)), callbacks=[StopTogether()]))
     seen["no batch, sized"] = raised(lambda: nemo_patches.stop_together(sized(3 * more)))
     seen["out of step"] = raised(lambda: leave_early(rank))
+    seen["two at once"] = raised(two_passes_at_once)
+    nemo_patches.apply(sync="local")
+    seen["joined"] = joined(5 - 2 * more)
     return seen
+
+
+def joined(count: int) -> str:
+    """The parameters after so many batches, other ranks may have other numbers, under torch's own DDP.join()."""
+    model = asr_models.ctc(None)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parallel.join():
+        for signals, lengths, tokens, token_lengths in stream(count, seed=torch.distributed.get_rank()):
+            log_probs, encoded, _ = parallel(input_signal=signals, input_signal_length=lengths)
+            optimizer.zero_grad()
+            model.loss(
+                log_probs=log_probs, targets=tokens, input_lengths=encoded, target_lengths=token_lengths
+            ).backward()
+            optimizer.step()
+    return parameters(model)
 
 
 def plain_loops(rank: int) -> tuple[list[int], Any]:
@@ -191,6 +223,12 @@ def leave_early(rank: int) -> None:
                 break
 
 
+def two_passes_at_once() -> None:
+    together = nemo_patches.stop_together(range_stream(3))
+    for _ in zip(together, together, strict=True):
+        pass
+
+
 def raised(function: Any) -> str:
     try:
         function()
@@ -206,7 +244,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(checkpoints: Path) -> list[Result]:
-    return run_ranks(scenarios, 2, str(checkpoints))
+    return run_ranks(scenarios, 2, str(checkpoints), limit=600)
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +279,11 @@ def test_an_even_run_is_stocks_to_the_last_bit(kind: str, seen: dict[str, Any]) 
         ("reloaded", [3, 3], [1, 1], 6),
         ("max_steps", [3, 2], [], 5),
         ("several", [3], [], 3),
+        ("the longest", [3], [], 3),
+        ("the shortest", [2], [], 2),
+        ("half, validated", [1], [5], 1),  # half of 4, and half of the 6 that are announced
+        ("none validated", [1], [], 1),
+        ("all for sanity", [1], [2, 2], 1),
         ("by a setting", [3], [], 3),
         ("limited", [4], [1], 4),  # it is validated after a pass that ends before its limit
         ("at its limit", [3], [1], 3),
@@ -280,7 +323,7 @@ def test_switched_off_it_does_nothing_and_says_so(seen: dict[str, Any], results:
 
 
 def test_it_works_outside_lightning_and_counts(seen: dict[str, Any], results: list[Result]) -> None:
-    assert seen["validate"] == [2]
+    assert seen["validate"] == [2, 3]
     assert seen["plain loops"] == [3, 3, 2, 2]
     counters = [result.value["status"] for result in results]
     assert [(rank.passes, rank.batches, rank.passes_cut, rank.left_out) for rank in counters] == [
@@ -290,11 +333,11 @@ def test_it_works_outside_lightning_and_counts(seen: dict[str, Any], results: li
 
 
 def test_it_says_once_a_pass_who_ran_out_and_what_was_left_out(results: list[Result]) -> None:
-    title = "training loader 15 (TarredStream): pass 1 ends on every rank after 4 batches: "
+    title = "training loader 22 (TarredStream): pass 1 ends on every rank after 4 batches: "
     assert len(results[0].lines(title + "rank 1 has no more; 2 of 6 batches (33%) left out here")) == 1
     assert len(results[1].lines(title + "this rank has no more, others have")) == 1
     assert len(results[0].lines("training loader 4 (Batches)", "rank 1 has 4 batches", "1 of 5 batches (20%)")) == 1
-    assert not results[0].lines("validation loader 1")  # even
+    assert not results[0].lines("validation loader 1 (")  # even
 
 
 def test_a_rank_without_any_batch_raises_on_all_with_the_loaders_name(seen: dict[str, Any]) -> None:
@@ -308,6 +351,14 @@ def test_ranks_that_left_a_pass_at_different_batches_are_told_on_all(seen: dict[
     assert f"the ranks are out of step: {places}; some rank has left a pass early" in seen["out of step"]
 
 
+def test_a_pass_that_goes_on_beside_a_newer_one_raises_on_all(seen: dict[str, Any]) -> None:
+    assert "(iter_again): pass 1 cannot go on, since pass 2 has begun" in seen["two at once"]
+
+
+def test_torchs_own_join_works_beside_a_length_sync_that_does_not_wait(seen: dict[str, Any]) -> None:
+    assert len(seen["joined"]) == 64  # and the same on both ranks, as all that they have seen
+
+
 def one_that_hangs(rank: int, size: int, train: int, val: int) -> None:
     asr_models.prepare()
     more = int(rank == 0)
@@ -316,24 +367,37 @@ def one_that_hangs(rank: int, size: int, train: int, val: int) -> None:
     torch.distributed.barrier()
 
 
+def tarred_alone(rank: int, size: int, folder: str) -> None:
+    asr_models.prepare()
+    tarred_fit(rank, size, Path(folder), [asr_models.hang_watch()])
+    print("the fit has ended", file=sys.stderr, flush=True)
+    torch.distributed.barrier()
+
+
 @pytest.mark.one_nemo
-def test_stock_hangs_or_dies_in_both_reproductions() -> None:
+def test_stock_hangs_or_dies_in_the_reproductions(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        for run in [pool.submit(run_ranks, one_that_hangs, 2, *more, dies=(0, 1)) for more in ((1, 0), (0, 2))]:
+        runs = [pool.submit(run_ranks, one_that_hangs, 2, *more, dies=(0, 1)) for more in ((1, 0), (0, 2))]
+        of_shards = pool.submit(run_ranks, tarred_alone, 2, str(tmp_path), dies=(0, 1)).result()
+        for run in runs:
             results = run.result()
             assert all(" batch 3" in result.stderr for result in results)  # all have had what is even
             assert "the fit has ended" not in results[0].stderr
+    assert "training batch 0" in of_shards[0].stderr
+    assert "the fit has ended" not in of_shards[0].stderr  # rank 1 ends its own, and waits after it
 
 
 WORDS = ("ab", "cd", "abc", "dab")
 
 
-def lhotse(rank: int, size: int, folder: str) -> tuple[list[int], list[int]]:
-    """NeMo's own loader, whose ranks by default shuffle each on its own: batches of epochs, alone and together."""
+def nemos_loaders(rank: int, size: int, folder: str) -> tuple[list[int], list[int], Any]:
+    """Lhotse's, whose ranks by default shuffle each on its own, alone and together; and tarred data, together."""
     asr_models.prepare()
     nemo_patches.apply(timeout=60)
+    shards = tarred_fit(rank, size, Path(folder), [StopTogether()])
     if rank == 0:
-        write_manifest(Path(folder))
+        chance = random.Random(0)
+        write_audio(Path(folder), "train", [round(chance.uniform(0.4, 2.9), 2) for _ in range(50)])
     torch.distributed.barrier()
     trainer = asr_models.trainer_of([StopTogether(), progress := Progress()], max_epochs=2)
     model = asr_models.ctc(trainer)
@@ -349,28 +413,63 @@ def lhotse(rank: int, size: int, folder: str) -> tuple[list[int], list[int]]:
         "shuffle_buffer_size": 50,
     }
     model.setup_training_data(OmegaConf.create(config))
-    alone = [sum(1 for _ in model._train_dl.sampler) for _ in range(20)]  # without the audio
+    alone = [sum(1 for _ in model._train_dl.sampler) for _ in range(10)]  # without the audio
     trainer.fit(model)
-    return alone, progress.epochs
+    return alone, progress.epochs, shards
 
 
-def write_manifest(folder: Path) -> None:
-    chance = random.Random(0)
-    with (folder / "train.json").open("w") as manifest:
-        for number in range(100):
-            seconds = round(chance.uniform(0.4, 2.9), 2)
-            audio = str(folder / f"{number}.wav")
-            soundfile.write(audio, [0.01 * chance.gauss(0, 1) for _ in range(int(seconds * 16000))], 16000)
-            entry = {"audio_filepath": audio, "duration": seconds, "text": " ".join(chance.choices(WORDS, k=3))}
-            manifest.write(json.dumps(entry) + "\n")
+def tarred_fit(rank: int, size: int, folder: Path, callbacks: Any) -> tuple[int, list[int], list[int]]:
+    """The limit that NeMo itself sets, two batches; the batches of each epoch, and of each validation.
+
+    A shard for each rank, of six cuts: filters leave rank 0 all of them, which is three batches, and the others two.
+    """
+    if rank == 0:
+        lengths = [0.5] * 6 + [0.5, 0.5, 1.5, 1.5, 0.1, 0.1] * (size - 1)
+        files = write_audio(folder, "tarred", lengths)
+        for number in range(size):
+            with tarfile.open(folder / f"shard_{number}.tar", "w") as shard:
+                for file in files[6 * number : 6 * number + 6]:
+                    shard.add(file, file.name)
+    torch.distributed.barrier()
+    trainer = asr_models.trainer_of([*callbacks, progress := Progress()], num_sanity_val_steps=0)
+    model = asr_models.ctc(trainer)
+    config = {
+        "manifest_filepath": f"{folder}/tarred.json",
+        "sample_rate": 16000,
+        "labels": asr_models.LABELS,
+        "is_tarred": True,
+        "tarred_audio_filepaths": f"{folder}/shard__OP_0..{size - 1}_CL_.tar",
+        "batch_size": 2,
+        "min_duration": 0.2,
+        "max_duration": 1.0,
+        "num_workers": 0,
+    }
+    model.setup_training_data(OmegaConf.create(config))
+    limit = trainer.limit_train_batches
+    trainer.fit(model, val_dataloaders=stream(1))
+    return limit, progress.epochs, progress.validations
+
+
+def write_audio(folder: Path, name: str, lengths_s: list[float]) -> list[Path]:
+    """Noise of these lengths, and its manifest."""
+    files = [folder / f"{name}_{number}.wav" for number in range(len(lengths_s))]
+    with (folder / f"{name}.json").open("w") as manifest:
+        for number, (file, seconds) in enumerate(zip(files, lengths_s, strict=True)):
+            soundfile.write(file, 0.01 * torch.randn(int(seconds * 16000)).numpy(), 16000)
+            text = " ".join(WORDS[number % 4 :])
+            manifest.write(json.dumps({"audio_filepath": str(file), "duration": seconds, "text": text}) + "\n")
+    return files
 
 
 @pytest.mark.one_nemo
-def test_lhotses_default_shuffling_ends_together(tmp_path: Path) -> None:
-    (own, together), (others, together_there) = (result.value for result in run_ranks(lhotse, 2, str(tmp_path)))
-    assert own != others  # so that there was something to do
-    assert together == together_there
+def test_lhotses_default_shuffling_and_filtered_shards_end_together(tmp_path: Path) -> None:
+    results = run_ranks(nemos_loaders, 3, str(tmp_path))
+    own, together, shards = results[0].value
+    assert any(result.value[0] != own for result in results)  # so that there was something to do
+    assert all(result.value[1:] == (together, shards) for result in results)
     assert len(together) == 2 and min(together) > 0
+    assert shards == (2, [1], [1])  # it is validated, although the pass ended before the limit
+    assert len(results[0].lines("(TarredAudioToCharDataset): pass 1 ends on every rank after 1 batches")) == 1
 
 
 class Late(IterableDataset[Any]):
@@ -393,7 +492,8 @@ def wait_for_the_report(store: Any) -> None:
 def late_and_dead(rank: int, size: int) -> Any:
     asr_models.prepare()
     nemo_patches.apply(timeout=60)
-    fit(stream(2), callbacks=[StopTogether()])
+    progress, _ = fit(stream(2 + rank), callbacks=[StopTogether()])
+    assert progress.epochs == [2]
     wait_until(all_have_come)
     torch.distributed.barrier()
     nemo_patches.apply(timeout=2)
@@ -403,7 +503,7 @@ def late_and_dead(rank: int, size: int) -> Any:
         tell = threading.Thread(target=lambda: (wait_until(lambda: missing(said), 120), store.set("said", "")))
         tell.start()
     progress, _ = fit(DataLoader(Late(rank, store), batch_size=None), callbacks=[StopTogether()])
-    wait_until(lambda: rank == 1 or any("recovered" in line for line in said.lines))
+    wait_until(lambda: rank != 0 or any("recovered" in line for line in said.lines))
     assert progress.epochs == [5]
     return raised(lambda: die_in_a_loop(rank)), said.lines
 
@@ -420,12 +520,12 @@ def missing(said: Said) -> bool:
 
 
 def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises() -> None:
-    results = run_ranks(late_and_dead, 3, dies=(2,))
-    for result in results[:2]:
+    results = run_ranks(late_and_dead, 4, dies=(2,))
+    for result in (*results[:2], results[3]):
         text, _ = result.value
         assert "data loader 1 (iter_again): the ranks cannot end together any more: rank 2 has gone" in text
     lines = results[0].value[1]
     (line,) = (line for line in lines if "batch 3: not every rank" in line)
-    assert "Missing: rank 1 of 3" in line
+    assert "Missing: rank 1 of 4" in line
     assert "wait_for_the_report (tests/test_stop_together.py" in line
     assert any("training loader 2 (Late): recovered: rank 1 came" in line for line in lines)

@@ -117,6 +117,11 @@ class EvenLoader:
         here, place = _next(source), Place(number, 1, False)
         agreement.say(place._replace(ended=not here))
         while True:
+            if number != self.counts.passes:  # what is outstanding is that one's
+                raise StopTogetherError(
+                    f"{agreement.title}: pass {number} cannot go on, since pass {self.counts.passes} has begun: ranks "
+                    "agree on one pass over a loader at a time"
+                )
             ended_by, all_ended = agreement.ended_by()
             if ended_by is not None:
                 if place.batch == 1:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from nemo_patches.sync.rank_log import report
 from nemo_patches.uneven.even_loader import Counts, EvenLoader, even_loaders
@@ -29,6 +30,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         self._limit: int | float = 1.0  # the trainer's own limit_train_batches, and val_check_interval
         self._interval: int | float = 1.0
         self._total = 0.0  # batches of a training pass, at most; inf: not known
+        self._fractions: dict[str, float] = {}  # the trainer's own limits of evaluations, by name
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         first = next(callback for callback in trainer.callbacks if isinstance(callback, StopTogether))
@@ -49,6 +51,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             self._serves = False
             vars(trainer.strategy).pop("process_dataloader", None)
             trainer.val_check_interval = self._interval
+            for name, fraction in self._fractions.items():
+                setattr(trainer, name, fraction)
+            self._fractions.clear()
             if not _is_all(self._limit):
                 trainer.limit_train_batches = self._limit
 
@@ -79,7 +84,26 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         elif trainer.training:
             self._counts.append(even.counts)
             self._own_limit(trainer, even)
+        else:
+            self._own_fraction(trainer, even, f"limit_{stage}_batches")
         return even
+
+    def _own_fraction(self, trainer: Trainer, even: EvenLoader, name: str) -> None:
+        """Have the loader keep a fraction of its batches. Lightning takes none of a loader that has no length, which
+        an even one has not where the ranks' only announce theirs."""
+        limit = self._fractions.get(name, getattr(trainer, name))
+        if isinstance(limit, int) or _is_all(limit):
+            return
+        length = even.announced_length() if even.agreed_length is None else even.agreed_length
+        even.limit = int((length or 0) * limit)
+        if not even.limit:
+            of = "has no length" if length is None else f"has {length} batches"
+            raise MisconfigurationException(
+                f"{name}={limit} leaves no batch of {even.counters().loader}, which {of}; allowed: an integer, 1.0, or "
+                "a fraction that leaves a batch"
+            )
+        self._fractions[name] = limit
+        setattr(trainer, name, 1.0)
 
     def _own_limit(self, trainer: Trainer, even: EvenLoader) -> None:
         """Have the loader keep the trainer's limit of its batches: Lightning ends a pass only at the limit that it
