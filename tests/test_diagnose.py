@@ -339,8 +339,19 @@ def test_a_wait_in_vain_counts_as_waited(tmp_path: Path) -> None:
     assert (ranks[0].waited or 0.0) >= 10 > (ranks[2].waited or 0.0)
 
 
+chance = random.Random(3)
 HEALTHY: dict[str, Scenario] = {
     "ended in good order": Scenario([steps(60) + evaluation(10) + steps(20) + OUT] * 4, "", ()),
+    "lateness is by chance": Scenario(
+        [[*(event for _ in range(80) for event in steps(1, 0.05 + chance.expovariate(20))), *OUT] for _ in range(8)],
+        "",
+        (),
+    ),
+    "one after the other is late": Scenario(
+        [steps(40, 0.25 if rank == 0 else 0.1) + steps(40, 0.25 if rank == 1 else 0.1) + OUT for rank in range(4)],
+        "",
+        (),
+    ),
     "default DDP": Scenario([[DdpForward(), Call(pause=0.0), Gradients()] * 60 + OUT] * 4, "", ()),
     "lengths differ": Scenario([steps(60, length=500 + 100 * rank) + OUT for rank in range(4)], "", ()),
     "everything grows": Scenario([steps(9) + steps(9, length=9000) + OUT] * 4, "", ()),
@@ -729,6 +740,13 @@ def test_the_straggler_is_told_where_ddp_has_all_wait_for_it_before_the_encoder(
     report = report_on(Scenario([step(rank) * 60 + OUT for rank in range(4)], "", ()), tmp_path)
     assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, (late,))]
     assert "comes last to most rounds, 120 ms after the first" in report.verdict
+
+
+def test_ranks_that_are_late_to_ddp_together_share_the_reason(tmp_path: Path) -> None:
+    step = [[DdpForward(0.22 if rank < 2 else 0.1), Call(pause=0.0), Gradients()] for rank in range(4)]
+    report = report_on(Scenario([of_rank * 60 + OUT for of_rank in step], "", ()), tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
+    assert "Ranks 0-1 come last" in report.verdict and "They are late to DDP's forward already" in report.verdict
 
 
 def test_who_gets_ddps_broadcast_last_is_not_called_a_straggler(tmp_path: Path) -> None:

@@ -111,6 +111,12 @@ def test_a_late_call_is_as_long_as_it_was(tmp_path: Path) -> None:
     assert late_seconds(never).keys() == {(1, 6)} and late_seconds(never)[1, 6] > 60
 
 
+def test_a_verdict_with_dollar_signs_is_drawn(tmp_path: Path) -> None:
+    raised = [[*steps(30), Exit("ValueError: $x_{ costs $5" if rank else "")] for rank in range(2)]
+    draw(job(tmp_path / "job", raised), tmp_path / "out.png")
+    assert size_of(tmp_path / "out.png")[0] > 1000
+
+
 def test_what_went_wrong_is_marked(tmp_path: Path) -> None:
     """Each mark has a colour of its own: beyond the legend, it is there only where there is something to mark."""
     marks = {"late": (209, 17, 73), "gave up": (51, 65, 92), "exception": (29, 17, 51)}

@@ -313,3 +313,19 @@ def test_the_command_takes_a_log(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "diagnose", str(file))
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("Ranks 0-1 waited in an all-reduce of one number")
+
+
+def signal(rank: int, source: str, enqueued: int, completed: int, group: str = "0(default_pg)") -> str:
+    return (
+        f"[rank{rank}]:[E1128 21:11:49.04 ProcessGroupNCCL.cpp:1870] [PG ID 0 PG GUID {group} Rank {rank}] Received a "
+        f"dump signal due to a collective timeout from {source} and we will try our best to dump the debug info. Last "
+        f"enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}.This is most likely caused by"
+    )
+
+
+def test_dump_signals_alone_tell_who_waited_and_who_had_not_come(tmp_path: Path) -> None:
+    waited = [signal(rank, "this local rank", 22, 21) for rank in (0, 1)]
+    first = report_on(tmp_path, *waited, signal(2, " rank 0", 21, 21)).findings[0]
+    assert (first.id, first.ranks) == (log.OTHER, (2,)) and "rank 2 did not come to it" in first.text
+    for other in (signal(2, " rank 0", 22, 21), signal(2, " rank 0", 21, 21, "7")):  # it has come; another group
+        assert report_on(tmp_path, *waited, other).findings[0].ranks == ()

@@ -125,8 +125,10 @@ def _in_time(track: Track) -> _RoundsInTime:
     index = np.flatnonzero(np.array(calls.outcome, dtype=np.int8) == CAME)
     number = np.array(calls.round, dtype=np.int64)[index]
     synced = np.array(calls.synced, dtype=np.float64)[index]
-    at: Floats = np.array(calls.entered)[index] + synced
-    ahead = (np.array(calls.in_ddp)[index] + synced).astype(np.float32)
+    entered, in_ddp = np.array(calls.entered), np.array(calls.in_ddp)
+    believable = (in_ddp >= 0) & (in_ddp <= np.diff(entered, prepend=-np.inf))  # it began after the call before
+    at: Floats = entered[index] + synced
+    ahead = (np.where(believable, in_ddp, np.nan)[index] + synced).astype(np.float32)
     waited = np.array(calls.waited, dtype=np.float64)[index]
     number, first = np.unique(number, return_index=True)
     return _RoundsInTime(number, index[first], at[first], waited[first], ahead[first])

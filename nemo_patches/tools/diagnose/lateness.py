@@ -78,7 +78,8 @@ def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
     others = np.delete(rounds.waited, rows, axis=0)
     span = float(rounds.at[0][-1] - rounds.at[0][0])
     waits = float(np.median(others.mean(axis=0))) * rounds.number.size / span if span > 0 else 0.0
-    always = all(np.isin(piece, rows).mean() > 0.5 for piece in np.array_split(last, _PIECES))
+    after_all_others = rounds.waited[rows].max(axis=0) < others.min(axis=0)
+    always = all(piece.mean() > 0.5 for piece in np.array_split(after_all_others, _PIECES))
     if share < _LEAST_SHARE + 0.5 / size or waits < _LEAST_WAITING or lag < _LEAST_LAG_S or not always:
         return []
     if len(rows) > 1:
@@ -104,14 +105,18 @@ def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
 
 
 def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding:
+    why = "One of them may be late, and the others wait for it before the encoder, in DDP's broadcast of buffers."
+    next_step = "Run a while with broadcast_buffers=False, if the model allows that: then the rounds tell which one."
+    if not np.isnan(case.rounds.ahead).all():
+        why = "They are late to DDP's forward already: by what they share, or because one waits for another before it."
+        next_step = "Look at what these ranks share and the others do not: a host, a disk, longer files."
     return Finding(
         id=ids.STRAGGLER,
         severity=WARNING,
         ranks=(),
         text=f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
-        f"others wait {waits:.0%} of the time. One of them may be late, and the others wait for it before the encoder, "
-        "in DDP's broadcast of buffers.",
-        next_step="Run a while with broadcast_buffers=False, if the model allows that: then the rounds tell which one.",
+        f"others wait {waits:.0%} of the time. {why}",
+        next_step=next_step,
         encoder=case.name,
         evidence=tuple(f"rank {rank}: last with the others" for rank in ranks[:4]),
     )

@@ -79,7 +79,8 @@ def _answer_of_a_child(server: str, port: int) -> Seen | str:
     theirs.close()
     try:
         answer: Seen | str = (
-            f"no answer within {_LIMIT.total_seconds():.0f} s; is that the job's store, and does it run?"
+            f"no answer within {_LIMIT.total_seconds():.0f} s; if that is the job's store, look at the process that "
+            "has it, rank 0 or torchrun: it may be stopped itself"
         )
         if ours.poll(_START_LIMIT.total_seconds()) and ours.recv() and ours.poll(_LIMIT.total_seconds()):
             answer = ours.recv()

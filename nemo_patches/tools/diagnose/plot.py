@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
@@ -49,6 +50,11 @@ Numbers = npt.NDArray[np.int64]
 
 def draw(job: Job, file: Path, report: Report) -> None:
     """Write the PNG. Raises OSError, and UnreadableError if there is no call to draw."""
+    with rc_context({"text.parse_math": False}):  # an exception's text may have dollar signs
+        _draw(job, file, report)
+
+
+def _draw(job: Job, file: Path, report: Report) -> None:
     encoders = [case for case in cases(job) if case.rounds.ranks]
     if not encoders:
         raise UnreadableError(f"{job.folder}: no encoder call to draw")

@@ -41,6 +41,7 @@ _LONGEST_LINE = 1 << 14  # characters that are looked at
 _MOST_KEPT = 4096  # ranks, and mismatches
 _MOST_RANKS = 1 << 20
 _MOST_JOINED = 3  # lines that a terminal may have made of one
+_SIZES_MAY_DIFFER = ("COALESCED", "ALLTOALL", "GATHER", "SCATTER", "SEND", "RECV")  # as these begin
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _MOST_FILES = 10_000
@@ -85,6 +86,10 @@ _MISMATCH = re.compile(
 _LAGGING = re.compile(r"\[([\d, -]{1,2000})\] finished collective #\d{1,18}, but didn't join collective #(\d{1,18})")
 _NEVER_JOINED = re.compile(r"ranks? \[([\d, -]{1,2000})\] are the lagging ranks")
 _MISSING_RANKS = re.compile(r"missing ranks: \{([\d, ]{1,20000})\}")
+_SIGNAL = re.compile(
+    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from ?(this ?local)?.{0,120}?"
+    r"Last ?enqueued ?NCCL ?work: ?(-?\d{1,18}), ?last ?completed ?NCCL ?work: ?(-?\d{1,18})"
+)
 _STUCK = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
 _GLOO = re.compile(
     r"gloo.{0,300}?(Timed out waiting \d+ ?ms[\w ]{0,60}|Connection closed by peer|Connection reset by peer)"
@@ -144,6 +149,7 @@ class Log:
     enqueued: dict[tuple[str, int], int] = field(default_factory=dict)  # by group and rank, the last sequence number
     mismatches: list[tuple[Fingerprint, ...]] = field(default_factory=list)
     lagging: dict[int, str] = field(default_factory=dict)  # ranks that a desync report, or fr_trace, names; the line
+    signalled: set[int] = field(default_factory=set)  # ranks that say that a collective of theirs has timed out
     stuck: dict[int, int] = field(default_factory=dict)  # by rank the seconds, 0 if not told
     gloo: dict[int, str] = field(default_factory=dict)  # by rank, -1 if the line does not tell it: the error
     failure: Failure | None = None  # the first that torchrun saw
@@ -298,6 +304,21 @@ def _take(log: Log, line: str) -> None:
         log.groups.setdefault((rank, int(status[1])), name)
         log.unnamed.setdefault(rank, TimedOut(rank, int(status[1]), "", -1))
         log.enqueued[name, rank] = max(int(status[2]), log.enqueued.get((name, rank), -1))
+    _take_signal(log, line, rank)
+
+
+def _take_signal(log: Log, line: str, rank: int) -> None:
+    """Of a time-out, told with how far this rank has come in one group; the collective may be another group's."""
+    signal, group = _SIGNAL.search(line), _GROUP.search(line)
+    if signal is None or len(log.enqueued) >= 4 * _MOST_KEPT:
+        return
+    name, enqueued, completed = (group[2] or group[1]) if group else "", int(signal[2]), int(signal[3])
+    log.enqueued[name, rank] = max(enqueued, log.enqueued.get((name, rank), -1))
+    if signal[1]:
+        log.signalled.add(rank)
+        if enqueued > completed >= 0:
+            log.groups.setdefault((rank, completed + 1), name)
+            log.unnamed.setdefault(rank, TimedOut(rank, completed + 1, "", -1))
 
 
 def _take_failure(log: Log, line: str) -> None:
@@ -343,6 +364,9 @@ def _findings(log: Log) -> Iterator[Finding]:
     if timeouts and not log.mismatches:
         yield _timed_out(log, timeouts)
     waited = bool(timeouts or log.mismatches or log.lagging)
+    if log.signalled and not waited:
+        yield _signalled(log)
+        waited = True
     if log.stuck and not waited:
         yield _stuck(log)
     if log.failure is not None:
@@ -385,6 +409,22 @@ def _lagging(log: Log) -> Finding:
         "report of the desync says.",
         next_step="Look at what that rank did then: its data loader, its stack (`py-spy dump`), its stderr.",
         evidence=tuple(dict.fromkeys(log.lagging.values()))[:4],
+    )
+
+
+def _signalled(log: Log) -> Finding:
+    ranks = sorted(log.signalled)
+    return Finding(
+        id=OTHER,
+        severity=CRITICAL,
+        ranks=(),
+        text=f"A collective timed out on {named(ranks)}, in a process group of which the log does not tell more; which "
+        "rank did not come cannot be told from it.",
+        next_step="Give the whole stderr of every rank: the line `Watchdog caught collective operation timeout` names "
+        "the collective.",
+        evidence=tuple(
+            f"rank {rank}: last enqueued {number}" for (_, rank), number in sorted(log.enqueued.items())[:8]
+        ),
     )
 
 
@@ -498,7 +538,7 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             late,
         )
     sizes = {timeout.numel for timeout in timeouts} - {-1}
-    if len(sizes) > 1:
+    if len(sizes) > 1 and not most_told.kind.lstrip("_").startswith(_SIZES_MAY_DIFFER):
         return finding(
             SIZES,
             f"The ranks gave the same {most_told.kind} different sizes ({', '.join(map(str, sorted(sizes)))}).",
