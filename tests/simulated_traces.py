@@ -39,6 +39,9 @@ class Call:
     raises: str = ""
     found: str = ""
     features: int = 80
+    batch: int = 8
+    path: str = records.PRE_ENCODE
+    group: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class _Rank:
     calls: int = 0
     at_gradients: bool = False
     in_ddp_since: float | None = None
+    backwards: int = 0
 
     def write(self, now: float, kind: type, **values: object) -> None:
         self.lines.append(kind(t=round(now - self.begins, 6), **values))
@@ -160,6 +164,7 @@ class _Rank:
             if isinstance(event, Gradients):
                 has_graph = bool(self.lines) and getattr(self.lines[-1], "graph", False)
                 if has_graph:
+                    self.backwards += 1
                     self.write(now, records.Backward, e=0, n=self.calls)
                 self.at_gradients = True
                 now = yield _Pause(math.inf)
@@ -262,10 +267,13 @@ class _Rank:
             "n": self.calls,
             "training": event.training,
             "grad": event.training,
-            "shape": [8, event.features, event.length],
+            "shape": [event.batch, event.features, event.length],
             "dtype": "float32",
             "device": f"cuda:{self.number % 8}",
-            "lengths": None,
+            "lengths_shape": [event.batch],
+            "path": event.path,
+            "group": event.group,
+            "backwards": self.backwards,
         }
 
     def _sync(self, now: float, event: Call) -> Generator[_Pause | tuple[str, float, int], None, None]:

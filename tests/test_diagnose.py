@@ -287,6 +287,25 @@ SCENARIOS = {
         21,
         said=("first found something on rank 2 in call 21", "2 NaN in the signal"),
     ),
+    "another batch size": Scenario(
+        [
+            [event for step in range(30) for event in (Call(batch=4 if rank == 2 and step < 29 else 8), Gradients())]
+            + OUT
+            for rank in range(4)
+        ],
+        ids.DIFFERENT,
+        (2,),
+        said=("The batch size of ConformerEncoder is not the same", "4 on rank 2, 8 on ranks 0-1, 3"),
+    ),
+    "another path, and no process group": Scenario(
+        [
+            [Call(path=records.BYPASS if rank == 1 else records.PRE_ENCODE, group=rank != 1), Gradients()] * 9 + OUT
+            for rank in range(4)
+        ],
+        ids.DIFFERENT,
+        (1,),
+        said=("80 features, float32, cuda, bypass_pre_encode, no process group on rank 1",),
+    ),
     "memory runs away": Scenario(
         [steps(200) + OUT] * 4, ids.MEMORY, (3,), setups={3: Setup(memory=(8, 0.05))}, said=("Rank 3's host memory",)
     ),
@@ -383,6 +402,14 @@ HEALTHY: dict[str, Scenario] = {
     "no rank syncs": Scenario(
         [steps(50) + OUT] * 4, "", (), setups={rank: Setup(flag=False, configured="false") for rank in range(4)}
     ),
+    "batch sizes vary on every rank": Scenario(
+        [
+            [event for step in range(60) for event in (Call(batch=4 + (step * (rank + 3)) % 9), Gradients())] + OUT
+            for rank in range(4)
+        ],
+        "",
+        (),
+    ),
     "evaluation only": Scenario([evaluation(80) + OUT] * 4, "", ()),
     "every second call without a backward, one encoder frozen": Scenario(
         [[Call(), *STEP] * 20 + OUT] * 4, "", (), setups={1: Setup(frozen=True)}
@@ -437,12 +464,17 @@ CUTS = 90  # of each healthy job
 def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:
     def verdict(name: str, all_wait: bool) -> Report:
         folder = write(tmp_path / name, four(steps(9), [Call()], steps(1)), reports=False)
-        for file in folder.iterdir() if all_wait else ():
+        for rank, file in enumerate(sorted(folder.iterdir())) if all_wait else ():
+            gpu = records.Memory(99.1, 1 << 30, 1 << 30, 1 << 30, 2 << 30, 0 if rank == 2 else 100)
             with file.open("ab") as stream:
                 stream.write(records.encode(records.Stalled(99.0, [], [], [], "all wait in collectives")))
+                stream.write(records.encode(gpu))
         return diagnose(Folder(folder).read())
 
-    first = verdict("stalled", True).findings[0]
+    report = verdict("stalled", True)
+    first = report.findings[0]
+    gpus = "GPU utilisation in the stall: at most 5% on rank 2, at least 95% on ranks 0-1, 3"
+    assert first.evidence[0].startswith(gpus) and first.ranks == (2,)
     assert (first.id, first.ranks, first.call) == (ids.NO_BACKWARD, (2,), 10)
     assert "and made no backward of it, which ranks 0-1, 3 are in: left out, or stuck before it" in first.text
     assert verdict("killed", False).findings[0].id == ids.STOPPED_AT_ONCE  # so it looks in a healthy job, too

@@ -154,7 +154,7 @@ def test_nothing_of_a_recorded_call_stays_in_the_model(tmp_path: Path) -> None:
     assert names == ["ConformerEncoder", "ConformerEncoder #2", "ConformerEncoder #3"]
 
 
-def test_forward_is_replaced_only_while_a_trace_is_on(tmp_path: Path, caplog: Any) -> None:
+def test_forward_is_replaced_only_while_a_trace_is_on(tmp_path: Path, caplog: Any, capsys: Any) -> None:
     nemo_patches.apply()
     before = attributes()
     with listening(caplog):
@@ -174,6 +174,10 @@ def test_forward_is_replaced_only_while_a_trace_is_on(tmp_path: Path, caplog: An
     for name in ("one", "two"):
         assert only_trace(tmp_path / name)[-1]["k"] == "stopped"
     nemo_patches.revert()
+    nemo_patches.apply(trace="-")
+    encoders.run(encoders.conformer(), 50)
+    nemo_patches.revert()
+    assert capsys.readouterr().err.count("ConformerEncoder: call 1 ") == 2  # begins, is done
     with listening(caplog):
         nemo_patches.apply(trace=tmp_path)
     assert f"call_timeout=60 s, stall_timeout=60 s; trace={tmp_path}, trace_size=256 MiB)" in caplog.messages[0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,10 +27,28 @@ from ranks import wait_until
 
 from nemo_patches.sync.events import Grown, bus
 from nemo_patches.sync.settings import SettingsError
+from nemo_patches.tools.diagnose.decoder import decode
+from nemo_patches.tools.diagnose.diagnosis import diagnose
+from nemo_patches.tools.diagnose.findings import CRITICAL
+from nemo_patches.tools.diagnose.folder import Folder
+from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing import writer as writer_module
+from nemo_patches.tracing.lengths_copy import LengthsCopies
 from nemo_patches.tracing.recorder import tracing
-from nemo_patches.tracing.records import FORMAT, Encoder, Enter, Header, Memory, PreEncoded
+from nemo_patches.tracing.records import (
+    FORMAT,
+    Encoder,
+    Enter,
+    Failed,
+    Finding,
+    Header,
+    Lengths,
+    Memory,
+    PreEncoded,
+    Raised,
+    encode,
+)
 from nemo_patches.tracing.settings import TraceSettings, resolve
 from nemo_patches.tracing.writer import TraceWriter
 
@@ -113,7 +133,7 @@ def test_what_is_not_allowed_is_refused_with_what_is(given: dict[str, Any], text
 def test_a_file_begins_with_its_header_and_ends_with_its_end(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "new" / "folder", header())
     writer.put(encoder())
-    writer.put(Enter(writer.now(), 1, 1, True, True, [2, 80, 700], "float32", "cpu", [600, 700]))
+    writer.put(Enter(writer.now(), 1, 1, True, True, [2, 80, 700], "float32", "cpu"))
     t = writer.now()
     writer.put_later(lambda: Memory(t, 5, None, None))
     writer.close(LIMIT)
@@ -158,6 +178,44 @@ def test_parts_stay_within_the_bound_and_each_can_be_read_alone(tmp_path: Path) 
     numbers = [one["n"] for part in parts for one in part if one["k"] == "pre"]
     assert numbers == list(range(numbers[0], 3000))
     assert last[-1]["k"] == "end"
+
+
+def test_a_ring_that_has_lost_its_beginning_says_so_and_keeps_exceptions_and_findings(
+    tmp_path: Path, said: list[str]
+) -> None:
+    bound = 100_000
+    writer = TraceWriter(tmp_path, header(bound))
+    writer.put(encoder(1))
+    kept = [
+        Raised(writer.now(), 1, 1, "ValueError", "no such audio", "Traceback \u00e9"),
+        Finding(writer.now(), 1, 2, "inputs", "2 NaN"),
+        Failed(writer.now(), "prefetch", "OSError", "no such file", "Traceback"),
+    ]
+    for record in kept:
+        writer.put(record)
+    written = 4
+    for number in range(3, 9000):
+        findings = number % 10 == 0  # more than there is room for
+        writer.put(Finding(writer.now(), 1, number, "inputs", "N" * 200) if findings else PreEncoded(0.0, 1, number))
+        written += 1
+    writer.close(LIMIT)
+    (line,) = said
+    assert "the trace has reached trace_size=0.0953674 MiB: its oldest records go" in line
+    parts = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    first, last = map(traces.records, parts)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= bound
+    for part in (first, last):
+        again = [json.loads(one["record"]) for one in traces.of_kind(part, "kept")]
+        assert again[:3] == [json.loads(encode(record)) for record in kept]
+        assert again[-1]["n"] > 1000 and 20 < len(again) <= 64
+    there = [one for part in (first, last) for one in part if one["k"] not in ("header", "encoder", "kept", "end")]
+    assert last[0]["gone"] + len(there) == written
+    trace = RankTrace(Header(**{name: value for name, value in first[0].items() if name != "k"}))
+    for file in parts:
+        trace.take(decode(file.read_bytes()))
+    assert [(one.type, one.n) for one in trace.raised] == [("ValueError", 1)]  # once, though both parts have it
+    assert len(trace.failed) == 1 and {2, 10, 20} < {one.n for one in trace.findings}
+    assert len({one.n for one in trace.findings}) == len(trace.findings) and not trace.bad_lines
 
 
 def test_what_the_disk_cannot_take_is_lost_and_counted_where_it_is_missing(
@@ -248,9 +306,11 @@ def test_growth_in_a_class_without_layers_and_without_a_process_group(tmp_path: 
     encoder(torch.ones(2, 9), torch.tensor([9, 3]))  # by position
     tracing.stop()
     found = traces.records(*traces.files(tmp_path))
-    assert traces.kinds(found)[2:] == ["enter", "memory", "grow", "encoder", "leave", "stopped"]
-    assert (found[2]["shape"], found[2]["lengths"]) == ([2, 9], [3, 9])
-    assert (found[4]["old"], found[4]["new"]) == (5, 9)
+    assert traces.kinds(found)[2:] == ["enter", "lengths", "memory", "grow", "encoder", "leave", "stopped"]
+    assert (found[2]["shape"], found[2]["lengths_shape"], found[2]["path"]) == ([2, 9], [2], "")
+    assert found[2]["group"] is False
+    assert (found[3]["shortest"], found[3]["longest"], found[3]["t"]) == (3, 9, found[2]["t"])
+    assert (found[5]["old"], found[5]["new"]) == (5, 9)
 
 
 def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(tmp_path: Path, said: list[str]) -> None:
@@ -329,6 +389,90 @@ def test_a_backward_is_recorded_where_there_is_one_and_keeps_nothing_alive(tmp_p
     assert sorted(one["n"] for one in traces.of_kind(found, "backward_ended")) == [1, 4, 4, 5, 5, 8]
     assert {one["n"] for one in traces.of_kind(found, "leave")} == set(range(1, 13))
     assert traces.of_kind(found, "raised") == []
+
+
+def test_a_trace_for_a_person_is_a_line_before_and_a_line_after_each_call(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        if len(length) > 2:
+            raise ValueError("too many")
+        return audio_signal * 2
+
+    monkeypatch.chdir(tmp_path)
+    encoder = recorded_class(forward)()
+    tracing.start(resolve(environment={"NEMO_PATCHES_TRACE": "-"}))
+    assert str(tracing.recorder.settings).startswith("trace=-, ") and tracing.where().startswith("not begun")
+    encoder(torch.ones(2, 3, 4), torch.tensor([4, 3]))
+    with pytest.raises(ValueError, match="too many"):
+        encoder.eval()(torch.ones(1, 3, 4), torch.tensor([4, 3, 2]))
+    assert tracing.where() == "-"
+    tracing.stop()
+    begins, done, second, raised = capsys.readouterr().err.splitlines()
+    who = rf"\d\d:\d\d:\d\d nemo_patches \[rank 0/1 {re.escape(socket.gethostname())}\] Encoder: call"
+    assert re.fullmatch(rf"{who} 1 begins: training, signal \[2, 3, 4\] float32 on cpu, lengths' shape \[2\]", begins)
+    assert re.fullmatch(rf"{who} 1 is done: output \[2, 3, 4\], lengths 3 to 4, \d\.\d+ s", done)
+    assert re.match(rf"{who} 2 begins: evaluation, ", second)
+    assert re.fullmatch(rf"{who} 2 has raised ValueError: too many", raised)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lengths_are_copied_without_a_wait_and_read_once_they_are_there() -> None:
+    copies, lengths = LengthsCopies(), torch.tensor([7, 5, 9], dtype=torch.int32)
+    read = copies.begin(lengths)
+    assert read is not None
+    lengths.fill_(1)  # by the training loop, later
+    assert read() == (5, 9)
+    with torch.inference_mode():  # in the same buffer
+        read = copies.begin(torch.tensor([[2.0, 8.0]]))
+    assert read is not None and read() == (2, 8)
+    assert copies.begin(None) is copies.begin(torch.ones(0)) is copies.begin(torch.ones(2, device="meta")) is None
+    (buffer,) = copies._free[False]
+    read = copies.begin(torch.ones(300))
+    assert read is not None and read() == (1, 1)
+    # A stand-in for a GPU that has not got to it: what it would write is not there.
+    read = copies.begin(torch.ones(2))
+    buffer[1] = torch.iinfo(torch.int64).min
+    assert read is not None and read() is None
+    buffer[1] = 3
+    assert read() == (1, 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_lengths_on_a_gpu_come_when_it_has_got_to_them_and_nothing_waits(tmp_path: Path) -> None:
+    def forward(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return audio_signal
+
+    encoder, signal = recorded_class(forward)(), torch.ones(2, 9, device="cuda")
+    length = torch.tensor([9, 3], device="cuda")
+    tracing.start(TraceSettings(tmp_path))
+    encoder(signal, length)  # makes the pinned buffer
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    began = time.monotonic()
+    encoder(signal, length)
+    took = time.monotonic() - began
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    time.sleep(0.5)
+    tracing.stop()
+    found = traces.of_kind(traces.records(*traces.files(tmp_path)), "lengths")
+    assert [(one["n"], one["shortest"], one["longest"]) for one in found] == [(1, 3, 9), (2, 3, 9)]
+    assert took < 0.3
+
+
+def test_a_record_that_is_not_there_yet_is_asked_for_again_and_holds_up_none(tmp_path: Path) -> None:
+    writer, there = TraceWriter(tmp_path, header()), threading.Event()
+    writer.put_later(lambda: Lengths(0.0, 1, 1, 3, 9) if there.is_set() else None)
+    for number in range(3):
+        writer.put(PreEncoded(writer.now(), 1, number))
+    wait_until(lambda: list(tmp_path.iterdir()) and b"pre" in traces.files(tmp_path)[0].read_bytes())
+    there.set()
+    wait_until(lambda: b"lengths" in traces.files(tmp_path)[0].read_bytes())
+    writer.put_later(lambda: None)  # never there: its GPU hangs
+    writer.close(LIMIT)
+    assert traces.kinds(traces.records(*traces.files(tmp_path))) == ["header", *["pre"] * 3, "lengths", "end"]
 
 
 # What follows is of whole processes: an encoder of three lines, recorded as a target is.
@@ -434,10 +578,10 @@ def test_every_exit_of_the_interpreter_ends_the_file_and_says_how(tmp_path: Path
         assert process.returncode == ENDINGS[name][1], error
         for file in traces.files(tmp_path / name):
             found = traces.records(file)
-            call = ["encoder", "enter", "memory", "layer", "leave"]
+            call = ["encoder", "enter", "lengths", "memory", "layer", "leave"]
             stopped = name in ("multiprocessing", "spawn") and found[0]["pid"] == process.pid
             failed = traces.of_kind(found, "failed")
-            last = ["failed"] * len(failed) + ["enter", "layer", "leave"] * (name == "caught")
+            last = ["failed"] * len(failed) + ["enter", "lengths", "layer", "leave"] * (name == "caught")
             assert traces.kinds(found) == ["header", *call, *last, "stopped" if stopped else "end"]
             assert (found[0]["rank"], found[0]["world_size"]) == (5, 6)
             if not stopped:
@@ -581,3 +725,42 @@ def test_neither_forked_children_nor_loader_workers_write_into_a_ranks_file(tmp_
     assert [one["n"] for one in traces.of_kind(by_pid[pid, 0], "leave")] == [1, 2]
     assert by_pid[pid, 1][-1]["reason"] == "this process is rank 0 of 1 from now on"
     assert by_pid[pid, 0][-1]["k"] == "end"
+
+
+SKIPS = """
+tracing.stop()
+child = os.fork()
+rank = int(not child)
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.FileStore(str(folder) + ".store", 2), rank=rank, world_size=2)
+tracing.start(TraceSettings(folder))
+parallel = torch.nn.parallel.DistributedDataParallel(encoder)
+try:
+    for step in range(1, 9):
+        output, _ = parallel(audio_signal=torch.ones(2, 3, 4), length=torch.tensor([4, 3]))
+        if rank == 0 or step != 5:  # as after an out-of-memory error that is swallowed
+            output.sum().backward()
+except RuntimeError:
+    print("rank", rank, "waited in vain in step", step)
+    os.waitpid(child, 0)
+    raise
+from_rank_0 = folder.glob("rank-00000.*")
+while b'"backward","t"' not in next(from_rank_0).read_bytes().split(b'"leave"')[-1]:
+    time.sleep(0.01)
+    from_rank_0 = folder.glob("rank-00000.*")
+tracing.stop()
+os._exit(0)
+"""
+
+
+def test_a_backward_that_one_rank_leaves_out_is_found_in_the_traces_of_ddp(tmp_path: Path) -> None:
+    out, error = end(start(SKIPS, tmp_path / "trace"))
+    assert out.splitlines() == ["rank 0 waited in vain in step 8"], error
+    first, second = map(traces.records, traces.files(tmp_path / "trace"))
+    assert [one["n"] for one in traces.of_kind(first, "backward")] == list(range(1, 9))
+    assert [one["n"] for one in traces.of_kind(first, "backward_ended")] == list(range(1, 8))  # with DDP's wait
+    assert [one["n"] for one in traces.of_kind(second, "backward_ended")] == [1, 2, 3, 4, 6, 7, 8]
+    report = diagnose(Folder(tmp_path / "trace").read())
+    assert report.verdict.startswith("Rank 1 made no backward of training call 5 of Encoder"), report
+    assert report.findings[0].severity == CRITICAL
+    assert "in the backward, and not through it: rank 0" in report.findings[0].evidence

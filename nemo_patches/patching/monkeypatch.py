@@ -250,11 +250,13 @@ class Patching:
             if trace.folder:
                 tracing.start(trace)
         self._trace_settings = trace
-        if trace.folder:
+        if trace.folder in (None, trace_settings.STDERR):  # there is no file of them
+            dumps.start(trace.dump)
+        else:
             dumps.stop()
+        if trace.folder:
             self.replacements.record_forwards()
         else:
-            dumps.start(trace.dump)
             self.replacements.restore_forwards()
 
     def _metric_drift(self, uneven: UnevenSettings) -> dict[Target, str]:

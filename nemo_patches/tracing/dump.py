@@ -29,12 +29,12 @@ from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import bus
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump_folder import dump_folder
+from nemo_patches.tracing.part_files import file_name
 from nemo_patches.tracing.process_end import ExceptionHooks, is_free
 from nemo_patches.tracing.recent_calls import RecentCalls
 from nemo_patches.tracing.records import Dumped, encode
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
-from nemo_patches.tracing.writer import file_name
 
 _SUBSCRIBER = "the dump of the last encoder calls"
 _GATHER_S = 0.05  # a signal's handler writes several times

@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 
+from nemo_patches.sync.rank_log import is_distributed
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import FindingError, Found, Inputs, say_once
 from nemo_patches.tracing.encoder_facts import first_layer, positions
 from nemo_patches.tracing.recorder import EncoderState, Recorder, tracing
 from nemo_patches.tracing.records import (
+    BYPASS,
     LONGEST_MESSAGE,
     LONGEST_TRACEBACK,
+    PRE_ENCODE,
     Backward,
     BackwardEnded,
     Enter,
@@ -91,9 +94,10 @@ class _Call:
             state.number += 1
             signal = signal if isinstance(signal, torch.Tensor) else None
             lengths = lengths if isinstance(lengths, torch.Tensor) else None
+            t = now()
             put(
                 Enter(
-                    t=now(),
+                    t=t,
                     e=state.e,
                     n=state.number,
                     training=self._encoder.training,
@@ -101,10 +105,14 @@ class _Call:
                     shape=[] if signal is None else list(signal.shape),
                     dtype="" if signal is None else str(signal.dtype).removeprefix("torch."),
                     device="" if signal is None else str(signal.device),
-                    lengths=_shortest_and_longest(lengths),
                     in_ddp=state.in_ddp(),
+                    lengths_shape=None if lengths is None else list(lengths.shape),
+                    path=_path(self._encoder, keywords),
+                    group=is_distributed(),
+                    backwards=state.backwards,
                 )
             )
+            self._recorder.put_lengths(lengths, state, t)
             self._recorder.count_call(None if signal is None else signal.device)
             if state.checks is not None:
                 axis = 1 if keywords.get("bypass_pre_encode") else -1
@@ -192,18 +200,19 @@ class _Call:
 
 
 class _BackwardHook:
-    """On the graph's node that made a call's output. It holds no tensor and no module, and changes no gradient."""
+    """On the graph's node that made a call's output. It holds no tensor, and changes no gradient."""
 
-    __slots__ = ("_e", "_n", "_recorder", "_writer")
+    __slots__ = ("_n", "_recorder", "_state", "_writer")
 
     def __init__(self, recorder: Recorder, writer: TraceWriter, state: EncoderState) -> None:
-        self._recorder, self._writer, self._e, self._n = recorder, writer, state.e, state.number
+        self._recorder, self._writer, self._state, self._n = recorder, writer, state, state.number
 
     def begun(self, gradients: object) -> None:
         if torch.compiler.is_compiling():  # compiled autograd takes the hook into its graph
             return
         with self._recorder.guard:
-            self._writer.put(Backward(self._writer.now(), self._e, self._n))
+            self._state.backwards += 1
+            self._writer.put(Backward(self._writer.now(), self._state.e, self._n))
             self._queue(self._graph_done)
 
     def _graph_done(self) -> None:
@@ -216,7 +225,7 @@ class _BackwardHook:
 
     def _ended(self) -> None:
         with self._recorder.guard:
-            self._writer.put(BackwardEnded(self._writer.now(), self._e, self._n))
+            self._writer.put(BackwardEnded(self._writer.now(), self._state.e, self._n))
 
 
 # torch.utils.checkpoint raises it through a forward that has recomputed all that backward needs.
@@ -264,14 +273,12 @@ def _place_of(known: tuple[str, ...], names: list[str]) -> tuple[str, int]:
     return next(((name, names.index(name) - 1) for name in known if name in names), (known[0], -1))
 
 
+def _path(encoder: torch.nn.Module, keywords: dict[str, Any]) -> str:
+    if encoder._modules.get("pre_encode") is None:
+        return ""
+    return BYPASS if keywords.get("bypass_pre_encode") else PRE_ENCODE
+
+
 def _argument(place: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, position = place
     return kwargs.get(name, args[position] if 0 <= position < len(args) else None)
-
-
-def _shortest_and_longest(lengths: torch.Tensor | None) -> list[int] | None:
-    # A subclass may have no values at all (FakeTensor).
-    if lengths is None or type(lengths) is not torch.Tensor or lengths.device.type != "cpu" or not lengths.numel():
-        return None
-    values = lengths.flatten().tolist()
-    return [int(min(values)), int(max(values))]

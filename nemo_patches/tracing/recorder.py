@@ -30,10 +30,21 @@ from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
-from nemo_patches.tracing.checks import EncoderChecks, FindingError
+from nemo_patches.tracing.checks import EncoderChecks, FindingError, say_once
 from nemo_patches.tracing.encoder_facts import active_ddp, facts, positions
+from nemo_patches.tracing.lengths_copy import LengthsCopies
 from nemo_patches.tracing.process_end import ExceptionHooks, exit_in_flight
-from nemo_patches.tracing.records import LONGEST_MESSAGE, LONGEST_TRACEBACK, End, Failed, Grow, Memory, Stalled, Stopped
+from nemo_patches.tracing.records import (
+    LONGEST_MESSAGE,
+    LONGEST_TRACEBACK,
+    End,
+    Failed,
+    Grow,
+    Lengths,
+    Memory,
+    Stalled,
+    Stopped,
+)
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
@@ -64,7 +75,7 @@ class Tracing:
     def length_sync_changed(self, settings: Settings) -> None:
         """The length sync has other settings from now on; the headers of later parts have them."""
         if self.recorder is not None and (writer := self.recorder.writer) is not None:
-            writer.header = make_header(self.recorder.settings, settings, writer.header.started)
+            writer.output.header = make_header(self.recorder.settings, settings, writer.output.header.started)
 
     def where(self) -> str:
         """The file that is being written, or why there is none; empty where nothing is traced."""
@@ -83,6 +94,8 @@ class Recorder:
         self._encoders: weakref.WeakKeyDictionary[torch.nn.Module, EncoderState] = weakref.WeakKeyDictionary()
         self._seen: Counter[str] = Counter()
         self._calls = 0
+        self._device: torch.device | None = None  # of the last call's signal
+        self._copies = LengthsCopies()
         self._hooks: ExceptionHooks | None = None
         self._failed = ""  # the exception that ends this process, unless an encoder is called again
 
@@ -99,7 +112,8 @@ class Recorder:
     def where(self) -> str:
         if self._over or self.writer is None:
             return self._over or "not begun: no encoder call yet"
-        return f"ended: {self.writer.folder}" if self.writer.ended else str(self.writer.file or self.writer.folder)
+        folder = self.writer.folder
+        return f"ended: {folder}" if self.writer.ended else str(self.writer.output.file or folder)
 
     def close(self, stopped: str) -> None:
         """The process goes on without a trace."""
@@ -138,10 +152,26 @@ class Recorder:
             self.close(why)
 
     def count_call(self, device: torch.device | None) -> None:
-        if self._calls % MEMORY_EVERY_CALLS == 0 and (writer := self.writer) is not None:
-            t = writer.now()  # of the call: the file's records are in the order of their times
-            writer.put_later(lambda: _memory(t, device))
+        self._device = device
+        if self._calls % MEMORY_EVERY_CALLS == 0:
+            self._put_memory()
         self._calls += 1
+
+    def put_lengths(self, lengths: torch.Tensor | None, state: EncoderState, t: float) -> None:
+        if (writer := self.writer) is None or (read := self._copies.begin(lengths)) is None:
+            return
+        e, n = state.e, state.number
+
+        def record() -> Lengths | None:
+            found = read()
+            return Lengths(t, e, n, *found) if found is not None else None
+
+        writer.put_later(record)
+
+    def _put_memory(self) -> None:
+        if (writer := self.writer) is not None:
+            t, device = writer.now(), self._device  # now: the file's records are in the order of their times
+            writer.put_later(lambda: _memory(t, device))
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """For the event bus. The length sync's events come on the training thread, a stall report on its monitor's."""
@@ -171,6 +201,7 @@ class Recorder:
     def _job_stalled(self, event: JobStalled) -> None:
         if (writer := self.writer) is not None:
             writer.put(stalled_record(writer.now(), event))
+            self._put_memory()  # a GPU that waits in a collective is busy, one that nobody gives work is not
 
     def _call_left(self, event: CallLeft) -> None:
         state = self._state_of(event.encoder)
@@ -243,7 +274,8 @@ class Recorder:
         header = make_header(self.settings, length_sync.current(), round(time.time(), 6))
         self._group = weakref.ref(group) if group is not None else None
         if self.writer is not None:
-            if (self.writer.header.rank, self.writer.header.world_size) == (header.rank, header.world_size):
+            before = self.writer.output.header
+            if (before.rank, before.world_size) == (header.rank, header.world_size):
                 return True
             self.close(f"this process is rank {header.rank} of {header.world_size} from now on")
             self._encoders.clear()
@@ -276,11 +308,24 @@ def _of_each(missing: tuple[MissingRank, ...]) -> tuple[list[int], list[str], li
 class EncoderState:
     """What the recorder knows of one encoder."""
 
-    __slots__ = ("checks", "ddp", "ddp_forward", "e", "hook", "name", "number", "positions", "running", "searched")
+    __slots__ = (
+        "backwards",
+        "checks",
+        "ddp",
+        "ddp_forward",
+        "e",
+        "hook",
+        "name",
+        "number",
+        "positions",
+        "running",
+        "searched",
+    )
 
     def __init__(self, e: int, name: str, positions: int) -> None:
         self.e, self.name, self.positions = e, name, positions
         self.number = 0  # of the last call
+        self.backwards = 0  # begun so far
         self.running = False  # a recorded call is
         self.checks: EncoderChecks | None = None
         self.ddp = False
@@ -346,10 +391,19 @@ _recorder: Recorder | None = None
 
 
 def _memory(t: float, device: torch.device | None) -> Memory:
-    allocated = reserved = None
-    if device is not None and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    return Memory(t, _resident(), allocated, reserved)
+    if device is None or device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return Memory(t, _resident(), None, None)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return Memory(t, _resident(), allocated, reserved, *_by_nvml(device))
+
+
+def _by_nvml(device: torch.device) -> tuple[int | None, int | None]:
+    """Bytes in use on a GPU, and its utilisation in percent; nvidia-ml-py need not be there."""
+    try:
+        return torch.cuda.device_memory_used(device), torch.cuda.utilization(device)
+    except Exception as error:  # no nvidia-ml-py, no driver, a torch before 2.6, a container without NVML
+        say_once(f"trace: GPU utilisation and all processes' GPU memory are not recorded: {first_line(error)}")
+        return None, None
 
 
 def _resident() -> int:

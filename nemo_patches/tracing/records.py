@@ -22,6 +22,7 @@ from nemo_patches.sync.protocol import UNWAITED as UNWAITED
 FORMAT = 1
 
 NOT_SET = "NOT SET"
+PRE_ENCODE, BYPASS = "pre_encode", "bypass_pre_encode"
 LONGEST_MESSAGE, LONGEST_TRACEBACK = 2_000, 8_000  # characters of an exception
 
 
@@ -44,6 +45,7 @@ class Header:
     checks: list[str]
     job: str = ""  # the same for all ranks of a job, on all hosts; empty if not known
     notes_sigterm: bool = False  # SIGTERM would leave a stack in this file, as text
+    gone: int = 0  # records in earlier parts that are not there any more; the exceptions and findings follow as `kept`
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,23 @@ class Enter:
     shape: list[int]  # of the signal: batch, features, frames
     dtype: str
     device: str
-    lengths: list[int] | None  # shortest and longest; None if they are on a device: reading them would wait for it
     in_ddp: float | None = None  # seconds since DDP's forward began, which may wait for other ranks; None if in none
+    lengths_shape: list[int] | None = None  # None if the lengths are no tensor
+    path: str = ""  # PRE_ENCODE or BYPASS; empty if this class has no pre_encode
+    group: bool | None = None  # whether there was a process group
+    backwards: int = 0  # of this encoder, begun before this call: so a reader sees whether it has read them all
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of a call's batch. From a GPU they come when it has got to them, with the time of the call."""
+
+    k: ClassVar[str] = "lengths"
+    t: float
+    e: int
+    n: int
+    shortest: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -202,13 +219,15 @@ class Stalled:
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory sample, in bytes; None if there is no GPU."""
+    """A memory sample of every 50th call, and when a stall of the job is reported. Bytes; None if there is no GPU."""
 
     k: ClassVar[str] = "memory"
     t: float
     rss: int
     allocated: int | None
     reserved: int | None
+    used: int | None = None  # on the GPU, by all processes; None without nvidia-ml-py, as the next one
+    utilisation: int | None = None  # percent of the time in which a kernel ran on the GPU
 
 
 @dataclass(frozen=True)
@@ -221,6 +240,15 @@ class Finding:
     n: int
     check: str  # inputs, cuda or barrier
     text: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """At the head of a part: an exception or a finding of a part that is gone."""
+
+    k: ClassVar[str] = "kept"
+    t: float
+    record: str  # as it was written
 
 
 @dataclass(frozen=True)
@@ -295,6 +323,7 @@ Record = (
     Header
     | Encoder
     | Enter
+    | Lengths
     | Sync
     | Grow
     | PreEncoded
@@ -307,6 +336,7 @@ Record = (
     | Stalled
     | Memory
     | Finding
+    | Kept
     | Lost
     | Stopped
     | Failed

@@ -13,6 +13,7 @@ from nemo_patches.sync.settings import Setting, SettingsError, number, word_sett
 INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
 CONTINUE, RAISE = "continue", "raise"
 SMALLEST_MIB, LARGEST_MIB = 0.1, 1e6
+STDERR = Path("-")
 
 
 def _folder(value: object) -> Path | None:
@@ -20,6 +21,10 @@ def _folder(value: object) -> Path | None:
         raise TypeError
     # Absolute: hydra changes the working directory before the first call.
     return Path(value).expanduser().absolute() if value else None
+
+
+def _folder_or_stderr(value: object) -> Path | None:
+    return STDERR if value in ("-", STDERR) else _folder(value)
 
 
 def chosen_words(value: object, allowed: tuple[str, ...]) -> tuple[str, ...]:
@@ -36,9 +41,9 @@ def chosen_words(value: object, allowed: tuple[str, ...]) -> tuple[str, ...]:
 TRACE: Setting[Path | None] = Setting(
     "trace",
     None,
-    _folder,
-    "a folder's path, or '' (no trace)",
-    "A folder; every rank records its encoder calls there.",
+    _folder_or_stderr,
+    "a folder's path, '-' (lines on stderr), or '' (no trace)",
+    "A folder; every rank records its encoder calls there. '-': a line before and after each call, on stderr.",
     lambda folder: str(folder or "off"),
 )
 TRACE_SIZE = Setting(
@@ -76,8 +81,8 @@ SETTINGS: tuple[Setting[Any], ...] = (TRACE, TRACE_SIZE, TRACE_CHECKS, ON_FINDIN
 class TraceSettings:
     """What is recorded, and where; a field for each of SETTINGS, in their order.
 
-    folder: None: no trace. size: MiB that the files of one process may have. checks: of CHECKS.
-    dump: a folder for what is dumped without a trace; None: one of the job's own; empty: no dumps.
+    folder: None: no trace; STDERR: lines for a person. size: MiB that the files of one process may have.
+    checks: of CHECKS. dump: a folder for what is dumped without a trace; None: one of the job's own; empty: no dumps.
     """
 
     folder: Path | None = TRACE.default

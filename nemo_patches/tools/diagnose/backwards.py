@@ -56,7 +56,7 @@ def skipped_backward(case: Case) -> SkippedBackward | None:
     ranks = {
         rank: _backwards(track, start, deferred)
         for rank, track in case.tracks.items()
-        if (start := starts.get(rank)) is not None and case.job.traces[rank].damage in ("", CUT)
+        if (start := starts.get(rank)) is not None and track.calls.n and case.job.traces[rank].damage in ("", CUT)
     }
     usual = {rank: of_rank for rank, of_rank in ranks.items() if of_rank.usual}
     made = np.unique(np.concatenate([of_rank.count[of_rank.made] for of_rank in usual.values()] or [np.zeros(0, int)]))
@@ -74,7 +74,7 @@ def skipped_backward(case: Case) -> SkippedBackward | None:
     waiting = {rank for rank in having if case.tracks[rank].calls.backward[-1] == BACKWARD}
     finding = Finding(
         id=ids.NO_BACKWARD,
-        severity=WARNING if went_on >= _CALLS_TO_RECOVER and not in_vain else CRITICAL,
+        severity=WARNING if went_on >= _CALLS_TO_RECOVER and not in_vain and not waiting else CRITICAL,
         ranks=tuple(without),
         text=f"{named(without)} made no backward of training call {calls[without[0]]} of {case.name}, and went on to "
         f"the next call; {named(having)} made {'it' if len(having) == 1 else 'theirs'}{times}.",

@@ -12,13 +12,19 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
 from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
-from nemo_patches.tools.diagnose.differences import different_ranks, different_sync, other_than_configured
+from nemo_patches.tools.diagnose.differences import (
+    different_batches,
+    different_ranks,
+    different_sync,
+    other_than_configured,
+)
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.faults import (
     caught_exceptions,
     check_findings,
     ending_exceptions,
     failed_threads,
+    gpu_utilisation,
     runaway_memory,
 )
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
@@ -70,11 +76,13 @@ def diagnose(job: Job) -> Report:
         waiting = skipped.waiting if skipped else frozenset[int]()
         hanging += [unlike_backwards(case, hang) for hang in hangs(case, set(explained) | waiting)]
         findings += [*sync_ended(case), *incidents(case)]
-    findings += _foremost(hanging)
+    gpus = gpu_utilisation(job)
+    findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in _foremost(hanging)]
     reported = {rank for case in encoders for rank in stall_reports(case).kinds}
     findings += [*ending_exceptions(encoders, reported), *failed_threads(job)]
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
+    findings += different_batches(encoders)
     findings += other_than_configured(encoders)
     findings += _not_enough(job, encoders, findings)
     ordered = _ordered([replace(finding, text=finding.text[0].upper() + finding.text[1:]) for finding in findings])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 
+import numpy as np
+
 from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.sync.settings import SYNC_MODES
@@ -16,6 +18,8 @@ from nemo_patches.tools.diagnose.rank_trace import Input, Track
 
 _MAY_DIFFER = frozenset({"trace"})  # a folder may have another name on another host
 _TOO_FEW_CALLS = 2  # to say which kind of input is usual
+_USUAL_SHARE = 0.75  # of the calls; else several kinds are usual
+_ENOUGH_BATCHES = 20  # to compare their sizes
 
 
 def different_sync(job: Job, cases: list[Case]) -> list[Finding]:
@@ -128,10 +132,56 @@ def _compared(settings: Mapping[str, str], without_sync: bool) -> dict[str, str]
 
 def _usual_input(track: Track) -> dict[str, str]:
     """The kind of input that most calls of this rank had; one odd call says nothing."""
-    if sum(track.inputs.values()) <= _TOO_FEW_CALLS:
+    calls = sum(track.inputs.values())
+    usual: Input | None = max(track.inputs, key=lambda kind: track.inputs[kind], default=None)
+    if usual is None or calls <= _TOO_FEW_CALLS or track.inputs[usual] < _USUAL_SHARE * calls:
         return {}
-    usual: Input = max(track.inputs, key=lambda kind: track.inputs[kind])
     return {"input": str(usual)}
+
+
+def different_batches(cases: list[Case]) -> list[Finding]:
+    """Ranks whose batches have other sizes than most ranks' in nearly all training calls.
+
+    Sizes that vary from batch to batch on every rank, as bucketing makes them, overlap, and are no finding.
+    """
+    findings = []
+    for case in cases:
+        sizes = {
+            rank: _usual_sizes(track.batches)
+            for rank, track in sorted(case.tracks.items())
+            if sum(track.batches.values()) >= _ENOUGH_BATCHES and rank in case.sure
+        }
+        alike = {rank: [other for other in sizes if _overlap(sizes[rank], sizes[other])] for rank in sizes}
+        usual = max(alike.values(), key=len, default=[])
+        odd = [rank for rank in sizes if rank not in usual and 2 * len(alike[rank]) <= len(sizes)]
+        if odd:
+            theirs = {rank: str(low) if low == high else f"{low} to {high}" for rank, (low, high) in sizes.items()}
+            findings.append(
+                Finding(
+                    id=ids.DIFFERENT,
+                    severity=WARNING,
+                    ranks=tuple(odd),
+                    text=f"The batch size of {case.name} is not the same on all ranks, in nearly all training calls: "
+                    f"{theirs[odd[0]]} on {named(odd)}, {theirs[usual[0]]} on {named(usual)}.",
+                    next_step="Give every rank the same data pipeline and batch size: a rank with larger batches is "
+                    "waited for on every step, and its samples weigh less in the gradient.",
+                    encoder=case.name,
+                    evidence=tuple(f"rank {rank}: {theirs[rank]}" for rank in odd[:4] + usual[:2]),
+                )
+            )
+    return findings
+
+
+def _usual_sizes(counts: Mapping[int, int]) -> tuple[int, int]:
+    """The range that the middle nine tenths of the batches are in: the last one of an epoch may be smaller."""
+    sizes = sorted(counts)
+    upto = np.cumsum([counts[size] for size in sizes])  # batches of up to that size
+    low, high = np.searchsorted(upto, (0.05 * upto[-1], 0.95 * upto[-1]))
+    return sizes[low], sizes[high]
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]
 
 
 def _differences(

@@ -25,6 +25,7 @@ _NEXT_INPUT = (
 _MOST_FINDINGS = 8
 _LEAST_SAMPLES = 8  # of memory
 _RUNAWAY_BYTES = 1 << 29
+_IDLE_PERCENT, _BUSY_PERCENT = 5, 95
 _TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
 
 
@@ -236,6 +237,20 @@ def runaway_memory(job: Job) -> list[Finding]:
                     )
                 )
     return findings
+
+
+def gpu_utilisation(job: Job) -> tuple[str, ...]:
+    """Evidence, no verdict: GPUs that were idle in the stall, beside busy ones."""
+    idle, busy = [], []
+    for rank, trace in sorted(job.traces.items()):
+        entered = max((track.calls.entered[-1] for track in trace.tracks.values() if track.calls.n), default=0.0)
+        if trace.gpu is not None and trace.gpu.utilisation is not None and trace.gpu.t > entered:
+            idle += [rank] * (trace.gpu.utilisation <= _IDLE_PERCENT)
+            busy += [rank] * (trace.gpu.utilisation >= _BUSY_PERCENT)
+    if not idle or not busy:
+        return ()
+    uses = f"at most {_IDLE_PERCENT}% on {named(idle)}, at least {_BUSY_PERCENT}% on {named(busy)}"
+    return (f"GPU utilisation in the stall: {uses}; a GPU that waits in an NCCL collective shows 100%",)
 
 
 def _gib(number: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from nemo_patches.sync.safe_text import safe
-from nemo_patches.tools.diagnose.decoder import structs
+from nemo_patches.tools.diagnose.decoder import decode, structs
 from nemo_patches.tracing import records
 
 OUTCOMES = (records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED, records.LOCAL, records.ENDED)
@@ -29,7 +29,7 @@ MOST_CALLS = 1 << 21  # of one encoder; older ones go
 MOST_ENCODERS = 64
 _MOST_KEPT = 256  # exceptions, stall reports and findings each: the first ones and the last
 _MOST_SAMPLES = 4096
-_MOST_INPUTS = 16
+_MOST_INPUTS, _MOST_BATCH_SIZES = 16, 256
 _LONGEST_KEPT = 4000  # characters of a text, items of a list
 _BACKWARDS_S = 1.0  # a record may be so much older than the one before: they come from several threads
 
@@ -43,6 +43,7 @@ _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[rec
 _Call, _Dumped = structs[records.Call], structs[records.Dumped]
 _Failed, _Stalled = structs[records.Failed], structs[records.Stalled]
 _Backward, _BackwardEnded = structs[records.Backward], structs[records.BackwardEnded]
+_Lengths, _OfAPartThatIsGone = structs[records.Lengths], structs[records.Kept]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 _Kept = TypeVar("_Kept")
@@ -88,9 +89,13 @@ class Input(NamedTuple):
     features: int
     dtype: str
     device: str
+    path: str = ""
+    group: bool = True  # whether there was a process group
 
     def __str__(self) -> str:
-        return f"{self.features} features, {self.dtype}, {self.device.partition(':')[0]}"
+        bypass = f", {records.BYPASS}" if self.path == records.BYPASS else ""
+        group = "" if self.group else ", no process group"
+        return f"{self.features} features, {self.dtype}, {self.device.partition(':')[0]}{bypass}{group}"
 
 
 @dataclass
@@ -101,7 +106,9 @@ class Track:
     room: int  # frames that its positional encoding has room for; 0 if not known
     calls: Calls = field(default_factory=Calls)
     inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
+    batches: dict[int, int] = field(default_factory=dict)  # how many training calls had a batch of that size
     result: int = 0  # of the last length sync
+    backwards: int | None = None  # begun, as far as they were read; None before the first beginning of a call
     settled: int = 0  # the backward of a call before this one does not come any more: a later one has ended since
     backward_ended: bool = False  # since the last call was entered
     deferred: bool = False  # some backward came only after a later call had been entered
@@ -141,6 +148,7 @@ class RankTrace:
     stalled: list[records.Stalled] = field(default_factory=list)
     findings: list[records.Finding] = field(default_factory=list)
     memory: list[tuple[float, int, int, int]] = field(default_factory=list)  # t; bytes: RSS, allocated, reserved
+    gpu: records.Memory | None = None  # the last sample that has its utilisation
     _skip: int = 0
     _stride: int = 1
 
@@ -224,13 +232,19 @@ class RankTrace:
             self._out_of_order(track, record)
 
     def _enter(self, track: Track, record: Any) -> None:
+        if track.backwards not in (None, record.backwards):
+            self._odd(track)  # the record of a backward is lost
+        track.backwards = record.backwards
         if track.backward_ended:
             track.settled, track.backward_ended = record.n, False
         track.calls.begin(record.n, record.training, record.t, record.in_ddp)
         shape = record.shape
-        given = Input(shape[1] if len(shape) > 1 else -1, record.dtype[:40], record.device[:40])
+        features = shape[1] if len(shape) > 1 else -1
+        given = Input(features, record.dtype[:40], record.device[:40], record.path[:40], record.group is not False)
         if given in track.inputs or len(track.inputs) < _MOST_INPUTS:
             track.inputs[given] = track.inputs.get(given, 0) + 1
+        if record.training and shape and (shape[0] in track.batches or len(track.batches) < _MOST_BATCH_SIZES):
+            track.batches[shape[0]] = track.batches.get(shape[0], 0) + 1
 
     def _within(self, track: Track, record: Any, after: float) -> None:
         """Take a record of the open call, made `after` so many seconds of it."""
@@ -331,6 +345,11 @@ class RankTrace:
             if (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started):
                 self.mixed = True
             return
+        if kind is _Lengths:  # from a GPU it comes late
+            return
+        if kind is _OfAPartThatIsGone:
+            self._keep_of_a_part_that_is_gone(record.record)
+            return
         if kind is _Encoder:  # its time is that of its first record, also at the head of a later part
             self._encoder(record)
             return
@@ -344,6 +363,8 @@ class RankTrace:
             track = self.tracks[record.e]
             track.room = max(track.room, record.new)
         elif kind is _Memory:
+            if record.utilisation is not None:
+                self.gpu = _kept(record)
             self._skip -= 1
             if self._skip < 0:
                 self._skip = self._stride - 1
@@ -375,16 +396,30 @@ class RankTrace:
             self.odd_records += 1
             self._damage_all()
 
+    def _keep_of_a_part_that_is_gone(self, line: str) -> None:
+        (record,) = decode(line.replace("\n", " ").encode()) or [None]
+        kept: dict[type[Any], list[Any]] = {_Raised: self.raised, _Failed: self.failed, _Finding: self.findings}
+        if type(record) not in kept:
+            self.bad_lines += 1
+        elif (read := _kept(record)) not in kept[type(record)]:  # else it was in the head before, or is read itself
+            _keep(kept[type(record)], read)
+
     def _backward(self, kind: type[Any], record: Any) -> None:
-        track = self.tracks.get(record.e)
-        index = len(track.calls.n) - 1 - (track.last - record.n) if track is not None else -1
-        if track is None or not 0 <= index < len(track.calls.n) or track.calls.n[index] != record.n:
+        if (track := self.tracks.get(record.e)) is None:
+            self.odd_records += 1
+            return
+        if track.backwards is not None:
+            track.backwards += kind is _Backward
+        index = len(track.calls.n) - 1 - (track.last - record.n)
+        if not 0 <= index < len(track.calls.n) or track.calls.n[index] != record.n:
             return  # of a call in a part that is gone
         if kind is _Backward:
             track.calls.backward[index] = BACKWARD
             track.deferred |= record.n != track.last
         elif track.calls.backward[index] == BACKWARD:
             track.calls.backward[index], track.backward_ended = BACKWARD_ENDED, True
+        else:
+            self._odd(track)
 
     def _encoder(self, record: Any) -> None:
         track = self.tracks.get(record.e)

@@ -1,0 +1,121 @@
+"""The files of a trace: parts of bounded size, of which the last two stay, with what must outlast the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nemo_patches.sync.rank_log import report
+from nemo_patches.tracing.process_end import SigtermNote, can_note_sigterm
+from nemo_patches.tracing.records import Encoder, Failed, Finding, Header, Kept, Raised, Record, encode
+
+MOST_ENCODERS = 64  # at the head of a part; a script may make copies without end
+_MOST_KEPT = 64  # the first and the last exceptions and findings of what is gone
+_KEPT_SHARE = 8  # of the bound, they take one of so many parts at most
+
+
+@dataclass
+class _Contents:
+    """What a part has, or all those that are gone: how many records, and of them exceptions and findings."""
+
+    count: int = 0
+    kept: list[Kept] = field(default_factory=list)
+
+    def add(self, records: list[Kept], count: int) -> None:
+        self.count += count
+        self.kept += records
+        while len(self.kept) > _MOST_KEPT:
+            del self.kept[_MOST_KEPT // 2]
+
+
+class PartFiles:
+    """The present part, open. header: of the first part; its `bound` is for two parts, each of half that."""
+
+    def __init__(self, folder: Path, header: Header) -> None:
+        self.header = header
+        self.file: Path | None = None  # the present part, once it is open
+        self._folder = folder
+        self._descriptor = -1
+        self._sigterm: SigtermNote | None = None
+        self._named_after = header.started
+        self._part = self._size = self._head = 0
+        self._lines: list[bytes] = []
+        self._encoders: dict[int, Encoder] = {}
+        self._gone, self._before, self._present = _Contents(), _Contents(), _Contents()
+
+    def begin(self) -> None:
+        """Open the first part. Raises OSError, as all that follows."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while self._path(0).exists():  # this process has begun a trace here in this very second
+            self._named_after += 1
+        self._begin_part()
+
+    def add(self, record: Record) -> None:
+        """Take the next record; flush() writes it."""
+        line = encode(record)
+        if self._size + len(line) > self.header.bound // 2 and self._size > self._head:
+            self._begin_next_part()
+        if isinstance(record, Encoder):
+            self._encoders[record.e] = record
+            if len(self._encoders) > MOST_ENCODERS:
+                self._encoders.pop(min(self._encoders))
+        kept = [Kept(record.t, line.decode().rstrip())] if isinstance(record, Raised | Failed | Finding) else []
+        self._present.add(kept, 1)
+        self._lines.append(line)
+        self._size += len(line)
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        left = memoryview(b"".join(lines))
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+
+    def close(self) -> None:
+        """Also in a forked child: the files are its parent's."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        note, self._sigterm = self._sigterm, None
+        if note is not None:
+            note.remove()
+
+    def _begin_next_part(self) -> None:
+        self.flush()
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._part += 1
+        if self._part == 2:
+            mib = f"trace_size={self.header.bound / (1 << 20):g} MiB"
+            report(logging.INFO, f"the trace has reached {mib}: its oldest records go, but for exceptions and findings")
+        self._path(self._part - 2).unlink(missing_ok=True)
+        if self._part > 1:
+            self._gone.add(self._before.kept, self._before.count)
+        self._before, self._present = self._present, _Contents()
+        self._begin_part()
+
+    def _begin_part(self) -> None:
+        self.file = self._path(self._part)
+        self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        if self._sigterm is not None:
+            self._sigterm.move_to(self._descriptor)
+        elif self._part == 0 and can_note_sigterm():
+            self._sigterm = SigtermNote(self._descriptor)
+        header = replace(self.header, part=self._part, notes_sigterm=self._sigterm is not None, gone=self._gone.count)
+        kept = [encode(record) for record in self._gone.kept]
+        while sum(map(len, kept)) > self.header.bound // _KEPT_SHARE:
+            del kept[len(kept) // 2]
+        self._lines = [encode(header), *map(encode, self._encoders.values()), *kept]
+        self._size = self._head = sum(map(len, self._lines))
+        self.flush()
+
+    def _path(self, part: int) -> Path:
+        return self._folder / file_name(self.header, self._named_after, part)
+
+
+def file_name(header: Header, named_after: float, part: int) -> str:
+    """named_after: seconds since 1970."""
+    began = time.strftime("%Y%m%dT%H%M%S", time.gmtime(named_after))
+    return f"rank-{header.rank:05}.{began}.{header.pid}.{part}.jsonl"
