@@ -23,7 +23,7 @@ from nemo_patches.tools.demo.errors import DemoError
 from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Job, RankOutcome, RunOutcome, Task
 from nemo_patches.tools.demo.progress import progress
 
-GRACE = timedelta(seconds=5)  # for the other ranks once one has died
+GRACE = timedelta(seconds=15)  # for the other ranks once one has died
 
 # For the ranks. One thread each: they share this machine's cores. Hidden GPUs: the demo is the same everywhere.
 RANK_ENVIRONMENT = {
