@@ -173,7 +173,7 @@ def test_a_manifest_is_trained_on_and_an_interrupt_ends_every_rank(number: signa
             == f"--manifest={manifest}: the demo needs 34 entries, so it repeats the 2 it has\n"
         )
         for line in process.stdout:  # pytest-timeout bounds this
-            if "rank 1 stalls" in line:
+            if "rank 1 stays away" in line:
                 break
         assert process.poll() is None
         os.killpg(process.pid, number)
