@@ -173,7 +173,7 @@ def test_what_is_built_in_asks_for_no_version(vendored: Path) -> None:
     done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
     assert done.returncode == 0, done
     program = APPLY.format(first="sys", second="nemo_patches.apply()")
-    done = run([sys.executable, "-c", program], environment(vendored), 120, cwd=vendored)
+    done = run([sys.executable, "-c", program], environment(vendored), cwd=vendored)
     assert done.returncode == 0, done.stderr
     assert "built in" in done.stdout.splitlines()[-1]
 
