@@ -110,7 +110,7 @@ def test_stock_waits_for_a_rank_that_stays_away_until_the_demo_ends_it(output: s
     away, stayed = cells(output, "rank 0")[0], cells(output, "rank 1")[0]
     assert away == ("2 of 6 batches; still waiting after 6 s, killed", "6 of 6 batches; completed")
     assert stayed == ("2 of 6 batches; stayed away",) * 2
-    assert "evaluation call 3: rank 0 waited at most 2." in output
+    assert re.search(r"evaluation call 3: rank 0 waited at most \d+\.\d s for rank 1, then went on", output)
     assert "rank 1 (" in output
     assert "read_a_file_that_never_comes (demo/evaluation.py:" in output
 
@@ -135,7 +135,7 @@ def test_the_encoder_waits_for_a_stalled_rank_only_so_long(output: str) -> None:
     ((stock, patched),) = cells(output, "longest encoder call")
     assert float(stock.removesuffix(" s")) > 5.5
     assert 1.9 < float(patched.removesuffix(" s")) < 5.5
-    assert re.search(r"training call 2: rank 0 waited at most 2\.\d s for rank 1, then went on", output)
+    assert re.search(r"training call 2: rank 0 waited at most \d+\.\d s for rank 1, then went on", output)
 
 
 def test_positional_rows_are_wrong_only_in_stock(output: str) -> None:
@@ -173,7 +173,7 @@ def test_a_manifest_is_trained_on_and_an_interrupt_ends_every_rank(number: signa
             == f"--manifest={manifest}: the demo needs 34 entries, so it repeats the 2 it has\n"
         )
         for line in process.stdout:  # pytest-timeout bounds this
-            if "rank 1 stalls" in line:
+            if "rank 1 stays away" in line:
                 break
         assert process.poll() is None
         os.killpg(process.pid, number)

@@ -173,7 +173,7 @@ def test_what_is_built_in_asks_for_no_version(vendored: Path) -> None:
     done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
     assert done.returncode == 0, done
     program = APPLY.format(first="sys", second="nemo_patches.apply()")
-    done = run([sys.executable, "-c", program], environment(vendored), 120, cwd=vendored)
+    done = run([sys.executable, "-c", program], environment(vendored), cwd=vendored)
     assert done.returncode == 0, done.stderr
     assert "built in" in done.stdout.splitlines()[-1]
 
@@ -185,7 +185,7 @@ def test_beside_a_nemo_that_has_it_apply_and_auto_apply_do_nothing_twice_and_say
     program = APPLY.format(first="sys" if by_hand else "nemo.collections.asr", second="nemo_patches.apply()" * by_hand)
     path = (vendored,) if by_hand else (CHECKOUT, vendored)
     trace = {"NEMO_PATCHES_TRACE": str(vendored / "trace"), "NEMO_PATCHES_METRICS": "deferred"}
-    done = run([sys.executable, "-c", program], environment(*path, **trace), 120, cwd=vendored)
+    done = run([sys.executable, "-c", program], environment(*path, **trace), cwd=vendored)
     method, status = done.stdout.splitlines()[-2:]
     assert method == "['nemo.collections.asr.modules.conformer_encoder', '0.1.0', False]"
     assert status.startswith("() {'this NeMo has nemo_patches 0.1.0 built in")

@@ -37,8 +37,6 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
     """
     if record:
         _require_picture(record)
-    if importlib.util.find_spec("nemo") is None:
-        raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
     try:
         for resolve in (sync_settings.resolve, stall_settings.resolve, trace_settings.resolve, uneven_settings.resolve):
             resolve()  # the ranks' apply() would refuse it
@@ -51,6 +49,8 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
         for change in changes:
             console.print(escape(f"--manifest={manifest}: {change}"), soft_wrap=True)
 
+    if importlib.util.find_spec("nemo") is None:
+        raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
     signal.signal(signal.SIGTERM, _interrupt)
     folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
     keep = False

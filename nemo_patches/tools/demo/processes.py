@@ -23,7 +23,7 @@ from nemo_patches.tools.demo.errors import DemoError
 from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Job, RankOutcome, RunOutcome, Task
 from nemo_patches.tools.demo.progress import progress
 
-GRACE = timedelta(seconds=5)  # for the other ranks once one has died
+GRACE = timedelta(seconds=15)  # for the other ranks once one has died
 
 # For the ranks. One thread each: they share this machine's cores. Hidden GPUs: the demo is the same everywhere.
 RANK_ENVIRONMENT = {
@@ -99,7 +99,7 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
                 process.start()
                 sender.close()  # the rank's end; with ours open, its death would not be seen
             dead: _Rank | None = None
-            waited = False  # until the demo ends a rank that waits for one that stays away
+            waited = False  # the clock runs for a stock rank that waits for one that stays away
             others = [rank for rank in ranks if not rank.outcome.job.stays_away]
             while any(r.process.exitcode is None for r in others) and time.monotonic() < deadline:
                 running = [r for r in ranks if r.process.exitcode is None]
@@ -109,7 +109,7 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
                 if not dead and (dead := next((r for r in ranks if r.process.exitcode), None)):
                     deadline = min(deadline, time.monotonic() + GRACE.total_seconds())
                     why = f"{GRACE.total_seconds():.0f} s after rank {dead.outcome.job.rank} died"
-                if not waited and any(rank.outcome.is_away for rank in ranks):
+                if not patched and not waited and any(rank.outcome.is_away for rank in ranks):
                     waited, deadline = True, time.monotonic() + stall.total_seconds()
                     why = f"after {stall.total_seconds():g} s"
                 shown.update(f"{title}: " + " | ".join(f"rank {r.outcome.job.rank} {r.outcome.now}" for r in ranks))
