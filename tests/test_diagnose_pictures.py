@@ -249,4 +249,4 @@ def test_without_matplotlib_the_plot_says_what_is_needed(tmp_path: Path) -> None
     )
     done = python("-c", program)
     assert done.returncode == 2
-    assert "--plot needs matplotlib: pip install 'nemo-patches[plot]'" in done.stderr and "Traceback" not in done.stderr
+    assert "--plot needs matplotlib: pip install matplotlib" in done.stderr and "Traceback" not in done.stderr

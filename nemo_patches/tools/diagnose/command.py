@@ -170,6 +170,6 @@ def _draw(job: Job, report: Report, plot: Path | None, perfetto: Path | None) ->
             write(job, perfetto)
     except ModuleNotFoundError as error:
         needed = str(error.name).partition(".")[0]
-        raise DiagnoseError(f"--plot needs {needed}: pip install 'nemo-patches[plot]'") from error
+        raise DiagnoseError(f"--plot needs {needed}: pip install matplotlib") from error
     except OSError as error:
         raise DiagnoseError(f"{safe(str(plot or perfetto))}: {error.strerror}") from error
