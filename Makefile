@@ -93,7 +93,7 @@ test-python-%:
 		tests/test_start_up.py tests/test_settings.py tests/test_diagnose.py
 
 # NeMo $(DEMO_NEMO) with another torch or Lightning than its environment's, which has what else is needed: not in CI. torch is
-# the index's own build, with CUDA: 5 GB each on the disk, and it runs without a GPU.
+# the index's own build, with CUDA: about 5 GB on the disk, and it runs without a GPU. docs/vendors.md has the results.
 test-torch: $(TORCHES:%=test-with-torch-%)
 test-lightning: $(LIGHTNINGS:%=test-with-lightning-%)
 TESTS_WITH_torch = stragglers private_growth exit peers stall_reports auto_apply
