@@ -362,12 +362,12 @@ chance = random.Random(3)
 HEALTHY: dict[str, Scenario] = {
     "ended in good order": Scenario([steps(60) + evaluation(10) + steps(20) + OUT] * 4, "", ()),
     "lateness is by chance": Scenario(
-        [[*(event for _ in range(80) for event in steps(1, 0.05 + chance.expovariate(20))), *OUT] for _ in range(8)],
+        [[*(event for _ in range(52) for event in steps(1, 0.05 + chance.expovariate(20))), *OUT] for _ in range(4)],
         "",
         (),
     ),
     "one after the other is late": Scenario(
-        [steps(40, 0.25 if rank == 0 else 0.1) + steps(40, 0.25 if rank == 1 else 0.1) + OUT for rank in range(4)],
+        [steps(26, 0.25 if rank == 0 else 0.1) + steps(26, 0.25 if rank == 1 else 0.1) + OUT for rank in range(4)],
         "",
         (),
     ),

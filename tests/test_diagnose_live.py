@@ -100,7 +100,7 @@ def test_a_heart_that_stands_still_is_seen_and_who_does_not_answer_is_named() ->
     assert report.problems == ("rank 1: no answer at the port that the job's store names",)
 
 
-@pytest.mark.parametrize("beat", [CALLS, replace(CALLS, phase="length sync"), replace(AWAY, idle=-1.0)])
+@pytest.mark.parametrize("beat", [replace(CALLS, phase="length sync"), replace(AWAY, idle=-1.0)])
 def test_a_job_that_goes_on_accuses_nobody(beat: Heartbeat) -> None:
     with job([beat, CALLS, CALLS]) as server:
         report = asked(server)
