@@ -461,6 +461,21 @@ def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(t
     assert verdict("killed", False).findings[0].id == ids.STOPPED_AT_ONCE  # so it looks in a healthy job, too
 
 
+def test_lines_of_a_backward_that_are_lost_accuse_nobody(tmp_path: Path) -> None:
+    write(tmp_path, [steps(20) + OUT] * 2)
+    file = sorted(tmp_path.iterdir())[1]
+    of_call_7 = (b'"n":7}', b'"n":7,')
+    lines = [
+        line
+        for line in file.read_bytes().splitlines(True)
+        if not (b'"k":"backward' in line and any(part in line for part in of_call_7))
+    ]
+    file.write_bytes(b"".join(lines))
+    report = diagnose(Folder(tmp_path).read())
+    assert len(lines) + 2 == len(sorted(tmp_path.iterdir())[0].read_bytes().splitlines())
+    assert report.findings == () and "1 records do not follow from those before" in report.problems[0]
+
+
 def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:
     report = report_on(
         Scenario([steps(60, pause=0.102 if rank == 2 else 0.1) + OUT for rank in range(4)], "", ()), tmp_path
