@@ -85,7 +85,7 @@ def test_every_target_class_is_recorded_and_gives_the_same_bits(name: str, tmp_p
     pre = [] if name == "conv_asr" else ["pre"]
     backward = [] if name in encoders.FORWARD_ONLY else ["backward", "backward_ended"]
     assert traces.kinds(found) == [
-        *("header", "encoder", "enter", "memory", "grow", "encoder"),
+        *("header", "encoder", "enter", "lengths", "memory", "grow", "encoder"),
         *(*pre, "layer", "leave", *backward, "stopped"),
     ]
     (before, after), (enter,) = traces.of_kind(found, "encoder"), traces.of_kind(found, "enter")
@@ -94,7 +94,10 @@ def test_every_target_class_is_recorded_and_gives_the_same_bits(name: str, tmp_p
     assert before["normalisation"] == ("layer_norm" if name == "transformer" else "batch_norm")
     assert before["registered"] != after["registered"] and after["grown"] == {}  # as in stock: there is no group
     assert (enter["shape"], enter["dtype"], enter["device"]) == ([2, encoders.FEATURES, 700], "float32", "cpu")
-    assert (enter["lengths"], enter["training"]) == ([700, 700], True)
+    assert (enter["lengths_shape"], enter["training"], enter["group"]) == ([2], True, False)
+    assert enter["path"] == ("" if name == "conv_asr" else "pre_encode")
+    (lengths,) = traces.of_kind(found, "lengths")
+    assert (lengths["shortest"], lengths["longest"]) == (700, 700)
     assert found[0]["versions"]["nemo"] and found[0]["settings"]["sync"] == "bounded"
 
 
@@ -125,7 +128,7 @@ def test_the_masked_token_model_with_and_without_its_pre_encoder(masked: str, tm
         return model, lambda: model.forward(**signals, **noisy, apply_mask=True)[0]
 
     found = traced_and_not(make, tmp_path / "trace")
-    of_the_call = ["enter", "memory", "pre", "layer", "leave", "backward", "backward_ended"]
+    of_the_call = ["enter", "lengths", "memory", "pre", "layer", "leave", "backward", "backward_ended"]
     assert traces.kinds(found) == ["header", "encoder", *of_the_call, "stopped"]
     assert not has_flag or found[1]["configured"] == "true"
 
@@ -375,8 +378,8 @@ def test_the_header_tells_whose_file_it_is(trained: list[Trace]) -> None:
 def test_a_healthy_call_is_recorded_in_order(trained: list[Trace]) -> None:
     for trace in trained:
         call = [one for one in trace if one.get("e") == 1 and one.get("n") == 3]
-        assert traces.kinds(call) == ["enter", "sync", "pre", "layer", "leave", "backward", "backward_ended"]
-        enter, sync, _, _, leave, *_ = call
+        assert traces.kinds(call) == ["enter", "lengths", "sync", "pre", "layer", "leave", "backward", "backward_ended"]
+        enter, _, sync, _, _, leave, *_ = call
         assert (sync["outcome"], sync["round"], sync["local"], sync["result"]) == ("came", 3, 60, 60)
         assert 0 < sync["waited"] <= leave["took"] and leave["shape"][0] == 2
         assert enter["grad"] and enter["training"]
@@ -516,7 +519,7 @@ def test_the_barrier_names_who_does_not_come(checked: tuple[list[Result], list[T
     assert finding["n"] == 18
     assert finding["text"].startswith("not every rank came to this call in time; rank 1 of 2 | rank 1 ")
     call = [one["k"] for one in first if one.get("n") == 18 and one.get("e") == 1]
-    assert call[:2] == ["enter", "finding"] and call[-1] == "leave"
+    assert call[:3] == ["enter", "lengths", "finding"] and call[-1] == "leave"
     assert results[0].lines("ConformerEncoder, barrier: training call", "not every rank came within", "Missing: rank 1")
     assert traces.of_kind(second, "finding", check="barrier") == []
 
@@ -528,7 +531,7 @@ def test_a_finding_ends_the_call_only_where_that_was_chosen(
     results, _, raising = checked
     for result, trace in zip(results, raising, strict=True):
         assert result.value[-1] == FindingError.__name__ and FindingError.__name__ not in result.value[:-1]
-        assert traces.kinds(trace)[-4:] == ["enter", "finding", "raised", "end"]
+        assert traces.kinds(trace)[-5:] == ["enter", "lengths", "finding", "raised", "end"]
         raised = trace[-2]
         assert raised["type"] == "FindingError" and "check inputs: the signal has 2560 NaN" in raised["message"]
         assert trace[0]["checks"] == ["inputs"]
