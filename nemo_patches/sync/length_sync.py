@@ -129,8 +129,8 @@ class GroupSyncs:
     """The encoders' syncs under one default process group."""
 
     def __init__(self, default_group: torch.distributed.ProcessGroup) -> None:
-        # Weak: a strong reference would keep NCCL's communicators. It also tells us of destroy_process_group.
-        self.default_group = weakref.ref(default_group, lambda _: self.close())
+        self.default_group = weakref.ref(default_group)  # a strong reference would keep NCCL's communicators
+        weakref.finalize(default_group, self.close).atexit = False  # when it is destroyed; not in a dying interpreter
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store = JobStore(torch.distributed.distributed_c10d._get_default_store(), rank)
         self.group = Group(rank, size, store)
