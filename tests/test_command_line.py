@@ -93,7 +93,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "doctor --output-format xml": ("--output-format", "'xml'", "sarif"),
         "doctor --explain NP999": ("NP999",),
         "doctor --select NP9": ("NP9",),
-        "diagnose": ("paths",),
+        "diagnose": ("a folder", "--job HOST:PORT"),
         "diagnose --launch first .": ("--launch=first", "0 or more"),
     }
     for command in ("doctor", "diagnose", "diff --nemo", "demo --manifest"):
