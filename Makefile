@@ -67,9 +67,10 @@ test-%: .venv/nemo-%/ready
 
 unless_first = $(if $(filter $1,$(firstword $(NEMO_VERSIONS))),,and not one_nemo)
 
+# On the first NeMo three at a time; on another one file at a time, since the first one's that wait run beside it.
 test-together-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, three at a time"
-	.venv/nemo-$*/bin/python -m pytest -q -n 3 --dist loadfile -m "not alone $(call unless_first,$*)"
+	@echo "== tests on NeMo $*"
+	.venv/nemo-$*/bin/python -m pytest -q -n $(if $(filter $*,$(FIRST)),3,1) --dist loadfile -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, three files at a time"

@@ -183,7 +183,7 @@ def test_forward_is_replaced_only_while_a_trace_is_on(tmp_path: Path, caplog: An
     assert capsys.readouterr().err.count("ConformerEncoder: call 1 ") == 2  # begins, is done
     with listening(caplog):
         nemo_patches.apply(trace=tmp_path)
-    assert f"call_timeout=60 s, stall_timeout=60 s; trace={tmp_path}, trace_size=256 MiB)" in caplog.messages[0]
+    assert f"sync=bounded, timeout=10 s, trace={tmp_path}" in caplog.messages[0]
 
 
 def test_ours_inside_somebody_elses_wrapper_does_nothing_after_revert_and_is_recorded_after_apply(
