@@ -19,13 +19,9 @@ import typer
 from rich.console import Console
 
 import nemo_patches as package
-from nemo_patches.stall import settings as stall_settings
-from nemo_patches.sync import settings
-from nemo_patches.sync.settings import Setting
+from nemo_patches.sync.settings import Setting, SettingsError
 from nemo_patches.tools import NEEDED
-from nemo_patches.tracing import settings as trace_settings
-from nemo_patches.uneven import settings as uneven_settings
-from nemo_patches.uneven.settings import ALL_SETTINGS
+from nemo_patches.uneven.settings import ALL_SETTINGS, refusals
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(
@@ -142,10 +138,8 @@ def run(
     from nemo_patches.tools import launch
 
     try:
-        settings.resolve(*(given[setting.name] for setting in settings.SETTINGS))
-        stall_settings.resolve(*(given[setting.name] for setting in stall_settings.SETTINGS))
-        trace_settings.resolve(*(given[setting.name] for setting in trace_settings.SETTINGS))
-        uneven_settings.resolve(*(given[setting.name] for setting in uneven_settings.SETTINGS))
+        for refusal in refusals(given):
+            raise refusal
         if admission.disabled():
             typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
         for sentence in admission.misspelt():
@@ -153,7 +147,7 @@ def run(
         options = {setting.variable: given[setting.name] for setting in ALL_SETTINGS}
         chosen = {variable: value for variable, value in options.items() if value is not None}
         launch.become(command, launch.with_auto_apply({**os.environ, **chosen}))
-    except settings.SettingsError as error:
+    except SettingsError as error:
         typer.echo(f"nemo-patches run: {error}", err=True)
         raise typer.Exit(2) from None
     except OSError as error:  # the exit codes are those of a shell

@@ -3,6 +3,7 @@ batches counted where they are not."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,22 @@ def own_start(trainer: Any) -> Any:
     return model
 
 
-OWN = {"own end": own_end, "own start": own_start}
+def partial_start(trainer: Any) -> Any:
+    """Its epoch start has no code that could be looked at."""
+    model = asr_models.ctc(trainer)
+    start = functools.partialmethod(type(model).on_validation_epoch_start)
+    model.__class__ = type("PartialStart", (type(model),), {"on_validation_epoch_start": start})
+    return model
+
+
+def partial_end(trainer: Any) -> Any:
+    model = asr_models.ctc(trainer)
+    end = functools.partialmethod(type(model).on_validation_epoch_end)
+    model.__class__ = type("PartialEnd", (type(model),), {"on_validation_epoch_end": end})
+    return model
+
+
+OWN = {"own end": own_end, "own start": own_start, "partial end": partial_end, "partial start": partial_start}
 
 
 def evaluated(name: str, loaders: Any, stage: str = "validate", callbacks: Any = ()) -> dict[str, str]:
@@ -124,9 +140,11 @@ def test_a_model_that_does_not_come_to_nemos_epoch_ends_is_as_stock_and_said(
 ) -> None:
     assert seen["own start"] == seen["stock, ctc"]
     for result in results:
-        end, start = result.lines("ERROR")
+        end, start, partial_end = result.lines("ERROR")
         assert "OwnEnd: left as stock: its own on_validation_epoch_end does not call NeMo's" in end
         assert "OwnStart: left as stock: its own on_validation_epoch_start does not call NeMo's" in start
+        # The start of a partial does call NeMo's, which is seen when it is called; of an end that would be too late.
+        assert "PartialEnd: left as stock: its own on_validation_epoch_end does not call NeMo's" in partial_end
 
 
 WER = "nemo.collections.asr.metrics.wer"

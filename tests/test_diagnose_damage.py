@@ -109,7 +109,7 @@ def test_undamaged_they_are_the_truth() -> None:
 
 
 names, ranks, seeds = st.sampled_from(sorted(TRUTHS)), st.sampled_from(ALL), st.integers(0, 1 << 30)
-damage = settings(max_examples=120, deadline=None)
+damage = settings(max_examples=250, deadline=None)
 
 
 def changed(content: Files, rank: int, change: Callable[[bytes], bytes]) -> Files:

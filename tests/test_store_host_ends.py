@@ -81,6 +81,7 @@ def test_the_others_say_that_rank_0_has_left(ending: str, tmp_path: Path) -> Non
 
 def test_a_rank_0_that_is_killed_has_not_left(tmp_path: Path) -> None:
     for stderr in stderr_of_others("killed", tmp_path):
-        ended, gone = stderr.splitlines()
+        # c10d may log its frames: who is killed in the middle of an answer resets the connection of whoever asks
+        ended, gone = [line for line in stderr.splitlines() if " nemo_patches " in line]
         assert ended.endswith(": rank 0 has gone, or the network to it was lost")
         assert "rank 0 (" in gone and ") has no heartbeat: " in gone

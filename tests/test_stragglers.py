@@ -163,12 +163,9 @@ def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(size: int, seed
             last = [step.maximum for step in lived.steps[-25:]]
             assert set(last) & set(stocks[-25:]), kind
     for rank, result in enumerate(results):
-        # One kind after the other, each on a new encoder: at most one warning for each. A rank that a busy machine
-        # pauses for longer than an eighth of the timeout is late once more, and may be said to be.
+        # One kind after the other, each on a new encoder: at most one warning for each.
         for name in ("ConformerEncoder:", "ConformerEncoder #2:", "ConformerEncoder #3:"):
-            warnings = result.lines("WARNING", name, "not every rank")
-            waits_s = sorted(float(line.split("came within ")[1].split(" s;")[0]) for line in warnings)
-            assert len(waits_s) <= 1 or (len(waits_s) == 2 and waits_s[0] < waits_s[1] / 4), (rank, warnings)
+            assert len(result.lines("WARNING", name, "not every rank")) <= 1, (rank, name)
     assert any(result.lines("not every rank") for result in results)
 
 

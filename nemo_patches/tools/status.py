@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +16,6 @@ from rich.console import Console
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
 from nemo_patches.patching.targets import METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
-from nemo_patches.stall import settings as stall_settings
-from nemo_patches.sync import settings as sync_settings
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.uneven import settings as uneven_settings
@@ -102,25 +100,22 @@ def examine() -> Report:
         deferring = tuple(_metric_target(target, built_in) for target in METRIC_TARGETS)
         sums = (_metric_target(target, built_in) for target in METRIC_SUMS)
         undeferred = dict.fromkeys(target.problem for target in (*deferring, *sums) if target.problem)
-    checks: list[Callable[[], object]] = [
-        admission.disabled,
-        sync_settings.resolve,
-        stall_settings.resolve,
-        trace_settings.resolve,
-        uneven_settings.resolve,
-    ]
-    if not built_in:  # what is built in asks for no version
-        checks.append(lambda: admission.require_supported(nemo))
-    for check in checks:
-        try:
-            check()
-        except (SettingsError, admission.UnsupportedNeMo) as error:
-            problems.append(str(error))
+    disabled = False
+    try:
+        disabled = admission.disabled()
+    except SettingsError as error:
+        problems.append(str(error))
+    problems.extend(map(str, uneven_settings.refusals()))
+    try:
+        if not built_in:  # what is built in asks for no version
+            admission.require_supported(nemo)
+    except (SettingsError, admission.UnsupportedNeMo) as error:
+        problems.append(str(error))
     if not any(target.file for target in encoders):
         problems.append(f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be patched")
     if importlib.util.find_spec("wrapt") is None:
         problems.append("wrapt is not installed: pip install wrapt")
-    switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" and not built_in else []
+    switched_off = [f"{DISABLE_VARIABLE}=1"] if disabled and not built_in else []
     if shadowed_by and not built_in:
         switched_off.append(shadowed_by)
     reasons = [*problems, *undeferred, *switched_off]

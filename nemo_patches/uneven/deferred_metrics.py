@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -161,10 +161,16 @@ def _calls_nemos(model: Any, method: str) -> bool:
     for owner in type(model).__mro__:
         if owner.__module__ in _PATCHED_MODULES:
             return True
-        own = inspect.unwrap(vars(owner).get(method, _calls_nemos))
-        if own is not _calls_nemos and method not in own.__code__.co_names:
+        own = vars(owner).get(method)
+        if own is not None and method not in _names_in(own):
             return False
     return True
+
+
+def _names_in(method: Any) -> Sequence[str]:
+    """The names that a method uses; none where it is no plain function, but a partial or the like."""
+    code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+    return code.co_names if code else ()
 
 
 def _is_sum(metric: Any) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
-from nemo_patches.sync.settings import Setting, word_setting
+from nemo_patches.sync.settings import Setting, SettingsError, word_setting
 from nemo_patches.tracing import settings as trace_settings
 
 STOCK, DEFERRED = "stock", "deferred"
@@ -55,3 +56,18 @@ def resolve(
     """From keywords, else the environment, else the defaults. Raises SettingsError."""
     given = zip(SETTINGS, (metrics, stop_together), strict=True)
     return UnevenSettings(*(setting.value(keyword, environment) for setting, keyword in given))
+
+
+def refusals(given: Mapping[str, Any] = MappingProxyType({})) -> Iterator[SettingsError]:
+    """Why apply() would refuse these keywords and this process's environment; one at most for each part of them."""
+    parts: tuple[tuple[tuple[Setting[Any], ...], Callable[..., object]], ...] = (
+        (sync_settings.SETTINGS, sync_settings.resolve),
+        (stall_settings.SETTINGS, stall_settings.resolve),
+        (trace_settings.SETTINGS, trace_settings.resolve),
+        (SETTINGS, resolve),
+    )
+    for settings, resolve_part in parts:
+        try:
+            resolve_part(*(given.get(setting.name) for setting in settings))
+        except SettingsError as error:
+            yield error

@@ -19,12 +19,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from nemo_patches.stall import settings as stall_settings
-from nemo_patches.sync import settings as sync_settings
 from nemo_patches.tools.demo import data, processes, report
 from nemo_patches.tools.demo.errors import DemoError
 from nemo_patches.tools.demo.jobs import RunOutcome, Task
-from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.uneven import settings as uneven_settings
 
 _PICTURE_WIDTH = 118  # columns
@@ -37,11 +34,8 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
     """
     if record:
         _require_picture(record)
-    try:
-        for resolve in (sync_settings.resolve, stall_settings.resolve, trace_settings.resolve, uneven_settings.resolve):
-            resolve()  # the ranks' apply() would refuse it
-    except sync_settings.SettingsError as error:
-        raise DemoError(str(error)) from None
+    for refusal in uneven_settings.refusals():  # the ranks' apply() would refuse it
+        raise DemoError(str(refusal))
     console = Console(highlight=False)
     entries = None
     if manifest:
