@@ -328,7 +328,9 @@ def diagnose(
     job: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Ask a running job: its MASTER_ADDR and MASTER_PORT.", show_default="none"
+            metavar="HOST:PORT|DIR",
+            help="Ask a running job: its MASTER_ADDR and MASTER_PORT, or the folder in which it runs on this machine.",
+            show_default="none",
         ),
     ] = None,
     ras: Annotated[

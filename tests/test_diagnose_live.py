@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import re
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch.distributed as dist
@@ -137,6 +142,27 @@ def test_a_server_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.M
     ):
         live.diagnose_job(f"127.0.0.1:{silent.getsockname()[1]}")
     assert not multiprocessing.active_children()
+
+
+def test_a_job_is_found_by_the_folder_in_which_it_runs(tmp_path: Path) -> None:
+    with job([WAITS, WAITS, ELSEWHERE]) as server, contextlib.ExitStack() as ranks:
+
+        def start(port: int) -> None:
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            rank = subprocess.Popen([sys.executable, "-c", "input()"], cwd=tmp_path, env=variables, stdin=PIPE)
+            ranks.callback(rank.wait, 60)
+            ranks.callback(rank.kill)
+
+        with pytest.raises(UnreadableError, match=re.escape(str(tmp_path))):
+            live.diagnose_job(str(tmp_path))
+        for _ in range(2):
+            start(server.port)
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path)
+        assert [(one.id, one.ranks) for one in live.diagnose_job(str(link)).findings] == [(ids.BEFORE_ENCODER, (2,))]
+        start(1)
+        with pytest.raises(UnreadableError, match=rf"several jobs .* 127.0.0.1:1, 127.0.0.1:{server.port}"):
+            live.diagnose_job(str(tmp_path))
 
 
 def test_the_command() -> None:

@@ -46,7 +46,7 @@ def run(
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
     if (len(paths) > 0) + (job is not None) + (ras is not None) != 1:
-        raise DiagnoseError("give a folder or logs, or --job HOST:PORT, or --ras HOST; one of them")
+        raise DiagnoseError("give a folder or logs, or --job HOST:PORT or its folder, or --ras HOST; one of them")
     if job is not None or ras is not None:
         if watch or plot or perfetto or launch is not None:
             raise DiagnoseError("--job and --ras take only --json beside them")

@@ -6,14 +6,17 @@ the store, so that a heart that stands still is seen. All of it is bounded in ti
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import multiprocessing
+import os
 import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -53,11 +56,13 @@ class Seen:
     unreached: set[int]
 
 
-def diagnose_job(address: str, goes_on: timedelta = GOES_ON) -> Report:
-    """Of the job whose store is at HOST:PORT. Raises UnreadableError."""
+def diagnose_job(job: str, goes_on: timedelta = GOES_ON) -> Report:
+    """job: where its store is, HOST:PORT, or the folder that its processes on this machine work in. UnreadableError."""
+    address = address_of(Path(job)) if Path(job).is_dir() else job
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UnreadableError(f"--job={address}: HOST:PORT is wanted, the job's MASTER_ADDR and MASTER_PORT")
+        wanted = "HOST:PORT is wanted, the job's MASTER_ADDR and MASTER_PORT, or the folder that it works in"
+        raise UnreadableError(f"--job={address}: {wanted}")
     try:
         # First without torch: its client tries again and again, and logs each time.
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as probe:
@@ -68,6 +73,31 @@ def diagnose_job(address: str, goes_on: timedelta = GOES_ON) -> Report:
     if isinstance(seen, str):
         raise UnreadableError(f"--job={address}: {seen}")
     return report_on(address, seen, goes_on)
+
+
+def address_of(folder: Path) -> str:
+    """MASTER_ADDR and MASTER_PORT of the job whose processes work in this folder. Raises UnreadableError.
+
+    Linux tells with what variables a process was started: torchrun, and Lightning for all ranks but the first, hand
+    these two over; who sets them in a running process is not seen.
+    """
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if (process / "cwd").samefile(folder):
+                variables = dict(
+                    pair.partition("=")[::2] for pair in os.fsdecode((process / "environ").read_bytes()).split("\0")
+                )
+                found.add((variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")))
+    addresses = sorted(f"{host}:{port}" for host, port in found if host and port)
+    if not addresses:
+        raise UnreadableError(
+            f"--job={folder}: no process of yours on this machine works there and was started with MASTER_ADDR and "
+            "MASTER_PORT, as torchrun does; run it on a host of the job, or give HOST:PORT"
+        )
+    if len(addresses) > 1:
+        raise UnreadableError(f"--job={folder}: several jobs work there; give one of {', '.join(addresses)}")
+    return addresses[0]
 
 
 def _answer_of_a_child(server: str, port: int) -> Seen | str:
