@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from ..sync import keys
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank, described
@@ -111,7 +109,7 @@ class MissingQuery:
 
     @property
     def done(self) -> bool:
-        if self._store_query.missing is not None or self._store_query.unsaid:
+        if self._store_query.answer is not None:
             return True
         if not self._store_query.trouble():
             return False
@@ -133,10 +131,8 @@ class MissingQuery:
 
     def _found(self) -> Answer:
         store, direct, trouble = self._store_query, self._direct_query, self._store_query.trouble()
-        if store.missing is not None:
-            return Answer(store.missing)
-        if store.unsaid:
-            return Answer(unknown=store.unsaid)
+        if store.answer is not None:
+            return store.answer
         if direct is not None and direct.missing is not None:
             return Answer(direct.missing, direct.unknown, f"{trouble or 'slow store'}; the ranks themselves were asked")
         if trouble and (problem := self._surroundings.introduction().problem):
@@ -160,12 +156,11 @@ class MissingQuery:
 
 
 class StoreQuery:
-    """A question to the job's store. Its thread writes `missing` once it is known, and `partly` before."""
+    """A question to the job's store. Its thread writes `answer` once it is known, and `partly` before."""
 
     def __init__(self, surroundings: Surroundings, question: Question, cancelled: threading.Event) -> None:
-        self.missing: tuple[MissingRank, ...] | None = None
+        self.answer: Answer | None = None
         self.partly: tuple[MissingRank, ...] = ()
-        self.unsaid = ""  # in place of `missing`: why it cannot be known
         self._surroundings, self._question, self._cancelled = surroundings, question, cancelled
         self._began = time.monotonic()
         self._store = AskedStore(surroundings.client)
@@ -174,34 +169,30 @@ class StoreQuery:
 
     def trouble(self) -> str:
         """What is wrong with the store; empty where it answers."""
-        return "" if self.missing is not None else self._store.trouble()
+        return "" if self.answer is not None else self._store.trouble()
 
     # What follows runs in its own thread.
 
     def _run(self) -> None:
         try:
+            key, number, repeat = self._question.key, self._question.round_number, self._question.repeat
             attempt = 0
-            while not self._cancelled.is_set() and self.missing is None and not self.unsaid:
+            while not self._cancelled.is_set() and self.answer is None:
                 attempt += 1
-                self._ask(self._topic(attempt))
+                self._ask(keys.QUERY.format(encoder=key, round=number, repeat=repeat, attempt=attempt))
         except Exception as error:
             self._store.error = first_line(error)
-
-    def _topic(self, attempt: int) -> str:
-        """Under which ranks agree on who finds out, and where that rank leaves it."""
-        key, number, repeat = self._question.key, self._question.round_number, self._question.repeat
-        return keys.QUERY.format(encoder=key, round=number, repeat=repeat, attempt=attempt)
 
     def _ask(self, topic: str) -> None:
         """The first to ask under a topic finds out for all; the others wait for that, and not for long."""
         with self._store.asking() as store:
             is_first = store.add(f"{topic}/asked", 1) == 1
         if is_first:
-            missing = self._find_out()
-            if not self._cancelled.is_set() and not self.unsaid:
-                with self._store.asking() as store:
-                    self._publish(store, topic, missing)
-                self.missing = missing
+            answer = self._find_out()
+            if not self._cancelled.is_set():
+                if not answer.unknown:
+                    self._publish(topic, answer.missing)
+                self.answer = answer
             return
         due_at, period_s = self._question.due_at, self._surroundings.period_s
         patience = max(due_at, time.monotonic() + PERIODS_TO_SEE * period_s) + 3 * _LOOK_S
@@ -213,17 +204,18 @@ class StoreQuery:
                 missing_there = decode_missing(data, self._surroundings.size)
                 # One that names this rank is from before it came.
                 if missing_there is not None and all(one.rank != self._surroundings.rank for one in missing_there):
-                    self.missing = missing_there
+                    self.answer = Answer(missing_there)
                 return
             self._cancelled.wait(_LOOK_S)
 
-    def _publish(self, store: dist.Store, topic: str, missing: tuple[MissingRank, ...]) -> None:
-        store.set(f"{topic}/missing", encode_missing(missing).decode())
-        for rank in missing:
-            texts = encode_texts({"id": topic, "incident": self._question.incident, "where": rank.where})
-            store.set(keys.WAITED_FOR.format(rank=rank.rank), texts.decode())
+    def _publish(self, topic: str, missing: tuple[MissingRank, ...]) -> None:
+        with self._store.asking() as store:
+            store.set(f"{topic}/missing", encode_missing(missing).decode())
+            for rank in missing:
+                texts = encode_texts({"id": topic, "incident": self._question.incident, "where": rank.where})
+                store.set(keys.WAITED_FOR.format(rank=rank.rank), texts.decode())
 
-    def _find_out(self) -> tuple[MissingRank, ...]:
+    def _find_out(self) -> Answer:
         """Looks when it begins, when the report is due, and when a heart that beats must have been seen to."""
         began = time.monotonic()
         others = set(range(self._surroundings.size)) - {self._surroundings.rank}
@@ -237,10 +229,9 @@ class StoreQuery:
         last, still_absent = self._look(others if came else absent)
         if came:
             gone = self._described(others, first, last, due, (SILENT, LEFT))
-            self.unsaid = "" if gone else self._question.unsaid(last.values())
-            return gone
+            return Answer(gone, "" if gone else self._question.unsaid(last.values()))
         # Heartbeats lag by one period: blame a rank seen just now only if no other suspect remains.
-        return self._described(still_absent or absent, first, last, due)
+        return Answer(self._described(still_absent or absent, first, last, due))
 
     def _look(self, ranks: set[int]) -> tuple[dict[int, Heartbeat], set[int]]:
         """The heartbeats of these ranks, and which of them have not come to the round."""
