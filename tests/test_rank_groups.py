@@ -206,7 +206,7 @@ def test_a_census_that_others_have_overtaken_does_not_count_back() -> None:
         return heartbeat(0)
 
     surroundings = Surroundings(0, 1, 0.01, client, Introduction)
-    census = StoreCensus(CensusQuestion(surroundings, own, time.monotonic(), LIMIT_S))
+    census = StoreCensus(CensusQuestion(surroundings, own, time.monotonic(), LIMIT_S), threading.Event())
     wait_until(lambda: census.counted)
     with client.asking() as store:
         assert store.add(keys.CENSUS_NUMBER, 0) == 2

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..sync import keys
 from .heartbeat import Heartbeat
-from .missing_query import PERIODS_TO_SEE, Introduction, Surroundings, sleep_until
+from .missing_query import PERIODS_TO_SEE, Introduction, Surroundings
 from .peers import ask
 from .rank_groups import RankGroup, grouped
 from .rank_text import first_line
@@ -47,8 +48,8 @@ class Census:
     """Begun before it is due: only who is looked at twice is seen to have no heartbeat."""
 
     def __init__(self, question: CensusQuestion) -> None:
-        self._question = question
-        self._of_store = StoreCensus(question)
+        self._question, self._cancelled = question, threading.Event()
+        self._of_store = StoreCensus(question, self._cancelled)
         self._of_ranks: DirectCensus | None = None
 
     @property
@@ -61,7 +62,7 @@ class Census:
         trouble = "" if self._of_ranks is not None else self._of_store.trouble()
         introduction = self._question.surroundings.introduction()
         if trouble and introduction.peers:
-            self._of_ranks = DirectCensus(self._question, introduction, trouble)
+            self._of_ranks = DirectCensus(self._question, introduction, trouble, self._cancelled)
 
     def trouble(self) -> str:
         """With the store, and why the ranks are not asked; empty where the store answers."""
@@ -71,18 +72,15 @@ class Census:
         return f"{trouble}; the ranks themselves are not asked: {problem}" if trouble and problem else trouble
 
     def cancel(self) -> None:
-        self._of_store.cancelled = True
-        if self._of_ranks is not None:
-            self._of_ranks.cancelled = True
+        self._cancelled.set()
 
 
 class StoreCensus:
     """Of the job's store. Its thread writes `counted`."""
 
-    def __init__(self, question: CensusQuestion) -> None:
+    def __init__(self, question: CensusQuestion, cancelled: threading.Event) -> None:
         self.counted: Counted | None = None
-        self.cancelled = False  # written by who asked
-        self._question, self._surroundings = question, question.surroundings
+        self._question, self._surroundings, self._cancelled = question, question.surroundings, cancelled
         self._store = AskedStore(self._surroundings.client)
         self._look_s = min(PERIODS_TO_SEE * self._surroundings.period_s, _LONGEST_LOOK_S)
         self._surroundings.client.ask_in_thread(self._run)
@@ -95,7 +93,7 @@ class StoreCensus:
         try:
             with self._store.asking() as store:
                 number = int(store.add(keys.CENSUS_NUMBER, 0)) + 1
-            while self.counted is None and not self.cancelled:
+            while self.counted is None and not self._cancelled.is_set():
                 attempt += 1
                 topic = keys.CENSUS.format(number=number, attempt=attempt)
                 with self._store.asking() as store:
@@ -110,15 +108,15 @@ class StoreCensus:
     def _take(self, topic: str, number: int) -> None:
         """For all that have begun one since the last."""
         began, first = time.monotonic(), self._look()
-        sleep_until(max(self._question.due_at, began + self._look_s), lambda: self.cancelled)
-        last = {} if self.cancelled else self._look()
+        self._cancelled.wait(max(self._question.due_at, began + self._look_s) - time.monotonic())
+        last = {} if self._cancelled.is_set() else self._look()
         seen_long = time.monotonic() - began >= PERIODS_TO_SEE * self._surroundings.period_s
         silent = {rank for rank, heart in last.items() if rank in first and first[rank].number == heart.number}
         groups = self._question.grouped(last, silent if seen_long else set())
         with self._store.asking() as store:  # the number first: nobody may take these groups for a later census's
             if (behind := number - int(store.add(keys.CENSUS_NUMBER, 0))) > 0:  # else others have taken it meanwhile
                 store.add(keys.CENSUS_NUMBER, behind)
-            if not self.cancelled:
+            if not self._cancelled.is_set():
                 store.set(f"{topic}/groups", encode_groups(groups).decode())
                 self.counted = Counted(groups, taken_here=True)
 
@@ -126,8 +124,9 @@ class StoreCensus:
         """What another rank finds out: some time after it is due, that rank is taken for gone."""
         known_at = max(self._question.due_at, began + self._look_s)
         pause_s = max(_LOOK_S, self._surroundings.size * _LOOK_PER_RANK_S)
-        while self.counted is None and not self.cancelled and time.monotonic() < known_at + _MAKER_PATIENCE_S:
-            sleep_until(max(time.monotonic() + pause_s, self._question.due_at), lambda: self.cancelled)
+        gone_at = known_at + _MAKER_PATIENCE_S
+        while self.counted is None and not self._cancelled.is_set() and time.monotonic() < gone_at:
+            self._cancelled.wait(max(pause_s, self._question.due_at - time.monotonic()))
             with self._store.asking() as store:
                 data = store.get(f"{topic}/groups") if store.check([f"{topic}/groups"]) else b""
             if groups := decode_groups(data, self._surroundings.size):
@@ -141,24 +140,25 @@ class StoreCensus:
 class DirectCensus:
     """Of the ranks themselves. Its thread writes `counted`."""
 
-    def __init__(self, question: CensusQuestion, introduction: Introduction, trouble: str) -> None:
+    def __init__(
+        self, question: CensusQuestion, introduction: Introduction, trouble: str, cancelled: threading.Event
+    ) -> None:
         self.counted: Counted | None = None
         self.error = ""  # why it never will be
-        self.cancelled = False  # written by who asked
-        self._question, self._trouble, self._token = question, trouble, introduction.token
+        self._question, self._trouble, self._token, self._cancelled = question, trouble, introduction.token, cancelled
         own = question.surroundings.rank
         self._peers = {rank: peer for rank, peer in introduction.peers.items() if peer.address and rank != own}
         question.surroundings.client.ask_in_thread(self._run)
 
     def _run(self) -> None:
-        sleep_until(self._question.due_at, lambda: self.cancelled)
+        self._cancelled.wait(self._question.due_at - time.monotonic())
         try:
             self._ask()
         except Exception as error:
             self.error = first_line(error)
 
     def _ask(self) -> None:
-        answers = ask(self._peers, self._token, _DIRECT_PATIENCE_S, lambda: self.cancelled)
+        answers = ask(self._peers, self._token, _DIRECT_PATIENCE_S, self._cancelled.is_set)
         silent = self._peers.keys() - answers.keys()
         unheard = {rank: _unheard(rank, self._peers[rank]) for rank in silent}
         is_first = all(self._question.surroundings.rank < rank for rank in answers)

@@ -100,8 +100,7 @@ class JobStallWatch:
         lead_s = min(2 * self._surroundings.period_s + 0.5, limit_s / 2)
         if self._census is None and now >= due_at - lead_s:
             self._send_heartbeat()  # whoever takes the census is to know where this rank is
-            question = CensusQuestion(self._surroundings, self._make_heartbeat, due_at, limit_s / 2)
-            self._census = Census(question)
+            self._census = Census(CensusQuestion(self._surroundings, self._make_heartbeat, due_at, limit_s / 2))
         elif self._census is not None and now >= due_at:
             counted = self._census.counted
             if counted is not None or now >= due_at + lead_s + _PATIENCE_S:
@@ -127,7 +126,8 @@ class JobStallWatch:
         self._census, self._looks = None, self._looks + 1
         idle = f"no encoder call for {now - self._last.since:.0f} s"
         if counted is None:
-            self._say(logging.WARNING, f"{idle}; where the ranks are cannot be told: {_why(census)}")
+            why = census.trouble() or "it was not found out in time"
+            self._say(logging.WARNING, f"{idle}; where the ranks are cannot be told: {why}")
             return
         before, verdict = self._verdict, judged(counted.groups)
         self._verdict = verdict
@@ -150,7 +150,6 @@ class JobStallWatch:
         groups = [{"ranks": group.ranks, **asdict(group)} for group in verdict.groups]
         for group in groups:
             del group["runs"]
-        missing = [asdict(rank) for rank in verdict.missing]
         return json.dumps(
             {
                 "rank": self._surroundings.rank,
@@ -158,7 +157,7 @@ class JobStallWatch:
                 "idle_s": round(now - self._last.since, 1),
                 "text": text,
                 "remark": verdict.remark,
-                "missing": missing,
+                "missing": [asdict(rank) for rank in verdict.missing],
                 "groups": groups,
             }
         )
@@ -180,10 +179,6 @@ class JobStallWatch:
         flushing.start()
         flushing.join(_FLUSH_LIMIT_S)  # the training thread may hold a stream's lock
         os._exit(EXIT_CODE)  # the training thread is in a collective, which Python cannot interrupt
-
-
-def _why(census: Census) -> str:
-    return census.trouble() or "it was not found out in time"
 
 
 def _start_command(command: str, text: str) -> threading.Thread:

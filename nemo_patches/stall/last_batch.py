@@ -28,9 +28,8 @@ def last_batch(frames: Iterable[FrameType]) -> str:
     """Of the thread with these frames, innermost first: "1041: cuts a, b, +30"; empty where none of them tells."""
     for frame in frames:
         code = frame.f_code
-        names = (
-            code.co_varnames if code.co_flags & inspect.CO_OPTIMIZED else code.co_names
-        )  # a function's, or a script's
+        is_function = code.co_flags & inspect.CO_OPTIMIZED  # else a script
+        names = code.co_varnames if is_function else code.co_names
         if any(name in names for name in _INDICES):
             variables = frame.f_locals
             index = next((variables[name] for name in _INDICES if name in variables), None)

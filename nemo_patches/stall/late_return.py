@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 
 from ..sync import keys
 from ..sync.rank_log import report
-from .missing_query import sleep_until
 from .store_client import StoreClient
 from .training_notes import TrainingNotes
 from .wire import decode_texts
@@ -18,13 +18,13 @@ _LOOKS_S = (0.0, 1.0, 3.0)  # after it came back: the others may still be findin
 
 
 class LateReturn:
-    """Looked after by the stall monitor's thread, which alone writes the fields; each question has its own thread."""
+    """The stall monitor's thread calls `look` and `cancel`; each question has its own thread."""
 
     def __init__(self, rank: int, client: StoreClient, notes: TrainingNotes) -> None:
         self._rank, self._client, self._notes = rank, client, notes
         self._seen_calls, self._seen_since = 0, 0.0
-        self._said: set[str] = set()  # incidents; one thread after the other
-        self._latest: _Question | None = None
+        self._cancelled = threading.Event()  # of the latest question
+        self._said: set[str] = set()  # incidents; the questions' threads say them, one thread after the other
 
     def look(self, away_after_s: float, where: str) -> bool:
         """Whether this rank calls an encoder again, or for the first time, after at least `away_after_s`.
@@ -39,38 +39,30 @@ class LateReturn:
         if away_s < away_after_s:
             return False
         self.cancel()
-        self._latest = _Question(self._rank, self._client, where, self._said)
+        self._cancelled = cancelled = threading.Event()
+        self._client.ask_in_thread(lambda: self._ask(where, cancelled))
         return True
 
     def cancel(self) -> None:
-        if self._latest is not None:
-            self._latest.cancelled = True
+        self._cancelled.set()
 
-
-class _Question:
-    def __init__(self, rank: int, client: StoreClient, where: str, said: set[str]) -> None:
-        self.cancelled = False
-        self._rank, self._client, self._where, self._said = rank, client, where, said
-        self._began = time.monotonic()
-        client.ask_in_thread(self._run)
-
-    def _run(self) -> None:
+    def _ask(self, where: str, cancelled: threading.Event) -> None:
         # Errors are nobody's concern: a store that is gone is the waiting ranks' to report.
         with contextlib.suppress(Exception):
-            key = keys.WAITED_FOR.format(rank=self._rank)
+            began, key = time.monotonic(), keys.WAITED_FOR.format(rank=self._rank)
             for seconds in _LOOKS_S:
-                sleep_until(self._began + seconds, lambda: self.cancelled)
+                cancelled.wait(began + seconds - time.monotonic())
                 with self._client.asking() as store:
-                    data = store.get(key) if not self.cancelled and store.check([key]) else b""
-                if self.cancelled or (data and self._say(decode_texts(data))):
+                    data = store.get(key) if not cancelled.is_set() and store.check([key]) else b""
+                if cancelled.is_set() or (data and self._say(decode_texts(data), where)):
                     break
 
-    def _say(self, texts: dict[str, str]) -> bool:
+    def _say(self, texts: dict[str, str], where: str) -> bool:
         """False where it was said before: the store keeps the last incident."""
         if texts.get("id", "") in self._said:
             return False
         self._said.add(texts.get("id", ""))
-        where = texts.get("where") or self._where
-        been = f"; it had been in {where}" if where else ""
+        place = texts.get("where") or where
+        been = f"; it had been in {place}" if place else ""
         report(logging.WARNING, f"other ranks waited for this one, and gave up ({texts.get('incident', '')}){been}")
         return True

@@ -8,13 +8,12 @@ asks the ranks themselves. Each query runs in a short-lived thread.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 from ..sync import keys
 from .heartbeat import Heartbeat
@@ -29,7 +28,6 @@ END = "end"  # in place of an encoder's key: its group is gone, and so is some r
 PERIODS_TO_SEE = 1.75  # after so many periods, a heart that beats has been seen to
 _LOOK_S = 0.2  # between two looks for what another rank is to find out
 _DIRECT_PATIENCE_S = 1.2  # for a rank to answer: one whose heart beats looks four times a second
-_SLICE_S = 0.05  # between two looks whether the answer is still wanted
 
 
 class Introduction(NamedTuple):
@@ -105,13 +103,13 @@ class MissingQuery:
         self.question = question
         self._surroundings = surroundings
         self._began = time.monotonic()
-        self._store_query = StoreQuery(surroundings, question)
+        self._cancelled = threading.Event()
+        self._store_query = StoreQuery(surroundings, question, self._cancelled)
         self._direct_query: DirectQuery | None = None
-        self._cancelled = False
 
     @property
     def done(self) -> bool:
-        if self._store_query.missing is not None or self._store_query.unsaid:
+        if self._store_query.answer is not None:
             return True
         if not self._store_query.trouble():
             return False
@@ -133,10 +131,8 @@ class MissingQuery:
 
     def _found(self) -> Answer:
         store, direct, trouble = self._store_query, self._direct_query, self._store_query.trouble()
-        if store.missing is not None:
-            return Answer(store.missing)
-        if store.unsaid:
-            return Answer(unknown=store.unsaid)
+        if store.answer is not None:
+            return store.answer
         if direct is not None and direct.missing is not None:
             return Answer(direct.missing, direct.unknown, f"{trouble or 'slow store'}; the ranks themselves were asked")
         if trouble and (problem := self._surroundings.introduction().problem):
@@ -145,32 +141,27 @@ class MissingQuery:
 
     def look_after_the_store(self) -> None:
         """Called again and again, by the stall monitor: where the store fails, ask the ranks themselves."""
-        if self._direct_query is not None or self._cancelled or not self._store_query.trouble():
+        if self._direct_query is not None or self._cancelled.is_set() or not self._store_query.trouble():
             return
         introduction = self._surroundings.introduction()
         if introduction.peers:
-            self._direct_query = DirectQuery(self._surroundings, self.question, introduction)
+            self._direct_query = DirectQuery(self._surroundings, self.question, introduction, self._cancelled)
 
     @property
     def age_s(self) -> float:
         return time.monotonic() - self._began
 
     def cancel(self) -> None:
-        self._cancelled = True
-        self._store_query.cancelled = True
-        if self._direct_query is not None:
-            self._direct_query.cancelled = True
+        self._cancelled.set()
 
 
 class StoreQuery:
-    """A question to the job's store. Its thread writes `missing` once it is known, and `partly` before."""
+    """A question to the job's store. Its thread writes `answer` once it is known, and `partly` before."""
 
-    def __init__(self, surroundings: Surroundings, question: Question) -> None:
-        self.missing: tuple[MissingRank, ...] | None = None
+    def __init__(self, surroundings: Surroundings, question: Question, cancelled: threading.Event) -> None:
+        self.answer: Answer | None = None
         self.partly: tuple[MissingRank, ...] = ()
-        self.unsaid = ""  # in place of `missing`: why it cannot be known
-        self.cancelled = False  # written by who asked
-        self._surroundings, self._question = surroundings, question
+        self._surroundings, self._question, self._cancelled = surroundings, question, cancelled
         self._began = time.monotonic()
         self._store = AskedStore(surroundings.client)
         self._announced: set[int] = set()
@@ -178,77 +169,73 @@ class StoreQuery:
 
     def trouble(self) -> str:
         """What is wrong with the store; empty where it answers."""
-        return "" if self.missing is not None else self._store.trouble()
+        return "" if self.answer is not None else self._store.trouble()
 
     # What follows runs in its own thread.
 
     def _run(self) -> None:
         try:
+            key, number, repeat = self._question.key, self._question.round_number, self._question.repeat
             attempt = 0
-            while not self.cancelled and self.missing is None and not self.unsaid:
+            while not self._cancelled.is_set() and self.answer is None:
                 attempt += 1
-                self._ask(self._topic(attempt))
+                self._ask(keys.QUERY.format(encoder=key, round=number, repeat=repeat, attempt=attempt))
         except Exception as error:
             self._store.error = first_line(error)
-
-    def _topic(self, attempt: int) -> str:
-        """Under which ranks agree on who finds out, and where that rank leaves it."""
-        key, number, repeat = self._question.key, self._question.round_number, self._question.repeat
-        return keys.QUERY.format(encoder=key, round=number, repeat=repeat, attempt=attempt)
 
     def _ask(self, topic: str) -> None:
         """The first to ask under a topic finds out for all; the others wait for that, and not for long."""
         with self._store.asking() as store:
             is_first = store.add(f"{topic}/asked", 1) == 1
         if is_first:
-            missing = self._find_out()
-            if not self.cancelled and not self.unsaid:
-                with self._store.asking() as store:
-                    self._publish(store, topic, missing)
-                self.missing = missing
+            answer = self._find_out()
+            if not self._cancelled.is_set():
+                if not answer.unknown:
+                    self._publish(topic, answer.missing)
+                self.answer = answer
             return
         due_at, period_s = self._question.due_at, self._surroundings.period_s
         patience = max(due_at, time.monotonic() + PERIODS_TO_SEE * period_s) + 3 * _LOOK_S
-        self._sleep_until(due_at)  # nobody knows before
-        while not self.cancelled and time.monotonic() < patience:
+        self._cancelled.wait(due_at - time.monotonic())  # nobody knows before
+        while not self._cancelled.is_set() and time.monotonic() < patience:
             with self._store.asking() as store:
                 data = store.get(f"{topic}/missing") if store.check([f"{topic}/missing"]) else None
             if data is not None:
                 missing_there = decode_missing(data, self._surroundings.size)
                 # One that names this rank is from before it came.
                 if missing_there is not None and all(one.rank != self._surroundings.rank for one in missing_there):
-                    self.missing = missing_there
+                    self.answer = Answer(missing_there)
                 return
-            self._sleep_until(time.monotonic() + _LOOK_S)
+            self._cancelled.wait(_LOOK_S)
 
-    def _publish(self, store: dist.Store, topic: str, missing: tuple[MissingRank, ...]) -> None:
-        store.set(f"{topic}/missing", encode_missing(missing).decode())
-        for rank in missing:
-            texts = encode_texts({"id": topic, "incident": self._question.incident, "where": rank.where})
-            store.set(keys.WAITED_FOR.format(rank=rank.rank), texts.decode())
+    def _publish(self, topic: str, missing: tuple[MissingRank, ...]) -> None:
+        with self._store.asking() as store:
+            store.set(f"{topic}/missing", encode_missing(missing).decode())
+            for rank in missing:
+                texts = encode_texts({"id": topic, "incident": self._question.incident, "where": rank.where})
+                store.set(keys.WAITED_FOR.format(rank=rank.rank), texts.decode())
 
-    def _find_out(self) -> tuple[MissingRank, ...]:
+    def _find_out(self) -> Answer:
         """Looks when it begins, when the report is due, and when a heart that beats must have been seen to."""
         began = time.monotonic()
         others = set(range(self._surroundings.size)) - {self._surroundings.rank}
         first, absent = self._look(others)
-        self._sleep_until(self._question.due_at)
+        self._cancelled.wait(self._question.due_at - time.monotonic())
         due, absent = self._look(absent)
         # Where all have come, and the round has not, some rank has died or was stopped since it came.
         came = self._question.key == END or not absent
         self.partly = () if came else self._described(absent, {}, due, due)
-        self._sleep_until(began + PERIODS_TO_SEE * self._surroundings.period_s)
+        self._cancelled.wait(began + PERIODS_TO_SEE * self._surroundings.period_s - time.monotonic())
         last, still_absent = self._look(others if came else absent)
         if came:
             gone = self._described(others, first, last, due, (SILENT, LEFT))
-            self.unsaid = "" if gone else self._question.unsaid(last.values())
-            return gone
+            return Answer(gone, "" if gone else self._question.unsaid(last.values()))
         # Heartbeats lag by one period: blame a rank seen just now only if no other suspect remains.
-        return self._described(still_absent or absent, first, last, due)
+        return Answer(self._described(still_absent or absent, first, last, due))
 
     def _look(self, ranks: set[int]) -> tuple[dict[int, Heartbeat], set[int]]:
         """The heartbeats of these ranks, and which of them have not come to the round."""
-        if not ranks or self.cancelled:
+        if not ranks or self._cancelled.is_set():
             return {}, set()
         with self._store.asking() as store:
             if ranks - self._announced:
@@ -295,18 +282,16 @@ class StoreQuery:
             return SILENT
         return LATE if early or self._question.came(last) else ELSEWHERE
 
-    def _sleep_until(self, end: float) -> None:
-        sleep_until(end, lambda: self.cancelled)
-
 
 class DirectQuery:
     """A question to the ranks themselves. Its thread writes `missing`: None before the first answer."""
 
-    def __init__(self, surroundings: Surroundings, question: Question, introduction: Introduction) -> None:
+    def __init__(
+        self, surroundings: Surroundings, question: Question, introduction: Introduction, cancelled: threading.Event
+    ) -> None:
         self.missing: tuple[MissingRank, ...] | None = None
         self.done = False
-        self.cancelled = False  # written by who asked
-        self._question, self._token = question, introduction.token
+        self._question, self._token, self._cancelled = question, introduction.token, cancelled
         others = ((rank, peer) for rank, peer in introduction.peers.items() if rank != surroundings.rank)
         self._peers = {rank: peer for rank, peer in others if peer.address}
         unasked = sorted(set(range(surroundings.size)) - {surroundings.rank, *self._peers})
@@ -320,15 +305,15 @@ class DirectQuery:
             early = time.monotonic() < self._question.due_at
             self._ask()
             if early:
-                sleep_until(self._question.due_at, lambda: self.cancelled)
+                self._cancelled.wait(self._question.due_at - time.monotonic())
                 self._ask()
         except Exception as error:
             self.unknown = f"the ranks cannot be asked: {first_line(error)}"
         self.done = True
 
     def _ask(self) -> None:
-        heartbeats = ask(self._peers, self._token, _DIRECT_PATIENCE_S, lambda: self.cancelled)
-        if not self.cancelled:
+        heartbeats = ask(self._peers, self._token, _DIRECT_PATIENCE_S, self._cancelled.is_set)
+        if not self._cancelled.is_set():
             missing = tuple(self._described(heartbeats))
             self.unknown = self._unasked or ("" if missing else self._question.unsaid(heartbeats.values()))
             self.missing = missing
@@ -344,8 +329,3 @@ class DirectQuery:
                 place = (heartbeat.host, heartbeat.pid, heartbeat.calls, heartbeat.idle)
                 doing = (heartbeat.where, heartbeat.workers, heartbeat.collective, heartbeat.batch)
                 yield MissingRank(rank, ELSEWHERE, *place, *doing)
-
-
-def sleep_until(end: float, cancelled: Callable[[], bool]) -> None:
-    while not cancelled() and (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, _SLICE_S))

@@ -8,6 +8,8 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
+from itertools import groupby, takewhile
+from operator import itemgetter
 from types import FrameType
 
 from .occupation import Frame, Occupation
@@ -28,27 +30,18 @@ def where(thread: int) -> str:
     "load (data/reader.py:31) < main (train.py:80), in: select (python/selectors.py:415) < get (torch/...)" is: `load`
     was called by `main` and has called into libraries, which are in `select`. "+3" is how many frames were folded.
     """
-    own: list[str] = []
-    inside: list[str] = []
-    folded = 0
-    package = ""
+    places: list[tuple[str, str]] = []  # the library, empty for the user's own code, and the text
     for frame in frames(thread):
         library, path = _library(frame.f_code.co_filename)
-        text = f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
-        if not library:
-            own.append(text)
-        elif not own and library == package:
-            folded += 1
-        elif not own:
-            _fold(inside, folded)
-            inside.append(text)
-            folded = 0
-        package = library
-    _fold(inside, folded)
-    inside = inside[:_FOLDS]
+        places.append((library, f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"))
+    own = [text for library, text in places if not library]
+    inside = []
+    for _, run in groupby(takewhile(itemgetter(0), places), itemgetter(0)):
+        (_, text), *folded = run
+        inside.append(f"{text} +{len(folded)}" if folded else text)
     line = " < ".join(own[:_OWN_FRAMES]) + (f" < {len(own) - _OWN_FRAMES} more" if len(own) > _OWN_FRAMES else "")
     if inside:
-        line += (", in: " if own else "") + " < ".join(inside)
+        line += (", in: " if own else "") + " < ".join(inside[:_FOLDS])
     return line[:LONGEST]
 
 
@@ -78,11 +71,8 @@ def encoder_function() -> tuple[str, str]:
 def all_threads() -> list[str]:
     """A line for each thread of this process but the calling one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = []
-    for thread in list(sys._current_frames()):
-        if thread != threading.get_ident():
-            lines.append(f"thread {names.get(thread, thread)}: {where(thread)}")
-    return lines
+    others = [thread for thread in sys._current_frames() if thread != threading.get_ident()]
+    return [f"thread {names.get(thread, thread)}: {where(thread)}" for thread in others]
 
 
 def frames(thread: int) -> Iterator[FrameType]:
@@ -91,11 +81,6 @@ def frames(thread: int) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _fold(inside: list[str], folded: int) -> None:
-    if folded:
-        inside[-1] += f" +{folded}"
 
 
 def _library(file: str) -> tuple[str, str]:

@@ -19,15 +19,16 @@ class StallSubscriber:
     """From the first call of an encoder that syncs, a monitor watches the process group."""
 
     def __init__(self) -> None:
-        self.monitor: StallMonitor | None = None  # of the present process group
+        self._monitor: StallMonitor | None = None
         self._settings: StallSettings | None = None
         self._notes = TrainingNotes()
 
     def subscribe(self) -> None:
+        """Report stalls from now on; a second time: nothing more."""
         bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
 
-    def use(self, settings: StallSettings, others: str) -> None:
-        """These settings hold from the monitor's next look on."""
+    def use(self, settings: StallSettings, others: str = "") -> None:
+        """These settings hold from the monitor's next look on. others: what ranks are to have alike, too."""
         self._settings, self._notes.other_settings = settings, others
 
     def settings_in_force(self) -> StallSettings:
@@ -40,38 +41,23 @@ class StallSubscriber:
                 report(logging.ERROR, f"{error}; using {self._settings}")
         return self._settings
 
+    def monitor(self) -> StallMonitor | None:
+        """The monitor of the present (or last) process group; None before its first encoder call."""
+        return self._monitor
+
+    def stalls(self) -> tuple[Stall, ...]:
+        """The encoders' rounds that this rank waits for, or has given up, with the ranks that are missing from each."""
+        return () if self._monitor is None else self._monitor.stalls()
+
+    def unannounced(self) -> tuple[int, ...]:
+        """The ranks that have not announced themselves under that process group: unpatched, or not here yet."""
+        return () if self._monitor is None else self._monitor.roll_call.missing
+
     def _group_began(self, event: GroupBegan) -> None:
-        self.monitor = StallMonitor(event.group, self._notes, self.settings_in_force)
-        self.monitor.start()
+        self._monitor = StallMonitor(event.group, self._notes, self.settings_in_force)
+        self._monitor.start()
 
 
-_subscriber = StallSubscriber()
-
-
-def subscribe() -> None:
-    """Report stalls from now on; a second time: nothing more."""
-    _subscriber.subscribe()
-
-
-def use(settings: StallSettings, others: str = "") -> None:
-    """These settings hold for reports of stalls outside the encoder. others: what ranks are to have alike, too."""
-    _subscriber.use(settings, others)
-
-
-def settings_in_force() -> StallSettings:
-    return _subscriber.settings_in_force()
-
-
-def monitor() -> StallMonitor | None:
-    """The monitor of the present (or last) process group; None before its first encoder call."""
-    return _subscriber.monitor
-
-
-def stalls() -> tuple[Stall, ...]:
-    """The encoders' rounds that this rank waits for, or has given up, with the ranks that are missing from each."""
-    return () if _subscriber.monitor is None else _subscriber.monitor.stalls()
-
-
-def unannounced() -> tuple[int, ...]:
-    """The ranks that have not announced themselves under the present process group: unpatched, or not here yet."""
-    return () if _subscriber.monitor is None else _subscriber.monitor.roll_call.missing
+process = StallSubscriber()
+subscribe, use, settings_in_force = process.subscribe, process.use, process.settings_in_force
+monitor, stalls, unannounced = process.monitor, process.stalls, process.unannounced

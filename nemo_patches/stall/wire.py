@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
@@ -116,12 +116,12 @@ def encode_peers(peers: Mapping[int, Peer], token: bytes) -> str:
 def decode_peers(data: bytes, size: int) -> tuple[dict[int, Peer], bytes]:
     """The peers by rank, for `size` ranks in all, and the token that they want to hear; both empty if malformed."""
     try:
-        content = json.loads(data) if len(data) <= LONGEST_REPORT else {}
+        content = _json(data, LONGEST_REPORT)
         peers = {int(rank): _peer(*peer) for rank, peer in content["peers"].items()}
         token = bytes.fromhex(content["token"])
         if len(token) != TOKEN_BYTES:
             raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return {}, b""
     return {rank: peer for rank, peer in peers.items() if 0 <= rank < size}, token
 
@@ -145,16 +145,10 @@ def _json(data: bytes, longest: int) -> Any:
 
 def _checked(kind: type[Any], content: Any) -> Any:
     """An instance of the dataclass with every field of the type that it should have; None where one is not."""
-    if not isinstance(content, dict):
+    try:
+        return kind(**{field.name: _CHECKS[str(field.type)](content.get(field.name)) for field in fields(kind)})
+    except (TypeError, ValueError, AttributeError, OverflowError):
         return None
-    checked: dict[str, Any] = {}
-    for field in fields(kind):
-        value = content.get(field.name)
-        try:
-            checked[field.name] = _CHECKS[str(field.type)](value)
-        except (TypeError, ValueError, AttributeError, OverflowError):
-            return None
-    return kind(**checked)
 
 
 def _text(value: Any) -> str:
@@ -175,35 +169,19 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _whole_numbers(value: Any) -> tuple[int, ...]:
-    return tuple(map(_whole, list(value)[:_MOST_WORKERS]))
-
-
-def _runs(value: Any) -> tuple[tuple[int, int], ...]:
-    return tuple((_whole(first), _whole(last)) for first, last in value)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(_text, list(value)[:_MOST_WORKERS]))
-
-
-def _rounds(value: Any) -> dict[str, int]:
-    return {_text(key): _whole(number) for key, number in list(value.items())[:_MOST_ENCODERS]}
-
-
 def _yes_or_no(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
 
 
-_CHECKS: dict[str, Any] = {
+_CHECKS: dict[str, Callable[[Any], Any]] = {  # by a field's annotation
     "bool": _yes_or_no,
     "int": _whole,
     "str": _text,
     "float": _seconds,
-    "tuple[int, ...]": _whole_numbers,
-    "tuple[str, ...]": _texts,
-    "tuple[tuple[int, int], ...]": _runs,
-    "dict[str, int]": _rounds,
+    "tuple[int, ...]": lambda value: tuple(map(_whole, list(value)[:_MOST_WORKERS])),
+    "tuple[str, ...]": lambda value: tuple(map(_text, list(value)[:_MOST_WORKERS])),
+    "tuple[tuple[int, int], ...]": lambda value: tuple((_whole(first), _whole(last)) for first, last in value),
+    "dict[str, int]": lambda value: {_text(key): _whole(n) for key, n in list(value.items())[:_MOST_ENCODERS]},
 }
