@@ -1,6 +1,6 @@
 """The diagnosis of plain training logs: what the lines of PyTorch and its launcher mean, and whether this patch helps.
 
-It knows the wording of torch 1.13 to 2.13. A log may be of any size, compressed, one of many in a folder, and hold
+It knows the wording of torch 1.10 to 2.15. A log may be of any size, compressed, one of many in a folder, and hold
 colours, prefixes, several ranks' lines mixed and lines that a terminal has wrapped.
 """
 
@@ -21,6 +21,7 @@ from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import header_in
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOT_ENOUGH, NOTE, WARNING, Finding, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.process_failures import LAUNCHER_LINE, ProcessFailures
 
 LENGTH_SYNC = "log-length-sync"
 ONE_NUMBER = "log-one-number-reduce"
@@ -33,7 +34,6 @@ OURS = "log-stall-report"
 DESYNC = "log-desync-report"
 STUCK = "log-watchdog-stuck"
 GLOO = "log-gloo"
-FAILED = "log-first-failure"
 
 STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
@@ -41,10 +41,13 @@ _LONGEST_LINE = 1 << 14  # characters that are looked at
 _MOST_KEPT = 4096  # ranks, and mismatches
 _MOST_RANKS = 1 << 20
 _MOST_JOINED = 3  # lines that a terminal may have made of one
+_MOST_JOINED_OF_LONG = 16  # likewise, of one that is known to be long
 _SIZES_MAY_DIFFER = ("COALESCED", "ALLTOALL", "GATHER", "SCATTER", "SEND", "RECV")  # as these begin
+_MOST_APART = 200  # collectives by which the ranks of one group may be apart: what is enqueued is bounded
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _MOST_FILES = 10_000
+_ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 _NEEDLES = (
     b"WorkNCCL",
@@ -62,17 +65,23 @@ _NEEDLES = (
     b"exitcode",
     b"first observed failure",
     b"rank      :",
+    b"monitoredBarrier",
+    b"thread terminated",
+    b"[rank",
 )
 LOOKED_FOR = (
     "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output, Gloo's errors, torchrun's table "
-    "of failures, nemo_patches' own lines"
+    "of failures, exceptions and CUDA errors that ended a rank, nemo_patches' own lines"
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
-_NEW_MESSAGE = re.compile(r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )")
+_NEW_MESSAGE = re.compile(
+    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+)
+_QUOTED = re.compile(r"^(?:> ?){1,8}")
 _TIMEOUT = re.compile(
-    r"(?:Watchdog ?caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\(SeqNum=(\d{1,18}), ?OpType=(\w{1,40})"
-    r"(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?"
+    r"(?:Watchdog ?caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\("
+    r"(?:SeqNum=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?"
 )
 _GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40})(?: PG GUID (\w{1,40}))?")
 _STATUS = re.compile(
@@ -80,11 +89,15 @@ _STATUS = re.compile(
     r"last ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?work: ?(-?\d{1,18})"
 )
 _MISMATCH = re.compile(
-    r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(\d{1,18}),? ?)?"
-    r"OpType=(\w{1,40})(?:, TensorShape=\[([\d, ]{0,200})\])?"
+    r"Rank ?(\d{1,7}) ?is ?running ?collective: ?CollectiveFingerPrint\((?:SequenceNumber=(\d{1,18}),? ?)?"
+    r"OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?"
 )
 _LAGGING = re.compile(r"\[([\d, -]{1,2000})\] finished collective #\d{1,18}, but didn't join collective #(\d{1,18})")
 _NEVER_JOINED = re.compile(r"ranks? \[([\d, -]{1,2000})\] are the lagging ranks")
+_JOINED = re.compile(r"\[([\d, -]{1,2000})\] joined but didn't finish collective #\d{1,18}")
+_NOT_PASSED = re.compile(r"Ranks? ([\d, ]{1,20000}) failed to pass monitoredBarrier")
+_REACHED = re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier")
+_EXPECTED_RANKS = re.compile(r"expected ranks: \{([\d, ]{1,20000})\}")
 _MISSING_RANKS = re.compile(r"missing ranks: \{([\d, ]{1,20000})\}")
 _SIGNAL = re.compile(
     r"dump ?signal ?due ?to ?a ?collective ?timeout ?from ?(this ?local)?.{0,120}?"
@@ -92,11 +105,16 @@ _SIGNAL = re.compile(
 )
 _STUCK = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
 _GLOO = re.compile(
-    r"gloo.{0,300}?(Timed out waiting \d+ ?ms[\w ]{0,60}|Connection closed by peer|Connection reset by peer)"
+    r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
+    r"(Timed ?out ?waiting ?\d+ ?ms[\w ]{0,60}|Connection ?closed ?by ?peer|Connection ?reset ?by ?peer)"
 )
-_FAILED_RANK = re.compile(r"^\W*rank      : (\d{1,7}) \(local_rank")
-_FAILED_PROCESS = re.compile(r"failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,7}) \(pid: (\d{1,9})\)")
-_EXIT_CODE = re.compile(r"^\W*exitcode  : (-?\d{1,9}) \(pid: (\d{1,9})\)")
+_FAILED_COLLECTIVE = re.compile(
+    r"Some NCCL operations have failed|To avoid data inconsistency|watchdog thread terminated with exception"
+)
+_TELLS_OF_AN_END = re.compile(
+    r"collective operation timeout|timed out in blocking wait|closing signal SIG|dump signal|failed \(exitcode|"
+    r"first observed failure|monitoredBarrier"
+)
 _OURS = re.compile(r" nemo_patches (INFO|WARNING|ERROR) (\[rank \d{1,7}/(\d{1,7}) [^\]]{0,100}\] .*)")
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
 
@@ -106,7 +124,7 @@ class TimedOut:
     """One rank's collective that ran out of time."""
 
     rank: int
-    sequence: int
+    sequence: int  # -1 if the log does not say
     kind: str  # empty if the log does not say
     numel: int  # elements; -1 if the log does not say
 
@@ -124,19 +142,6 @@ class Fingerprint:
     shape: str
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A process that torchrun saw fail. rank: -1 if it tells only the rank on its host."""
-
-    rank: int
-    local_rank: int
-    code: int
-    pid: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}" if self.rank >= 0 else f"a process (local rank {self.local_rank})"
-
-
 @dataclass
 class Log:
     """What a log says."""
@@ -145,29 +150,40 @@ class Log:
     timeouts: dict[int, TimedOut] = field(default_factory=dict)  # the first of each rank
     unnamed: dict[int, TimedOut] = field(default_factory=dict)  # by rank, where another line alone tells of a timeout
     ambiguous: bool = False  # a rank has timeouts with several sequence numbers, of several groups
+    fell_to: dict[int, set[int]] = field(default_factory=dict)  # by rank, sequence numbers below its first
     groups: dict[tuple[int, int], str] = field(default_factory=dict)  # of (rank, sequence number)
     enqueued: dict[tuple[str, int], int] = field(default_factory=dict)  # by group and rank, the last sequence number
     mismatches: list[tuple[Fingerprint, ...]] = field(default_factory=list)
     lagging: dict[int, str] = field(default_factory=dict)  # ranks that a desync report, or fr_trace, names; the line
+    joined: dict[int, str] = field(default_factory=dict)  # likewise, which had joined a collective
+    came: set[int] = field(default_factory=set)  # ranks that such a report tells to have come
+    in_a_collective: set[int] = field(default_factory=set)  # ranks whose watchdog has met an error, of any collective
     signalled: set[int] = field(default_factory=set)  # ranks that say that a collective of theirs has timed out
     stuck: dict[int, int] = field(default_factory=dict)  # by rank the seconds, 0 if not told
     gloo: dict[int, str] = field(default_factory=dict)  # by rank, -1 if the line does not tell it: the error
-    failure: Failure | None = None  # the first that torchrun saw
+    failures: ProcessFailures = field(default_factory=ProcessFailures)
+    over: bool = False  # a line of the present file tells of a time-out, or of an end
     patched: bool = False  # nemo_patches is in it
     stalls: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
     size: int = 0  # the world size; 0 if the log does not say
     in_length_sync: bool = False  # a stack in it shows the encoder's method
     problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
-    _failed_rank: int = -1
+    earlier: list[str] = field(default_factory=list)  # folders of torchrun's earlier attempts
+    _missing: set[int] = field(default_factory=set)  # of fr_trace's present report
 
 
 def diagnose_logs(paths: list[Path]) -> Report:
     """The report on logs: files, also compressed ones, folders, or "-", standard input. Raises UnreadableError."""
     log = Log()
     for path in paths:
-        for file in _files(path):
-            _read_file(file, log)
+        for file in _files(path, log):
+            try:
+                _read_file(file, log)
+            except UnreadableError as error:
+                if file == path:
+                    raise
+                log.problems.append(safe(str(error)))
     findings = tuple(_findings(log)) or (_not_recognised(log),)
     return Report(
         folder=", ".join(safe(str(path)) for path in paths[:4]),
@@ -178,7 +194,7 @@ def diagnose_logs(paths: list[Path]) -> Report:
         findings=findings,
         ranks=(),
         problems=tuple(log.problems[:20]),
-        earlier=(),
+        earlier=tuple(log.earlier[:20]),
     )
 
 
@@ -193,16 +209,33 @@ def _not_recognised(log: Log) -> Finding:
     )
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, log: Log) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     if not files:
         raise UnreadableError(f"{path}: it is empty")
-    return [file for file in files[:_MOST_FILES] if file.is_file()]  # no pipe, which would never end
+    if len(files) > _MOST_FILES:
+        log.problems.append(f"{len(files)} files; only the first {_MOST_FILES} were read")
+    return [file for file in _of_the_last_attempt(files[:_MOST_FILES], log) if file.is_file()]  # a pipe never ends
+
+
+def _of_the_last_attempt(files: list[Path], log: Log) -> list[Path]:
+    """Without the files of earlier attempts, which torchrun --log-dir keeps: their ranks waited for other ones."""
+    attempts = {
+        file: next(((up.parent, int(up.name[8:])) for up in file.parents if _ATTEMPT.fullmatch(up.name)), None)
+        for file in files
+    }
+    last: dict[Path, int] = {}
+    for folder, number in filter(None, attempts.values()):
+        last[folder] = max(number, last.get(folder, 0))
+    for folder, number in sorted({one for one in attempts.values() if one and one[1] < last[one[0]]}):
+        log.earlier.append(safe(f"{folder.name}/attempt_{number}: an earlier attempt, not read; give it to read it"))
+    return [file for file, attempt in attempts.items() if attempt is None or attempt[1] == last[attempt[0]]]
 
 
 def _read_file(path: Path, log: Log) -> None:
+    log.over = False
     try:
         with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
             start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
@@ -227,19 +260,32 @@ def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
         rest = whole[end:][-_BLOCK_BYTES:]
         log.in_length_sync = log.in_length_sync or b"update_max_seq" in whole
         if any(needle in whole for needle in _NEEDLES):
-            yield from map(_clean, whole[:end].replace(b"\r", b"\n").split(b"\n")[:-1])
+            yield from map(_clean, whole[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1])
         else:
             yield ""  # ends a message that was begun before
     yield _clean(rest)
 
 
 def _clean(line: bytes) -> str:
-    return _COLOURS.sub("", line[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[:_LONGEST_LINE].rstrip()
+    text = _COLOURS.sub("", line[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[:_LONGEST_LINE].rstrip()
+    return _QUOTED.sub("", text)
 
 
-_BEGINNINGS = ("ProcessGroupNCCL", "Watchdog caught", "last enqueued", "gloo/", "failed (exitcode")
+_BEGINNINGS = (
+    "ProcessGroupNCCL",
+    "Watchdog caught",
+    "last enqueued",
+    "gloo/",
+    "failed (exitcode",
+    "Detected mismatch",
+    "watchdog thread",
+)
+_LONG = ("Watchdog caught", "Detected mismatch", "dump signal")
 _ENDS = ("before timing out", "timing out", "ng out.")
 _WHOLE = re.compile("before timing out|timed out in blocking wait")
+_WHOLE_MISMATCH = re.compile(
+    r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}(?:\)|TensorDtypes)"
+)
 _COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
 
 
@@ -247,8 +293,9 @@ def _messages(lines: Iterable[str]) -> Iterator[str]:
     """The lines, with those that a terminal has wrapped put together again."""
     begun: list[str] = []
     for line in lines:
-        if begun and len(begun) < _MOST_JOINED and line and not _NEW_MESSAGE.search(line):
-            begun.append(line)
+        most = _MOST_JOINED_OF_LONG if any(text in "".join(begun) for text in _LONG) else _MOST_JOINED
+        if begun and len(begun) < most and line and not _NEW_MESSAGE.search(line):
+            begun.append(line.lstrip() if begun[-1].endswith(" ") else line)
             if _is_whole("".join(begun)):
                 yield "".join(begun)
                 begun = []
@@ -265,8 +312,10 @@ def _messages(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _is_whole(line: str) -> bool:
+    if "Detected mismatch" in line:
+        return _WHOLE_MISMATCH.search(line) is not None
     return line.endswith(_ENDS) or any(
-        pattern.search(line) for pattern in (_COMPLETED, _WHOLE, _STUCK, _GLOO, _FAILED_PROCESS)
+        pattern.search(line) for pattern in (_COMPLETED, _WHOLE, _STUCK, _GLOO, LAUNCHER_LINE)
     )
 
 
@@ -281,23 +330,24 @@ def _take(log: Log, line: str) -> None:
     mismatch = tuple(Fingerprint(int(m[1]), int(m[2] or -1), m[3], m[4] or "") for m in _MISMATCH.finditer(line))
     if len(mismatch) > 1 and len(log.mismatches) < _MOST_KEPT:
         log.mismatches.append(mismatch[:8])
-    for pattern in (_LAGGING, _NEVER_JOINED, _MISSING_RANKS):
-        if lagging := pattern.search(line):
-            for rank in _ranks(lagging[1]):
-                log.lagging.setdefault(rank, safe(line.strip())[:300])
-    _take_failure(log, line)
+    _take_report(log, line)
+    log.failures.take(line)
     prefix = _RANK.search(line)
     rank = int(prefix[1] or prefix[2]) if prefix is not None else -1
+    log.over = log.over or _TELLS_OF_AN_END.search(line) is not None
+    if not log.over:
+        log.failures.take_exception(line, rank)
     if (gloo := _GLOO.search(line)) and len(log.gloo) < _MOST_KEPT:
         log.gloo.setdefault(rank, safe(gloo[1]))
     if prefix is None or rank >= _MOST_RANKS or (len(log.ranks) >= _MOST_KEPT and rank not in log.ranks):
         return
     log.ranks.add(rank)
+    if _FAILED_COLLECTIVE.search(line):
+        log.in_a_collective.add(rank)
     if stuck := _STUCK.search(line):
         log.stuck[rank] = int(stuck[1] or log.stuck.get(rank, 0))
     if timeout := _TIMEOUT.search(line):
-        found = TimedOut(rank, int(timeout[1]), safe(timeout[2]), _numel(timeout[3], timeout[4]))
-        log.ambiguous = log.ambiguous or log.timeouts.setdefault(rank, found).sequence != found.sequence
+        _take_timeout(log, TimedOut(rank, int(timeout[1] or -1), safe(timeout[2]), _numel(timeout[3], timeout[4])))
     if (status := _STATUS.search(line)) and len(log.groups) < 4 * _MOST_KEPT:
         group = _GROUP.search(line)
         name = (group[2] or group[1]) if group else ""
@@ -305,6 +355,31 @@ def _take(log: Log, line: str) -> None:
         log.unnamed.setdefault(rank, TimedOut(rank, int(status[1]), "", -1))
         log.enqueued[name, rank] = max(int(status[2]), log.enqueued.get((name, rank), -1))
     _take_signal(log, line, rank)
+
+
+def _take_timeout(log: Log, found: TimedOut) -> None:
+    first = log.timeouts.setdefault(found.rank, found)
+    log.ambiguous = log.ambiguous or first.sequence != found.sequence
+    if found.sequence < first.sequence:
+        log.fell_to.setdefault(found.rank, set()).add(found.sequence)
+
+
+def _take_report(log: Log, line: str) -> None:
+    """What torch itself reports: of a desync, of monitored_barrier, and of its Flight Recorder."""
+    for pattern in (_LAGGING, _NEVER_JOINED, _MISSING_RANKS, _NOT_PASSED):
+        if lagging := pattern.search(line):
+            ranks = _ranks(lagging[1])
+            for rank in ranks:
+                log.lagging.setdefault(rank, safe(line.strip())[:300])
+            if pattern is _MISSING_RANKS:
+                log._missing = set(ranks)
+    if joined := _JOINED.search(line):
+        for rank in _ranks(joined[1]):
+            log.joined.setdefault(rank, safe(line.strip())[:300])
+    if expected := _EXPECTED_RANKS.search(line):
+        log.came |= set(_ranks(expected[1])) - log._missing
+    if reached := _REACHED.search(line):
+        log.came.add(int(reached[1]))
 
 
 def _take_signal(log: Log, line: str, rank: int) -> None:
@@ -319,19 +394,6 @@ def _take_signal(log: Log, line: str, rank: int) -> None:
         if enqueued > completed >= 0:
             log.groups.setdefault((rank, completed + 1), name)
             log.unnamed.setdefault(rank, TimedOut(rank, completed + 1, "", -1))
-
-
-def _take_failure(log: Log, line: str) -> None:
-    """torchrun's table: the failure that it saw first comes last, after its own title."""
-    if "first observed failure" in line:
-        log.failure = None
-        log._failed_rank = -1
-    elif failed := _FAILED_RANK.search(line):
-        log._failed_rank = int(failed[1])
-    elif (code := _EXIT_CODE.search(line)) and log._failed_rank >= 0 and log.failure is None:
-        log.failure = Failure(log._failed_rank, -1, int(code[1]), int(code[2]))
-    elif (failed := _FAILED_PROCESS.search(line)) and log.failure is None:
-        log.failure = Failure(-1, int(failed[2]), int(failed[1]), int(failed[3]))
 
 
 def _ranks(text: str) -> list[int]:
@@ -357,20 +419,22 @@ def _numel(shape: str | None, numel: str | None) -> int:
 
 def _findings(log: Log) -> Iterator[Finding]:
     timeouts = sorted((log.timeouts or log.unnamed).values(), key=lambda timeout: timeout.rank)
+    if raised := log.failures.raised_first():
+        yield raised
     if log.mismatches:
         yield _mismatch(log)
-    if log.lagging:
+    if log.lagging or log.joined:
         yield _lagging(log)
     if timeouts and not log.mismatches:
         yield _timed_out(log, timeouts)
-    waited = bool(timeouts or log.mismatches or log.lagging)
+    waited = bool(timeouts or log.mismatches or log.lagging or log.joined)
     if log.signalled and not waited:
         yield _signalled(log)
         waited = True
     if log.stuck and not waited:
         yield _stuck(log)
-    if log.failure is not None:
-        yield _failure(log, waited or bool(log.gloo))
+    if failure := log.failures.failed_first(waited or bool(log.gloo)):
+        yield failure
     if log.gloo and not waited:
         yield _gloo(log)
     if log.stalls:
@@ -387,28 +451,49 @@ def _findings(log: Log) -> Iterator[Finding]:
 def _mismatch(log: Log) -> Finding:
     first = log.mismatches[0]
     evidence = tuple(
-        f"rank {one.rank}: {safe(one.kind)}, shape [{one.shape}], sequence number {one.sequence}" for one in first
+        f"rank {one.rank}: {safe(one.kind)}, shape [{one.shape or '?'}], sequence number {_told(one.sequence)}"
+        for one in first
     )
     ranks = tuple(one.rank for one in first)
-    if len({one.kind for one in first}) == 1 and len({one.shape for one in first}) > 1:
-        shapes = ", ".join(f"rank {one.rank} [{one.shape}]" for one in first)
-        text = f"The ranks gave the same {safe(first[0].kind)} different shapes ({shapes})."
-        return Finding(SIZES, CRITICAL, ranks, text, _SIZES, evidence=evidence)
+    if len({one.kind for one in first}) == 1:
+        if len({one.shape for one in first} - {""}) > 1:
+            shapes = ", ".join(f"rank {one.rank} [{one.shape}]" for one in first)
+            text = f"The ranks gave the same {safe(first[0].kind)} different shapes ({shapes})."
+            return Finding(SIZES, CRITICAL, ranks, text, _SIZES, evidence=evidence)
+        if len({one.sequence for one in first} - {-1}) > 1:
+            numbers = ", ".join(f"rank {one.rank} number {one.sequence}" for one in first)
+            text = f"The ranks ran {safe(first[0].kind)}s of different sequence numbers ({numbers})."
+            return Finding(DRIFT, CRITICAL, ranks, text, _OUT_OF_STEP, evidence=evidence)
+        text = f"The ranks' {safe(first[0].kind)}s do not match, says torch, in something other than their shapes: the "
+        return Finding(SIZES, CRITICAL, ranks, f"{text}types or devices of the tensors.", _SIZES, evidence=evidence)
     collectives = ", ".join(f"rank {one.rank} {safe(one.kind)}" for one in first)
     text = f"The ranks ran different collectives at the same time ({collectives}): they are out of step."
     return Finding(OUT_OF_STEP, CRITICAL, ranks, text, _OUT_OF_STEP, evidence=evidence)
 
 
 def _lagging(log: Log) -> Finding:
-    ranks = tuple(sorted(log.lagging))[:64]
+    ranks = tuple(sorted(log.lagging.keys() - log.came))[:64]
+    text = (
+        f"{_capital(named(ranks))} did not come to the collective that the others waited in, as torch's own report of "
+        "the desync says."
+    )
+    if not ranks and log.lagging:
+        text = (
+            f"torch's own reports of the desync name {named(sorted(log.lagging))}, and one also tells that these "
+            "ranks came to a collective: ranks are in different ones, and which rank is wrong, it does not tell."
+        )
+    elif not ranks:
+        text = (
+            f"torch's own report of the desync names {named(sorted(log.joined))}, which joined a collective and did "
+            "not finish it: ranks may be in different ones, and which rank is wrong, it does not tell."
+        )
     return Finding(
         id=DESYNC,
         severity=CRITICAL,
         ranks=ranks,
-        text=f"{_capital(named(ranks))} did not come to the collective that the others waited in, as torch's own "
-        "report of the desync says.",
+        text=text,
         next_step="Look at what that rank did then: its data loader, its stack (`py-spy dump`), its stderr.",
-        evidence=tuple(dict.fromkeys(log.lagging.values()))[:4],
+        evidence=tuple(dict.fromkeys((log.lagging or log.joined).values()))[:4],
     )
 
 
@@ -465,24 +550,6 @@ def _gloo(log: Log) -> Finding:
     )
 
 
-def _failure(log: Log, waited: bool) -> Finding:
-    """waited: the log tells of ranks that waited: the launcher's table may name one of those."""
-    assert log.failure is not None
-    rank, code = log.failure.rank, log.failure.code
-    how = {-9: "by SIGKILL", -6: "by SIGABRT", -11: "by SIGSEGV", -15: "by SIGTERM", 83: "by stall_exit (83)"}
-    text = f"torchrun saw {log.failure} fail first, {how.get(code, f'with exit code {code}')} (pid {log.failure.pid})."
-    if waited and code in (-6, 83, 1):
-        text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
-    return Finding(
-        id=FAILED,
-        severity=WARNING if waited else CRITICAL,
-        ranks=(rank,) if rank >= 0 and not (waited and code in (-6, 83, 1)) else (),
-        text=text,
-        next_step="SIGKILL: look for an out-of-memory kill on its host (`dmesg`, the scheduler's log). Else look at "
-        "the end of that rank's stderr.",
-    )
-
-
 _OUT_OF_STEP = (
     "One rank has made a collective more or fewer: look for uneven batches, and for code that only one rank runs. "
     "nemo_patches helps where the one too many is the encoder's length sync (uneven evaluation); run with "
@@ -497,7 +564,7 @@ _SIZES = (
 
 
 def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
-    evidence = [f"rank {timeout.rank}: {timeout}, SeqNum {timeout.sequence}" for timeout in timeouts[:8]]
+    evidence = [f"rank {timeout.rank}: {timeout}, SeqNum {_told(timeout.sequence)}" for timeout in timeouts[:8]]
     evidence += [f"rank {rank}: last enqueued {number}" for (_, rank), number in sorted(log.enqueued.items())[:8]]
     if log.in_length_sync:
         evidence.append("a stack in the log shows update_max_seq_length")
@@ -505,8 +572,16 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
     kinds = {timeout.kind for timeout in timeouts}
     most_told = max(timeouts, key=lambda timeout: timeout.numel)
     groups = {log.groups.get((timeout.rank, timeout.sequence), "") for timeout in timeouts} - {""}
-    comparable = len(groups) < 2 and not (log.ambiguous and not groups)
-    behind = _not_there(log, timeouts, next(iter(groups), "")) if comparable else ()
+    several_launches = any(
+        log.groups.get((rank, number)) == log.groups.get((rank, log.timeouts[rank].sequence), "?")
+        for rank, numbers in log.fell_to.items()
+        for number in numbers
+    )
+    sequences = {timeout.sequence for timeout in timeouts}
+    one_group = len(groups) < 2 and not (log.ambiguous and not groups) and not several_launches
+    comparable = one_group and max(sequences) - min(sequences) <= _MOST_APART
+    behind = _behind(log, timeouts, next(iter(groups), "")) if comparable else ()
+    silent = _silent(log, timeouts, next(iter(groups), "")) if comparable and not behind else ()
 
     def finding(kind: str, text: str, next_step: str, concerned: tuple[int, ...] = ()) -> Finding:
         return Finding(kind, CRITICAL, concerned, text, next_step, evidence=tuple(evidence))
@@ -515,10 +590,11 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
         shown = ", ".join(sorted({str(timeout) for timeout in timeouts})[:4])
         return finding(
             OTHER,
-            f"{_capital(named(ranks))} waited in collectives of several process groups ({shown}); which rank did not "
-            "come cannot be told from this log.",
-            "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 have torch record the collectives of "
-            "every rank; a trace (NEMO_PATCHES_TRACE) tells whether all ranks came out of the encoder.",
+            f"{_capital(named(ranks))} waited in collectives of several process groups, or launches ({shown}); which "
+            "rank did not come cannot be told from this log.",
+            "Give one launch's lines. TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 have torch "
+            "record the collectives of every rank; a trace (NEMO_PATCHES_TRACE) tells whether all ranks came out of "
+            "the encoder.",
         )
     if len(kinds) > 1:
         return finding(
@@ -527,7 +603,6 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             _OUT_OF_STEP,
             ranks,
         )
-    sequences = {timeout.sequence for timeout in timeouts}
     if len(sequences) > 1:
         low, high = min(sequences), max(sequences)
         late = tuple(timeout.rank for timeout in timeouts if timeout.sequence == low)
@@ -545,13 +620,13 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             _SIZES,
             ranks,
         )
-    return finding(*_one_collective(log, most_told, ranks, behind), behind)
-
-
-def _one_collective(
-    log: Log, timeout: TimedOut, ranks: tuple[int, ...], behind: tuple[int, ...]
-) -> tuple[str, str, str]:
     who = f"; {named(behind)} did not come to it" if behind else ""
+    if silent:
+        who = f"; {named(silent)} did not come to it, as far as the log tells, which has no time-out there"
+    return finding(*_one_collective(log, most_told, ranks, who), behind or silent)
+
+
+def _one_collective(log: Log, timeout: TimedOut, ranks: tuple[int, ...], who: str) -> tuple[str, str, str]:
     if timeout.kind == "ALLREDUCE" and timeout.numel == 1 and not log.patched:
         return (
             LENGTH_SYNC,
@@ -594,22 +669,29 @@ def _one_collective(
     )
 
 
+def _told(number: int) -> str:
+    return str(number) if number >= 0 else "not told"
+
+
 def _elements(numel: int) -> str:
     return f"{numel} elements" if numel >= 0 else "a size that the log does not tell"
 
 
-def _not_there(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
-    """The ranks that had not enqueued the collective; else, where the log tells of all, those without a time-out.
-
-    A rank that has enqueued it, or what comes after, has come.
-    """
+def _behind(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
+    """The ranks that had not enqueued the collective. Who has enqueued it, or what comes after, has come."""
     number = max(timeout.sequence for timeout in timeouts)
     enqueued = {rank: last for (name, rank), last in log.enqueued.items() if name == group}
     behind = {rank for rank, last in enqueued.items() if last < number} - {timeout.rank for timeout in timeouts}
-    came = {timeout.rank for timeout in timeouts} | {rank for rank, last in enqueued.items() if last >= number}
-    silent = set(range(log.size)) - came
-    missing = behind or (silent if 2 * len(silent) < log.size else set())
-    return tuple(sorted(missing))[:64]
+    return tuple(sorted(behind))[:64]
+
+
+def _silent(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
+    """Where the log tells of all ranks, and few do not tell that they waited: those."""
+    if group not in ("", "0"):  # of another group than the default one the log does not tell the ranks
+        return ()
+    waited = {timeout.rank for timeout in timeouts} | log.in_a_collective | log.unnamed.keys()
+    silent = set(range(log.size)) - waited - {rank for _, rank in log.enqueued}
+    return tuple(sorted(silent))[:64] if 2 * len(silent) < log.size else ()
 
 
 def _by_kind(timeouts: list[TimedOut]) -> str:
