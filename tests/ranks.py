@@ -179,7 +179,7 @@ def all_have_come() -> bool:
     except ModuleNotFoundError:  # a vendored NeMo with the core alone, which calls no roll
         return True
     monitor = subscriber.monitor()
-    return monitor is not None and bool(monitor.roll_call.peers)
+    return monitor is not None and monitor.roll_call.done
 
 
 def stall_monitor() -> Any:

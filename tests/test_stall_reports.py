@@ -41,7 +41,7 @@ import nemo_patches
 from nemo_patches.stall.encoder_watch import EncoderWatch
 from nemo_patches.stall.missing_query import Surroundings
 from nemo_patches.stall.missing_rank import MissingRank
-from nemo_patches.stall.training_notes import EncoderNotes, TimedOut
+from nemo_patches.stall.training_notes import EncoderNotes
 from nemo_patches.sync.events import Group, Round, SyncHandle, WaitTimedOut
 from nemo_patches.sync.side_channel import SideChannel
 from nemo_patches.sync.store import JobStore
@@ -452,7 +452,7 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.gave_up_at = time.monotonic()
-    notes.timed_out = TimedOut(WaitTimedOut(sync, round_, None), 0.0)
+    notes.timed_out = WaitTimedOut(sync, round_, None)
     assert sync.has_come(round_)  # no round of `rounds` is outstanding
     watch.look(look_began_at, 10.0, is_last=True)
     assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]

@@ -33,7 +33,7 @@ use(Settings(timeout=datetime.timedelta(seconds=60)))
 encoder = torch.nn.Linear(1, 1)
 for _ in range(3):
     synced_length(encoder, 1)
-wait_until(lambda: subscriber.monitor().roll_call.peers)
+wait_until(lambda: subscriber.monitor().roll_call.introduction.peers)
 dist.barrier()
 if rank == 0:
     if ending == "exception":

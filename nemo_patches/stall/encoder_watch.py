@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from ..sync.events import Report, Round, bus
+from ..sync.events import Report, Round, WaitTimedOut, bus
 from ..sync.rank_log import report
 from .missing_query import PATIENCE_S, Answer, MissingQuery, Question, Surroundings
 from .missing_rank import MissingRank, Stall, StallReported
 from .rank_text import LATE, named
-from .training_notes import EncoderNotes, TimedOut
+from .training_notes import EncoderNotes
 
 _RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
 FIRST_REPEAT_S = 60.0
@@ -29,8 +29,8 @@ class EncoderWatch:
         self._surroundings, self._send_heartbeat = surroundings, send_heartbeat
         self._late: _LateRound | None = None
         self._said_at = 0.0  # time.monotonic() of the last report
-        self._seen: TimedOut | None = None  # the timeout that was taken last
-        self._pending: TimedOut | None = None  # taken, and its round is not the one that is being reported
+        self._seen: WaitTimedOut | None = None  # the timeout that was taken last
+        self._pending: WaitTimedOut | None = None  # taken, and its round is not the one that is being reported
 
     @property
     def busy(self) -> bool:
@@ -55,18 +55,17 @@ class EncoderWatch:
         self._take_timeout()
         late, pending = self._late, self._pending
         if late is None:
-            round_ = pending.event.round if pending is not None else self._sync.round
+            round_ = pending.round if pending is not None else self._sync.round
             if round_ is None:
                 return
             if pending is None and (self._is_over(round_) or now - round_.issued_at < timeout_s / 2):
                 return
             self._send_heartbeat()  # with this round, before anybody is asked
             # An open incident was reported already: then it takes the whole timeout to make another one.
-            heeds_wait = not self._incident_open(self._sync.in_time_at if pending is None else pending.in_time_at)
-            late = self._late = _LateRound(round_, heeds_wait, pending)
+            late = self._late = _LateRound(round_, not self._incident_open(round_), pending)
             if not is_last:
                 late.query = self._ask(late, timeout_s, 0)
-        if pending is not None and pending.event.round is late.round:
+        if pending is not None and pending.round is late.round:
             late.timed_out, self._pending = pending, None
         self._step(late, time.monotonic(), timeout_s, is_last)
 
@@ -81,14 +80,14 @@ class EncoderWatch:
         if timed_out is None or timed_out is self._seen:
             return
         self._seen = timed_out
-        if self._incident_open(timed_out.in_time_at):
-            _keep(timed_out.event.report, Report())
+        if self._incident_open(timed_out.round):
+            _keep(timed_out.report, Report())
         else:
             self._pending = timed_out
 
-    def _incident_open(self, in_time_at: float) -> bool:
-        """Whether the last report is of later than the last round that came in time."""
-        return self._said_at > in_time_at
+    def _incident_open(self, round_: Round) -> bool:
+        """Whether the last report is of later than the last round that came in time before this one."""
+        return self._said_at > round_.in_time_at
 
     def _is_over(self, round_: Round) -> bool:
         return self._sync.has_come(round_) or self._sync.has_failed() or self._sync.rounds.closed
@@ -155,7 +154,7 @@ class _LateRound:
 
     round: Round
     heeds_wait: bool  # whether a wait that timed out makes it one to report, or only the whole timeout
-    timed_out: TimedOut | None = None  # its wait, as soon as it has run out of time
+    timed_out: WaitTimedOut | None = None  # its wait, as soon as it has run out of time
     query: MissingQuery | None = None  # None at exit, when nobody is asked any more
     answer: Answer = Answer()  # noqa: RUF009  # frozen; replaced as a whole, other threads read it
     came_at: float = 0.0  # as soon as the monitor or the training thread has seen it
@@ -164,7 +163,7 @@ class _LateRound:
 
     def promise(self) -> Future[Report] | None:
         """For the exception of on_timeout="raise"."""
-        return self.timed_out.event.report if self.timed_out is not None else None
+        return self.timed_out.report if self.timed_out is not None else None
 
     def due_at(self, timeout_s: float) -> float:
         end = self.round.issued_at + timeout_s

@@ -51,12 +51,13 @@ class OwnHeartbeat:
             for sync in syncs
             if (round_ := sync.round) is not None
         ]
+        nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         return Heartbeat(
             rank=self._group.rank,
             number=next(self._numbers),
             host=socket.gethostname(),
             pid=os.getpid(),
-            versions=_versions(),
+            versions=f"nemo_patches {__version__}, nemo {nemo}",
             settings="; ".join(filter(None, (f"{current()}, {settings}", self._notes.other_settings))),
             phase=phase,
             encoder=last.sync.title if last.sync is not None else "",
@@ -73,8 +74,3 @@ class OwnHeartbeat:
             activity=activity,
             batch=last_batch(stacks.frames(last.thread)) if away else "",
         )
-
-
-def _versions() -> str:
-    nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
-    return f"nemo_patches {__version__}, nemo {nemo}"

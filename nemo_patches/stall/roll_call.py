@@ -22,6 +22,7 @@ from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from ..sync.rank_log import report
 from .heartbeat import Heartbeat
+from .missing_query import Introduction
 from .missing_rank import UNPATCHED
 from .own_heartbeat import OwnHeartbeat
 from .peers import Listener
@@ -54,10 +55,8 @@ class RollCall:
     ) -> None:
         """stall_reported: whether a report has named the missing ranks, who are named here after the sync's timeout."""
         self.missing: tuple[int, ...] = ()  # as it was at the last look
-        self.peers: dict[int, Peer] = {}  # by rank, once all have come
-        self.token = b""  # the job's, then
+        self.introduction = Introduction()  # replaced as a whole
         self.listener: Listener | None = None  # this rank's
-        self.no_port = ""  # why it has none
         self.done = False
         self._group, self._client, self._own_heartbeat = group, client, own_heartbeat
         self._settings, self._stall_reported = settings, stall_reported
@@ -126,8 +125,8 @@ class RollCall:
             heartbeats = read_heartbeats(store, range(self._group.size))
             self._compare(heartbeats.values())
             peers = {rank: Peer(one.host, one.pid, one.address, one.port) for rank, one in heartbeats.items()}
-            self._introduce(peers, secrets.token_bytes(TOKEN_BYTES))
-            store.set(keys.PEERS, encode_peers(peers, self.token))
+            self._introduce(peers, token := secrets.token_bytes(TOKEN_BYTES))
+            store.set(keys.PEERS, encode_peers(peers, token))
             bus.publish(AllAnnounced(self._group.size))
         elif store.check([keys.PEERS]):
             self._introduce(*decode_peers(store.get(keys.PEERS), self._group.size))
@@ -140,16 +139,17 @@ class RollCall:
         server = self._group.store.server
         try:
             if self._settings().stall_port == "off":
-                self.no_port = "stall_port=off"
+                self.introduction = Introduction(problem="stall_port=off")
             elif server is not None:
                 self.listener = Listener(server)
         except OSError as error:
-            self.no_port = f"this rank has no port: {first_line(error)}"
+            self.introduction = Introduction(problem=f"this rank has no port: {first_line(error)}")
 
     def _introduce(self, peers: dict[int, Peer], token: bytes) -> None:
-        if self.listener is not None and token:
-            self.listener.introduce(peers, token)
-        self.token, self.peers = token, peers
+        if (listener := self.listener) is not None:
+            if token:
+                listener.introduce(peers, token)
+            self.introduction = Introduction({rank: listener.from_here(peer) for rank, peer in peers.items()}, token)
 
     def _compare(self, heartbeats: Iterable[Heartbeat]) -> None:
         """Say where ranks differ in what should be the same on all."""

@@ -25,7 +25,7 @@ from .encoder_watch import EncoderWatch
 from .heartbeat import PERIOD_ON_A_FILE_S, Heartbeat, period_for_s
 from .job_stall import JobStallWatch
 from .late_return import LateReturn
-from .missing_query import Introduction, MissingQuery, Surroundings
+from .missing_query import MissingQuery, Surroundings
 from .missing_rank import Stall
 from .own_heartbeat import OwnHeartbeat
 from .rank_text import LEFT
@@ -49,7 +49,9 @@ class StallMonitor:
         self._own_heartbeat = OwnHeartbeat(group, notes, settings)
         self.roll_call = RollCall(group, self.client, self._own_heartbeat, settings, self._has_stall)
         period_s = PERIOD_ON_A_FILE_S if group.store.is_file else period_for_s(group.size)
-        self._surroundings = Surroundings(group.rank, group.size, period_s, self.client, self._introduction)
+        self._surroundings = Surroundings(
+            group.rank, group.size, period_s, self.client, lambda: self.roll_call.introduction
+        )
         self._watches: dict[EncoderNotes, EncoderWatch] = {}
         self._end_report = SyncEndReport(self._surroundings, notes.end_promises)
         self._late_return = LateReturn(group.rank, self.client, notes)
@@ -63,7 +65,7 @@ class StallMonitor:
         _monitors.add(self)
 
     def start(self) -> None:
-        self.client.ask_in_thread(self._call_roll, "nemo_patches roll call")
+        self._call_roll()
         self._thread.start()
 
     def stalls(self) -> tuple[Stall, ...]:
@@ -94,15 +96,8 @@ class StallMonitor:
         """Whether a round is late enough to be looked into."""
         return any(watch.busy for watch in list(self._watches.values()))
 
-    def _introduction(self) -> Introduction:
-        listener = self.roll_call.listener
-        if listener is None:
-            return Introduction(problem=self.roll_call.no_port)
-        peers = {rank: listener.from_here(peer) for rank, peer in self.roll_call.peers.items()}
-        return Introduction(peers, self.roll_call.token)
-
     def _call_roll(self) -> None:
-        self.roll_call.run(self._stopped)
+        self.client.ask_in_thread(lambda: self.roll_call.run(self._stopped), "nemo_patches roll call")
 
     # What follows runs in the monitor's thread.
 
@@ -137,7 +132,7 @@ class StallMonitor:
         for query in self._queries():
             query.look_after_the_store()
         if self.roll_call.is_outdated:
-            self.client.ask_in_thread(self._call_roll, "nemo_patches roll call")
+            self._call_roll()
         if now >= self._next_heartbeat_at or came_back:
             self._send_heartbeat()
         self._watch_encoders(now, timeout_s, is_last)

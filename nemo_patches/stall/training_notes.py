@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..sync import events
@@ -42,20 +41,12 @@ class RoundsBegan(NamedTuple):
     sync: SyncHandle
 
 
-@dataclass(frozen=True)
-class TimedOut:
-    """A wait that timed out. in_time_at: when, before that, a round had last come in time; 0.0: never."""
-
-    event: WaitTimedOut
-    in_time_at: float
-
-
 class EncoderNotes:
     """Of one encoder's sync. Only the training thread writes them."""
 
     def __init__(self, sync: SyncHandle) -> None:
         self.sync = sync
-        self.timed_out: TimedOut | None = None  # the latest
+        self.timed_out: WaitTimedOut | None = None  # the latest
         self.place = stacks.encoder_function()
 
 
@@ -109,7 +100,7 @@ class TrainingNotes:
     def _wait_timed_out(self, event: events.WaitTimedOut) -> None:
         notes = self._of(event.sync)
         _promise(event.report)
-        notes.timed_out = TimedOut(event, event.sync.in_time_at)
+        notes.timed_out = event
 
     def _sync_ended(self, event: events.SyncEnded) -> None:
         if event.report is not None:

@@ -30,9 +30,9 @@ class Group:
 class Round:
     """One round of an encoder on this rank. Only the training thread writes it. Times are monotonic; 0.0: not yet."""
 
-    def __init__(self, number: int, call: int, training: bool, length: int) -> None:
+    def __init__(self, number: int, call: int, training: bool, length: int, in_time_at: float = 0.0) -> None:
         self.number, self.call, self.training, self.length = number, call, training, length
-        self.issued_at = time.monotonic()
+        self.issued_at, self.in_time_at = time.monotonic(), in_time_at  # the latter: when one before had come in time
         self.gave_up_at = self.came_at = 0.0  # the call stopped waiting; the training thread saw that it had come
 
 

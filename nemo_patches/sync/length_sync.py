@@ -234,7 +234,7 @@ class EncoderSync:
                 self._round_came(settings.sync == "overlapped", settings)
             if protocol.begin(length, training, completed):
                 value = protocol.value()
-                round_ = Round(protocol.rounds, protocol.calls, training, length)
+                round_ = Round(protocol.rounds, protocol.calls, training, length, self.handle.in_time_at)
                 if protocol.rounds == 1:
                     self.group_syncs.first_rounds[self] = round_.issued_at
                 self.rounds.issue(value)

@@ -89,7 +89,7 @@ class Agreement:
 
     def _issue(self, value: int, place: Place | None) -> None:
         number, batch = self._rounds.last.done + 1, place.batch if place is not None else _SET_UP
-        round_ = Round(number, batch, training=True, length=0)
+        round_ = Round(number, batch, training=True, length=0, in_time_at=self.handle.in_time_at)
         try:
             self._rounds.issue(value)
         except RoundFailed as error:
