@@ -459,6 +459,47 @@ def test_a_healthy_job_that_is_killed_at_any_moment_accuses_nobody(name: str, tm
 CUTS = 90  # of each healthy job
 
 
+WORKER_ENDED = Exit("RuntimeError: DataLoader worker (pid 77) is killed by signal: Terminated.")
+SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line 41 in read_audio\n'
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "sigterm", "finding"),
+    [
+        # By SIGTERM, or Ctrl-C: a record tells how it went, so it was not "killed without an end".
+        ([[Killed()], *[[Call(), CLOSED]] * 3], (0,), ids.STOPPED_AT_ONCE),
+        ([[Exit("KeyboardInterrupt: ")], *[[Call(), CLOSED]] * 3], (), ids.STOPPED_AT_ONCE),
+        ([[WORKER_ENDED], *[[Call(), Killed()]] * 3], (1, 2, 3), ids.STOPPED_AT_ONCE),
+        # By connections that were closed on all ranks, at different calls: no good order, and no uneven calls.
+        ([[Call(), CLOSED], *[[CLOSED]] * 3], (), ids.STOPPED_AT_ONCE),
+    ],
+)
+@pytest.mark.parametrize("reports", [False, True])
+def test_ranks_that_were_ended_from_outside_are_not_accused(
+    of_rank: list[list[Event]], sigterm: tuple[int, ...], finding: str, reports: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, [steps(9) + last for last in of_rank], reports=reports)
+    for rank in sigterm:
+        file = sorted(tmp_path.iterdir())[rank]
+        file.write_bytes(file.read_bytes() + SIGTERM)
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks, report.exit_code) == (finding, (), 1), report
+    assert "killed or crashed" not in str(report)
+
+
+def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_good_run(tmp_path: Path) -> None:
+    write(tmp_path / "first", [[Call(), CLOSED]] * 2)
+    for file in (tmp_path / "first").iterdir():
+        lines = file.read_bytes().splitlines(True)
+        kinds = (b'"k":"header"', b'"k":"encoder"', b'"k":"end"')
+        file.write_bytes(b"".join(line for line in lines if any(kind in line for kind in kinds)))
+    assert diagnose(Folder(tmp_path / "first").read()).exit_code == 2
+    file = sorted(write(tmp_path / "cut", HEALTHY["ended in good order"].schedules).iterdir())[1]
+    file.write_bytes(file.read_bytes()[:5000])
+    report = diagnose(Folder(tmp_path / "cut").read())
+    assert [one.id for one in report.findings] == [ids.NOT_ENOUGH], report  # not: rank 1 stopped at call 90
+
+
 def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:
     def verdict(name: str, all_wait: bool) -> Report:
         folder = write(tmp_path / name, four(steps(9), [Call()], steps(1)), reports=False)

@@ -78,6 +78,9 @@ def hangs(case: Case, explained: set[int]) -> list[Finding]:
             return _grouped(case, suspects, others or suspects, reports)
     if explained or case.job.moving:
         return []
+    left = any(ending.sync_ended and ending.process.terminated for ending in case.endings.values())
+    if left or _closed(case):
+        return _ended_by_nobody_known(case)
     dumped = any(
         trace.dumped for trace in case.job.traces.values()
     )  # which a stall, or somebody who sees one, asks for
@@ -115,9 +118,12 @@ def _left_in_a_collective(case: Case, sure: list[Ending]) -> list[Ending]:
     rest = [ending for ending in sure if not ending.process.waited and not ending.process.in_collective]
     if not waited or len(case.endings) < case.job.world_size:
         return []
-    if any(ending.process.unknown for ending in rest) and not _timed_out(case):
-        return [ending for ending in rest if ending.process.unknown]
-    return rest
+    if _timed_out(case):
+        return rest
+    # Connections were closed: whom SIGTERM ended is not the reason, but who sent it.
+    return [ending for ending in rest if ending.process.unknown] or [
+        ending for ending in rest if not ending.process.terminated
+    ]
 
 
 def _waited_for_in_vain(case: Case, sure: list[Ending]) -> list[Ending]:
@@ -325,6 +331,8 @@ def _stopped_at_once(case: Case) -> list[Finding]:
     stopped = [ending for ending in endings if ending.process.unknown or ending.process.terminated]
     if not stopped or any(ending.in_vain or ending.sync_ended for ending in endings):
         return []
+    if len(stopped) < len(endings) and all(ending.unsure for ending in stopped):
+        return []  # files that are not whole, of a job whose other ranks tell how they ended
     by_signal = [ending.rank for ending in stopped if ending.process.terminated]
     how = f"SIGTERM ended {named(by_signal)}" if by_signal else "no trace says how"
     which = "All ranks" if len(stopped) == case.job.world_size else whom([end.rank for end in stopped], "has", "have")
@@ -340,6 +348,34 @@ def _stopped_at_once(case: Case) -> list[Finding]:
             "again in a minute: by then a rank that is waited for is in the stall reports.",
             encoder=case.name,
             evidence=tuple(case.last_record(ending.rank) for ending in endings[:4]),
+        )
+    ]
+
+
+def _ended_by_nobody_known(case: Case) -> list[Finding]:
+    """Connections were closed, or SIGTERM or Ctrl-C ended ranks, and no record tells of a rank that went before."""
+    endings = list(case.endings.values())
+    if len(endings) < case.job.world_size:
+        return []  # a rank of which there is no trace may have gone first
+    terminated = sorted(ending.rank for ending in endings if ending.process.terminated)
+    closed = sorted(ending.rank for ending in endings if ending.process.waited)
+    why = [f"SIGTERM, or Ctrl-C, ended {named(terminated)}"] if terminated else []
+    why += [f"the connections of {named(closed)} were closed"] if closed else []
+    who = "somebody ended the job, or a part of it" if terminated else "the network was lost, or a rank left unseen"
+    return [
+        Finding(
+            id=ids.STOPPED_AT_ONCE,
+            severity=WARNING,
+            ranks=(),
+            text=f"At or near {case.call(usual_call(_at_top(endings)))} {', and '.join(why)}: {who}. No rank is "
+            "accused.",
+            next_step="Look for who ended the job (a user, the scheduler's time limit, preemption, a launcher), and at "
+            "the first error on any rank's stderr.",
+            encoder=case.name,
+            evidence=(
+                *(f"rank {end.rank} was ended by {end.process.error[:200]}" for end in endings if end.process.waited),
+                *(case.last_record(ending.rank) for ending in endings[:4]),
+            )[:8],
         )
     ]
 

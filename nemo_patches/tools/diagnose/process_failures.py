@@ -31,7 +31,9 @@ _EXCEPTION = re.compile(
 _WATCHDOG_ERROR = re.compile(
     r"Rank (\d{1,7})\].{0,40} thread terminated with exception: (CUDA error: .{1,200}?)(?:CUDA kernel|$)"
 )
-_OF_OTHERS = re.compile(r"Detected mismatch|DataLoader worker")  # what the other ranks, or SIGTERM, bring about
+_OF_OTHERS = re.compile(
+    r"Detected mismatch|killed by signal: Terminated"
+)  # what the other ranks, or SIGTERM, bring about
 
 
 @dataclass(frozen=True)

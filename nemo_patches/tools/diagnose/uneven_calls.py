@@ -109,7 +109,7 @@ def _runs(case: Case) -> list[UnevenRun]:
         ]
     all_ended = (
         all(
-            ending.ended and not ending.raised and not ending.sync_ended and not ending.in_vain
+            ending.ended and not (ending.raised or ending.sync_ended or ending.in_vain or ending.process.error)
             for ending in case.endings.values()
         )
         and len(case.endings) == case.job.world_size
