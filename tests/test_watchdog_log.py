@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import lzma
 import os
 import random
 import string
@@ -285,6 +287,16 @@ def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, env=environment, timeout=200, check=False)
     assert done.returncode == 1 and done.stdout.startswith(b"Rank 2 waited in an all-reduce of one number")
+    # What was read from a pipe, to see what it is, would be gone.
+    command[-1:] = ["/dev/stdin", "--json"]
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, env=environment, timeout=200, check=False)
+    assert done.returncode == 1 and b"Rank 2 waited in an all-reduce of one number" in done.stdout
+    (tmp_path / "log.xz").write_bytes(lzma.compress(text))
+    (tmp_path / "utf16.log").write_bytes(text.decode().encode("utf-16"))
+    for name in ("log.xz", "utf16.log"):
+        with pytest.raises(UnreadableError, match="compressed, not by gzip, or in UTF-16"):
+            diagnose_logs([tmp_path / name])
+    assert len(diagnose_logs([tmp_path]).problems) == 3 and diagnose_logs([tmp_path]).findings[0].id == log.LENGTH_SYNC
 
 
 def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
@@ -322,6 +334,8 @@ def test_the_command_takes_a_log(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "diagnose", str(file))
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("Ranks 0-1 waited in an all-reduce of one number")
+    done = python("-m", "nemo_patches", "diagnose", str(file), "--launch", "1", "--json")
+    assert done.returncode == 2 and "of logs give the folder attempt_1" in json.loads(done.stdout)["error"]
 
 
 def signal(rank: int, source: str, enqueued: int, completed: int, group: str = "0(default_pg)") -> str:

@@ -47,6 +47,7 @@ _MOST_APART = 200  # collectives by which the ranks of one group may be apart: w
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _MOST_FILES = 10_000
+_OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\xfe", b"\xfe\xff")
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 _NEEDLES = (
@@ -241,6 +242,8 @@ def _read_file(path: Path, log: Log) -> None:
             start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
             if header_in(start.partition(b"\n")[0]) is not None:
                 raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
+            if start.startswith(_OTHER_FORMATS):
+                raise UnreadableError(f"{path}: compressed, not by gzip, or in UTF-16: give its plain text")
             packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
             for message in _messages(_lines(iter(lambda: packed.read(_BLOCK_BYTES), b""), log)):
                 _take(log, message)
