@@ -500,6 +500,20 @@ def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_
     assert [one.id for one in report.findings] == [ids.NOT_ENOUGH], report  # not: rank 1 stopped at call 90
 
 
+@pytest.mark.parametrize(("after", "finding", "ranks"), [(5, ids.STOPPED_AT_ONCE, ()), (30, ids.BEFORE_ENCODER, (1,))])
+def test_dumps_name_a_rank_only_where_others_have_waited_for_long(
+    after: float, finding: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Somebody has sent SIGUSR2: that the job hangs, he may only think."""
+    write(tmp_path, [[*steps(9), Call(stuck="length sync")], steps(9)], reports=False)
+    for file in tmp_path.iterdir():
+        lines = file.read_bytes().splitlines(True)
+        dumped = records.Dumped(json.loads(lines[-1])["t"] + after, "SIGUSR2", "", "")
+        file.write_bytes(b"".join([*lines, records.encode(dumped)]))
+    first = diagnose(Folder(tmp_path).read()).findings[0]
+    assert (first.id, first.ranks) == (finding, ranks), first
+
+
 def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:
     def verdict(name: str, all_wait: bool) -> Report:
         folder = write(tmp_path / name, four(steps(9), [Call()], steps(1)), reports=False)

@@ -23,7 +23,7 @@ from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import watchdog_log as log
 from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
-from nemo_patches.tools.diagnose.process_failures import FAILED, RAISED
+from nemo_patches.tools.diagnose.process_failures import FAILED, OUT_OF_MEMORY, RAISED
 from nemo_patches.tools.diagnose.watchdog_log import LOOKED_FOR, diagnose_logs
 from nemo_patches.tracing import records
 
@@ -430,6 +430,12 @@ def of_group_9(rank: int) -> str:
         (f"{OTHERS}\n[rank2]: KeyError: 'audio'", log.LENGTH_SYNC, ()),
         ("[rank2]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1", log.GLOO, ()),
         ("[rank2]: torch.distributed.DistBackendError: NCCL error: remote process exited", NOT_ENOUGH, ()),
+        # Kills for want of memory, which come before the time-outs that follow from them.
+        (f"slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed.\n"
+         f"{OTHERS}", OUT_OF_MEMORY, ()),
+        ("srun: error: gpu-12: task 3: Out Of Memory", OUT_OF_MEMORY, ()),
+        ("[12.3] Out of memory: Killed process 4711 (python) total-vm:9kB", OUT_OF_MEMORY, ()),
+        ("CUDA out of memory. Tried to allocate 2 GiB", NOT_ENOUGH, ()),  # perhaps caught; nobody's name
         ("loading gloomy data ... Connection closed by peer", NOT_ENOUGH, ()),
     ],
 )  # fmt: skip

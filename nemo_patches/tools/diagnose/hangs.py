@@ -13,7 +13,7 @@ from dataclasses import replace
 from nemo_patches.stall.rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.case import Case, StallReports, stall_reports, usual_call, whom
+from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, usual_call, whom
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.lateness import behind_since
@@ -45,6 +45,7 @@ _PHASES = {
     ids.PRE_ENCODE: "in pre_encode, the subsampling",
     ids.LAYERS: "in its layers",
 }
+_LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
 _PHASE_ORDER = list(_PHASES)
 _MISSING = {
     ELSEWHERE: "it is elsewhere",
@@ -303,10 +304,12 @@ def _level(case: Case, reports: StallReports) -> list[Finding]:
         return []  # a rank that is not known may be the reason
     at_top = _at_top(list(case.sure.values()))
     behind = [ending for ending in case.sure.values() if ending not in at_top and not ending.process.waited]
-    if behind and not reports.texts:
-        return _grouped(case, behind, at_top, reports)
     inside = [ending for ending in at_top if ending.inside]
     outside = [ending for ending in at_top if not ending.inside]
+    if not reports.texts and (behind or (inside and outside)) and any(_has_just_come(case, end) for end in at_top):
+        return _stopped_at_once(case)  # so it looks in a healthy job, too, of which somebody wanted dumps
+    if behind and not reports.texts:
+        return _grouped(case, behind, at_top, reports)
     if inside and outside and not reports.texts:
         return [_finding(case, ids.SOME_INSIDE, inside, outside, reports)]
     everyone, call = f"All {len(case.sure)} ranks", case.call(at_top[0])
@@ -323,6 +326,12 @@ def _level(case: Case, reports: StallReports) -> list[Finding]:
     if inside or behind:
         text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
     return [_of_all(case, ids.OUTSIDE, ranks, text, "", reports)]
+
+
+def _has_just_come(case: Case, ending: Ending) -> bool:
+    """Whether a rank entered its last call shortly before its dump: then it may not wait in vain."""
+    trace = case.job.traces[ending.rank]
+    return trace.dumped is not None and trace.dumped.t - last_entered(case.job, ending.rank) < _LONG_S
 
 
 def _stopped_at_once(case: Case) -> list[Finding]:

@@ -68,11 +68,16 @@ _NEEDLES = (
     b"rank      :",
     b"monitoredBarrier",
     b"thread terminated",
+    b"oom_kill",
+    b"ut of memory",
+    b"Out Of Memory",
+    b"low on memory",
+    b"memory pressure",
     b"[rank",
 )
 LOOKED_FOR = (
     "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output, Gloo's errors, torchrun's table "
-    "of failures, exceptions and CUDA errors that ended a rank, nemo_patches' own lines"
+    "of failures, exceptions and CUDA errors that ended a rank, kills for want of memory, nemo_patches' own lines"
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
@@ -422,6 +427,8 @@ def _numel(shape: str | None, numel: str | None) -> int:
 
 def _findings(log: Log) -> Iterator[Finding]:
     timeouts = sorted((log.timeouts or log.unnamed).values(), key=lambda timeout: timeout.rank)
+    if killed := log.failures.killed_for_memory():
+        yield killed
     if raised := log.failures.raised_first():
         yield raised
     if log.mismatches:
