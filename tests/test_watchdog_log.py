@@ -391,6 +391,14 @@ def of_group_9(rank: int) -> str:
         (f"{OTHERS}\n[rank2]:[E ProcessGroupNCCL.cpp:684] Some NCCL operations have failed or timed out.\n{START}",
          log.LENGTH_SYNC, ()),
         (f"{OTHERS}\n{status(2, 4711, 4711)}\n{START}", log.LENGTH_SYNC, ()),
+        (f"{OTHERS}\n[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer\n{START}",
+         log.LENGTH_SYNC, ()),
+        (f"{OTHERS}\n[rank2]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 2] Heartbeat monitor timed out!\n{START}",
+         log.LENGTH_SYNC, ()),
+        # Messages of two ranks in one line; and lines that Ray leaves out, as they are like others.
+        (f"{line(0)}{line(2)}\n{line(1)}\n{line(3)}\n{START}", log.LENGTH_SYNC, ()),
+        (f"{line(0, torch='2.0')}{line(2, torch='2.0')}\n{line(3, torch='2.0')}\n{START}", log.LENGTH_SYNC, (1,)),
+        (f"{OTHERS} [repeated 2x across cluster] (Ray deduplicates logs by default.)\n{START}", log.LENGTH_SYNC, ()),
         # Who is in a smaller group, the log does not tell.
         ("\n".join([*map(of_group_9, range(3)), START]), log.OTHER, ()),
         # Two launches in one log: a rank's number falls; or numbers are too far apart.

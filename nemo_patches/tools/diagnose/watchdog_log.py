@@ -84,6 +84,7 @@ _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
 )
+_SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _TIMEOUT = re.compile(
     r"(?:Watchdog ?caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\("
@@ -162,6 +163,7 @@ class Log:
     mismatches: list[tuple[Fingerprint, ...]] = field(default_factory=list)
     lagging: dict[int, str] = field(default_factory=dict)  # ranks that a desync report, or fr_trace, names; the line
     joined: dict[int, str] = field(default_factory=dict)  # likewise, which had joined a collective
+    deduplicated: bool = False  # Ray has left out lines of some ranks that are as others'
     came: set[int] = field(default_factory=set)  # ranks that such a report tells to have come
     in_a_collective: set[int] = field(default_factory=set)  # ranks whose watchdog has met an error, of any collective
     signalled: set[int] = field(default_factory=set)  # ranks that say that a collective of theirs has timed out
@@ -268,10 +270,11 @@ def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
         rest = whole[end:][-_BLOCK_BYTES:]
         log.in_length_sync = log.in_length_sync or b"update_max_seq" in whole
         if any(needle in whole for needle in _NEEDLES):
-            yield from map(_clean, whole[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1])
+            for line in map(_clean, whole[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1]):
+                yield from _SEVERAL.split(line) if line.count("ProcessGroupNCCL") > 1 else (line,)
         else:
             yield ""  # ends a message that was begun before
-    yield _clean(rest)
+    yield from _SEVERAL.split(_clean(rest))
 
 
 def _clean(line: bytes) -> str:
@@ -338,6 +341,7 @@ def _take(log: Log, line: str) -> None:
     mismatch = tuple(Fingerprint(int(m[1]), int(m[2] or -1), m[3], m[4] or "") for m in _MISMATCH.finditer(line))
     if len(mismatch) > 1 and len(log.mismatches) < _MOST_KEPT:
         log.mismatches.append(mismatch[:8])
+    log.deduplicated = log.deduplicated or "x across cluster]" in line
     _take_report(log, line)
     log.failures.take(line)
     prefix = _RANK.search(line)
@@ -699,7 +703,10 @@ def _silent(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
     """Where the log tells of all ranks, and few do not tell that they waited: those."""
     if group not in ("", "0"):  # of another group than the default one the log does not tell the ranks
         return ()
+    if log.deduplicated:
+        return ()
     waited = {timeout.rank for timeout in timeouts} | log.in_a_collective | log.unnamed.keys()
+    waited |= log.stuck.keys() | log.gloo.keys()
     silent = set(range(log.size)) - waited - {rank for _, rank in log.enqueued}
     return tuple(sorted(silent))[:64] if 2 * len(silent) < log.size else ()
 
