@@ -799,12 +799,36 @@ def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Pat
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
     why, *earlier = report.earlier
-    assert "the launch with restart 1: begun last by its hosts' clocks; --launch N picks another" in why
+    assert "the launch with restart 1: begun last by torchrun's restart count; --launch N picks another" in why
     assert len(earlier) == 4 and all("restart 0" in line for line in earlier)
     report = diagnose(Folder(tmp_path, launch=0).read())
     assert (report.findings[0].id, report.earlier) == (ids.OUTSIDE, ())
     with pytest.raises(UnreadableError, match="--launch=7: no such launch; there are 0, 1"):
         Folder(tmp_path, launch=7).read()
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
+def test_an_elastic_job_may_have_another_size_and_other_hosts_after_a_restart(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    """Their clocks are hours apart, and each rank is on another one than before."""
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        died = [steps(9) + ([Killed()] if rank == 2 else [Call(), CLOSED]) for rank in range(before)]
+        write(folder, died, {rank: Setup(restart=0) for rank in range(before)}, launched=1.7e9, seed=seed)
+        setups = {rank: Setup(restart=1) for rank in range(after)}
+        write(folder, [steps(20) + OUT] * after, setups, launched=1.7e9 + 600, seed=seed + 9)
+        report = diagnose(Folder(folder).read())
+        assert (report.findings, report.exit_code, report.world_size) == ((), 0, after)
+        assert len(report.earlier) == before + 1
+
+
+def test_a_rank_whose_trace_was_stopped_did_not_make_fewer_calls(tmp_path: Path) -> None:
+    file = sorted(write(tmp_path, [steps(40) + OUT] * 4).iterdir())[2]
+    lines = file.read_bytes().splitlines(True)[:60]
+    stopped = records.Stopped(json.loads(lines[-1])["t"], "No space left on device")
+    file.write_bytes(b"".join([*lines, records.encode(stopped)]))
+    assert {one.id for one in diagnose(Folder(tmp_path).read()).findings} == {ids.NOT_ENOUGH}
 
 
 def test_two_jobs_in_one_folder_stay_two(tmp_path: Path) -> None:

@@ -120,7 +120,11 @@ def _runs(case: Case) -> list[UnevenRun]:
         there = {rank: run[number] for rank, run in runs.items() if number < len(run)}
         if len({training for training, _ in there.values()}) != 1:
             break
-        closed = {rank: length for rank, (_, length) in there.items() if all_ended or number + 1 < len(runs[rank])}
+        closed = {
+            rank: length
+            for rank, (_, length) in there.items()
+            if (all_ended and rank in case.sure) or number + 1 < len(runs[rank])
+        }
         if closed:
             fewest = min(closed.values())
             more = frozenset(rank for rank, (_, length) in there.items() if length > fewest)
