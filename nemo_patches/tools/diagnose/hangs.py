@@ -140,11 +140,13 @@ def _waited_for_in_vain(case: Case, sure: list[Ending]) -> list[Ending]:
 
 
 def _gone(case: Case, sure: list[Ending]) -> list[Ending]:
-    """The ranks that have no end, where the length sync of others has ended because a rank had gone."""
+    """The ranks that ended, or have no end, where the length sync of others has ended because a rank had gone."""
     if not any(ending.sync_ended for ending in case.sure.values()) or len(case.endings) < case.job.world_size:
         return []
     rest = [ending for ending in sure if not ending.sync_ended and not ending.raised and not ending.process.waited]
-    return [ending for ending in rest if ending.process.unknown] or [end for end in rest if end.process.ordinary]
+    top = max(ending.position for ending in case.sure.values() if ending.sync_ended)
+    behind = [ending for ending in rest if ending.position < top and ending.process.ordinary]
+    return behind or [ending for ending in rest if ending.process.unknown]
 
 
 def _not_told_to_end(case: Case, sure: list[Ending]) -> list[Ending]:
