@@ -364,6 +364,7 @@ def table(rank: int, code: int, time: str = "12:35", title: str = "Root Cause (f
 
 START = "Starting with 4 processes"
 OTHERS = "\n".join(line(rank) for rank in (0, 1, 3))
+WRAPPED = status(2, 4711, 4711).replace(" GUID", "\nGUID").replace("at work", "at\nwork")
 MISMATCH = (
     "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint("
     "SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype="
@@ -399,6 +400,8 @@ def of_group_9(rank: int) -> str:
         (f"{line(0)}{line(2)}\n{line(1)}\n{line(3)}\n{START}", log.LENGTH_SYNC, ()),
         (f"{line(0, torch='2.0')}{line(2, torch='2.0')}\n{line(3, torch='2.0')}\n{START}", log.LENGTH_SYNC, (1,)),
         (f"{OTHERS} [repeated 2x across cluster] (Ray deduplicates logs by default.)\n{START}", log.LENGTH_SYNC, ()),
+        # A terminal wraps at a blank, which is lost.
+        (f"{OTHERS}\n{WRAPPED}\n{START}", log.LENGTH_SYNC, ()),
         # Who is in a smaller group, the log does not tell.
         ("\n".join([*map(of_group_9, range(3)), START]), log.OTHER, ()),
         # Two launches in one log: a rank's number falls; or numbers are too far apart.
@@ -450,7 +453,7 @@ def of_group_9(rank: int) -> str:
 def test_what_accuses_an_innocent_rank_or_is_missed(
     text: str, finding: str, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for prefix in ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) "):
+    for prefix in ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) ")[: 1 if WRAPPED in text else None]:
         report = report_on(tmp_path, *(prefix + one for one in text.splitlines()))
         assert (report.findings[0].id, report.findings[0].ranks) == (finding, ranks), (prefix, report)
 

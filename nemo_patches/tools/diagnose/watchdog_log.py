@@ -90,9 +90,9 @@ _TIMEOUT = re.compile(
     r"(?:Watchdog ?caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\("
     r"(?:SeqNum=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?"
 )
-_GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40})(?: PG GUID (\w{1,40}))?")
+_GROUP = re.compile(r"\[PG ?(?:ID ?)?(\w{1,40})(?: ?PG ?GUID ?(\w{1,40}))?")
 _STATUS = re.compile(
-    r"(?:at work|NCCL work|work sequence id): ?(\d{1,18}).{0,40}?"
+    r"(?:at ?work|NCCL ?work|work ?sequence ?id): ?(\d{1,18}).{0,40}?"
     r"last ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?work: ?(-?\d{1,18})"
 )
 _MISMATCH = re.compile(
