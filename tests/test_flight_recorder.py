@@ -125,7 +125,12 @@ def test_who_waits_in_a_collective_of_another_group_is_not_missing(tmp_path: Pat
     # Ranks 0 and 1 wait for each other.
     of_groups(tmp_path, {0: (first, steps(2)), 1: (first, [entry(1), in_group("1", 1)])})
     found = diagnose_dumps(tmp_path).findings[0]
-    assert (found.id, found.ranks) == (fr.OUT_OF_STEP, ()) and "wait for each other" in found.text
+    assert (found.id, found.ranks) == (fr.OUT_OF_STEP, ()) and "wait in collectives of different groups" in found.text
+    # Rank 0 waits for rank 1, of which there is no dump.
+    (tmp_path / "nccl_trace_rank_1").unlink()
+    of_groups(tmp_path, {0: (first, [entry(1), in_group("1", 1)])})
+    found = diagnose_dumps(tmp_path).findings[0]
+    assert (found.id, found.ranks) == (fr.OUT_OF_STEP, ()) and "rank 0, which has not entered that" in found.text
 
 
 def test_groups_of_other_ranks_may_have_the_same_name(tmp_path: Path) -> None:

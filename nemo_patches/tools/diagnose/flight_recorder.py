@@ -269,7 +269,8 @@ def _missing(wait: _Wait, waits: list[_Wait], dumps: dict[int, Dump]) -> Finding
     """Who waits in a collective of another group, which not every rank has entered either, is not to blame."""
     there = wait.there
     waiting = {rank for other in waits if other is not wait for rank in other.there}
-    absent = [rank for rank in wait.absent if rank not in waiting]
+    group = next(iter(there.values())).group
+    absent = [rank for rank in wait.absent if rank not in waiting and not _waits_elsewhere(dumps[rank], group)]
     if not absent:
         return _crossed(wait, waits)
     last = {rank: max(dumps[rank].collectives, key=lambda one: one.order, default=None) for rank in absent[:8]}
@@ -285,15 +286,22 @@ def _missing(wait: _Wait, waits: list[_Wait], dumps: dict[int, Dump]) -> Finding
     )
 
 
+def _waits_elsewhere(dump: Dump, group: str) -> bool:
+    """Whether a rank is in a collective of another group, perhaps with ranks without a dump. Gloo's do not tell."""
+    return any(one.group != group and not one.retired and not one.name.startswith("gloo:") for one in dump.collectives)
+
+
 def _crossed(wait: _Wait, waits: list[_Wait]) -> Finding:
     collectives = [next(iter(one.there.items())) for one in [wait, *(other for other in waits if other is not wait)]]
     return Finding(
         id=OUT_OF_STEP,
         severity=CRITICAL,
         ranks=(),
-        text=f"Ranks wait for each other in collectives of different groups: {named(sorted(wait.there))} in "
-        f"{collectives[0][1]}, and {named(wait.absent)} in one of another group, which not every rank has entered.",
-        next_step="Look for code that makes collectives of several groups in an order that depends on the rank.",
+        text=f"Ranks wait in collectives of different groups: {named(sorted(wait.there))} in {collectives[0][1]}, and "
+        f"{named(wait.absent)}, which {'has' if len(wait.absent) == 1 else 'have'} not entered that, in one of another "
+        "group. Which rank is missing, these dumps do not tell.",
+        next_step="Look for the dumps that are not here, and for code that makes collectives of several groups in an "
+        "order that depends on the rank.",
         evidence=tuple(f"rank {rank}: {one}" for rank, one in collectives[:8]),
     )
 
