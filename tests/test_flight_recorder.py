@@ -141,6 +141,15 @@ def test_groups_of_other_ranks_may_have_the_same_name(tmp_path: Path) -> None:
     assert [(one.id, one.ranks) for one in found] == [(fr.UNFINISHED, ())] and "All 2 ranks" in found[0].text
 
 
+def test_a_ring_that_has_lost_all_of_a_group_tells_nothing_of_it(tmp_path: Path) -> None:
+    """Rank 3 is in the second collective of group 0, as ranks 0 and 2 are, and has gone on in group 2."""
+    later = [in_group("2", number, "completed") for number in range(3, 9)]
+    tp: dict[str, list[int]] = {"0": ALL, "2": [2, 3]}
+    of_groups(tmp_path, {0: (tp, steps(2)), 1: (tp, steps(1, state="completed")), 2: (tp, [*steps(2), *later])})
+    of_groups(tmp_path, {3: (tp, later)})
+    assert [(one.id, one.ranks) for one in diagnose_dumps(tmp_path).findings] == [(fr.MISSING, (1,))]
+
+
 def test_not_all_ranks_have_entered_where_one_has_no_dump(tmp_path: Path) -> None:
     of_groups(tmp_path, {rank: ({"0": ALL}, steps(2)) for rank in (0, 1, 3)})
     first, second = diagnose_dumps(tmp_path).findings

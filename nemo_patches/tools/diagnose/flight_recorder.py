@@ -57,6 +57,7 @@ class Dump:
     rank: int
     collectives: tuple[Collective, ...]
     groups: dict[str, frozenset[int]]
+    lost: bool  # its ring has lost what was before
 
 
 def is_dump(path: Path) -> bool:
@@ -120,7 +121,9 @@ def _read(file: Path) -> Dump:
         for order, entry in enumerate(content["entries"][-_MOST_ENTRIES:])
         if (collective := _collective(entry, order)) is not None
     ]
-    return Dump(int(in_name[1]), tuple(collectives), groups)
+    ids = [entry.get("record_id") for entry in content["entries"][:1] if isinstance(entry, dict)]
+    lost = len(content["entries"]) > _MOST_ENTRIES or any(isinstance(number, int) and number > 1 for number in ids)
+    return Dump(int(in_name[1]), tuple(collectives), groups, lost)
 
 
 def _items(mapping: Any) -> list[tuple[Any, Any]]:
@@ -228,6 +231,8 @@ def _groups(dumps: dict[int, Dump]) -> list[tuple[str, list[int]]]:
 def _of_group(group: str, ranks: list[int], dumps: dict[int, Dump]) -> Iterator[Finding | _Wait]:
     """The first collective of a group in which its ranks are not alike."""
     entered = {rank: {one.number: one for one in dumps[rank].collectives if one.group == group} for rank in ranks}
+    # Where a ring has lost entries, and has none of this group, the rank may have entered any.
+    entered = {rank: of_rank for rank, of_rank in entered.items() if of_rank or not dumps[rank].lost}
     if len(entered) < 2:
         return
     # Each rank's ring begins where it has lost what was before.
