@@ -459,6 +459,61 @@ def test_a_healthy_job_that_is_killed_at_any_moment_accuses_nobody(name: str, tm
 CUTS = 90  # of each healthy job
 
 
+WORKER_ENDED = Exit("RuntimeError: DataLoader worker (pid 77) is killed by signal: Terminated.")
+SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line 41 in read_audio\n'
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "sigterm", "finding"),
+    [
+        # By SIGTERM, or Ctrl-C: a record tells how it went, so it was not "killed without an end".
+        ([[Killed()], *[[Call(), CLOSED]] * 3], (0,), ids.STOPPED_AT_ONCE),
+        ([[Exit("KeyboardInterrupt: ")], *[[Call(), CLOSED]] * 3], (), ids.STOPPED_AT_ONCE),
+        ([[WORKER_ENDED], *[[Call(), Killed()]] * 3], (1, 2, 3), ids.STOPPED_AT_ONCE),
+        # By connections that were closed on all ranks, at different calls: no good order, and no uneven calls.
+        ([[Call(), CLOSED], *[[CLOSED]] * 3], (), ids.STOPPED_AT_ONCE),
+    ],
+)
+@pytest.mark.parametrize("reports", [False, True])
+def test_ranks_that_were_ended_from_outside_are_not_accused(
+    of_rank: list[list[Event]], sigterm: tuple[int, ...], finding: str, reports: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, [steps(9) + last for last in of_rank], reports=reports)
+    for rank in sigterm:
+        file = sorted(tmp_path.iterdir())[rank]
+        file.write_bytes(file.read_bytes() + SIGTERM)
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks, report.exit_code) == (finding, (), 1), report
+    assert "killed or crashed" not in str(report)
+
+
+def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_good_run(tmp_path: Path) -> None:
+    write(tmp_path / "first", [[Call(), CLOSED]] * 2)
+    for file in (tmp_path / "first").iterdir():
+        lines = file.read_bytes().splitlines(True)
+        kinds = (b'"k":"header"', b'"k":"encoder"', b'"k":"end"')
+        file.write_bytes(b"".join(line for line in lines if any(kind in line for kind in kinds)))
+    assert diagnose(Folder(tmp_path / "first").read()).exit_code == 2
+    file = sorted(write(tmp_path / "cut", HEALTHY["ended in good order"].schedules).iterdir())[1]
+    file.write_bytes(file.read_bytes()[:5000])
+    report = diagnose(Folder(tmp_path / "cut").read())
+    assert [one.id for one in report.findings] == [ids.NOT_ENOUGH], report  # not: rank 1 stopped at call 90
+
+
+@pytest.mark.parametrize(("after", "finding", "ranks"), [(5, ids.STOPPED_AT_ONCE, ()), (30, ids.BEFORE_ENCODER, (1,))])
+def test_dumps_name_a_rank_only_where_others_have_waited_for_long(
+    after: float, finding: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Somebody has sent SIGUSR2: that the job hangs, he may only think."""
+    write(tmp_path, [[*steps(9), Call(stuck="length sync")], steps(9)], reports=False)
+    for file in tmp_path.iterdir():
+        lines = file.read_bytes().splitlines(True)
+        dumped = records.Dumped(json.loads(lines[-1])["t"] + after, "SIGUSR2", "", "")
+        file.write_bytes(b"".join([*lines, records.encode(dumped)]))
+    first = diagnose(Folder(tmp_path).read()).findings[0]
+    assert (first.id, first.ranks) == (finding, ranks), first
+
+
 def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:
     def verdict(name: str, all_wait: bool) -> Report:
         folder = write(tmp_path / name, four(steps(9), [Call()], steps(1)), reports=False)
@@ -744,12 +799,50 @@ def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Pat
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
     why, *earlier = report.earlier
-    assert "the launch with restart 1: begun last by its hosts' clocks; --launch N picks another" in why
+    assert "the launch with restart 1: begun last by torchrun's restart count; --launch N picks another" in why
     assert len(earlier) == 4 and all("restart 0" in line for line in earlier)
     report = diagnose(Folder(tmp_path, launch=0).read())
     assert (report.findings[0].id, report.earlier) == (ids.OUTSIDE, ())
     with pytest.raises(UnreadableError, match="--launch=7: no such launch; there are 0, 1"):
         Folder(tmp_path, launch=7).read()
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
+def test_an_elastic_job_may_have_another_size_and_other_hosts_after_a_restart(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    """Their clocks are hours apart, and each rank is on another one than before."""
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        died = [steps(9) + ([Killed()] if rank == 2 else [Call(), CLOSED]) for rank in range(before)]
+        write(folder, died, {rank: Setup(restart=0) for rank in range(before)}, launched=1.7e9, seed=seed)
+        setups = {rank: Setup(restart=1) for rank in range(after)}
+        write(folder, [steps(20) + OUT] * after, setups, launched=1.7e9 + 600, seed=seed + 9)
+        report = diagnose(Folder(folder).read())
+        assert (report.findings, report.exit_code, report.world_size) == ((), 0, after)
+        assert len(report.earlier) == before + 1
+
+
+def test_a_rank_whose_trace_was_stopped_did_not_make_fewer_calls(tmp_path: Path) -> None:
+    file = sorted(write(tmp_path, [steps(40) + OUT] * 4).iterdir())[2]
+    lines = file.read_bytes().splitlines(True)[:60]
+    stopped = records.Stopped(json.loads(lines[-1])["t"], "No space left on device")
+    file.write_bytes(b"".join([*lines, records.encode(stopped)]))
+    assert {one.id for one in diagnose(Folder(tmp_path).read()).findings} == {ids.NOT_ENOUGH}
+
+
+def test_ranks_that_run_freely_need_not_come_to_their_end_together(tmp_path: Path) -> None:
+    """With sync=overlapped, and without gradients, the length sync ends for those that are slower."""
+
+    def free(rank: int, calls: int) -> list[Event]:
+        return [Call(pause=(1.0, 0.1, 0.3)[rank])] * calls
+
+    setups = {rank: Setup(sync="overlapped") for rank in range(3)}
+    well = Scenario([free(rank, 9) + OUT for rank in range(3)], "", (), setups=setups)
+    assert report_on(well, tmp_path / "well").findings == ()
+    early = [free(2, 9) + OUT if rank == 2 else [*free(rank, 10), Gradients()] for rank in range(3)]
+    first = report_on(Scenario(early, "", (), setups=setups, reports=False), tmp_path / "early").findings[0]
+    assert (first.id, first.ranks) == (ids.ENDED, (2,)), first  # not rank 1, which was through before, and has no end
 
 
 def test_two_jobs_in_one_folder_stay_two(tmp_path: Path) -> None:

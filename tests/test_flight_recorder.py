@@ -46,6 +46,15 @@ def entry(number: int, name: str = "nccl:all_reduce", size: int = 1, state: str 
     }
 
 
+def of_groups(folder: Path, dumps: dict[int, tuple[dict[str, list[int]], list[dict[str, Any]]]]) -> Path:
+    """For each rank the groups that it is in, and its entries."""
+    for rank, (groups, entries) in dumps.items():
+        configs = {name: {"ranks": str(ranks)} for name, ranks in groups.items()}
+        content = {"version": "2.10", "pg_config": configs, "entries": entries}
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content, protocol=2))
+    return folder
+
+
 def write(folder: Path, entries: dict[int, list[dict[str, Any]]], as_json: bool = False) -> Path:
     folder.mkdir(exist_ok=True)
     for rank, of_rank in entries.items():
@@ -97,6 +106,69 @@ def test_dumps_of_different_moments_and_dumps_that_are_not_there_accuse_nobody(t
     assert ([one.id for one in report.findings], report.exit_code) == ([NOT_ENOUGH], 2)
     report = diagnose_dumps(write(tmp_path / "gone", {rank: steps(7) for rank in (0, 1, 3)}))
     assert [(one.id, one.ranks) for one in report.findings] == [(fr.UNFINISHED, ()), (fr.NO_DUMP, (2,))]
+
+
+ALL = list(range(RANKS))
+
+
+def in_group(name: str, number: int, state: str = "started") -> dict[str, Any]:
+    return entry(number, state=state) | {"process_group": (name, "tp")}
+
+
+def test_who_waits_in_a_collective_of_another_group_is_not_missing(tmp_path: Path) -> None:
+    first, second = {"0": ALL, "1": [0, 1]}, {"0": ALL, "2": [2, 3]}
+    waits = (second, steps(2))
+    # Rank 0 waits for rank 1 in group 1, of which rank 1 has entered nothing; the others wait for both in group 0.
+    of_groups(tmp_path, {0: (first, [entry(1), in_group("1", 1)]), 1: (first, [entry(1)]), 2: waits, 3: waits})
+    found = diagnose_dumps(tmp_path).findings[0]
+    assert (found.id, found.ranks) == (fr.MISSING, (1,)), found
+    # Ranks 0 and 1 wait for each other.
+    of_groups(tmp_path, {0: (first, steps(2)), 1: (first, [entry(1), in_group("1", 1)])})
+    found = diagnose_dumps(tmp_path).findings[0]
+    assert (found.id, found.ranks) == (fr.OUT_OF_STEP, ()) and "wait in collectives of different groups" in found.text
+    # Rank 0 waits for rank 1, of which there is no dump.
+    (tmp_path / "nccl_trace_rank_1").unlink()
+    of_groups(tmp_path, {0: (first, [entry(1), in_group("1", 1)])})
+    found = diagnose_dumps(tmp_path).findings[0]
+    assert (found.id, found.ranks) == (fr.OUT_OF_STEP, ()) and "rank 0, which has not entered that" in found.text
+
+
+def test_groups_of_other_ranks_may_have_the_same_name(tmp_path: Path) -> None:
+    both = [in_group("1", 1, "completed"), in_group("1", 2)]
+    left, right = {"1": [0, 1]}, {"1": [2, 3]}
+    of_groups(tmp_path, {0: (left, both), 1: (left, both), 2: (right, both[:1]), 3: (right, both[:1])})
+    found = diagnose_dumps(tmp_path).findings
+    assert [(one.id, one.ranks) for one in found] == [(fr.UNFINISHED, ())] and "All 2 ranks" in found[0].text
+
+
+def test_a_ring_that_has_lost_all_of_a_group_tells_nothing_of_it(tmp_path: Path) -> None:
+    """Rank 3 is in the second collective of group 0, as ranks 0 and 2 are, and has gone on in group 2."""
+    later = [in_group("2", number, "completed") for number in range(3, 9)]
+    tp: dict[str, list[int]] = {"0": ALL, "2": [2, 3]}
+    of_groups(tmp_path, {0: (tp, steps(2)), 1: (tp, steps(1, state="completed")), 2: (tp, [*steps(2), *later])})
+    of_groups(tmp_path, {3: (tp, later)})
+    assert [(one.id, one.ranks) for one in diagnose_dumps(tmp_path).findings] == [(fr.MISSING, (1,))]
+
+
+def test_not_all_ranks_have_entered_where_one_has_no_dump(tmp_path: Path) -> None:
+    of_groups(tmp_path, {rank: ({"0": ALL}, steps(2)) for rank in (0, 1, 3)})
+    first, second = diagnose_dumps(tmp_path).findings
+    assert "All 3 ranks that have a dump" in first.text and "rank 2 may not have entered it" in first.text
+    assert (first.ranks, second.id, second.ranks) == ((), fr.NO_DUMP, (2,))
+
+
+def test_dumps_of_torch_2_3_are_read(tmp_path: Path) -> None:
+    def old(number: int, state: str) -> dict[str, Any]:
+        new = entry(number, state=state)
+        for field in ("collective_seq_id", "process_group", "is_p2p", "retired"):
+            del new[field]
+        return new | {"seq_id": number, "pg_id": 0}
+
+    for rank in ALL:
+        between = old(2, "started") | {"profiling_name": "nccl:send 0->1" if rank else "nccl:recv 0<-1"}
+        entries = [old(1, "completed"), between, *([old(3, "started")] if rank != 2 else [])]
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps({"version": "1.5", "entries": entries}))
+    assert [(one.id, one.ranks) for one in diagnose_dumps(tmp_path).findings] == [(fr.MISSING, (2,))]
 
 
 def test_rings_that_have_lost_their_beginning_are_compared_from_where_all_have_begun(tmp_path: Path) -> None:

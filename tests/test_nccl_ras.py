@@ -158,6 +158,49 @@ def test_a_smaller_communicators_ranks_are_not_the_jobs(tmp_path: Path) -> None:
     assert (first.id, first.ranks) == (nccl_ras.NO_DATA, ())
 
 
+# Of issue 1762 of NVIDIA/nccl (2.27.3): 10 GPUs, communicators of 2, and data of communicators that are gone.
+OF_TWO = """
+Job summary
+===========
+
+  Nodes  Processes         GPUs
+          per node  per process
+      1          8            1
+      1          2            1
+
+  Nodes  Processes         GPUs
+(total)    (total)      (total)
+      2         10           10
+
+Communicators... (0.00s)
+=============
+
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    #  in group  per comm  per node  per comm  in group
+    0         1         1         1         2         1   RUNNING  INCOMPLETE
+    1         4         1         1         2         1   RUNNING  MISMATCH
+    2         4         0         0         0         0    NOCOMM  INCOMPLETE,MISMATCH
+
+Errors
+======
+
+#0-0 (b3398875b8b2a063) INCOMPLETE
+  Missing communicator data from 1 rank
+  Rank 1 -- GPU 0 managed by process 60004 on node 10.4.109.13
+
+#2-0 (93d7000200000001) INCOMPLETE
+  Missing communicator data from 255 ranks
+  Rank 1057455228 -- GPU 0 managed by process 60004 on node 10.4.109.13
+"""
+
+
+def test_the_largest_communicator_need_not_be_the_jobs(tmp_path: Path) -> None:
+    (tmp_path / "ras.txt").write_bytes(OF_TWO.replace("\n", "\r\n").encode())
+    report = nccl_ras.diagnose_saved(tmp_path / "ras.txt")
+    assert [(one.id, one.ranks) for one in report.findings] == [(nccl_ras.NO_DATA, ())]
+    assert "rank 1 of communicator #0-0" in report.verdict and report.world_size == 10
+
+
 @pytest.mark.parametrize(
     "text", ["", "HTTP/1.1 400 Bad Request\n", HEAD[:90], FINE.replace("RUNNING", "?"), "\x00" * 50]
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import lzma
 import os
 import random
 import string
@@ -21,7 +23,7 @@ from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import watchdog_log as log
 from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
-from nemo_patches.tools.diagnose.process_failures import FAILED, RAISED
+from nemo_patches.tools.diagnose.process_failures import FAILED, OUT_OF_MEMORY, RAISED
 from nemo_patches.tools.diagnose.watchdog_log import LOOKED_FOR, diagnose_logs
 from nemo_patches.tracing import records
 
@@ -285,6 +287,16 @@ def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, env=environment, timeout=200, check=False)
     assert done.returncode == 1 and done.stdout.startswith(b"Rank 2 waited in an all-reduce of one number")
+    # What was read from a pipe, to see what it is, would be gone.
+    command[-1:] = ["/dev/stdin", "--json"]
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, env=environment, timeout=200, check=False)
+    assert done.returncode == 1 and b"Rank 2 waited in an all-reduce of one number" in done.stdout
+    (tmp_path / "log.xz").write_bytes(lzma.compress(text))
+    (tmp_path / "utf16.log").write_bytes(text.decode().encode("utf-16"))
+    for name in ("log.xz", "utf16.log"):
+        with pytest.raises(UnreadableError, match="compressed, not by gzip, or in UTF-16"):
+            diagnose_logs([tmp_path / name])
+    assert len(diagnose_logs([tmp_path]).problems) == 3 and diagnose_logs([tmp_path]).findings[0].id == log.LENGTH_SYNC
 
 
 def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
@@ -322,6 +334,8 @@ def test_the_command_takes_a_log(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "diagnose", str(file))
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("Ranks 0-1 waited in an all-reduce of one number")
+    done = python("-m", "nemo_patches", "diagnose", str(file), "--launch", "1", "--json")
+    assert done.returncode == 2 and "of logs give the folder attempt_1" in json.loads(done.stdout)["error"]
 
 
 def signal(rank: int, source: str, enqueued: int, completed: int, group: str = "0(default_pg)") -> str:
@@ -350,6 +364,7 @@ def table(rank: int, code: int, time: str = "12:35", title: str = "Root Cause (f
 
 START = "Starting with 4 processes"
 OTHERS = "\n".join(line(rank) for rank in (0, 1, 3))
+WRAPPED = status(2, 4711, 4711).replace(" GUID", "\nGUID").replace("at work", "at\nwork")
 MISMATCH = (
     "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint("
     "SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype="
@@ -377,6 +392,16 @@ def of_group_9(rank: int) -> str:
         (f"{OTHERS}\n[rank2]:[E ProcessGroupNCCL.cpp:684] Some NCCL operations have failed or timed out.\n{START}",
          log.LENGTH_SYNC, ()),
         (f"{OTHERS}\n{status(2, 4711, 4711)}\n{START}", log.LENGTH_SYNC, ()),
+        (f"{OTHERS}\n[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer\n{START}",
+         log.LENGTH_SYNC, ()),
+        (f"{OTHERS}\n[rank2]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 2] Heartbeat monitor timed out!\n{START}",
+         log.LENGTH_SYNC, ()),
+        # Messages of two ranks in one line; and lines that Ray leaves out, as they are like others.
+        (f"{line(0)}{line(2)}\n{line(1)}\n{line(3)}\n{START}", log.LENGTH_SYNC, ()),
+        (f"{line(0, torch='2.0')}{line(2, torch='2.0')}\n{line(3, torch='2.0')}\n{START}", log.LENGTH_SYNC, (1,)),
+        (f"{OTHERS} [repeated 2x across cluster] (Ray deduplicates logs by default.)\n{START}", log.LENGTH_SYNC, ()),
+        # A terminal wraps at a blank, which is lost.
+        (f"{OTHERS}\n{WRAPPED}\n{START}", log.LENGTH_SYNC, ()),
         # Who is in a smaller group, the log does not tell.
         ("\n".join([*map(of_group_9, range(3)), START]), log.OTHER, ()),
         # Two launches in one log: a rank's number falls; or numbers are too far apart.
@@ -416,13 +441,19 @@ def of_group_9(rank: int) -> str:
         (f"{OTHERS}\n[rank2]: KeyError: 'audio'", log.LENGTH_SYNC, ()),
         ("[rank2]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1", log.GLOO, ()),
         ("[rank2]: torch.distributed.DistBackendError: NCCL error: remote process exited", NOT_ENOUGH, ()),
+        # Kills for want of memory, which come before the time-outs that follow from them.
+        (f"slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed.\n"
+         f"{OTHERS}", OUT_OF_MEMORY, ()),
+        ("srun: error: gpu-12: task 3: Out Of Memory", OUT_OF_MEMORY, ()),
+        ("[12.3] Out of memory: Killed process 4711 (python) total-vm:9kB", OUT_OF_MEMORY, ()),
+        ("CUDA out of memory. Tried to allocate 2 GiB", NOT_ENOUGH, ()),  # perhaps caught; nobody's name
         ("loading gloomy data ... Connection closed by peer", NOT_ENOUGH, ()),
     ],
 )  # fmt: skip
 def test_what_accuses_an_innocent_rank_or_is_missed(
     text: str, finding: str, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for prefix in ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) "):
+    for prefix in ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) ")[: 1 if WRAPPED in text else None]:
         report = report_on(tmp_path, *(prefix + one for one in text.splitlines()))
         assert (report.findings[0].id, report.findings[0].ranks) == (finding, ranks), (prefix, report)
 

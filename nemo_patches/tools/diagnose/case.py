@@ -132,7 +132,7 @@ def stall_reports(case: Case) -> StallReports:
             continue
         reports: list[records.Missing | records.Stalled] = [
             *(report for report in trace.missing[-1:] if _is_of_now(case, rank, report)),
-            *(report for report in trace.stalled[-1:] if report.t > _last_entered(case.job, rank)),
+            *(report for report in trace.stalled[-1:] if report.t > last_entered(case.job, rank)),
         ]
         for report in reversed(reports):  # the job's stall report looks at every rank
             waits = report.collectives if isinstance(report, records.Missing) else []
@@ -147,7 +147,8 @@ def stall_reports(case: Case) -> StallReports:
     return StallReports(kinds, where, texts)
 
 
-def _last_entered(job: Job, rank: int) -> float:
+def last_entered(job: Job, rank: int) -> float:
+    """When a rank entered its last encoder call, in seconds of its own trace; 0 if it has made none."""
     tracks = job.traces[rank].tracks.values()
     return max((track.calls.entered[-1] for track in tracks if track.calls.n), default=0.0)
 
@@ -171,7 +172,7 @@ def _has_come_since(case: Case, rank: int, report: records.Missing | records.Sta
     if isinstance(report, records.Missing):
         return bool(report.n) and not ending.unsure and ending.came_to >= case.endings[rank].round
     entered, reported = (
-        case.clocks.common(missing, _last_entered(case.job, missing)),
+        case.clocks.common(missing, last_entered(case.job, missing)),
         case.clocks.common(rank, report.t),
     )
     return entered is not None and reported is not None and float(entered) > float(reported)

@@ -55,6 +55,8 @@ def run(
     is_traces = len(paths) == 1 and path.is_dir() and (watch or plot is not None or not _has_logs_only(path))
     if not is_traces and (watch or plot or perfetto):
         raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
+    if not is_traces and launch is not None:
+        raise DiagnoseError(f"--launch={launch}: only of a folder of traces; of logs give the folder attempt_{launch}")
     if watch and (plot or perfetto):
         raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
     try:
@@ -102,7 +104,9 @@ def _has_logs_only(folder: Path) -> bool:
 
 def _has_dumps(path: Path) -> bool:
     """Whether a file, or one of those in a folder, is a dump of torch's Flight Recorder."""
-    return any(map(is_dump, sorted(path.iterdir())[:_MOST_LOOKED_AT])) if path.is_dir() else is_dump(path)
+    # What is read from a pipe (`diagnose <(COMMAND)`) is gone.
+    files = sorted(path.iterdir())[:_MOST_LOOKED_AT] if path.is_dir() else [path]
+    return any(file.is_file() and is_dump(file) for file in files)
 
 
 def _watch(path: Path, json: bool, launch: int | None) -> int:

@@ -153,7 +153,9 @@ def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list
         explained = any(finding.id in explains_the_end for finding in findings)
         if explained or _all_ended(encoders) or job.moving or job.absent:
             return []
-        reason = "the traces contradict each other: every rank gave up a round that every rank came to"
+        reason = "they do not tell how this job ended, or what its ranks waited for"
+        if all(ending.in_vain for case in encoders for ending in case.endings.values()):
+            reason = "the traces contradict each other: every rank gave up a round that every rank came to"
         return [_not_enough_records((), reason, ())]
     if not encoders:
         return [] if job.moving else [_not_enough_records((), "no rank has recorded an encoder call", ())]
@@ -202,7 +204,8 @@ def _verdict(job: Job, encoders: list[Case], findings: tuple[Finding, ...]) -> s
 
 
 def _all_ended(encoders: list[Case]) -> bool:
-    return all(ending.ended for case in encoders for ending in case.endings.values())
+    endings = [ending for case in encoders for ending in case.endings.values()]
+    return all(ending.ended and not ending.process.error for ending in endings)
 
 
 def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:

@@ -29,6 +29,7 @@ _RANK_IN_NAME = re.compile(r"(\d{1,7})(?:\.\w{1,10})?$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _MOST_FILES, _MOST_ENTRIES, _MOST_FRAMES = 10_000, 1_000_000, 64
 _OWN_FRAMES = 3
+_P2P = re.compile(r"\w+:(?:send|recv)\b")  # torch 2.3 has no is_p2p
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Dump:
     rank: int
     collectives: tuple[Collective, ...]
     groups: dict[str, frozenset[int]]
+    lost: bool  # its ring has lost what was before
 
 
 def is_dump(path: Path) -> bool:
@@ -71,10 +73,10 @@ def is_dump(path: Path) -> bool:
 
 def diagnose_dumps(path: Path) -> Report:
     """The report on a dump, or on a folder of them. Raises UnreadableError where none can be read."""
-    files = sorted(file for file in path.iterdir() if file.is_file())[:_MOST_FILES] if path.is_dir() else [path]
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     dumps: dict[int, Dump] = {}
-    problems = []
-    for file in files:
+    problems = [f"{len(files)} files; only the first {_MOST_FILES} were read"] if len(files) > _MOST_FILES else []
+    for file in files[:_MOST_FILES]:
         try:
             dump = _read(file)
         except (plain_pickle.NotPlainError, OSError, ValueError) as error:
@@ -119,7 +121,9 @@ def _read(file: Path) -> Dump:
         for order, entry in enumerate(content["entries"][-_MOST_ENTRIES:])
         if (collective := _collective(entry, order)) is not None
     ]
-    return Dump(int(in_name[1]), tuple(collectives), groups)
+    ids = [entry.get("record_id") for entry in content["entries"][:1] if isinstance(entry, dict)]
+    lost = len(content["entries"]) > _MOST_ENTRIES or any(isinstance(number, int) and number > 1 for number in ids)
+    return Dump(int(in_name[1]), tuple(collectives), groups, lost)
 
 
 def _items(mapping: Any) -> list[tuple[Any, Any]]:
@@ -137,9 +141,11 @@ def _ranks(config: Any) -> frozenset[int]:
 
 def _collective(entry: Any, order: int) -> Collective | None:
     """None for what is none: between two ranks, or malformed."""
-    if not isinstance(entry, dict) or entry.get("is_p2p"):
+    if not isinstance(entry, dict) or entry.get("is_p2p", _P2P.match(str(entry.get("profiling_name"))[:80])):
         return None
-    number, group, sizes = entry.get("collective_seq_id"), entry.get("process_group"), entry.get("input_sizes")
+    # torch 2.3 has seq_id and pg_id alone.
+    number, sizes = entry.get("collective_seq_id", entry.get("seq_id")), entry.get("input_sizes")
+    group = entry.get("process_group", [entry.get("pg_id")])
     if not isinstance(number, int) or not isinstance(group, list | tuple) or not group:
         return None
     completed = entry.get("state") == "completed" or bool(entry.get("time_discovered_completed_ns"))
@@ -176,9 +182,10 @@ def _where(frames: Any) -> str:
 
 
 def _findings(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    groups = {collective.group for dump in dumps.values() for collective in dump.collectives}
-    found = [finding for group in sorted(groups) for finding in _of_group(group, dumps)]
-    yield from sorted(found, key=lambda finding: finding.severity != CRITICAL)[:8]
+    found = [one for name, ranks in _groups(dumps) for one in _of_group(name, ranks, dumps)]
+    waits = [one for one in found if isinstance(one, _Wait)]
+    findings = [_missing(one, waits, dumps) if isinstance(one, _Wait) else one for one in found]
+    yield from sorted(findings, key=lambda finding: (finding.severity != CRITICAL, finding.id == UNFINISHED))[:8]
     expected = {rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks}
     if absent := sorted(expected - dumps.keys()):
         yield Finding(
@@ -191,13 +198,41 @@ def _findings(dumps: dict[int, Dump]) -> Iterator[Finding]:
         )
 
 
-def _of_group(group: str, dumps: dict[int, Dump]) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class _Wait:
+    """The first collective of a group that not every rank has entered: who has, and who has not."""
+
+    there: dict[int, Collective]
+    absent: list[int]
+
+
+def _groups(dumps: dict[int, Dump]) -> list[tuple[str, list[int]]]:
+    """The groups by name, with their ranks among the dumps: those that any dump tells, else those that are in it.
+
+    Groups of other ranks may have the same name: a rank's dump tells of its own groups alone.
+    """
+    groups = []
+    for name in sorted({collective.group for dump in dumps.values() for collective in dump.collectives}):
+        told = {ranks for dump in dumps.values() if (ranks := dump.groups.get(name))}
+        unknown = [
+            rank
+            for rank, dump in dumps.items()
+            if not any(rank in ranks for ranks in told)
+            and (name == "0" or any(one.group == name for one in dump.collectives))
+        ]
+        groups += [(name, sorted(ranks & dumps.keys())) for ranks in sorted(told, key=sorted)]
+        if len(told) == 1:
+            groups[-1] = (name, sorted({*groups[-1][1], *unknown}))
+        elif unknown:
+            groups.append((name, sorted(unknown)))
+    return groups
+
+
+def _of_group(group: str, ranks: list[int], dumps: dict[int, Dump]) -> Iterator[Finding | _Wait]:
     """The first collective of a group in which its ranks are not alike."""
-    entered = {
-        rank: {one.number: one for one in dump.collectives if one.group == group}
-        for rank, dump in dumps.items()
-        if group == "0" or any(one.group == group for one in dump.collectives)
-    }
+    entered = {rank: {one.number: one for one in dumps[rank].collectives if one.group == group} for rank in ranks}
+    # Where a ring has lost entries, and has none of this group, the rank may have entered any.
+    entered = {rank: of_rank for rank, of_rank in entered.items() if of_rank or not dumps[rank].lost}
     if len(entered) < 2:
         return
     # Each rank's ring begins where it has lost what was before.
@@ -213,23 +248,36 @@ def _of_group(group: str, dumps: dict[int, Dump]) -> Iterator[Finding]:
             return
         if there and absent:
             older = any(one.completed for one in there.values())
-            yield _older(there, absent) if older else _missing(there, absent, dumps)
+            yield _older(there, absent) if older else _Wait(there, absent)
             return
     unfinished = {
         rank: of_rank[last] for rank, of_rank in entered.items() if last in of_rank and not of_rank[last].retired
     }
     if len(unfinished) == len(entered):
+        members = {
+            rank for dump in dumps.values() for rank in dump.groups.get(group, frozenset()) if dump.rank in ranks
+        }
+        undumped = sorted(members - dumps.keys())
+        who = f"All {len(entered)} ranks" if not undumped else f"All {len(entered)} ranks that have a dump"
+        perhaps = f"; {named(undumped)} may not have entered it: there is no dump of it" if undumped else ""
         yield Finding(
             id=UNFINISHED,
             severity=CRITICAL,
             ranks=(),
-            text=f"All {len(entered)} ranks have entered {next(iter(unfinished.values()))}, and none has completed it.",
+            text=f"{who} have entered {next(iter(unfinished.values()))}, and none has completed it{perhaps}.",
             next_step="No rank of these dumps is missing: look at the network and the GPUs (NCCL_DEBUG=INFO), and at "
             "the ranks without a dump.",
         )
 
 
-def _missing(there: dict[int, Collective], absent: list[int], dumps: dict[int, Dump]) -> Finding:
+def _missing(wait: _Wait, waits: list[_Wait], dumps: dict[int, Dump]) -> Finding:
+    """Who waits in a collective of another group, which not every rank has entered either, is not to blame."""
+    there = wait.there
+    waiting = {rank for other in waits if other is not wait for rank in other.there}
+    group = next(iter(there.values())).group
+    absent = [rank for rank in wait.absent if rank not in waiting and not _waits_elsewhere(dumps[rank], group)]
+    if not absent:
+        return _crossed(wait, waits)
     last = {rank: max(dumps[rank].collectives, key=lambda one: one.order, default=None) for rank in absent[:8]}
     have, are = "has" if len(absent) == 1 else "have", "is" if len(there) == 1 else "are"
     return Finding(
@@ -240,6 +288,26 @@ def _missing(there: dict[int, Collective], absent: list[int], dumps: dict[int, D
         f"{are} in, when the dumps were taken.",
         next_step="Look at what that rank did after its last collective: its data, a checkpoint, its stderr.",
         evidence=tuple(f"rank {rank}: its last collective: {one or 'none'}" for rank, one in last.items()),
+    )
+
+
+def _waits_elsewhere(dump: Dump, group: str) -> bool:
+    """Whether a rank is in a collective of another group, perhaps with ranks without a dump. Gloo's do not tell."""
+    return any(one.group != group and not one.retired and not one.name.startswith("gloo:") for one in dump.collectives)
+
+
+def _crossed(wait: _Wait, waits: list[_Wait]) -> Finding:
+    collectives = [next(iter(one.there.items())) for one in [wait, *(other for other in waits if other is not wait)]]
+    return Finding(
+        id=OUT_OF_STEP,
+        severity=CRITICAL,
+        ranks=(),
+        text=f"Ranks wait in collectives of different groups: {named(sorted(wait.there))} in {collectives[0][1]}, and "
+        f"{named(wait.absent)}, which {'has' if len(wait.absent) == 1 else 'have'} not entered that, in one of another "
+        "group. Which rank is missing, these dumps do not tell.",
+        next_step="Look for the dumps that are not here, and for code that makes collectives of several groups in an "
+        "order that depends on the rank.",
+        evidence=tuple(f"rank {rank}: {one}" for rank, one in collectives[:8]),
     )
 
 

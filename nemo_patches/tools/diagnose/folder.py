@@ -182,7 +182,7 @@ class Folder:
         job.suspects = {rank for rank in self._suspects if rank not in job.traces}
         job.earlier = [_earlier_line(start) for start in earlier] + [_other_job_line(start) for start in others]
         if job.earlier:
-            job.earlier.insert(0, _why_these(latest, self.launch))
+            job.earlier.insert(0, _why_these(latest, earlier, self.launch))
         job.moving = bool(counts_before) and any(
             start.trace.count > counts_before.get(key, 0) for key, start in self._starts.items() if start in latest
         )
@@ -307,9 +307,11 @@ def _picked(starts: list[Start], launch: int | None) -> list[Start]:
     return picked
 
 
-def _why_these(latest: list[Start], launch: int | None) -> str:
+def _why_these(latest: list[Start], earlier: list[Start], launch: int | None) -> str:
     header = latest[0].trace.header
-    why = "as --launch asks" if launch is not None else "begun last by its hosts' clocks; --launch N picks another"
+    counted = earlier and all(start.trace.header.restart < header.restart for start in earlier)
+    by = "torchrun's restart count" if counted else "its hosts' clocks"
+    why = "as --launch asks" if launch is not None else f"begun last by {by}; --launch N picks another"
     job = f" of job {safe(header.job)}" if header.job else ""
     return f"diagnosed is the launch with restart {header.restart}{job}: {why}; the following are not"
 
@@ -319,12 +321,20 @@ def _other_job_line(start: Start) -> str:
     return f"{safe(start.parts[0].path.name)}: of another job, {safe(header.job) or 'not named'}, rank {header.rank}"
 
 
-def _launches(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:
+def _launches(starts: list[Start]) -> tuple[list[Start], list[Start]]:
     """The starts of the latest launch, at most one for each rank; and all earlier starts.
 
+    Where no rank has two starts with one torchrun restart count, and all ranks have one with the highest, these are
+    it: an elastic job may have other ranks, and a rank another host, after each restart. Else hosts' clocks tell.
     A rank with fewer starts than others was not part of every launch. Its last start belongs to the launch with the
     same torchrun restart count, else to the one nearest in time, by its own host's clock if possible.
     """
+    highest = max(start.trace.header.restart for start in starts)
+    last = [start for start in starts if start.trace.header.restart == highest]
+    once = len({(start.trace.rank, start.trace.header.restart) for start in starts}) == len(starts)
+    if once and {start.trace.rank for start in last} == set(range(last[0].trace.header.world_size)):
+        before = [start for start in starts if start.trace.header.restart != highest]
+        return sorted(last, key=lambda start: start.trace.rank), sorted(before, key=lambda start: start.trace.rank)
     of_rank: dict[int, list[Start]] = defaultdict(list)
     for start in sorted(starts, key=lambda each: (each.trace.header.started, each.trace.header.restart)):
         of_rank[start.trace.rank].append(start)

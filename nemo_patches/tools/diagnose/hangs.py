@@ -13,7 +13,7 @@ from dataclasses import replace
 from nemo_patches.stall.rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.case import Case, StallReports, stall_reports, usual_call, whom
+from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, usual_call, whom
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.lateness import behind_since
@@ -45,6 +45,7 @@ _PHASES = {
     ids.PRE_ENCODE: "in pre_encode, the subsampling",
     ids.LAYERS: "in its layers",
 }
+_LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
 _PHASE_ORDER = list(_PHASES)
 _MISSING = {
     ELSEWHERE: "it is elsewhere",
@@ -78,6 +79,9 @@ def hangs(case: Case, explained: set[int]) -> list[Finding]:
             return _grouped(case, suspects, others or suspects, reports)
     if explained or case.job.moving:
         return []
+    left = any(ending.sync_ended and ending.process.terminated for ending in case.endings.values())
+    if left or _closed(case):
+        return _ended_by_nobody_known(case)
     dumped = any(
         trace.dumped for trace in case.job.traces.values()
     )  # which a stall, or somebody who sees one, asks for
@@ -115,9 +119,12 @@ def _left_in_a_collective(case: Case, sure: list[Ending]) -> list[Ending]:
     rest = [ending for ending in sure if not ending.process.waited and not ending.process.in_collective]
     if not waited or len(case.endings) < case.job.world_size:
         return []
-    if any(ending.process.unknown for ending in rest) and not _timed_out(case):
-        return [ending for ending in rest if ending.process.unknown]
-    return rest
+    if _timed_out(case):
+        return rest
+    # Connections were closed: whom SIGTERM ended is not the reason, but who sent it.
+    return [ending for ending in rest if ending.process.unknown] or [
+        ending for ending in rest if not ending.process.terminated
+    ]
 
 
 def _waited_for_in_vain(case: Case, sure: list[Ending]) -> list[Ending]:
@@ -133,11 +140,13 @@ def _waited_for_in_vain(case: Case, sure: list[Ending]) -> list[Ending]:
 
 
 def _gone(case: Case, sure: list[Ending]) -> list[Ending]:
-    """The ranks that have no end, where the length sync of others has ended because a rank had gone."""
+    """The ranks that ended, or have no end, where the length sync of others has ended because a rank had gone."""
     if not any(ending.sync_ended for ending in case.sure.values()) or len(case.endings) < case.job.world_size:
         return []
     rest = [ending for ending in sure if not ending.sync_ended and not ending.raised and not ending.process.waited]
-    return [ending for ending in rest if ending.process.unknown] or [end for end in rest if end.process.ordinary]
+    top = max(ending.position for ending in case.sure.values() if ending.sync_ended)
+    behind = [ending for ending in rest if ending.position < top and ending.process.ordinary]
+    return behind or [ending for ending in rest if ending.process.unknown]
 
 
 def _not_told_to_end(case: Case, sure: list[Ending]) -> list[Ending]:
@@ -297,10 +306,12 @@ def _level(case: Case, reports: StallReports) -> list[Finding]:
         return []  # a rank that is not known may be the reason
     at_top = _at_top(list(case.sure.values()))
     behind = [ending for ending in case.sure.values() if ending not in at_top and not ending.process.waited]
-    if behind and not reports.texts:
-        return _grouped(case, behind, at_top, reports)
     inside = [ending for ending in at_top if ending.inside]
     outside = [ending for ending in at_top if not ending.inside]
+    if not reports.texts and (behind or (inside and outside)) and any(_has_just_come(case, end) for end in at_top):
+        return _stopped_at_once(case)  # so it looks in a healthy job, too, of which somebody wanted dumps
+    if behind and not reports.texts:
+        return _grouped(case, behind, at_top, reports)
     if inside and outside and not reports.texts:
         return [_finding(case, ids.SOME_INSIDE, inside, outside, reports)]
     everyone, call = f"All {len(case.sure)} ranks", case.call(at_top[0])
@@ -319,12 +330,20 @@ def _level(case: Case, reports: StallReports) -> list[Finding]:
     return [_of_all(case, ids.OUTSIDE, ranks, text, "", reports)]
 
 
+def _has_just_come(case: Case, ending: Ending) -> bool:
+    """Whether a rank entered its last call shortly before its dump: then it may not wait in vain."""
+    trace = case.job.traces[ending.rank]
+    return trace.dumped is not None and trace.dumped.t - last_entered(case.job, ending.rank) < _LONG_S
+
+
 def _stopped_at_once(case: Case) -> list[Finding]:
     """Ranks without an end, and no record that anyone waited for anyone in vain: this accuses nobody."""
     endings = list(case.endings.values())
     stopped = [ending for ending in endings if ending.process.unknown or ending.process.terminated]
     if not stopped or any(ending.in_vain or ending.sync_ended for ending in endings):
         return []
+    if len(stopped) < len(endings) and all(ending.unsure for ending in stopped):
+        return []  # files that are not whole, of a job whose other ranks tell how they ended
     by_signal = [ending.rank for ending in stopped if ending.process.terminated]
     how = f"SIGTERM ended {named(by_signal)}" if by_signal else "no trace says how"
     which = "All ranks" if len(stopped) == case.job.world_size else whom([end.rank for end in stopped], "has", "have")
@@ -340,6 +359,34 @@ def _stopped_at_once(case: Case) -> list[Finding]:
             "again in a minute: by then a rank that is waited for is in the stall reports.",
             encoder=case.name,
             evidence=tuple(case.last_record(ending.rank) for ending in endings[:4]),
+        )
+    ]
+
+
+def _ended_by_nobody_known(case: Case) -> list[Finding]:
+    """Connections were closed, or SIGTERM or Ctrl-C ended ranks, and no record tells of a rank that went before."""
+    endings = list(case.endings.values())
+    if len(endings) < case.job.world_size:
+        return []  # a rank of which there is no trace may have gone first
+    terminated = sorted(ending.rank for ending in endings if ending.process.terminated)
+    closed = sorted(ending.rank for ending in endings if ending.process.waited)
+    why = [f"SIGTERM, or Ctrl-C, ended {named(terminated)}"] if terminated else []
+    why += [f"the connections of {named(closed)} were closed"] if closed else []
+    who = "somebody ended the job, or a part of it" if terminated else "the network was lost, or a rank left unseen"
+    return [
+        Finding(
+            id=ids.STOPPED_AT_ONCE,
+            severity=WARNING,
+            ranks=(),
+            text=f"At or near {case.call(usual_call(_at_top(endings)))} {', and '.join(why)}: {who}. No rank is "
+            "accused.",
+            next_step="Look for who ended the job (a user, the scheduler's time limit, preemption, a launcher), and at "
+            "the first error on any rank's stderr.",
+            encoder=case.name,
+            evidence=(
+                *(f"rank {end.rank} was ended by {end.process.error[:200]}" for end in endings if end.process.waited),
+                *(case.last_record(ending.rank) for ending in endings[:4]),
+            )[:8],
         )
     ]
 

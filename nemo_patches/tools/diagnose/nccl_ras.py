@@ -25,6 +25,7 @@ _LIMIT = timedelta(seconds=30)  # RAS itself waits up to some seconds for a sile
 _AGAIN_AFTER = timedelta(seconds=10)
 _MOST_BYTES = 1 << 22
 _BEGINS = "Job summary"
+_JOB = "job"  # beside the groups' numbers: how many GPUs the job has
 _WANTED = f"looked for RAS's lines {_BEGINS!r} and 'Communicators...'"
 _AGAIN = "Ask again in a while; if the numbers are the same, look at the ranks with the smaller one."
 _NEXT = "Look at what it does: `py-spy dump --pid PID` on its host, and the end of its stderr."
@@ -74,7 +75,7 @@ def is_ras(path: Path) -> bool:
 def diagnose_saved(path: Path) -> Report:
     """A file with what ncclras has printed, once or, better, twice with some time between. Raises UnreadableError."""
     try:
-        text = path.read_bytes()[:_MOST_BYTES].decode("utf-8", "replace")
+        text = path.read_bytes()[:_MOST_BYTES].decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
     return _report(str(path), [_BEGINS + answer for answer in text.split(_BEGINS)[1:]])
@@ -116,6 +117,8 @@ def _report(source: str, answers: list[str]) -> Report:
     if not groups:
         raise UnreadableError(f"{source}: no table of communicators in it; {_WANTED}")
     sizes = {match[1]: int(match[2]) for match in groups}
+    totals = [line.split()[-1] for line in answers[-1].partition("Communicators...")[0].splitlines() if line.split()]
+    sizes[_JOB] = max([*sizes.values(), *([int(totals[-1])] if totals[-1].isdecimal() else [])])
     findings = [*_dead(answers[-1]), *_silent(answers[-1], sizes), *_behind(answers, sizes)]
     order = (DEAD, NO_DATA, BEHIND, DIFFERENT_COUNTS)
     findings.sort(key=lambda finding: order.index(finding.id))
@@ -125,7 +128,7 @@ def _report(source: str, answers: list[str]) -> Report:
         raise UnreadableError(f"{source}: RAS reports {states}, in words that are not known here: read it yourself")
     return Report(
         folder=safe(source),
-        world_size=max(sizes.values()),
+        world_size=sizes[_JOB],
         moving=False,
         verdict=findings[0].text if findings else fine,
         next_step=findings[0].next_step if findings else "",
@@ -160,11 +163,13 @@ def _silent(answer: str, sizes: dict[str, int]) -> list[Finding]:
     findings = []
     for match in _COMMUNICATOR.finditer(answer):
         lines = _lines(match[3])
-        if "INCOMPLETE" not in match[2] or not lines:
+        size = sizes.get(match[1][1:].partition("-")[0], 0)
+        if "INCOMPLETE" not in match[2] or not lines or not size:  # 0: nobody has that communicator any more
             continue
         ranks = [int(rank[1]) for line in lines if (rank := _RANK.match(line))]
         for listed in _MISSING_RANKS.findall(match[3]):
             ranks += _ranks(listed)
+        ranks = [rank for rank in ranks if rank < size]
         findings.append(
             Finding(
                 NO_DATA,
@@ -253,4 +258,4 @@ def _who(ranks: list[int], size: int = 0) -> str:
 def _global(ranks: list[int], communicator: str, sizes: dict[str, int]) -> tuple[int, ...]:
     """The ranks of the job, if the communicator is of the whole job; a smaller one numbers its own."""
     size = sizes.get(communicator[1:].partition("-")[0])
-    return tuple(sorted(ranks)) if size == max(sizes.values()) else ()
+    return tuple(sorted(ranks)) if size == sizes[_JOB] else ()

@@ -12,6 +12,7 @@ from nemo_patches.tools.diagnose.process_end import is_of_a_collective
 
 FAILED = "log-first-failure"
 RAISED = "log-exception"
+OUT_OF_MEMORY = "log-out-of-memory"
 
 _MOST_KEPT = 4096
 _TIME = re.compile(r"\btime      : (\d[\w:.-]{1,40})")
@@ -31,7 +32,14 @@ _EXCEPTION = re.compile(
 _WATCHDOG_ERROR = re.compile(
     r"Rank (\d{1,7})\].{0,40} thread terminated with exception: (CUDA error: .{1,200}?)(?:CUDA kernel|$)"
 )
-_OF_OTHERS = re.compile(r"Detected mismatch|DataLoader worker")  # what the other ranks, or SIGTERM, bring about
+# Of Slurm, the kernel and Ray; each has words of its own, and none tells the rank.
+_OUT_OF_MEMORY = re.compile(
+    r"oom_kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
+    r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
+)
+_OF_OTHERS = re.compile(
+    r"Detected mismatch|killed by signal: Terminated"
+)  # what the other ranks, or SIGTERM, bring about
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class ProcessFailures:
     table: list[Failure] = field(default_factory=list)
     in_lines: list[Failure] = field(default_factory=list)
     raised: dict[int, tuple[str, str]] = field(default_factory=dict)  # by rank the first type and message
+    out_of_memory: list[str] = field(default_factory=list)  # lines that tell of a kill for it
     _title: bool = False  # that of the first failure was read, and its entry was not
     _time: str = ""
     _rank: int = -1
@@ -70,6 +79,8 @@ class ProcessFailures:
         if (code := _EXIT_CODE.search(line)) and self._rank >= 0 and len(self.table) < _MOST_KEPT:
             self.table.append(Failure(self._rank, -1, int(code[1]), int(code[2]), self._time, self._title))
             self._title, self._time, self._rank = False, "", -1
+        if _OUT_OF_MEMORY.search(line) and len(self.out_of_memory) < 8:
+            self.out_of_memory.append(safe(line.strip())[:300])
         if (failed := LAUNCHER_LINE.search(line)) and len(self.in_lines) < _MOST_KEPT:
             self.in_lines.append(Failure(-1, int(failed[2]), int(failed[1]), int(failed[3])))
 
@@ -81,6 +92,20 @@ class ProcessFailures:
         elif (error := _WATCHDOG_ERROR.search(line)) and len(self.raised) < _MOST_KEPT:
             rank = prefixed_rank if prefixed_rank >= 0 else int(error[1])
             self.raised.setdefault(rank, ("CUDA error", safe(error[2].partition(": ")[2])))
+
+    def killed_for_memory(self) -> Finding | None:
+        """What the scheduler or the kernel tell of it."""
+        if not self.out_of_memory:
+            return None
+        return Finding(
+            id=OUT_OF_MEMORY,
+            severity=CRITICAL,
+            ranks=(),
+            text=f"The log tells of a kill for want of memory: {self.out_of_memory[0]}",
+            next_step="Give the job more host memory, or use less: data loader workers, caches, pinned memory. Which "
+            "process was killed, the host's `dmesg` tells; ranks that time out after it waited for it.",
+            evidence=tuple(self.out_of_memory),
+        )
 
     def raised_first(self) -> Finding | None:
         """The first exception, and the ranks that have the same."""

@@ -109,7 +109,7 @@ def _runs(case: Case) -> list[UnevenRun]:
         ]
     all_ended = (
         all(
-            ending.ended and not ending.raised and not ending.sync_ended and not ending.in_vain
+            ending.ended and not (ending.raised or ending.sync_ended or ending.in_vain or ending.process.error)
             for ending in case.endings.values()
         )
         and len(case.endings) == case.job.world_size
@@ -120,7 +120,11 @@ def _runs(case: Case) -> list[UnevenRun]:
         there = {rank: run[number] for rank, run in runs.items() if number < len(run)}
         if len({training for training, _ in there.values()}) != 1:
             break
-        closed = {rank: length for rank, (_, length) in there.items() if all_ended or number + 1 < len(runs[rank])}
+        closed = {
+            rank: length
+            for rank, (_, length) in there.items()
+            if (all_ended and rank in case.sure) or number + 1 < len(runs[rank])
+        }
         if closed:
             fewest = min(closed.values())
             more = frozenset(rank for rank, (_, length) in there.items() if length > fewest)

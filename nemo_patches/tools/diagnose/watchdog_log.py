@@ -47,6 +47,7 @@ _MOST_APART = 200  # collectives by which the ranks of one group may be apart: w
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _MOST_FILES = 10_000
+_OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\xfe", b"\xfe\xff")
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 _NEEDLES = (
@@ -67,25 +68,31 @@ _NEEDLES = (
     b"rank      :",
     b"monitoredBarrier",
     b"thread terminated",
+    b"oom_kill",
+    b"ut of memory",
+    b"Out Of Memory",
+    b"low on memory",
+    b"memory pressure",
     b"[rank",
 )
 LOOKED_FOR = (
     "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output, Gloo's errors, torchrun's table "
-    "of failures, exceptions and CUDA errors that ended a rank, nemo_patches' own lines"
+    "of failures, exceptions and CUDA errors that ended a rank, kills for want of memory, nemo_patches' own lines"
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
 )
+_SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _TIMEOUT = re.compile(
     r"(?:Watchdog ?caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\("
     r"(?:SeqNum=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?"
 )
-_GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40})(?: PG GUID (\w{1,40}))?")
+_GROUP = re.compile(r"\[PG ?(?:ID ?)?(\w{1,40})(?: ?PG ?GUID ?(\w{1,40}))?")
 _STATUS = re.compile(
-    r"(?:at work|NCCL work|work sequence id): ?(\d{1,18}).{0,40}?"
+    r"(?:at ?work|NCCL ?work|work ?sequence ?id): ?(\d{1,18}).{0,40}?"
     r"last ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?work: ?(-?\d{1,18})"
 )
 _MISMATCH = re.compile(
@@ -156,6 +163,7 @@ class Log:
     mismatches: list[tuple[Fingerprint, ...]] = field(default_factory=list)
     lagging: dict[int, str] = field(default_factory=dict)  # ranks that a desync report, or fr_trace, names; the line
     joined: dict[int, str] = field(default_factory=dict)  # likewise, which had joined a collective
+    deduplicated: bool = False  # Ray has left out lines of some ranks that are as others'
     came: set[int] = field(default_factory=set)  # ranks that such a report tells to have come
     in_a_collective: set[int] = field(default_factory=set)  # ranks whose watchdog has met an error, of any collective
     signalled: set[int] = field(default_factory=set)  # ranks that say that a collective of theirs has timed out
@@ -241,6 +249,8 @@ def _read_file(path: Path, log: Log) -> None:
             start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
             if header_in(start.partition(b"\n")[0]) is not None:
                 raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
+            if start.startswith(_OTHER_FORMATS):
+                raise UnreadableError(f"{path}: compressed, not by gzip, or in UTF-16: give its plain text")
             packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
             for message in _messages(_lines(iter(lambda: packed.read(_BLOCK_BYTES), b""), log)):
                 _take(log, message)
@@ -260,10 +270,11 @@ def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
         rest = whole[end:][-_BLOCK_BYTES:]
         log.in_length_sync = log.in_length_sync or b"update_max_seq" in whole
         if any(needle in whole for needle in _NEEDLES):
-            yield from map(_clean, whole[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1])
+            for line in map(_clean, whole[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1]):
+                yield from _SEVERAL.split(line) if line.count("ProcessGroupNCCL") > 1 else (line,)
         else:
             yield ""  # ends a message that was begun before
-    yield _clean(rest)
+    yield from _SEVERAL.split(_clean(rest))
 
 
 def _clean(line: bytes) -> str:
@@ -330,6 +341,7 @@ def _take(log: Log, line: str) -> None:
     mismatch = tuple(Fingerprint(int(m[1]), int(m[2] or -1), m[3], m[4] or "") for m in _MISMATCH.finditer(line))
     if len(mismatch) > 1 and len(log.mismatches) < _MOST_KEPT:
         log.mismatches.append(mismatch[:8])
+    log.deduplicated = log.deduplicated or "x across cluster]" in line
     _take_report(log, line)
     log.failures.take(line)
     prefix = _RANK.search(line)
@@ -419,6 +431,8 @@ def _numel(shape: str | None, numel: str | None) -> int:
 
 def _findings(log: Log) -> Iterator[Finding]:
     timeouts = sorted((log.timeouts or log.unnamed).values(), key=lambda timeout: timeout.rank)
+    if killed := log.failures.killed_for_memory():
+        yield killed
     if raised := log.failures.raised_first():
         yield raised
     if log.mismatches:
@@ -689,7 +703,10 @@ def _silent(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
     """Where the log tells of all ranks, and few do not tell that they waited: those."""
     if group not in ("", "0"):  # of another group than the default one the log does not tell the ranks
         return ()
+    if log.deduplicated:
+        return ()
     waited = {timeout.rank for timeout in timeouts} | log.in_a_collective | log.unnamed.keys()
+    waited |= log.stuck.keys() | log.gloo.keys()
     silent = set(range(log.size)) - waited - {rank for _, rank in log.enqueued}
     return tuple(sorted(silent))[:64] if 2 * len(silent) < log.size else ()
 
