@@ -29,8 +29,8 @@ import torch.distributed as dist
 # nemo_patches is imported in the ranks, where NeMo is there already: on a NeMo with its diff it brings all of it.
 
 SIZE = 2
-# Seconds; no wait of ranks that are in step may run out, so that every counter is determined. After the two waits that do,
-# fresh encoders of the kind inherit a 64th of it: 9 s, which a busy machine keeps.
+# Seconds; no wait of ranks that are in step may run out, so that every counter is determined. After the two waits that
+# do, fresh encoders of the kind inherit a 64th of it: 9 s, which a busy machine keeps.
 PATIENT = 600.0
 SHORT = 0.3
 LONG = 400  # frames; the encoders are built for fewer
