@@ -219,6 +219,7 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "ras.txt").write_text(SIX_BEHIND * 2)
     done = CliRunner().invoke(app, ["diagnose", str(tmp_path / "ras.txt")])
     assert done.exit_code == 1 and "ranks 0, 7 of communicator #0" in done.stdout.lower()
+    assert "waited, s" not in done.stdout  # a table of ranks, of which it has none
     with answering(FINE) as port:
         assert CliRunner().invoke(app, ["diagnose", "--ras", f"127.0.0.1:{port}"]).exit_code == 0
     for arguments in (["--ras", "h:x"], ["--ras", "127.0.0.1:1"], ["--ras", "a", "--job", "b:1"]):

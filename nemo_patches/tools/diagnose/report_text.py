@@ -35,8 +35,8 @@ def show(report: Report, console: Console) -> None:
         for line in finding.evidence[:4]:
             say(f"  {line}")
     say("")
-    _show_ranks(report, console)
-    if report.ranks:
+    if report.ranks:  # logs and the like have none
+        _show_ranks(report, console)
         say(_LEGEND.format(now="now, as the job runs" if report.runs else "the newest record of all"), "dim")
     for line in report.summary if report.findings else ():  # else the verdict has it
         say(line)
