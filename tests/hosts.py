@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,25 +27,36 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
-    """Skips the test where namespaces are not allowed."""
+    """One test of a machine at a time. Skips the test where namespaces are not allowed."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root, and iproute2")
+    with Path(tempfile.gettempdir(), "nemo-patches-hosts.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _remove()  # what a run that was killed has left
+        try:
+            _make()
+            yield
+        finally:
+            _remove()
+
+
+def _make() -> None:
     first, second = HOSTS
     try:
-        try:
-            for host in HOSTS:
-                ip("netns", "add", host)
-            ip("link", "add", CABLES[0], "netns", first, "type", "veth", "peer", "name", CABLES[1], "netns", second)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode()}")
-        for host, cable, address in zip(HOSTS, CABLES, ADDRESSES, strict=True):
-            ip("-n", host, "addr", "add", f"{address}/24", "dev", cable)
-            ip("-n", host, "link", "set", cable, "up")
-            ip("-n", host, "link", "set", "lo", "up")
-        yield
-    finally:
         for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=60)
+            ip("netns", "add", host)
+        ip("link", "add", CABLES[0], "netns", first, "type", "veth", "peer", "name", CABLES[1], "netns", second)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode()}")
+    for host, cable, address in zip(HOSTS, CABLES, ADDRESSES, strict=True):
+        ip("-n", host, "addr", "add", f"{address}/24", "dev", cable)
+        ip("-n", host, "link", "set", cable, "up")
+        ip("-n", host, "link", "set", "lo", "up")
+
+
+def _remove() -> None:
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=60)
 
 
 def move_to(host: str) -> None:

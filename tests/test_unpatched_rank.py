@@ -101,8 +101,8 @@ def test_an_encoder_without_a_length_sync_calls_no_roll_and_rank_0_says_so() -> 
 
 def flag_is_not_in_force(rank: int, size: int) -> None:
     nemo_patches.apply(timeout=CONNECTING_S)
-    for configured in (False, True):
-        encoder = encoders.conformer()
+    living = [encoders.conformer(), encoders.conformer()]  # until the line is said, which is of those that live
+    for encoder, configured in zip(living, (False, True), strict=True):
         encoder._cfg = OmegaConf.create({"sync_max_audio_length": configured})
         encoders.sync(encoder, 100)
     wait_until(lambda: roll_call().done)
