@@ -53,11 +53,16 @@ def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
     # The next wait is an eighth of it, and must bear a busy machine.
     encoder = in_step(timeout=8.0) if late_step else first_call(timeout=8.0)
     steps = []
-    said = Said()
+    said, store = Said(), dist.distributed_c10d._get_default_store()
     for step in range(late_step + 4):
         if rank == 1 and step == late_step:
             time.sleep(seconds)  # the straggler itself, not a wait of the test's
+            while store.add("reports", 0) < size - 1:  # a busy machine may report later
+                time.sleep(0.05)
         steps.append(call(encoder, 100 * (step + 1) + rank))
+        if rank != 1 and step == late_step:
+            wait_until(lambda: said.lines)
+            store.add("reports", 1)
         dist.barrier()  # as DDP's gradients
         come_in(encoder)
     if rank == 1:
