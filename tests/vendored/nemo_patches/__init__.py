@@ -29,6 +29,9 @@ for module in pkgutil.walk_packages(vendored.__path__, f"{vendored.__name__}."):
 subscriber = sys.modules.get("nemo_patches.stall.subscriber")  # None beside the core alone
 tools = sys.modules["nemo_patches.tools"] = ModuleType("nemo_patches.tools")
 tools.__path__ = [str(Path(__file__).parents[3] / "nemo_patches" / "tools")]
+# The environment has an editable installation, whose entry point Lightning calls; without nemo_patches there is none.
+trainer_callbacks = sys.modules["nemo_patches.patching.trainer_callbacks"] = ModuleType("trainer_callbacks")
+vars(trainer_callbacks)["callbacks"] = list
 
 if "sctypes" not in vars(numpy):  # NeMo 2.1 to 2.3 read audio by it, and run beside a NumPy that does not have it
     numpy.sctypes = {"int": [numpy.int16, numpy.int32], "float": [numpy.float32, numpy.float64]}
