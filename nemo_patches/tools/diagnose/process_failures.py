@@ -1,4 +1,4 @@
-"""What a log tells of processes that failed: torchrun's table of failures, and exceptions that ended a rank."""
+"""Processes that failed, as a log tells: torchrun's table of failures, exceptions, and kills for want of memory."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ _OUT_OF_MEMORY = re.compile(
     r"oom_kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
     r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
 )
-_OF_OTHERS = re.compile(
-    r"Detected mismatch|killed by signal: Terminated"
-)  # what the other ranks, or SIGTERM, bring about
+_OF_OTHERS = re.compile(r"Detected mismatch|killed by signal: Terminated")  # other ranks, or SIGTERM, bring it about
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class ProcessFailures:
     _rank: int = -1
 
     def take(self, line: str) -> None:
-        """Read what a line tells of torchrun's table."""
+        """Read what a line tells of torchrun's table, or of a kill for want of memory."""
         self._title = self._title or "first observed failure" in line
         if time := _TIME.search(line):
             self._time = time[1]

@@ -701,9 +701,8 @@ def _behind(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
 
 def _silent(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
     """Where the log tells of all ranks, and few do not tell that they waited: those."""
-    if group not in ("", "0"):  # of another group than the default one the log does not tell the ranks
-        return ()
-    if log.deduplicated:
+    # Of another group than the default one the log does not tell the ranks; Ray leaves out some ranks' lines.
+    if group not in ("", "0") or log.deduplicated:
         return ()
     waited = {timeout.rank for timeout in timeouts} | log.in_a_collective | log.unnamed.keys()
     waited |= log.stuck.keys() | log.gloo.keys()
