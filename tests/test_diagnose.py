@@ -1029,6 +1029,27 @@ def test_parts_are_read_in_order_and_a_gap_is_no_verdict(tmp_path: Path) -> None
     assert any("the next one is missing" in problem for problem in report.problems)
 
 
+def test_a_ring_that_turns_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its job removes the oldest part of the two, before the file is opened or before it is read."""
+    write(tmp_path, four(steps(900), [], steps(1)), bound=60_000)
+    oldest, _ = sorted(tmp_path.glob("rank-00001.*"))
+    content, listdir = oldest.read_bytes(), os.listdir
+
+    def removed(path: Path) -> list[str]:
+        names = listdir(path)
+        oldest.unlink(missing_ok=True)
+        return names
+
+    monkeypatch.setattr(os, "listdir", removed)
+    assert not Folder(tmp_path).read().problems
+    monkeypatch.undo()
+    oldest.write_bytes(content)
+    folder = Folder(tmp_path)
+    folder._find_parts()
+    oldest.unlink()
+    assert not folder.read().problems
+
+
 def test_calls_of_which_only_the_sync_is_recorded_are_compared_too(tmp_path: Path) -> None:
     """As a compiled encoder's are."""
     write(tmp_path, four(steps(70), [], steps(1)))

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -166,7 +167,7 @@ def test_parts_stay_within_the_bound_and_each_can_be_read_alone(tmp_path: Path) 
             writer.put(encoder(1, pos_emb_max_len=61))
         if number % 500 == 0:
             wait_until(lambda: writer._queue.qsize() == 0)
-            assert sum(file.stat().st_size for file in traces.files(tmp_path)) <= bound
+            assert traces.size_bytes(tmp_path) <= bound
     writer.close(LIMIT)
     parts = [traces.records(file) for file in sorted(tmp_path.iterdir(), key=lambda file: int(file.name.split(".")[3]))]
     assert len(parts) == 2
@@ -203,7 +204,7 @@ def test_a_ring_that_has_lost_its_beginning_says_so_and_keeps_exceptions_and_fin
     assert "the trace has reached trace_size=0.0953674 MiB: its oldest records go" in line
     parts = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
     first, last = map(traces.records, parts)
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= bound
+    assert traces.size_bytes(tmp_path) <= bound
     for part in (first, last):
         again = [json.loads(one["record"]) for one in traces.of_kind(part, "kept")]
         assert again[:3] == [json.loads(encode(record)) for record in kept]
@@ -272,6 +273,17 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_is_raised(tmp_
     (line,) = said
     assert "tracing has ended, training goes on" in line and str(tmp_path / "file") in line
     assert "[rank " in line
+
+
+def test_a_file_that_somebody_removes_ends_the_trace_and_that_is_said(tmp_path: Path, said: list[str]) -> None:
+    writer = TraceWriter(tmp_path / "folder", header())
+    wait_until(lambda: traces.files(tmp_path / "folder"))
+    shutil.rmtree(tmp_path / "folder")
+    for number in range(3):
+        writer.put(PreEncoded(writer.now(), 1, number))
+    wait_until(lambda: writer.ended)
+    (line,) = said
+    assert "tracing has ended, training goes on" in line and "jsonl: it was removed" in line
 
 
 def test_a_subscribers_error_is_said_once_and_it_gets_no_more(said: list[str]) -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 
 def files(folder: Path) -> list[Path]:
-    """By rank, then in the order in which they were begun."""
-    return sorted(folder.glob("rank-*.jsonl"), key=lambda file: (file.name.split(".")[:2], file.stat().st_mtime_ns))
+    """By rank, then in the order in which they were written last; not one that its writer has just removed."""
+    written = {}
+    for file in folder.glob("rank-*.jsonl"):
+        with contextlib.suppress(FileNotFoundError):
+            written[file] = file.stat().st_mtime_ns
+    return sorted(written, key=lambda file: (file.name.split(".")[:2], written[file]))
+
+
+def size_bytes(folder: Path) -> int:
+    """Of all of them together."""
+    size = 0
+    for file in files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            size += file.stat().st_size
+    return size
 
 
 def records(file: Path, cut: bool = False) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -72,6 +73,9 @@ class PartFiles:
         left = memoryview(b"".join(lines))
         while left:
             left = left[os.write(self._descriptor, left) :]
+        # Where the count of names is not kept, it is 0 too: then the folder is asked.
+        if self.file is not None and not os.fstat(self._descriptor).st_nlink and not self.file.exists():
+            raise FileNotFoundError(errno.ENOENT, "it was removed", str(self.file))
 
     def close(self) -> None:
         """Also in a forked child: the files are its parent's."""

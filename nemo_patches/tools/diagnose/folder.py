@@ -99,14 +99,17 @@ class Start:
 
     def read_on(self) -> Start:
         """Read what has been written since; return itself, for a process pool. What cannot be read is a gap."""
-        for part in self.parts:
+        for part in list(self.parts):
             try:
                 status = part.path.stat()
                 self.written = status.st_mtime
                 if status.st_size > part.offset:
                     part.read_on(self.trace)
             except FileNotFoundError:  # what was read of it before stays
-                if not part.offset:
+                if part is self.parts[0] is not self.parts[-1] and not part.offset:  # found, then removed by its job
+                    del self.parts[0]
+                    self.trace.header = self.parts[0].header
+                elif not part.offset:
                     self.trace.gap = f"part {part.header.part} has gone"
             except OSError as error:
                 self.trace.gap = f"part {part.header.part} cannot be read: {error.strerror}"
@@ -202,6 +205,8 @@ class Folder:
             try:
                 part = _opened(path, name_match)
             except (_NotATrace, OSError) as error:
+                if not os.path.lexists(path):  # a running job has removed its oldest part meanwhile
+                    continue
                 self._problems[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
                 if name_match and int(name_match[1]) < _MOST_RANKS:
                     self._suspects.add(int(name_match[1]))

@@ -76,12 +76,7 @@ def _see_what_runs(job: Job) -> None:
 def _may_grow(job: Job) -> bool:
     if all(trace.is_over for trace in job.traces.values()):
         return False
-    now = time.time()
-    try:
-        newest = max(file.stat().st_mtime for file in job.folder.iterdir())
-    except (OSError, ValueError):
-        return False
-    return abs(now - newest) < _FRESH.total_seconds()
+    return abs(time.time() - max(job.written.values())) < _FRESH.total_seconds()
 
 
 def _runs(header: Header) -> bool:
