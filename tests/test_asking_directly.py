@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -84,6 +85,18 @@ def test_more_ranks_than_a_process_may_have_connections_all_answer() -> None:
     with answering(listeners):
         found, _ = asked({rank: peer_at(one.port) for rank, one in listeners.items()}, LONG_S)
     assert sorted(found) == list(range(300))
+
+
+def test_who_cannot_be_asked_for_want_of_files_is_not_called_silent() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peers = dict.fromkeys(range(200), peer_at(server.getsockname()[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (server.fileno() + 4, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                ask(peers, TOKEN, PATIENCE_S, lambda: False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +240,11 @@ def test_peers_are_read_back() -> None:
     data = encode_peers(peers, TOKEN).encode()
     assert decode_peers(data, 3) == ({**peers, 2: Peer("n?", 19, "", 0)}, TOKEN)
     assert decode_peers(data, 1) == ({0: peers[0]}, TOKEN)
+
+
+def test_the_peers_of_a_large_job_are_read_back() -> None:
+    peers = {rank: Peer(f"gpu-{rank:05}.cluster.example.com", 123456, "10.128.33.17", 41234) for rank in range(16384)}
+    assert decode_peers(encode_peers(peers, TOKEN).encode(), len(peers)) == (peers, TOKEN)
 
 
 @given(st.binary(max_size=200) | anything.map(lambda content: json.dumps(content).encode()))

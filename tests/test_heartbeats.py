@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import threading
 from dataclasses import asdict, replace
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_patches.stall import stacks
 from nemo_patches.stall.heartbeat import Heartbeat
+from nemo_patches.stall.loader_workers import described as described_workers
 from nemo_patches.stall.loader_workers import loader_workers
 from nemo_patches.stall.missing_rank import DETAILED, MissingRank, described
 from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
@@ -220,6 +223,29 @@ def test_loader_workers_are_found_and_not_reaped() -> None:
     process.join()
     assert process.exitcode == 3
     assert process.pid not in loader_workers()
+
+
+def test_a_worker_may_have_a_name_that_is_no_text() -> None:
+    """The kernel cuts it at 15 bytes, be that within a character."""
+    import multiprocessing
+
+    named = multiprocessing.Event()
+
+    def be_named() -> None:
+        ctypes.CDLL(None).prctl(15, "音频读取进程".encode()[:14], 0, 0, 0)  # PR_SET_NAME
+        named.set()
+        signal.pause()
+
+    process = multiprocessing.get_context("fork").Process(target=be_named, daemon=True)
+    process.start()
+    try:
+        assert named.wait(60)
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid or 0, os.WSTOPPED | os.WNOWAIT)
+        assert described_workers((process.pid or 0,))[0].startswith(f"worker 0 (pid {process.pid}) is stopped")
+    finally:
+        process.kill()
+        process.join()
 
 
 @given(st.sets(st.integers(0, 63)))

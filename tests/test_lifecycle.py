@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,7 @@ def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, fold
     encoder = encoders.conformer()
     done = Path(folder, "done")
     join_group(rank, size, ports[0])
+    wrapped = torch.nn.parallel.DistributedDataParallel(encoder)  # it keeps the process group
     if rank == 1:
         wait_until(done.exists)  # never comes to the call
         dist.destroy_process_group()
@@ -229,6 +232,7 @@ def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, fold
         thread.join()
         done.touch()
     during = encoder.max_audio_length
+    assert wrapped.module is encoder
     join_group(rank, size, ports[1])
     for step in range(3):
         encoders.sync(encoder, 200 + 10 * step + rank)
@@ -303,6 +307,30 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
 def test_an_encoder_that_one_rank_drops_does_not_hold_up_the_next(tmp_path: Path) -> None:
     for result in run_ranks(dropped_on_one, 2, str(tmp_path)):
         assert result.value[-1] == 201
+
+
+def test_two_threads_first_calls_of_an_encoder_share_one_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from nemo_patches.sync import length_sync
+
+    both = threading.Barrier(2)
+
+    class SlowStore(length_sync.JobStore):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            with contextlib.suppress(threading.BrokenBarrierError):  # the other thread does not come, as it should
+                both.wait(0.5)
+
+    monkeypatch.setattr(length_sync, "JobStore", SlowStore)
+    process, encoder = length_sync.ProcessSync(), torch.nn.Linear(1, 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(process.sync_of, [encoder, encoder])
+    finally:
+        dist.destroy_process_group()
+    assert first is second
 
 
 def many_encoders(rank: int, size: int) -> Any:

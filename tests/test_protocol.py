@@ -37,6 +37,7 @@ def test_one_int64_orders_clock_then_length(one: Clock, other: Clock, short: int
 
 def test_fields_saturate_and_never_wrap() -> None:
     assert unpack(pack(Clock(1, 2), MAX_LENGTH + 5)) == (Clock(1, 2), MAX_LENGTH)
+    assert unpack(pack(Clock(1, 2), -5)) == (Clock(1, 2), 0)
     last = Clock(MAX_TRAINING, MAX_EVALUATION)
     assert last.next(training=False) == Clock(MAX_TRAINING, 1)
     assert last.next(training=True) == Clock(MAX_TRAINING, 0)

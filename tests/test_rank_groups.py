@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import wait_until
+from ranks import Said, wait_until
 
 from nemo_patches.stall import stacks
 from nemo_patches.stall.census import CensusQuestion, StoreCensus
 from nemo_patches.stall.heartbeat import Heartbeat
+from nemo_patches.stall.job_stall import JobStallWatch
 from nemo_patches.stall.missing_query import Introduction, Surroundings
 from nemo_patches.stall.occupation import CHECKPOINT, Occupation
 from nemo_patches.stall.rank_groups import Verdict, grouped, judged
 from nemo_patches.stall.rank_text import LEFT, ranges
+from nemo_patches.stall.settings import StallSettings
 from nemo_patches.stall.store_client import StoreClient, send
+from nemo_patches.stall.training_notes import LastCall, TrainingNotes
 from nemo_patches.stall.wire import decode_groups, encode_groups
 from nemo_patches.sync import keys
 from nemo_patches.sync.store import JobStore
@@ -191,6 +194,23 @@ def test_what_a_thread_is_occupied_with(work: Callable[..., None], found: Occupa
 
 def test_a_thread_that_is_gone_is_occupied_with_nothing() -> None:
     assert stacks.occupation(1) == Occupation()
+
+
+def test_a_process_that_was_stopped_takes_a_census_before_it_says_that_there_is_none() -> None:
+    """As a whole job is, by `scontrol suspend`: the report was due long ago when it is first thought of."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        surroundings = Surroundings(0, 2, 0.01, StoreClient(JobStore(server, 0)), Introduction)
+        notes, said = TrainingNotes(), Said()
+        notes.last = LastCall(calls=2, since=time.monotonic() - 3600)
+        watch = JobStallWatch(notes, surroundings, lambda: waiting(0)[0], lambda: None)
+        wait_until(lambda: watch.look(time.monotonic(), StallSettings(), is_last=False) or said.lines)
+        watch.look(time.monotonic(), StallSettings(), is_last=True)
+    finally:
+        dist.destroy_process_group()
+    assert "no encoder call for 3600 s. " in said.lines[0]
+    assert "rank 1 has not announced itself" in said.lines[0]
 
 
 def test_a_census_that_others_have_overtaken_does_not_count_back() -> None:

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from light_ranks import LONG, SOON_S, Exit, Rank, listeners, open_files, resident_kib, run, threads
 from ranks import wait_until
 
-from nemo_patches.sync import keys
+from nemo_patches.sync import keys, tree
 from nemo_patches.sync.side_channel import RoundFailed
-from nemo_patches.sync.tree import Place, parents
+from nemo_patches.sync.tree import Place, here_and_store, parents
 
 SHORT = timedelta(seconds=0.4)
 LEAF, INNER, ROOT = 4, 1, 0
@@ -95,6 +95,40 @@ def many_keys(rank: Rank) -> None:
 
 def test_300_keys_in_another_order_on_each_rank_all_outstanding_at_once() -> None:
     run(many_keys, 5)
+
+
+class Stopped(Exception):
+    """What a user's signal handler raises."""
+
+
+def interrupted_issue(rank: Rank) -> int:
+    rank.hold_rounds()
+    armed, interrupted, chance = [], 0, random.Random(rank.number)
+
+    def stop(*_: object) -> None:
+        if armed:
+            armed.clear()
+            raise Stopped
+
+    signal.signal(signal.SIGALRM, stop)
+    for _ in range(500):
+        number = rank.rounds.done + 1
+        try:
+            armed.append(True)
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 1e-4))
+            rank.rounds.issue(10 * number + rank.number)
+            armed.clear()
+        except Stopped:
+            interrupted += 1
+            if rank.rounds.issued < number:  # it had not begun
+                rank.rounds.issue(10 * number + rank.number)
+        assert rank.rounds.wait(LONG) == 10 * number + 2
+    rank.meet("the end")
+    return interrupted
+
+
+def test_a_round_comes_wherever_a_signal_handler_has_raised_while_it_was_issued() -> None:
+    assert any(rank.value for rank in run(interrupted_issue, 3))
 
 
 def missing_rank(rank: Rank, missing: int) -> float:
@@ -195,6 +229,25 @@ def test_an_interpreter_with_a_pending_round_ends_as_soon_as_stock() -> None:
     assert max(took.values()) < 2 * took["stock"] + 5, took
 
 
+def leaves_unseen(rank: Rank) -> None:
+    rank.rounds.issue(rank.number)
+    if rank.number == ROOT:
+        with rank.channel.lock:  # so it does not let rank 1 in yet
+            rank.meet("rank 1 is at the door")
+    else:
+        wait_until(lambda: rank.channel._parent)
+        rank.channel.stop("the process group was destroyed", leaves=True)
+        rank.channel.join(LONG)
+        rank.meet("rank 1 is at the door")
+    with pytest.raises(RoundFailed, match="rank 1 has left" if rank.number == ROOT else "was destroyed"):
+        rank.rounds.wait(LONG)
+    rank.meet("the end")
+
+
+def test_a_rank_that_leaves_before_its_parent_lets_it_in_has_left_and_is_not_lost() -> None:
+    run(leaves_unseen, 2)
+
+
 # Few files
 
 
@@ -214,13 +267,16 @@ def test_the_soft_limit_on_files_is_raised() -> None:
     run(low_soft_limit, 5)
 
 
-def no_files(rank: Rank, listens: bool) -> None:
+def no_files(rank: Rank, listens: bool, free: int) -> None:
     if rank.number == INNER:
         held = [os.dup(0) for _ in range(40)]  # each the lowest number that was free
+        limit = max(held) + 1
+        for _ in range(free):
+            os.close(held.pop())
         if listens:
             rank.rounds.issue(rank.number)
             wait_until(listeners)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1,) * 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit,) * 2)
         rank.meet("no files")
         if not listens:
             rank.rounds.issue(rank.number)
@@ -247,9 +303,9 @@ def no_files(rank: Rank, listens: bool) -> None:
     rank.meet("the end")
 
 
-@pytest.mark.parametrize("listens", [False, True])
-def test_a_rank_without_files_says_so_once_and_connects_when_there_are_some(listens: bool) -> None:
-    run(no_files, 5, listens)
+@pytest.mark.parametrize(("listens", "free"), [(False, 0), (False, 2), (True, 0)])  # two: for the store alone
+def test_a_rank_without_files_says_so_once_and_connects_when_there_are_some(listens: bool, free: int) -> None:
+    run(no_files, 5, listens, free)
 
 
 # Strangers
@@ -355,6 +411,25 @@ def new_group(rank: Rank) -> None:
         rounds.channel.stop("the process group was destroyed")
         with contextlib.suppress(RoundFailed):
             rounds.wait(LONG)
+    # One rank fewer, and all again, of whom that rank comes first.
+    if rank.number < 4:
+        rank.size = 4
+        rounds = rank.channel_on(rank.store).rounds("encoder")
+        rounds.issue(rank.number)
+        assert rounds.wait(LONG) == 3
+        rank.meet("four have met")
+        rounds.channel.stop("the process group was destroyed")
+        rank.size = 5
+    rank.meet("all again")
+    if rank.number < 4:
+        rank.meet("the last rank is here")
+    rounds = rank.channel_on(rank.store).rounds("encoder")
+    rounds.issue(rank.number)
+    if rank.number == 4:
+        assert rounds.wait(SHORT) is None
+        rank.meet("the last rank is here")
+    assert rounds.wait(LONG) == 4
+    assert rank.said == []
     rank.meet("the end")
 
 
@@ -376,6 +451,24 @@ def no_interface(rank: Rank) -> None:
 
 def test_a_rank_that_cannot_take_part_ends_every_ranks_rounds_with_its_reason() -> None:
     run(no_interface, 5)
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "address"),
+    [
+        ("", "=ib0", "ib0's"),
+        ("", "none0,eth0", "eth0's"),
+        ("eth0", "^eth0", "eth0's"),
+        ("", "^none0,eth0,ib0", "127.0.0.1"),  # any but these: the one on the way to the store
+    ],
+)
+def test_an_interface_that_nccl_is_to_leave_alone_is_not_taken(
+    gloo: str, nccl: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    monkeypatch.setattr(tree, "_address", {"eth0": "eth0's", "ib0": "ib0's"}.get)
+    assert here_and_store(("127.0.0.1", 1))[0] == address
 
 
 def over_ipv6(rank: Rank) -> None:

@@ -39,8 +39,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
 from nemo_patches.stall.encoder_watch import EncoderWatch
-from nemo_patches.stall.missing_query import Surroundings
+from nemo_patches.stall.missing_query import Introduction, Surroundings
 from nemo_patches.stall.missing_rank import MissingRank
+from nemo_patches.stall.store_client import StoreClient
 from nemo_patches.stall.training_notes import EncoderNotes
 from nemo_patches.sync.events import Group, Round, SyncHandle, WaitTimedOut
 from nemo_patches.sync.side_channel import SideChannel
@@ -456,6 +457,21 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     assert sync.has_come(round_)  # no round of `rounds` is outstanding
     watch.look(look_began_at, 10.0, is_last=True)
     assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
+
+
+def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None:
+    """As a whole job is, by `scontrol suspend`: the report was due long ago when it is first thought of."""
+    said = Said()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = JobStore(server, 0)
+    rounds = SideChannel(store, 0, 2, said.lines.append).rounds("an encoder")
+    rounds.issued = 1
+    sync = SyncHandle("Encoder", "encoder-1", Group(0, 2, store), rounds, "late after {waited:.2f} s with {length}")
+    sync.round = round_ = Round(number=1, call=1, training=True, length=7)
+    round_.issued_at -= 3600
+    watch = EncoderWatch(EncoderNotes(sync), Surroundings(0, 2, 0.01, StoreClient(store), Introduction), lambda: None)
+    wait_until(lambda: watch.look(time.monotonic(), 10.0, is_last=False) or said.lines)
+    assert "Missing: rank 1 of 2 | rank 1 has not announced itself" in said.lines[0]
 
 
 def monitor_that_fails(rank: int, size: int) -> list[str]:

@@ -48,6 +48,7 @@ class Census:
     """Begun before it is due: only who is looked at twice is seen to have no heartbeat."""
 
     def __init__(self, question: CensusQuestion) -> None:
+        self.began = time.monotonic()
         self._question, self._cancelled = question, threading.Event()
         self._of_store = StoreCensus(question, self._cancelled)
         self._of_ranks: DirectCensus | None = None

@@ -110,8 +110,12 @@ class EncoderWatch:
             return
         query = late.query
         if due and not late.said_at:
-            patience_s = PATIENCE_S if late.promise() is None else _RAISE_PATIENCE_S
-            if query is None or query.done or now >= due_at + patience_s or is_last:
+            waited_s, patience_s = now - due_at, PATIENCE_S
+            if late.promise() is not None:
+                patience_s = _RAISE_PATIENCE_S
+            elif query is not None:  # a process that was stopped asks when the report is long due
+                waited_s = min(waited_s, query.age_s)
+            if query is None or query.done or waited_s >= patience_s or is_last:
                 self._say(late, now)
         if late.said_at and over:
             if came:

@@ -103,13 +103,14 @@ class JobStallWatch:
             self._census = Census(CensusQuestion(self._surroundings, self._make_heartbeat, due_at, limit_s / 2))
         elif self._census is not None and now >= due_at:
             counted = self._census.counted
-            if counted is not None or now >= due_at + lead_s + _PATIENCE_S:
+            # Its beginning counts, too: a process that was stopped asks when the report is long due.
+            if counted is not None or now >= max(due_at, self._census.began) + lead_s + _PATIENCE_S:
                 self._end_census(self._census, counted, now, settings)
         self._exit_if_due(now, settings)
 
     def _forget(self, now: float, last: LastCall) -> None:
         """An encoder call has begun, or nobody wants to know."""
-        if self._said and last is not self._last:
+        if self._said and last is not self._last and last.calls:
             report(logging.INFO, f"encoder calls go on, after {now - self._last.since:.0f} s{self._been()}")
         if self._census is not None:
             self._census.cancel()

@@ -30,7 +30,7 @@ def described(workers: tuple[int, ...]) -> tuple[str, ...]:
 def _text(index: int, pid: int) -> str:
     who, process = f"worker {index} (pid {pid})", Path(f"/proc/{pid}")
     try:
-        state = process.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+        state = process.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return f"{who} has ended"
     if state in _ENDED:

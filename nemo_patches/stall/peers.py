@@ -33,7 +33,7 @@ class Listener:
     def __init__(self, server: tuple[str, int]) -> None:
         """server: the store's. The port is on the interface on the way there, and on no other.
 
-        Raises OSError where there can be no port.
+        Raises OSError or ValueError where there can be no port.
         """
         self.address, self._store_address = here_and_store(server)
         self._socket = listening(self.address, self.address)
@@ -101,7 +101,10 @@ def _is_loopback(address: str) -> bool:
 def ask(
     peers: Mapping[int, Peer], token: bytes, patience_s: float, cancelled: Callable[[], bool]
 ) -> dict[int, Heartbeat]:
-    """The present heartbeats of those that answer, by rank; each is given `patience_s`."""
+    """The present heartbeats of those that answer, by rank; each is given `patience_s`.
+
+    Raises OSError where this process has no files left: that is nobody else's silence.
+    """
     heartbeats: dict[int, Heartbeat] = {}
     ranks = sorted(peers)
     for start in range(0, len(ranks), _CONNECTIONS_AT_ONCE):
@@ -117,12 +120,11 @@ def _ask(
     end = time.monotonic() + patience_s
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as pending:
         for rank, peer in peers.items():
-            with contextlib.suppress(OSError):  # no more files: as one that does not answer
-                family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET
-                client = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                client.setblocking(False)
-                client.connect_ex((peer.address, peer.port))
-                pending.register(client, selectors.EVENT_WRITE, (rank, client, bytearray()))
+            family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET
+            client = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            client.setblocking(False)
+            client.connect_ex((peer.address, peer.port))
+            pending.register(client, selectors.EVENT_WRITE, (rank, client, bytearray()))
         while pending.get_map() and not cancelled() and (left := end - time.monotonic()) > 0:
             for key, events in pending.select(min(left, _SLICE_S)):
                 rank, client, data = key.data

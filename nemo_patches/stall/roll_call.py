@@ -142,7 +142,7 @@ class RollCall:
                 self.introduction = Introduction(problem="stall_port=off")
             elif server is not None:
                 self.listener = Listener(server)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.introduction = Introduction(problem=f"this rank has no port: {first_line(error)}")
 
     def _introduce(self, peers: dict[int, Peer], token: bytes) -> None:

@@ -165,9 +165,9 @@ class StallMonitor:
     def _send_heartbeat(self, phase: str = "") -> None:
         if self._heart_stopped:
             return
+        heartbeat = self._make_heartbeat(phase)  # not below: an error of ours is none of the store's, and is to be said
         try:
-            heartbeat = self.client.send(lambda: self._make_heartbeat(phase))
-            if heartbeat is not None:  # else at the next look again
+            if self.client.send(heartbeat):  # else at the next look again
                 self._next_heartbeat_at = time.monotonic() + self._surroundings.period_s
                 self.latest = heartbeat
         except Exception:

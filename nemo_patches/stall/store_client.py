@@ -46,16 +46,15 @@ class StoreClient:
                 self._connection = self._job_store.connect()
             yield self._connection.join(anew=join)
 
-    def send(self, make_heartbeat: Callable[[], Heartbeat]) -> Heartbeat | None:
-        """Leave this rank's heartbeat; None where another thread waits for an answer. Raises the store's errors."""
+    def send(self, heartbeat: Heartbeat) -> bool:
+        """Leave this rank's heartbeat; False where another thread waits for an answer. Raises the store's errors."""
         connection = self._connection
         if connection is None or connection.part is None or not self._lock.acquire(timeout=_SEND_PATIENCE_S):
-            return None
+            return False
         try:
             connection.check()
-            heartbeat = make_heartbeat()
             send(connection.part, heartbeat)
-            return heartbeat
+            return True
         finally:
             self._lock.release()
 

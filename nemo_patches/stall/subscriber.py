@@ -31,6 +31,10 @@ class StallSubscriber:
         """These settings hold from the monitor's next look on. others: what ranks are to have alike, too."""
         self._settings, self._notes.other_settings = settings, others
 
+    def encoders_were_reverted(self) -> None:
+        """Their calls are not seen any more, which is no stall."""
+        self._notes.forget_calls()
+
     def settings_in_force(self) -> StallSettings:
         """Those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
@@ -61,3 +65,4 @@ class StallSubscriber:
 process = StallSubscriber()
 subscribe, use, settings_in_force = process.subscribe, process.use, process.settings_in_force
 monitor, stalls, unannounced = process.monitor, process.stalls, process.unannounced
+encoders_were_reverted = process.encoders_were_reverted

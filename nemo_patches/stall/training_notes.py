@@ -64,6 +64,10 @@ class TrainingNotes:
         """Those of one process group, also of encoders that have gone just now."""
         return [notes for notes in list(self._encoders.values()) if notes.sync.group is group]
 
+    def forget_calls(self) -> None:
+        """As before the first."""
+        self.last, self._growing = LastCall(), False
+
     def phase(self) -> str:
         """Of the last call; empty before the first."""
         sync = self.last.sync

@@ -21,6 +21,7 @@ from .rank_text import ELSEWHERE, KINDS, ranges
 
 LONGEST_HEARTBEAT = 8192  # bytes; a longer one is not taken
 LONGEST_REPORT = 1 << 18  # bytes
+_LONGEST_PEER = 1 << 8  # bytes, of one rank among all
 TOKEN_BYTES = 16
 _MOST_ENCODERS = 64
 _MOST_WORKERS = 32
@@ -116,7 +117,7 @@ def encode_peers(peers: Mapping[int, Peer], token: bytes) -> str:
 def decode_peers(data: bytes, size: int) -> tuple[dict[int, Peer], bytes]:
     """The peers by rank, for `size` ranks in all, and the token that they want to hear; both empty if malformed."""
     try:
-        content = _json(data, LONGEST_REPORT)
+        content = _json(data, max(LONGEST_REPORT, size * _LONGEST_PEER))
         peers = {int(rank): _peer(*peer) for rank, peer in content["peers"].items()}
         token = bytes.fromhex(content["token"])
         if len(token) != TOKEN_BYTES:

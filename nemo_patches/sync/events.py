@@ -60,7 +60,7 @@ class SyncHandle:
 
     def has_failed(self) -> bool:
         """Whether a round has failed, so that there will be no more."""
-        return bool(self.ended) or self.rounds.has_failed()
+        return bool(self.ended or (self.rounds.channel.error and not self.rounds.closed and not self.rounds.has_come()))
 
 
 class Report(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import threading
 import time
 import weakref
 from collections import Counter
@@ -65,6 +66,7 @@ class ProcessSync:
     def __init__(self) -> None:
         self.group_syncs: GroupSyncs | None = None
         self._settings: Settings | None = None
+        self._lock = threading.RLock()  # else two threads' first calls would make two of what there is one of
         self._given_up: Callable[[], object] = lambda: None  # the process group whose sync an error of ours has ended
 
     def synced_length(self, encoder: torch.nn.Module, seq_length: int) -> int:
@@ -105,12 +107,12 @@ class ProcessSync:
 
     def counters(self) -> tuple[EncoderCounters, ...]:
         """The counters of every encoder that lives and was called under the present (or last) process group."""
-        group_syncs = self.group_syncs
-        return () if group_syncs is None else tuple(sync.counters() for sync in group_syncs.by_encoder.values())
+        return tuple(sync.counters() for sync in self.group_syncs.by_encoder.values()) if self.group_syncs else ()
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
         """The encoder's sync under the present process group; None as of present_group()."""
-        return group_syncs.sync_of(encoder) if (group_syncs := self.present_group()) else None
+        with self._lock:
+            return group_syncs.sync_of(encoder) if (group_syncs := self.present_group()) else None
 
     def present_group(self) -> GroupSyncs | None:
         """What syncs under the present process group; None without other ranks, or after an error of ours."""
@@ -130,9 +132,11 @@ class GroupSyncs:
 
     def __init__(self, default_group: torch.distributed.ProcessGroup) -> None:
         self.default_group = weakref.ref(default_group)  # a strong reference would keep NCCL's communicators
-        weakref.finalize(default_group, self.close).atexit = False  # when it is destroyed; not in a dying interpreter
+        default_store = torch.distributed.distributed_c10d._get_default_store()
+        for owner in (default_group, default_store):  # either goes when it is destroyed, though DDP may keep the group
+            weakref.finalize(owner, self.close).atexit = False  # not in a dying interpreter
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        store = JobStore(torch.distributed.distributed_c10d._get_default_store(), rank)
+        store = JobStore(default_store, rank)
         self.group = Group(rank, size, store)
         self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
@@ -172,6 +176,7 @@ class GroupSyncs:
             del self.first_rounds[other]
             if not other.rounds.done or other.rounds.came_at > sync.rounds.came_at:
                 self._passed_over.append(other)
+        self.channel.kept = {other.rounds for other in self._passed_over}  # another encoder may take its place
 
     def begin(self) -> None:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
@@ -199,7 +204,6 @@ class EncoderSync:
         self.handle = SyncHandle(title, key, group_syncs.group, self.rounds, late_text)
         self.patience = _PATIENCE  # for the report of on_timeout="raise"
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._outcome = ""  # of the last call; empty while it is not known
         self._fallbacks = 0
         self._waited = timedelta(0)
         self._said: Round | None = None  # the late one that this module has logged; none other until one comes in time
@@ -264,8 +268,7 @@ class EncoderSync:
         self._finalizer.atexit = False
 
     def counters(self) -> EncoderCounters:
-        protocol = self.protocol
-        counts = (protocol.calls, protocol.rounds, self._fallbacks, protocol.timeouts)
+        counts = (self.protocol.calls, self.protocol.rounds, self._fallbacks, self.protocol.timeouts)
         return EncoderCounters(self.handle.title, *counts, waited=self._waited, ended=self.handle.ended)
 
     def _round_came(self, in_time: bool, settings: Settings) -> None:

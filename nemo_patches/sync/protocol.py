@@ -43,7 +43,7 @@ class Clock(NamedTuple):
 
 def pack(clock: Clock, length: int) -> int:
     """One int64 whose order is the order of (clock, length)."""
-    return (clock.training << EVALUATION_BITS | clock.evaluation) << LENGTH_BITS | min(length, MAX_LENGTH)
+    return (clock.training << EVALUATION_BITS | clock.evaluation) << LENGTH_BITS | min(max(length, 0), MAX_LENGTH)
 
 
 def unpack(value: int) -> tuple[Clock, int]:

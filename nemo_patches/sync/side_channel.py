@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import math
 import os
 import secrets
 import selectors
@@ -54,10 +53,15 @@ class Rounds:
 
     def issue(self, value: int) -> None:
         """Send a round off; raises RoundFailed where there are no more. `value` is an int64."""
-        with self.channel.started():
+        with self.channel.lock:
+            self.channel.start()
             self._pending.acquire(blocking=False)
             self.issued = self.done + 1
-            self.channel.arrive(self, self.issued, value, self.channel.rank)
+            try:
+                self.channel.arrive(self, self.issued, value, self.channel.rank)
+            except BaseException:  # a signal handler's: the others must have this value, or the result, all the same
+                self.channel.arrive(self, self.issued, value, self.channel.rank)
+                raise
         self.poll()
 
     def wait(self, limit: timedelta) -> int | None:
@@ -77,10 +81,6 @@ class Rounds:
         """Whether the outstanding round has come; any thread may ask."""
         return self.done >= self.issued
 
-    def has_failed(self) -> bool:
-        """Whether the outstanding round will never come; any thread may ask."""
-        return bool(self.channel.error) and not self.closed and not self.has_come()
-
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody waits
             self._pending.release()
@@ -91,10 +91,10 @@ class SideChannel:
 
     def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
         """say: logs what keeps this rank from connecting."""
-        self.rank, self.error, self.by_key = rank, "", dict[bytes, Rounds]()  # error: why there are no more rounds
-        self.left = -1  # the rank that has ended the rounds by leaving in good order
+        self.rank, self.by_key, self.kept = rank, dict[bytes, Rounds](), set[Rounds]()  # kept: not to be forgotten
+        self.error, self.left = "", -1  # why there are no more rounds; the rank that ended them in good order
         self._leaves = False  # this one ends, or its process group, and tells the others
-        self._lock = threading.RLock()  # held for arithmetic, and for sends that do not block
+        self.lock = threading.RLock()  # held for arithmetic, and for sends that do not block
         self._job_store, self._say, self._place = job_store, say, Place(job_store.server, rank, size)
         self._longest_pause_s = _LONGEST_PAUSE_S + size * _PAUSE_PER_RANK_S
         self._connections: dict[int, Connection] = {}  # by rank: the children, and the parent
@@ -108,16 +108,16 @@ class SideChannel:
 
     def rounds(self, name: str) -> Rounds:
         """The rounds of this name, which is the same on all ranks. Time to forget those that nobody wants."""
-        with self._lock:
-            self.by_key = {key: one for key, one in self.by_key.items() if not (one.closed and one.has_come())}
+        with self.lock:
+            forgotten = {one for one in self.by_key.values() if one.closed and one.has_come()} - self.kept
+            self.by_key = {key: one for key, one in self.by_key.items() if one not in forgotten}
             return self._of(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
-    def started(self) -> threading.RLock:
-        """The lock; from now on there is a thread."""
+    def start(self) -> None:
+        """From now on there is a thread. With the lock held."""
         if self._thread is None and not self.error:
             self._thread = threading.Thread(target=self._run, name="nemo_patches side channel", daemon=True)
             self._thread.start()
-        return self._lock
 
     def stop(self, reason: str, leaves: bool = False) -> None:
         """End this rank's rounds at once, and the thread soon. Takes no lock: the garbage collector may call this."""
@@ -138,7 +138,7 @@ class SideChannel:
 
     def forget(self) -> None:
         """In a forked child: its copies would keep the connections open after this rank's death."""
-        self._lock, self.error = threading.RLock(), "this process was forked from the rank's own"
+        self.lock, self.error = threading.RLock(), "this process was forked from the rank's own"
         self._close()
 
     # What follows runs with the lock held.
@@ -162,10 +162,10 @@ class SideChannel:
             self._connections[self._place.parent].send(rounds.key, rounds.done + 1, value)
 
     def _deliver(self, rounds: Rounds, value: int) -> None:
-        rounds.result, rounds.came_at, rounds.arrived, rounds.done = value, time.monotonic(), {}, rounds.done + 1
         for connection in self._connections.values():
             if connection is not self._parent:
-                connection.send(rounds.key, rounds.done, value)
+                connection.send(rounds.key, rounds.done + 1, value)
+        rounds.result, rounds.came_at, rounds.arrived, rounds.done = value, time.monotonic(), {}, rounds.done + 1
         rounds.wake()
 
     def _fail(self, reason: int, rank: int) -> None:
@@ -207,8 +207,8 @@ class SideChannel:
             self._serve()
         except Exception as error:
             self.stop(f"the side channel has ended by an error of its own, please report it: {error!r}")
-        with self._lock:
-            for connection in self._connections.values():
+        with self.lock:
+            for connection in {*self._connections.values(), *filter(None, [self._parent])}:
                 connection.send(bytes(8), _LEFT if self._leaves else _GONE, self.rank)
             self._close()
 
@@ -216,7 +216,7 @@ class SideChannel:
         store, pause, next_look = None, _FIRST_PAUSE_S, 0.0
         while not self.error:
             if self._place.is_known and len(self._connections) == len(self._place.children) + (self.rank > 0):
-                store, next_look = None, math.inf  # the tree is whole
+                store, next_look = None, time.monotonic() + _IDLE_S  # the tree is whole
             elif time.monotonic() >= next_look:
                 try:
                     make_room(FAN_OUT + 8)  # for the tree, and for the connection to the store
@@ -226,9 +226,8 @@ class SideChannel:
                 except Exception as error:  # torch has no common class for what its stores raise
                     store, pause = None, self._longest_pause_s
                     self._tell_trouble(ascii(error))
-                pause = min(pause, self._longest_pause_s)
-                next_look = time.monotonic() + pause
-            for entry, _ in self._selector.select(min(max(next_look - time.monotonic(), 0.0), _IDLE_S)):
+                next_look = time.monotonic() + (pause := min(pause, self._longest_pause_s))
+            for entry, _ in self._selector.select(max(next_look - time.monotonic(), 0.0)):
                 if self.error:  # stopped: the connections still carry the reason
                     break
                 if entry.data is not None:
@@ -243,7 +242,7 @@ class SideChannel:
 
     def _read(self, connection: Connection) -> None:
         messages = connection.receive()
-        with self._lock:
+        with self.lock:
             for message in messages or ():
                 self._hear(connection, *message)
             if messages is None:
@@ -269,7 +268,7 @@ class SideChannel:
         missing = self._place.children - self._connections.keys()
         try:
             if (child := self._place.admit(listener, self._token, missing)) is not None:
-                with self._lock:
+                with self.lock:
                     self._connections[child.rank] = child
                     child.send(bytes(8), _WELCOME, self.rank)
                 self._selector.register(child.socket, selectors.EVENT_READ, child)
@@ -286,7 +285,6 @@ class SideChannel:
 def _at_exit() -> None:
     for channel in list(_channels):
         channel.stop("this process ends", leaves=True)
-    for channel in list(_channels):
         channel.join(timedelta(seconds=0.5))
 
 

@@ -59,9 +59,8 @@ class Place:
     def __init__(self, server: tuple[str, int] | None, rank: int, size: int) -> None:
         """server: the store's, if it has one."""
         self.parent, self.children, self.is_known = -1, frozenset[int](), False  # parent -1: rank 0 has none
-        self.problem = ""  # why there is no tree
         self._server, self._rank, self._hosts, self._attempt = server, rank, [rank] * size, -1
-        self._address = self._store_address = ""  # this host's, and the store's
+        self.problem = self._address = self._store_address = ""  # why there is no tree; this host's, and the store's
 
     def find(self, store: Any, attempt: int) -> bool:
         """Whether the tree is known, as it is once every rank has said where it is.
@@ -73,7 +72,7 @@ class Place:
                 return False
             try:
                 self.problem, (self._address, self._store_address) = "", here_and_store(self._server)
-            except OSError as error:
+            except ValueError as error:
                 self.problem = f"rank {self._rank} cannot take part: {error}"
             store.set(PLACE.format(rank=self._rank), json.dumps([socket.gethostname(), self.problem]))
             store.set(ROOT, "")
@@ -81,9 +80,9 @@ class Place:
         if self._rank == 0 and store.check(keys := [PLACE.format(rank=rank) for rank in range(len(self._hosts))]):
             hosts, problems = zip(*map(json.loads, store.multi_get(keys)), strict=True)
             store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
-        if store.check([HOSTS]):
-            self._hosts, problem = json.loads(store.get(HOSTS))
-            self.problem = safe(problem)
+        # Of another size: an earlier attempt's, which had no such rank.
+        if store.check([HOSTS]) and len((told := json.loads(store.get(HOSTS)))[0]) == len(self._hosts):
+            self._hosts, self.problem = told[0], safe(told[1])
             found = parents(self._hosts, FAN_OUT)
             self.children = frozenset(rank for rank, parent in enumerate(found) if parent == self._rank)
             self.parent, self.is_known = found[self._rank], True
@@ -150,18 +149,18 @@ def parents(hosts: Sequence[int], fan_out: int) -> list[int]:
 def here_and_store(server: tuple[str, int] | None) -> tuple[str, str]:
     """This host's address on the way to the store's server, and the server's (None: loopback). No packet is sent.
 
-    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may name the interface. Raises OSError where there is no such address.
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may name the interface. Raises OSError; ValueError: Gloo's has no address.
     """
     family, _, _, _, way = socket.getaddrinfo(*server or ("127.0.0.1", 1), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(way)
         here, store = str(probe.getsockname()[0]), str(probe.getpeername()[0])
     gloo, nccl = (os.environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
-    for interface in filter(None, f"{gloo},{nccl.removeprefix('=')}".split(",")):
+    for interface in filter(None, f"{gloo},{nccl.removeprefix('=').partition('^')[0]}".split(",")):  # ^: any but these
         if found := _address(interface):
             return found, store
     if gloo:
-        raise OSError(f"GLOO_SOCKET_IFNAME={gloo!r} has no address here")
+        raise ValueError(f"GLOO_SOCKET_IFNAME={gloo!r} has no address here")
     return here, store
 
 
