@@ -150,6 +150,19 @@ ASKED = """
 def asked():
     os.kill(os.getpid(), signal.SIGUSR2)
 
+other = Encoder()
+other(600)
+thread = threading.Thread(target=other, args=(700,))
+if rank == 0:
+    thread.start()
+    wait_until(lambda: dumps._recent.in_length_sync)
+encoder(100)  # while another thread is in the other one's length sync
+if rank == 1:
+    thread.start()
+thread.join()
+calls = [(one.e, one.local) for one in dumps._recent.records(None) if type(one).__name__ == "Call"]
+assert sorted(calls) == [(1, 100)] * 4 + [(2, 600), (2, 700)], calls
+
 asked()
 wait_until(lambda: dumps.file and dumps.file.exists())
 first = dumps.file.read_bytes()
@@ -179,6 +192,14 @@ wait_until(lambda: set(os.listdir("/proc/self/fd")) <= files)
 dist.barrier()
 
 dumps.start(folder)
+stack_size = threading.stack_size(1 << 46)  # no thread can be started
+encoder(100)
+sys.excepthook(ValueError, ValueError("no dump, and no wait for one"), None)
+dumps.stop()
+assert dumps.file.read_bytes() == before
+threading.stack_size(stack_size)
+
+dumps.start(folder)
 encoder(100)
 dist.barrier()
 dist.destroy_process_group()
@@ -191,6 +212,8 @@ assert b"after the process group" in dumps.file.read_bytes()
 def test_again_and_again_but_not_in_a_child_nor_after_a_revert(tmp_path: Path) -> None:
     for rank in run_ranks(ASKED, tmp_path):
         assert rank.returncode == 0, rank.stdout + rank.stderr
+        assert "error of its own" not in rank.stderr
+        assert rank.stderr.count("cannot be dumped, training goes on: can't start new thread") == 1
 
 
 CANNOT = """

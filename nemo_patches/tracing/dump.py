@@ -80,9 +80,7 @@ class Dumps:
         """Keep none any more, and take back what start() has put into the process."""
         self._folder = ""
         bus.unsubscribe(_SUBSCRIBER)
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
+        self._unhook()
 
     def _stall_handlers(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -111,9 +109,7 @@ class Dumps:
 
     def in_forked_child(self) -> None:
         """The calls are the parent's. A child that is a rank itself begins its own; a data loader's worker none."""
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
+        self._unhook()
         self.file, self._requests = None, queue.SimpleQueue()
         self._recent.forget()
 
@@ -122,7 +118,16 @@ class Dumps:
         if self._hooks is None:  # a forked child that is a rank
             self._hook()
         if self._hooks is not None:
-            self._hooks.listen(self._write_requested, self._is_over)
+            self._listens(self._hooks)
+
+    def _listens(self, hooks: _Hooks) -> bool:
+        """Whether there is a thread that writes."""
+        try:
+            hooks.listen(self._write_requested, self._is_over)
+        except RuntimeError as error:  # as many threads as this user may have; the next time again
+            self._cannot(str(error))
+            return False
+        return True
 
     def _hook(self) -> None:
         try:
@@ -130,17 +135,22 @@ class Dumps:
         except OSError as error:  # no files left
             self._cannot(str(error))
 
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, None  # first: a stall may be reported meanwhile, on another thread
+        if hooks is not None:
+            hooks.remove()
+
     def _is_over(self) -> bool:
         """Whether the process group was destroyed: no thread of ours shall stay."""
         return self._recent.group is None or self._recent.group.closed
 
     def _ask(self, request: _Request) -> None:
         self._requests.put(request)
-        if self._hooks is None:
-            request.done.set()
+        hooks = self._hooks
+        if hooks is not None and self._listens(hooks):
+            hooks.wake()
         else:
-            self._hooks.listen(self._write_requested, self._is_over)
-            self._hooks.wake()
+            request.done.set()
 
     # What follows runs in a thread of its own.
 
@@ -208,8 +218,9 @@ class _Hooks:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._reader, _PIPE_BYTES)  # of a signal when there was nothing to dump
             arguments = (self._reader, write_requested, is_over)
-            self._thread = threading.Thread(target=_serve, args=arguments, name="nemo_patches dump", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=arguments, name="nemo_patches dump", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # the pipe is full, and wakes it; or just removed
@@ -221,7 +232,8 @@ class _Hooks:
         # faulthandler has one file for a signal: where the user has registered it after us, theirs goes with ours.
         if self._has_signal and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:  # else somebody has taken it over
             faulthandler.unregister(signal.SIGUSR2)
-        os.close(self._writer)  # which ends the thread
+        writer, self._writer = self._writer, -1  # wake() may still come: the descriptor is another file's by then
+        os.close(writer)  # which ends the thread
         if self._thread is not None:
             self._thread.join(_EXIT_LIMIT.total_seconds())
         if self._thread is None or not self._thread.is_alive():

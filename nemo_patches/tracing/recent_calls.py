@@ -65,7 +65,7 @@ class RecentCalls:
         self.group = group
         self.started, self._started_at = round(time.time(), 6), time.monotonic()
         self.thread = 0  # that made the last call
-        self._open: tuple[_Encoder, int, float] | None = None  # in its length sync: n, when it began
+        self._open: dict[int, tuple[_Encoder, int, float]] = {}  # in its length sync, by thread: n, when it began
         self._latest: _Encoder | None = None
         self._encoders: dict[SyncHandle, _Encoder] = {}
         self._count = 0  # of encoders
@@ -76,7 +76,7 @@ class RecentCalls:
     @property
     def in_length_sync(self) -> bool:
         """Whether a call's length sync has not returned yet."""
-        return self._open is not None
+        return bool(self._open)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """For the event bus."""
@@ -93,9 +93,9 @@ class RecentCalls:
         if sync.group is not self.group:
             self._begin_anew(sync.group)
             self._group_began()
-        encoder = self._encoders.get(sync) or self._first_call(sync)
-        self._latest, self.thread = encoder, threading.get_ident()
-        self._open = encoder, max(event.call, encoder.number + 1), time.monotonic()
+        encoder, thread = self._encoders.get(sync) or self._first_call(sync), threading.get_ident()
+        self._latest, self.thread = encoder, thread
+        self._open[thread] = encoder, max(event.call, encoder.number + 1), time.monotonic()
 
     def _first_call(self, sync: SyncHandle) -> _Encoder:
         self._count += 1
@@ -105,11 +105,12 @@ class RecentCalls:
         return encoder
 
     def _call_left(self, event: CallLeft) -> None:
-        open_ = self._open
-        if open_ is None or not event.outcome:  # an exception of a signal handler: it has not come out of its sync
+        if not event.outcome:  # an exception of a signal handler: it has not come out of its sync
             return
-        self._open = None
-        (encoder, n, _), module = open_, event.encoder
+        open_, module = self._open.pop(threading.get_ident(), None), event.encoder
+        if open_ is None:
+            return
+        encoder, n, _ = open_
         encoder.number = n
         if encoder.reference() is not module:  # an encoder may take another one's place
             encoder.reference = weakref.ref(module)
@@ -161,12 +162,14 @@ class RecentCalls:
         return [*infos, *sorted(rest, key=lambda record: record.t), *last]
 
     def _calls(self, encoders: dict[int, _Encoder], error: BaseException | None) -> list[Call]:
-        open_, rows, latest = self._open, list(self._rows), self._latest  # in this order: `open_` may be done by now
+        # In this order: what is open may be done by now.
+        open_, rows, latest = list(self._open.values()), list(self._rows), self._latest
         calls = []
         for t, e, n, training, code, *figures in map(_ROW.unpack, rows):
             calls.append(Call(self._seconds(t), e, n, training, False, _OUTCOMES[code], *_rounded(*figures)))
-        if open_ is not None and (not calls or (calls[-1].e, calls[-1].n) != (open_[0].e, open_[1])):
-            calls.append(self._in_length_sync(*open_))
+        done = {(call.e, call.n) for call in calls}
+        if still_open := [one for one in open_ if (one[0].e, one[1]) not in done]:
+            calls += [self._in_length_sync(*one) for one in still_open]
         elif calls and latest is not None and latest.e == calls[-1].e:
             inside = stacks.runs(self.thread, latest.place) if error is None else self._raised_inside(error)
             calls[-1] = Call(**{**vars(calls[-1]), "inside": inside})
@@ -184,7 +187,7 @@ class RecentCalls:
         return any((code.co_filename, code.co_name) == place for code in codes)
 
     def _raised(self, error: BaseException) -> Raised:
-        encoder, n = self._open[:2] if self._open is not None else (self._latest, 0)
+        encoder, n, _ = self._open.get(self.thread, (self._latest, 0, 0.0))
         assert encoder is not None
         text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
         message = str(error)[:LONGEST_MESSAGE]
