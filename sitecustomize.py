@@ -9,7 +9,10 @@ try:
     from nemo_patches.patching import start_up
 except Exception as error:  # an incomplete copy, or a Python that is too old for it
     sys.path.remove(_package_is_in)
-    sys.stderr.write(f"nemo_patches ERROR {__file__}: {type(error).__name__}: {error}; NeMo runs as stock\n")
+    try:  # noqa: SIM105  # contextlib would be an import
+        sys.stderr.write(f"nemo_patches ERROR {__file__}: {type(error).__name__}: {error}; NeMo runs as stock\n")
+    except Exception:
+        pass  # closed, or a full disk: Python could not say what we raise either, and would end
 else:
     sys.path.remove(_package_is_in)
     start_up.start(__file__)

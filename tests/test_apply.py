@@ -6,7 +6,9 @@ import logging
 import multiprocessing
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,28 @@ def test_revert_restores_every_attribute_to_the_very_object_it_was() -> None:
     nemo_patches.revert()
     assert attributes() == before
     assert nemo_patches.status().patched == ()
+
+
+def test_threads_that_apply_at_once_patch_once() -> None:
+    nemo_patches.apply()
+    nemo_patches.revert()
+    before, switching = attributes(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(10):
+            together = threading.Barrier(4)
+
+            def apply(together: threading.Barrier = together) -> None:
+                together.wait(60)
+                nemo_patches.apply()
+
+            with ThreadPoolExecutor(4) as threads:
+                for done in [threads.submit(apply) for _ in range(4)]:
+                    done.result(60)
+            nemo_patches.revert()
+            assert attributes() == before
+    finally:
+        sys.setswitchinterval(switching)
 
 
 def test_apply_is_idempotent_and_a_second_one_changes_the_settings_and_says_so(caplog: Any) -> None:

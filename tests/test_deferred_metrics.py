@@ -59,7 +59,47 @@ def partial_end(trainer: Any) -> Any:
     return model
 
 
-OWN = {"own end": own_end, "own start": own_start, "partial end": partial_end, "partial start": partial_start}
+def own_outputs(trainer: Any) -> Any:
+    """What it adds to its outputs is not in each, nor of one shape, nor the same on every rank."""
+    model = asr_models.ctc(trainer)
+    stock = type(model)
+
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        given = stock.validation_step(self, batch, batch_idx, dataloader_idx)
+        more = {f"wer_num_of_{torch.distributed.get_rank()}": torch.ones(1), "each": torch.ones(2 + batch_idx)}
+        self.validation_step_outputs[-1].update(more if batch_idx else {**more, "first": torch.ones(())})
+        return given
+
+    model.__class__ = type("OwnOutputs", (stock,), {"validation_step": validation_step})
+    return model
+
+
+def no_dicts(trainer: Any) -> Any:
+    """With several loaders NeMo asks for none."""
+    model = asr_models.ctc(trainer)
+    stock = type(model)
+
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        given = stock.validation_step(self, batch, batch_idx, dataloader_idx)
+        self.validation_step_outputs[dataloader_idx][-1] = torch.ones(())
+        return given
+
+    def multi_validation_epoch_end(self: Any, outputs: Any, dataloader_idx: int = 0) -> Any:
+        return {"log": {"val_wer": torch.stack(outputs).mean()}}
+
+    own = {"validation_step": validation_step, "multi_validation_epoch_end": multi_validation_epoch_end}
+    model.__class__ = type("NoDicts", (stock,), own)
+    return model
+
+
+OWN = {
+    "own end": own_end,
+    "own start": own_start,
+    "partial end": partial_end,
+    "partial start": partial_start,
+    "own outputs": own_outputs,
+    "no dicts": no_dicts,
+}
 
 
 def evaluated(name: str, loaders: Any, stage: str = "validate", callbacks: Any = ()) -> dict[str, str]:
@@ -87,7 +127,7 @@ def scenarios(rank: int, size: int) -> dict[str, Any]:
         seen[f"{metrics}, two sets"] = evaluated("hybrid, fused", both)
         seen[f"{metrics}, test"] = evaluated("hybrid", both, "test")
     for name in OWN:
-        seen[name] = evaluated(name, half)
+        seen[name] = evaluated(name, both if name == "no dicts" else half)
     nemo_patches.apply(sync="local", metrics="deferred")  # nobody waits for the length of a rank that has no more
     # The same ten batches, six and four of them, and all and none.
     for name in MODELS:
@@ -138,9 +178,11 @@ def test_a_rank_with_more_sub_batches_takes_part(seen: dict[str, Any], results: 
 def test_a_model_that_does_not_come_to_nemos_epoch_ends_is_as_stock_and_said(
     seen: dict[str, Any], results: list[Result]
 ) -> None:
-    assert seen["own start"] == seen["stock, ctc"]
+    assert seen["own start"] == seen["own outputs"] == seen["stock, ctc"]
+    assert set(seen["no dicts"].values()) == {(1.0).hex()}
     for result in results:
-        end, start, partial_end = result.lines("ERROR")
+        end, start, partial_end, no_dicts = result.lines("ERROR")
+        assert "NoDicts: no sums of WER or BLEU in its outputs; what it logs is each rank's own" in no_dicts
         assert "OwnEnd: left as stock: its own on_validation_epoch_end does not call NeMo's" in end
         assert "OwnStart: left as stock: its own on_validation_epoch_start does not call NeMo's" in start
         # The start of a partial does call NeMo's, which is seen when it is called; of an end that would be too late.

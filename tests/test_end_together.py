@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_patches.sync.side_channel import RoundFailed
+from nemo_patches.uneven import even_loader
 from nemo_patches.uneven.agreement import Agreement, StopTogetherError
 from nemo_patches.uneven.even_loader import EvenLoader
 from nemo_patches.uneven.extremes import Place, packed, unpacked
@@ -143,6 +144,28 @@ def test_a_rank_without_a_batch_raises_on_all() -> None:
     given_out, raised = ran([[(3, NEVER)], [(0, NEVER)], [(2, NEVER)]])
     assert given_out == [[0], [0], [0]]
     assert all("test loader 1 (numbers): rank 1 has no batch at all" in text for text in raised)
+
+
+def test_batches_that_a_loader_has_got_since_its_set_up_are_said_to_be_left_out(caplog: Any) -> None:
+    batches = [1, 2, 3]
+    even = EvenLoader(batches, Agreement(rank_of(Job(1), 0), "data", 1, "list"))
+    passes = [list(even)]
+    batches.append(4)
+    passes += [list(even), list(even)]
+    assert passes == [[1, 2, 3]] * 3
+    (line,) = caplog.messages
+    assert "it has 4 batches now, and the ranks agreed on 3 when it was set up; 1 of 4 batches (25%) left out" in line
+
+
+def test_before_torch_distributed_it_does_nothing_and_says_so_once(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(even_loader, "even_loaders", even_loader.EvenLoaders())
+    assert even_loader.stop_together([1]) == [1]  # alone
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert even_loader.stop_together([1]) == even_loader.stop_together([1]) == [1]
+    (line,) = caplog.messages
+    assert "stop_together() does nothing, and the launcher says 2 ranks: torch.distributed is not initialized" in line
 
 
 def test_out_of_step_names_a_rank_at_each_end_on_all() -> None:

@@ -196,6 +196,17 @@ def beside_wrapt() -> tuple[bool, list[str]]:
     return is_patched(first_import(CONV)), told
 
 
+def beside_a_second_hook_of_ours() -> tuple[bool, list[str]]:
+    start()
+    importlib.reload(start_up)
+    start()
+    return is_patched(first_import()), sorted(start_up._finder._asking)
+
+
+def test_two_hooks_of_ours_ask_each_other_once() -> None:
+    assert alone(beside_a_second_hook_of_ours).value == (True, [])
+
+
 def test_beside_wrapts_own_import_hooks() -> None:
     patched, told = alone(beside_wrapt).value
     assert patched

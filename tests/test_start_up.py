@@ -279,6 +279,9 @@ def test_a_damaged_copy_says_so_in_one_line_and_the_process_runs(damage: str, tm
     (line,) = done.stderr.splitlines()
     assert str(tmp_path / "sitecustomize.py") in line
     assert "NeMo runs as stock" in line
+    for unsayable in ("2>&-", "2>/dev/full"):
+        command = ["sh", "-c", f'"$0" -c "print(1)" {unsayable}', sys.executable]
+        assert run(command, environment(tmp_path)).stdout == "1\n"
 
 
 def test_spawned_and_forked_children_have_the_hook_too(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("resumed by stock", enough, stream(1), callbacks=[], ckpt=f"{folder}/middle.ckpt", **limits)
     nemo_patches.apply(timeout=60, stop_together="training")
     note("by a setting", stream(3 + more), callbacks=[])
+    note("beside a setting", stream(1), stream(1), callbacks=[StopTogether(False, True)])
     nemo_patches.apply(timeout=60)
     trainer = asr_models.trainer_of([StopTogether(False, True), progress := Progress()])
     trainer.validate(asr_models.ctc(trainer), stream(2 + more), verbose=False)
@@ -338,6 +339,7 @@ def test_it_says_once_a_pass_who_ran_out_and_what_was_left_out(results: list[Res
     assert len(results[1].lines(title + "this rank has no more, others have")) == 1
     assert len(results[0].lines("training loader 4 (Batches)", "rank 1 has 4 batches", "1 of 5 batches (20%)")) == 1
     assert not results[0].lines("validation loader 1 (")  # even
+    assert len(results[0].lines("StopTogether(training=True, evaluation=False) has no effect")) == 1
 
 
 def test_a_rank_without_any_batch_raises_on_all_with_the_loaders_name(seen: dict[str, Any]) -> None:

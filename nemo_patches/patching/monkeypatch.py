@@ -6,6 +6,7 @@ import importlib
 import logging
 import multiprocessing
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
@@ -43,6 +44,7 @@ class Patching:
     """What nemo_patches has done to NeMo's classes, and what it still does when more of them are imported."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # of apply(), revert() and on_import(), which threads may call at once
         self.replacements = Replacements()
         self._patched: list[Target] = []
         self._skipped: dict[Target, str] = {}
@@ -74,28 +76,34 @@ class Patching:
         if admission.disabled():
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
-        if self._in_force:
-            self._change_settings(settings, stall, trace, uneven)
-            return False
-        self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
+        with self._lock:
+            if self._in_force:
+                self._change_settings(settings, stall, trace, uneven)
+                return False
+            self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
+        # Not under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := _import(target)) is not None}
-        if built_in := next(
-            (version for target, module in modules.items() if (version := target.built_in(module))), ""
-        ):
-            self._leave_alone(built_in, trace, uneven)
-            return False
-        admission.require_supported(admission.nemo_version())
-        drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
-        if drift := drift + list(self._metric_drift(uneven).values()):
-            raise DriftError(
-                f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
-            )
-        self._by_hand = not hook_installed
-        self._begin(settings, stall, uneven)
-        self._patch_all(modules, trace)
-        self._defer_metrics()
-        self._say_collection_complete()
-        return True
+        with self._lock:
+            if self._in_force:  # by another thread meanwhile
+                self._change_settings(settings, stall, trace, uneven)
+                return False
+            if built_in := next(
+                (version for target, module in modules.items() if (version := target.built_in(module))), ""
+            ):
+                self._leave_alone(built_in, trace, uneven)
+                return False
+            admission.require_supported(admission.nemo_version())
+            drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
+            if drift := drift + list(self._metric_drift(uneven).values()):
+                raise DriftError(
+                    f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
+                )
+            self._by_hand = not hook_installed
+            self._begin(settings, stall, uneven)
+            self._patch_all(modules, trace)
+            self._defer_metrics()
+            self._say_collection_complete()
+            return True
 
     def on_import(self, name: str) -> None:
         """For the import hook: the module `name` is complete, for the first time or by a reload.
@@ -103,6 +111,10 @@ class Patching:
         Under auto-apply a setting that is not allowed, a NeMo that is not supported and a target that has drifted leave
         all of NeMo as stock, and are said once.
         """
+        with self._lock:
+            self._on_import(name)
+
+    def _on_import(self, name: str) -> None:
         if not self._follows_imports:
             return
         if name == COLLECTION:
@@ -143,6 +155,10 @@ class Patching:
 
     def revert(self) -> None:
         """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
+        with self._lock:
+            self._revert()
+
+    def _revert(self) -> None:
         self._in_force = self._follows_imports = self._collection_complete = False
         tracing.stop()
         dumps.stop()
@@ -150,6 +166,7 @@ class Patching:
         self._trace_settings = TraceSettings()
         self._uneven = UnevenSettings()
         self.replacements.restore()
+        subscriber.encoders_were_reverted()
         self._patched.clear()
         self._skipped.clear()
         give_back_all()

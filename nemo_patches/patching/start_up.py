@@ -10,6 +10,7 @@ import sys
 # importlib.machinery and importlib.util give the same, but importing them costs more than all the rest here.
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder
+from _thread import get_ident
 
 from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, TARGET_MODULES
 
@@ -26,6 +27,7 @@ class _Finder:
 
     def __init__(self) -> None:
         self._failed = False
+        self._asking: set[tuple[str, int]] = set()  # a module's name and a thread, while that asks the others
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if sys.meta_path[0] is not self:
@@ -33,12 +35,19 @@ class _Finder:
             sys.meta_path[:] = [self, *(finder for finder in sys.meta_path if finder is not self)]
         if name not in _WATCHED:
             return None
-        for finder in sys.meta_path[1:]:
-            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                spec.loader = self._wrapped(name, spec.loader)
-                return spec
-        return None
+        asking = (name, get_ident())
+        if asking in self._asking:
+            return None  # one of the others asks all finders, as we do: of ours, a second one after a reload
+        self._asking.add(asking)
+        try:
+            for finder in sys.meta_path[1:]:
+                spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+                if spec is not None:
+                    spec.loader = self._wrapped(name, spec.loader)
+                    return spec
+            return None
+        finally:
+            self._asking.discard(asking)
 
     def patch(self, name: str) -> None:
         """Patch what is in the module `name`, which is complete. Nothing that goes wrong here may fail its import."""

@@ -100,12 +100,12 @@ class DeferredMetrics:
             summaries = [rank[number] for rank in everyone if rank[number].batches]
             if not summaries:
                 continue
-            sums = {name: _added(summary.sums[name] for summary in summaries) for name in summaries[0].sums}
+            sums = {name: _added(values) for name, values in _alike([summary.sums for summary in summaries])}
             if not sums:
                 text = f"{type(model).__name__}: no sums of WER or BLEU in its outputs; what it logs is each rank's own"
                 self._say_once(text, is_wrong=True)
-            if not outputs:
-                means = {name: _added(summary.means[name] for summary in summaries) for name in summaries[0].means}
+            means = {name: _added(values) for name, values in _alike([summary.means for summary in summaries])}
+            if not outputs and (sums or means):
                 outputs.append({name: (mean / len(summaries)).to(model.device) for name, mean in means.items()})
             for name, total in sums.items():
                 for output in outputs:
@@ -128,18 +128,24 @@ class _Summary:
     def __init__(self, outputs: list[_Output]) -> None:
         self.batches = len(outputs)
         self.sums, self.means = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for name, value in outputs[0].items() if outputs else ():
-            if isinstance(value, torch.Tensor):
-                values = (output[name].detach().cpu() for output in outputs)
-                if _SUM.search(name):
-                    self.sums[name] = _added(values)
-                elif value.is_floating_point():
-                    self.means[name] = _added(values) / len(outputs)
+        for name, values in _alike(outputs):
+            if _SUM.search(name):
+                self.sums[name] = _added(values)
+            elif values[0].is_floating_point():
+                self.means[name] = _added(values) / len(outputs)
 
 
-def _added(values: Iterator[torch.Tensor]) -> torch.Tensor:
+def _alike(parts: Sequence[_Output]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """What every part has under a name, as tensors of one shape: what a model of one's own adds need not be alike."""
+    for name in parts[0] if parts and all(isinstance(part, dict) for part in parts) else ():
+        values = [part.get(name) for part in parts]
+        tensors = [value.detach().cpu() for value in values if isinstance(value, torch.Tensor)]
+        if len(tensors) == len(parts) and len({tensor.shape for tensor in tensors}) == 1:
+            yield name, tensors
+
+
+def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """In the values' own type, through one that has every whole number up to 2**53."""
-    tensors = list(values)
     return torch.stack([tensor.double() for tensor in tensors]).sum(0).to(tensors[0].dtype)
 
 

@@ -13,11 +13,12 @@ import torch
 
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import PREFIX
+from nemo_patches.tracing.trace_header import rank_and_size
 from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, StopTogetherError
 from nemo_patches.uneven.extremes import Place
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"
-_OWN_ATTRIBUTES = {"_loader", "_agreement", "_least", "counts", "limit", "skipped"}
+_OWN_ATTRIBUTES = {"_loader", "_agreement", "_least", "_said_left_out", "counts", "limit", "skipped"}
 T = TypeVar("T")
 
 
@@ -44,7 +45,7 @@ class EvenLoader:
         self.skipped = 0  # batches by which the next pass is shorter: those before a resumed one
         length = _length(loader)
         least, rank = agreement.least_length(length)
-        self._least = least
+        self._least, self._said_left_out = least, (length or 0) - (least or 0)
         if least == 0:
             raise _no_batch(agreement, rank)
         if least is not None and length is not None and length > least:
@@ -93,10 +94,17 @@ class EvenLoader:
         return LoaderCounters(agreement.title, *figures, agreement.waited)
 
     def _counted_out(self) -> Iterator[Any]:
-        given, most, left_out = 0, len(self), len(self._loader) - (self._least or 0)
+        given, most, least, length = 0, len(self), self._least or 0, len(self._loader)
+        left_out = length - least
+        if most == least and left_out > max(self._said_left_out, 0):  # a sampler has made it longer
+            self._said_left_out = left_out
+            since = f"it has {length} batches now, and the ranks agreed on {least} when it was set up"
+            report(
+                logging.WARNING, f"{self._agreement.title}: {since}; {_share(left_out, length)} left out in each pass"
+            )
         for batch in itertools.islice(self._loader, most):
             given += 1
-            if given == self._least and left_out > 0:  # now: nobody may ask for a batch after the last
+            if given == least and left_out > 0:  # now: nobody may ask for a batch after the last
                 self.counts.cut(left_out)
             yield batch
         if given < most:
@@ -153,7 +161,7 @@ class EvenLoaders:
 
     def __init__(self) -> None:
         self._agreements = Agreements()
-        self._said_disabled = False
+        self._said_disabled = self._said_alone = False
         self._loaders: weakref.WeakSet[EvenLoader] = weakref.WeakSet()
 
     def make(self, loader: Iterable[T], kind: str) -> EvenLoader | Iterable[T]:
@@ -165,6 +173,14 @@ class EvenLoaders:
             return loader
         agreement = self._agreements.make(kind, type(getattr(loader, "dataset", loader)).__name__)
         return loader if agreement is None else EvenLoader(loader, agreement)
+
+    def say_alone(self) -> None:
+        """Once, where a loader stays as it is although there are other ranks."""
+        size = rank_and_size()[1]
+        if size > 1 and not self._said_alone and os.environ.get(_DISABLE_VARIABLE) != "1":
+            self._said_alone = True
+            why = "torch.distributed is not initialized (yet), or nemo_patches has said an error"
+            report(logging.WARNING, f"stop_together() does nothing, and the launcher says {size} ranks: {why}")
 
     def add(self, loader: EvenLoader) -> None:
         self._loaders.add(loader)
@@ -182,7 +198,10 @@ def stop_together(loader: Iterable[T]) -> Iterable[T]:
     For training loops outside Lightning: `for batch in nemo_patches.stop_together(loader):`. Every rank calls it, as
     often and in the same order: it waits for every rank, without limit. Raises StopTogetherError, as the passes do.
     """
-    return cast("Iterable[T]", even_loaders.make(loader, "data"))
+    even = even_loaders.make(loader, "data")
+    if even is loader:
+        even_loaders.say_alone()
+    return cast("Iterable[T]", even)
 
 
 def _length(loader: Iterable[Any]) -> int | None:

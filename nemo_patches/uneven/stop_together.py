@@ -26,6 +26,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
     def __init__(self, training: bool = True, evaluation: bool = False) -> None:
         self._training, self._evaluation = training, evaluation
         self._counts: list[Counts] = []  # of this training's loaders, also of those that were reloaded
+        self._said_other = False
         self._serves = False  # the strategy hands its loaders to this callback
         self._limit: int | float = 1.0  # the trainer's own limit_train_batches, and val_check_interval
         self._interval: int | float = 1.0
@@ -34,7 +35,14 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         first = next(callback for callback in trainer.callbacks if isinstance(callback, StopTogether))
-        if trainer.world_size < 2 or first is not self:  # the user's own comes before that of a setting
+        if trainer.world_size < 2:
+            return
+        if first is not self:  # the user's own comes before that of a setting
+            stages, others = (self._training, self._evaluation), (first._training, first._evaluation)
+            if stages != others and not self._said_other:
+                self._said_other = True
+                asked, holds = ("training={}, evaluation={}".format(*both) for both in (stages, others))
+                report(logging.WARNING, f"StopTogether({asked}) has no effect: the trainer's first holds, ({holds})")
             return
         self.teardown(trainer, pl_module, stage)  # after an exception Lightning does not
         strategy, original = trainer.strategy, trainer.strategy.process_dataloader
