@@ -107,7 +107,8 @@ def _case(job: Job, name: str, tracks: dict[str, dict[int, Track]], on_most_rank
         for rank in tracks[other].keys() - own.keys():
             if not ends[rank].unsure:
                 ends[rank] = replace(ends[rank], unsure=f"it has an encoder named {safe(other)}, and no {safe(name)}")
-    return Case(job, safe(name), own, shared_rounds(with_calls), clocks(with_calls), ends)
+    scale = clocks(with_calls)  # before the rounds are there: each takes memory meanwhile
+    return Case(job, safe(name), own, shared_rounds(with_calls), scale, ends)
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def weighted_kinds(track: Track) -> tuple[Whole, Whole]:
     """For each call whether it is a training call, and for how many it stands: itself and those lost before it."""
     kinds = np.array(track.calls.training, dtype=np.int64)
     known = np.flatnonzero(kinds != UNKNOWN)
-    if len(known):  # a call whose beginning was not read is taken for one like its neighbour
+    if 0 < len(known) < len(kinds):  # a call whose beginning was not read is taken for one like its neighbour
         kinds = kinds[known[np.clip(np.searchsorted(known, np.arange(len(kinds)), "right") - 1, 0, None)]]
     numbers = np.array(track.calls.n, dtype=np.int64)
     return kinds, np.diff(numbers, prepend=numbers[0] - 1)

@@ -35,7 +35,7 @@ def waiting(rounds: Rounds) -> Waiting:
     """Sum up the waiting; in each round it is for the rank that came last."""
     if not rounds.number.size:
         return Waiting({}, {})
-    in_round: Floats = rounds.waited.sum(axis=0)
+    in_round: Floats = rounds.waited.sum(axis=0, dtype=np.float64)
     last = rounds.waited.argmin(axis=0)
     caused = np.bincount(last, weights=in_round, minlength=len(rounds.ranks))
     total = float(in_round.sum()) or 1.0

@@ -105,6 +105,8 @@ class Track:
     info: records.Encoder
     room: int  # frames that its positional encoding has room for; 0 if not known
     calls: Calls = field(default_factory=Calls)
+    given: tuple[Any, ...] = ()  # the last call's input, as recorded
+    input: Input = Input(-1, "", "")  # noqa: RUF009  # the same; it is immutable
     inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
     batches: dict[int, int] = field(default_factory=dict)  # how many training calls had a batch of that size
     result: int = 0  # of the last length sync
@@ -238,11 +240,14 @@ class RankTrace:
         if track.backward_ended:
             track.settled, track.backward_ended = record.n, False
         track.calls.begin(record.n, record.training, record.t, record.in_ddp)
-        shape = record.shape
+        shape, dtype, device, path = record.shape, record.dtype, record.device, record.path
         features = shape[1] if len(shape) > 1 else -1
-        given = Input(features, record.dtype[:40], record.device[:40], record.path[:40], record.group is not False)
-        if given in track.inputs or len(track.inputs) < _MOST_INPUTS:
-            track.inputs[given] = track.inputs.get(given, 0) + 1
+        given = (features, dtype, device, path, record.group)
+        if given != track.given:  # seldom, and an Input takes as long to make as most else here
+            track.given = given
+            track.input = Input(features, dtype[:40], device[:40], path[:40], record.group is not False)
+        if track.input in track.inputs or len(track.inputs) < _MOST_INPUTS:
+            track.inputs[track.input] = track.inputs.get(track.input, 0) + 1
         if record.training and shape and (shape[0] in track.batches or len(track.batches) < _MOST_BATCH_SIZES):
             track.batches[shape[0]] = track.batches.get(shape[0], 0) + 1
 
@@ -306,6 +311,8 @@ class RankTrace:
     def _compare(self, track: Track) -> None:
         """Notice lost lines: a call that has ended records the same phases as the call before it."""
         calls = track.calls
+        if not math.isnan(calls.synced[-1] + calls.pre[-1] + calls.layer[-1]):  # all are there
+            return
         if len(calls.n) < 2 or calls.ended[-2] != LEFT or track.damaged_at == calls.n[-2]:
             return
         for column in (calls.synced, calls.pre, calls.layer):
