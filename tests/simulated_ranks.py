@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 from nemo_patches.sync.protocol import LengthProtocol
 
@@ -48,16 +49,15 @@ class Rank:
     healthy: timedelta = timedelta(0)  # the longest that the protocol has taken a healthy round for
 
 
-@dataclass
-class Pause:
+class Pause(NamedTuple):
     """Until when a rank does not run: a time, or earlier where the round that it waits for comes in."""
 
     until: float
-    round: Round = field(default_factory=Round)
+    round: Round | None = None
 
     @property
     def end(self) -> float:
-        return min(self.until, self.round.came_at)
+        return self.until if self.round is None else min(self.until, self.round.came_at)
 
 
 def run(schedules: list[list[Event]], latency: float = 0.001) -> list[Rank]:
@@ -68,10 +68,12 @@ def run(schedules: list[list[Event]], latency: float = 0.001) -> list[Rank]:
     pauses = {number: next(runner) for number, runner in runners.items()}
     now = 0.0
     while pauses:
-        if all(pause.end == math.inf for pause in pauses.values()):  # everyone is at the gradients
-            pauses = {number: Pause(now + latency) for number in pauses}
-        number = min(pauses, key=lambda number: pauses[number].end)
-        now = pauses[number].end
+        ends = {number: pause.end for number, pause in pauses.items()}
+        if min(ends.values()) == math.inf:  # everyone is at the gradients
+            ends = dict.fromkeys(pauses, now + latency)
+            pauses = {number: Pause(end) for number, end in ends.items()}
+        number = min(ends, key=ends.__getitem__)
+        now = ends[number]
         assert now < math.inf, "deadlock"
         try:
             pauses[number] = runners[number].send(now)
