@@ -501,6 +501,32 @@ def test_without_the_monitor_the_sync_itself_says_once_that_a_rank_was_late() ->
     assert "ConformerEncoder: recovered: the missing length came" in recovered
 
 
+def without_a_free_thread(rank: int, size: int) -> list[str]:
+    encoder = in_step(timeout=TIMEOUT)
+    said = Said()
+    if rank == 0:
+        stack_size = threading.stack_size(1 << 46)  # no thread can be started
+        stall_monitor()._call_roll()
+        encoders.sync(encoder, 200)
+        wait_until(lambda: any("not every rank" in line for line in said.lines))
+        threading.stack_size(stack_size)
+        wait_until(lambda: stall_monitor()._roll_call_thread.ident is not None)
+    wait_for_others("the late one may come", 2)
+    if rank == 1:
+        encoders.sync(encoder, 200)
+    else:
+        wait_until(lambda: any("recovered" in line for line in said.lines))
+    dist.barrier()
+    return said.lines
+
+
+def test_where_no_thread_can_be_started_the_monitor_says_so_and_goes_on() -> None:
+    cannot, late, *_, recovered = run_ranks(without_a_free_thread, 2)[0].value
+    assert "stall reports cannot ask who is missing, training goes on: can't start new thread" in cannot
+    assert "Missing: rank 1 of 2" in late
+    assert "ConformerEncoder: recovered: rank 1 came" in recovered
+
+
 def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | None:
     """The waiting ranks' training threads are in another collective while their round stays open."""
     encoder = in_step(timeout=TIMEOUT, sync=mode)
