@@ -333,8 +333,11 @@ def test_importing_the_encoders_without_nemo_says_so(tmp_path: Path) -> None:
 
 def test_lines_are_visible_once_whatever_logging_is_set_up_to() -> None:
     program = (
-        "import logging, logging.config\n"
+        "import contextlib, io, logging, logging.config\n"
         "from nemo_patches.sync.rank_log import report\n"
+        "with contextlib.redirect_stderr(io.StringIO()) as before:  # as people do around a noisy import\n"
+        "    report(logging.INFO, 'into a stream that is gone')\n"
+        "before.close()\n"
         "report(logging.INFO, 'without any set-up')\n"
         "logging.config.dictConfig({'version': 1})  # disables every logger that it is not told of\n"
         "report(logging.INFO, 'after dictConfig')\n"

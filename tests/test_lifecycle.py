@@ -333,6 +333,35 @@ def test_two_threads_first_calls_of_an_encoder_share_one_sync(monkeypatch: pytes
     assert first is second
 
 
+def forked_under_the_lock(rank: int, size: int) -> int:
+    from nemo_patches.sync import length_sync
+
+    nemo_patches.apply(timeout=30.0)
+    encoder = encoders.conformer()
+    encoders.sync(encoder, 100)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with length_sync.process._lock:
+            held.set()
+            forked.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(60)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        encoders.sync(encoder, 200)
+        os._exit(0)
+    forked.set()
+    holder.join()
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_child_forked_while_another_thread_calls_an_encoder_can_call_one() -> None:
+    assert [result.value for result in run_ranks(forked_under_the_lock, 2)] == [0, 0]
+
+
 def many_encoders(rank: int, size: int) -> Any:
     from nemo_patches.sync.length_sync import synced_length
 

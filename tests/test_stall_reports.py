@@ -39,10 +39,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
 from nemo_patches.stall.encoder_watch import EncoderWatch
+from nemo_patches.stall.late_return import LateReturn
 from nemo_patches.stall.missing_query import Introduction, Surroundings
 from nemo_patches.stall.missing_rank import MissingRank
 from nemo_patches.stall.store_client import StoreClient
-from nemo_patches.stall.training_notes import EncoderNotes
+from nemo_patches.stall.training_notes import EncoderNotes, LastCall, TrainingNotes
 from nemo_patches.sync.events import Group, Round, SyncHandle, WaitTimedOut
 from nemo_patches.sync.side_channel import SideChannel
 from nemo_patches.sync.store import JobStore
@@ -474,6 +475,21 @@ def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None
     assert "Missing: rank 1 of 2 | rank 1 has not announced itself" in said.lines[0]
 
 
+def test_a_rank_that_ends_asks_no_more_whether_it_was_waited_for() -> None:
+    """A store that ends at the same time would have c10d log for each connection to it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client, notes = StoreClient(JobStore(server, 0)), TrainingNotes()
+    late_return = LateReturn(0, client, notes)
+    notes.last = LastCall(calls=1, since=time.monotonic())
+    assert late_return.look(0.0, "")
+    wait_until(lambda: client._connection is not None and not client._lock.locked())  # it waits for its second look
+    (thread,) = client._threads
+    late_return.cancel()
+    client.disconnect()
+    thread.join(60)
+    assert client._connection is None
+
+
 def monitor_that_fails(rank: int, size: int) -> list[str]:
     encoder = in_step(timeout=TIMEOUT)
     said = Said()
@@ -499,6 +515,53 @@ def test_without_the_monitor_the_sync_itself_says_once_that_a_rank_was_late() ->
     assert "ConformerEncoder: training call 3: not every rank's length came within" in late
     assert "using this rank's own, 200" in late
     assert "ConformerEncoder: recovered: the missing length came" in recovered
+
+
+def rounds_shifted_by_a_late_rank(rank: int, size: int) -> list[str]:
+    encoder = in_step(timeout=2 * TIMEOUT)
+    said = Said()
+    if rank == 0:
+        encoders.sync(encoder, 200)  # rank 1 is late
+        encoders.sync(encoder, 201)  # no round: the one before is still outstanding
+    wait_for_others("rank 0 has made two calls", 2)
+    if rank == 1:
+        encoders.sync(encoder, 200)
+        encoders.sync(encoder, 201)  # waits in vain for rank 0, which waits for this rank
+        wait_until(lambda: any("call 4: not every rank" in line for line in said.lines))
+    dist.barrier()
+    return said.lines
+
+
+def test_a_rank_that_waits_itself_after_a_call_without_a_round_is_not_blamed() -> None:
+    _, late = run_ranks(rounds_shifted_by_a_late_rank, 2)
+    (line,) = [line for line in late.value if "call 4: not every rank" in line]
+    assert "Missing: none, every rank has come to this call by now" in line
+
+
+def without_a_free_thread(rank: int, size: int) -> list[str]:
+    encoder = in_step(timeout=TIMEOUT)
+    said = Said()
+    if rank == 0:
+        stack_size = threading.stack_size(1 << 46)  # no thread can be started
+        stall_monitor()._call_roll()
+        encoders.sync(encoder, 200)
+        wait_until(lambda: any("not every rank" in line for line in said.lines))
+        threading.stack_size(stack_size)
+        wait_until(lambda: stall_monitor()._roll_call_thread.ident is not None)
+    wait_for_others("the late one may come", 2)
+    if rank == 1:
+        encoders.sync(encoder, 200)
+    else:
+        wait_until(lambda: any("recovered" in line for line in said.lines))
+    dist.barrier()
+    return said.lines
+
+
+def test_where_no_thread_can_be_started_the_monitor_says_so_and_goes_on() -> None:
+    cannot, late, *_, recovered = run_ranks(without_a_free_thread, 2)[0].value
+    assert "stall reports cannot ask who is missing, training goes on: can't start new thread" in cannot
+    assert "Missing: rank 1 of 2" in late
+    assert "ConformerEncoder: recovered: rank 1 came" in recovered
 
 
 def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | None:

@@ -94,7 +94,9 @@ class EncoderWatch:
 
     def _ask(self, late: _LateRound, timeout_s: float, repeat: int) -> MissingQuery:
         due_at, number = late.due_at(timeout_s), late.round.number
-        question = Question(self._sync.key, number, due_at, repeat, self._sync.call_title(late.round))
+        latest, clock = self._notes.latest
+        call = (self._sync.title, clock) if latest == late.round.call else None
+        question = Question(self._sync.key, number, due_at, repeat, self._sync.call_title(late.round), call=call)
         return MissingQuery(self._surroundings, question)
 
     def _step(self, late: _LateRound, now: float, timeout_s: float, is_last: bool) -> None:

@@ -176,15 +176,20 @@ class JobStallWatch:
         bus.publish(StallExits())
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(_FLUSH_LIMIT_S)  # the training thread may hold a stream's lock
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            flushing = threading.Thread(target=_flush, daemon=True)
+            flushing.start()
+            flushing.join(_FLUSH_LIMIT_S)  # the training thread may hold a stream's lock
         os._exit(EXIT_CODE)  # the training thread is in a collective, which Python cannot interrupt
 
 
-def _start_command(command: str, text: str) -> threading.Thread:
+def _start_command(command: str, text: str) -> threading.Thread | None:
     thread = threading.Thread(target=_run_command, args=(command, text), name="nemo_patches on_stall", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # as many as this user or container may have
+        report(logging.WARNING, f"on_stall={command!r} has failed: {error}")
+        return None
     return thread
 
 

@@ -51,9 +51,10 @@ class LateReturn:
         with contextlib.suppress(Exception):
             began, key = time.monotonic(), keys.WAITED_FOR.format(rank=self._rank)
             for seconds in _LOOKS_S:
-                cancelled.wait(began + seconds - time.monotonic())
+                if cancelled.wait(began + seconds - time.monotonic()):  # the store may end with this process
+                    break
                 with self._client.asking() as store:
-                    data = store.get(key) if not cancelled.is_set() and store.check([key]) else b""
+                    data = store.get(key) if store.check([key]) else b""
                 if cancelled.is_set() or (data and self._say(decode_texts(data), where)):
                     break
 

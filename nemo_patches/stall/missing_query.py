@@ -60,7 +60,8 @@ class Question:
     left: with END, the rank that has told the others that it leaves; -1: none.
 
     due_at: time.monotonic() at which a rank that has not come is missing. repeat: how often it was asked before.
-    incident: for people, in the line of a rank that was waited for.
+    incident: for people, in the line of a rank that was waited for. call: the encoder's title, and the clock before the
+    call, as a heartbeat has them; None: not known.
     """
 
     key: str
@@ -69,10 +70,16 @@ class Question:
     repeat: int
     incident: str
     left: int = -1
+    call: tuple[str, tuple[int, int]] | None = None
 
     def came(self, heartbeat: Heartbeat) -> bool:
-        """Also where it does not say: nobody is missing for calling more encoders than a heartbeat holds."""
-        return heartbeat.has_come(self.key, self.round_number) is not False
+        """Also where it does not say: nobody is missing for calling more encoders than a heartbeat holds.
+
+        After a wait in vain a call may issue no round. Whose rank has made that call, and waits in a collective itself,
+        has come to it: it may well wait for this rank.
+        """
+        made = self.call is not None and heartbeat.encoder == self.call[0] and heartbeat.clock >= self.call[1]
+        return heartbeat.has_come(self.key, self.round_number) is not False or (made and bool(heartbeat.collective))
 
     def unsaid(self, heartbeats: Iterable[Heartbeat]) -> str:
         """Why it cannot be told that all have come; empty where it can."""

@@ -7,6 +7,7 @@ connection is used by one thread at a time, under its lock.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..sync import keys
+from ..sync.rank_log import report
 from ..sync.store import JobStore, StoreConnection
 from .heartbeat import Heartbeat
 from .wire import decode_heartbeat, encode_heartbeat
@@ -34,6 +36,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._connection: StoreConnection | None = None  # `asking` makes it, under the lock; `disconnect` lets it go
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._said = ""  # why a thread could not start
 
     @contextmanager
     def asking(self, join: bool = False) -> Iterator[dist.Store]:
@@ -59,10 +62,15 @@ class StoreClient:
             self._lock.release()
 
     def ask_in_thread(self, ask: Callable[[], None], name: str = "nemo_patches query") -> threading.Thread:
-        """Run `ask` in a daemon thread, which `join` knows."""
+        """Run `ask` in a daemon thread, which `join` knows. Its `ident` is None where it could not start: said once."""
         thread = threading.Thread(target=ask, name=name, daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # as many as this user or container may have
+            if str(error) != self._said:
+                self._said = str(error)
+                report(logging.WARNING, f"stall reports cannot ask who is missing, training goes on: {error}")
         return thread
 
     def disconnect(self) -> None:

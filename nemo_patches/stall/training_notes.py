@@ -47,6 +47,7 @@ class EncoderNotes:
     def __init__(self, sync: SyncHandle) -> None:
         self.sync = sync
         self.timed_out: WaitTimedOut | None = None  # the latest
+        self.latest: tuple[int, tuple[int, int]] = (0, (0, 0))  # the call that began last, and the clock before it
         self.place = stacks.encoder_function()
 
 
@@ -88,7 +89,8 @@ class TrainingNotes:
 
     def _call_began(self, event: events.CallBegan) -> None:
         self._growing = False  # also where a growth has raised
-        sync, place = event.sync, self._of(event.sync).place
+        sync, notes = event.sync, self._of(event.sync)
+        notes.latest, place = (event.call, event.clock), notes.place
         calls, thread = self.last.calls + 1, threading.get_ident()
         self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), thread, place)
 

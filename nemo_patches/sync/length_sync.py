@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -80,10 +81,8 @@ class ProcessSync:
         try:
             sync = self.sync_of(encoder)
             return length if sync is None else sync.call(length, encoder)
-        except LengthSyncTimeout:
-            raise
         except Exception as error:
-            if raised_by_signal_handler(error):
+            if isinstance(error, LengthSyncTimeout) or raised_by_signal_handler(error):
                 raise
             # An error of ours must not reach training. Without a process group it was destroyed just now.
             if (group := torch.distributed.group.WORLD) is not None and self._given_up() is not group:
@@ -119,8 +118,7 @@ class ProcessSync:
         default_group = torch.distributed.group.WORLD if is_distributed() else None
         if default_group is None or default_group is self._given_up():
             return None
-        group_syncs = self.group_syncs
-        if group_syncs is None or group_syncs.default_group() is not default_group:
+        if (group_syncs := self.group_syncs) is None or group_syncs.default_group() is not default_group:
             if group_syncs is not None:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
@@ -144,7 +142,7 @@ class GroupSyncs:
         self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
         self.first_rounds: dict[EncoderSync, float] = {}  # of which nothing is known yet: issued when
         self._passed_over: list[EncoderSync] = []  # encoders that only this rank has called
-        self._begun = False
+        self._begun = self.end_said = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
         if (sync := self.by_encoder.get(encoder)) is not None:
@@ -204,8 +202,7 @@ class EncoderSync:
         self.handle = SyncHandle(title, key, group_syncs.group, self.rounds, late_text)
         self.patience = _PATIENCE  # for the report of on_timeout="raise"
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._fallbacks = 0
-        self._waited = timedelta(0)
+        self._fallbacks, self._waited = 0, timedelta(0)
         self._said: Round | None = None  # the late one that this module has logged; none other until one comes in time
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
@@ -309,7 +306,9 @@ class EncoderSync:
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
         text = f"{self.handle.title}: the length sync has ended at call {self.protocol.calls}"
         self.handle.ended, self.rounds.closed = reason, True
-        report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
+        if not self.group_syncs.end_said:  # of other encoders it is the same end
+            self.group_syncs.end_said = True
+            report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
         bus.publish(events.SyncEnded(self.handle, promise))
         left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
@@ -326,5 +325,6 @@ def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta
 
 
 process = ProcessSync()
+os.register_at_fork(after_in_child=lambda: setattr(process, "_lock", threading.RLock()))  # a thread may have held it
 synced_length, use, current = process.synced_length, process.use, process.current
 counters, sync_of = process.counters, process.sync_of

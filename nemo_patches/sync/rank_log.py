@@ -26,8 +26,8 @@ def enable() -> None:
     logger.disabled = False  # logging.config disables every logger that it is not told of
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+    _handler.stream = sys.stderr  # of now: the first line may fall into a redirect_stderr(), around an import of NeMo
     if not logger.handlers:
-        _handler.stream = sys.stderr  # setStream() flushes the one before, which may be closed
         logger.addHandler(_handler)
         logger.propagate = False  # else a root handler prints the line a second time
 
