@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,3 +126,26 @@ def test_a_package_that_is_missing_is_a_sentence(
             for command in (("doctor", "missing.yaml"), ("diagnose", "missing")):
                 code, _, error = typed(capsys, monkeypatch, *command)
                 assert (code, error.count("\n")) == (2, 1), error
+
+
+def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(tmp_path: Path) -> None:
+    """A full disk, a name that the terminal's encoding has no letters for or that is no text, a closed output."""
+
+    def run(line: str, encoding: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "nemo_patches", *line.split()]
+        variables = {**os.environ, "PYTHONIOENCODING": encoding}
+        return subprocess.run(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, timeout=60, **more)
+
+    with open("/dev/full", "wb") as full:
+        done = run("doctor --list-rules", "utf-8", stdout=full)
+    assert (done.returncode, done.stderr) == (2, b"nemo-patches: [Errno 28] No space left on device\n")
+
+    text = "trainer:  # 多少\n  devices: 4\n"
+    for name, encoding in (("配置.yaml", "ascii"), (os.fsdecode(b"\xff.yaml"), "utf-8")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        for option, said in (("--quiet", "NP113"), ("--fix", " trainer:  # 多少\n+  strategy: ddp\n   devices: 4\n")):
+            done = run(f"doctor {option} {name}", encoding, stdout=subprocess.PIPE)
+            assert (done.returncode, done.stderr) == (0, b"")
+            assert said.encode() in done.stdout
+    done = run(f"doctor --fix {name}", "ascii", preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, b"")
