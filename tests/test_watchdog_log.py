@@ -441,6 +441,9 @@ def of_group_9(rank: int) -> str:
         (f"{OTHERS}\n[rank2]: KeyError: 'audio'", log.LENGTH_SYNC, ()),
         ("[rank2]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1", log.GLOO, ()),
         ("[rank2]: torch.distributed.DistBackendError: NCCL error: remote process exited", NOT_ENOUGH, ()),
+        ("[rank2]: lightning.fabric.utilities.exceptions.SIGTERMException", NOT_ENOUGH, ()),
+        ("[rank2]: nemo_patches.uneven.agreement.StopTogetherError: loader: the ranks cannot end together "
+         "any more: rank 3 (pid 7 on n3) has left", NOT_ENOUGH, ()),
         # Kills for want of memory, which come before the time-outs that follow from them.
         (f"slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed.\n"
          f"{OTHERS}", OUT_OF_MEMORY, ()),
