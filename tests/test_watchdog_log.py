@@ -461,6 +461,27 @@ def test_what_accuses_an_innocent_rank_or_is_missed(
         assert (report.findings[0].id, report.findings[0].ranks) == (finding, ranks), (prefix, report)
 
 
+def test_ranks_of_a_host_whose_log_is_not_there_are_not_accused(tmp_path: Path) -> None:
+    """Three hosts of four ranks."""
+
+    def report(*hosts: tuple[int, ...]) -> Report:
+        for number, ranks in enumerate(hosts):
+            lines = [
+                "Starting with 12 processes",
+                *(text for rank in ranks for text in (line(rank), status(rank, 4711, 4711))),
+            ]
+            (tmp_path / f"host-{number}.err").write_text("\n".join(lines) + "\n")
+        (tmp_path / "train.out").write_text("\n".join(NOISE))
+        return diagnose_logs([tmp_path])
+
+    missing = report((0, 1, 2, 3), (4, 5, 6, 7)).findings[0]
+    assert (missing.id, missing.ranks) == (
+        log.LENGTH_SYNC,
+        (),
+    ) and "of ranks 8-11 these logs tell nothing" in missing.text
+    assert report((0, 1, 2, 3), (5, 6, 7), (8, 9, 10, 11)).findings[0].ranks == (4,)
+
+
 def test_a_folder_of_several_attempts_and_of_files_that_cannot_be_read(tmp_path: Path) -> None:
     """torchrun --log-dir keeps each attempt: who waited in the first one has nothing to do with the last one."""
     for attempt, sequence, ranks in ((0, 100, (0, 1)), (1, 60, (0, 2, 3))):

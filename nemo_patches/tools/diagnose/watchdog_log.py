@@ -174,6 +174,7 @@ class Log:
     patched: bool = False  # nemo_patches is in it
     stalls: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
+    by_file: list[set[int]] = field(default_factory=list)  # the ranks that each file tells of
     size: int = 0  # the world size; 0 if the log does not say
     in_length_sync: bool = False  # a stack in it shows the encoder's method
     problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
@@ -244,6 +245,7 @@ def _of_the_last_attempt(files: list[Path], log: Log) -> list[Path]:
 
 def _read_file(path: Path, log: Log) -> None:
     log.over = False
+    log.by_file.append(set())
     try:
         with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
             start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
@@ -354,6 +356,7 @@ def _take(log: Log, line: str) -> None:
     if prefix is None or rank >= _MOST_RANKS or (len(log.ranks) >= _MOST_KEPT and rank not in log.ranks):
         return
     log.ranks.add(rank)
+    log.by_file[-1].add(rank)
     if _FAILED_COLLECTIVE.search(line):
         log.in_a_collective.add(rank)
     if stuck := _STUCK.search(line):
@@ -635,7 +638,12 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             ranks,
         )
     who = f"; {named(behind)} did not come to it" if behind else ""
-    if silent:
+    if silent and not _has_hosts_of(log, silent):
+        who = (
+            f"; of {named(silent)} these logs tell nothing: they did not come to it, or their logs are not among these"
+        )
+        silent = ()
+    elif silent:
         who = f"; {named(silent)} did not come to it, as far as the log tells, which has no time-out there"
     return finding(*_one_collective(log, most_told, ranks, who), behind or silent)
 
@@ -708,6 +716,19 @@ def _silent(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
     waited |= log.stuck.keys() | log.gloo.keys()
     silent = set(range(log.size)) - waited - {rank for _, rank in log.enqueued}
     return tuple(sorted(silent))[:64] if 2 * len(silent) < log.size else ()
+
+
+def _has_hosts_of(log: Log, silent: tuple[int, ...]) -> bool:
+    """Whether the log of each rank's host is among the files, as far as these are hosts' logs, each of several ranks.
+
+    A host has as many ranks as the file with the most, and its ranks' numbers follow each other.
+    """
+    of_hosts = [ranks for ranks in log.by_file if ranks]
+    if len(of_hosts) < 2 or any(len(ranks) < 2 for ranks in of_hosts):
+        return True
+    size = max(max(ranks) - min(ranks) + 1 for ranks in of_hosts)
+    hosts = {rank // size for ranks in of_hosts for rank in ranks}
+    return all(rank // size in hosts for rank in silent)
 
 
 def _by_kind(timeouts: list[TimedOut]) -> str:
