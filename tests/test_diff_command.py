@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -321,6 +322,44 @@ def test_what_fails_half_way_is_put_back(
         assert done.stderr == f"nemo-patches diff: {checkout}: Input/output error; nothing was changed\n"
     assert tree(checkout) == before
     assert (checkout / RUNTIME).exists() == (option == "--reverse")
+
+
+@one_nemo
+@pytest.mark.parametrize("place", [outside, root])
+def test_what_is_killed_half_way_is_repaired_without_a_trace_of_it(
+    place: Callable[[Path], None], checkout: Path
+) -> None:
+    """Under a umask that would keep NeMo from all others."""
+    place(checkout)
+    before = tree(checkout)
+    program = (
+        "import itertools, os, pathlib, sys\n"
+        "from nemo_patches import cli\n"
+        "os.umask(0o077)\n"
+        "real, calls = pathlib.Path.replace, itertools.count()\n"
+        "pathlib.Path.replace = lambda *a: os.kill(os.getpid(), 9) if next(calls) == 5 else real(*a)\n"
+        "sys.argv = ['nemo-patches', 'diff', '--apply', '--nemo', sys.argv[1]]\n"
+        "cli.main()\n"
+    )
+    assert run([sys.executable, "-c", program, checkout], environment(CHECKOUT)).returncode == -9
+    assert len(left_in(checkout)) > 30 and "partly patched" in diff(checkout, "--check").stderr
+    assert diff(checkout, "--reverse").exit_code == 0
+    assert tree(checkout) == before and not (checkout / RUNTIME).exists()
+
+    assert (
+        run([sys.executable, "-c", program.replace("== 5", "== 500"), checkout], environment(CHECKOUT)).returncode == 0
+    )
+    place_of_ours = checkout / RUNTIME
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in place_of_ours.rglob("*.py")}
+    assert modes == {stat.S_IMODE((checkout / "nemo/package_info.py").stat().st_mode)}
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (place_of_ours, *place_of_ours.glob("s*/"))}
+    assert modes == {stat.S_IMODE(place_of_ours.parent.stat().st_mode)}
+    assert left_in(checkout) == []
+
+
+def left_in(checkout: Path) -> list[Path]:
+    """Files that were to take another's name."""
+    return list(checkout.rglob(".*.nemo_patches-*"))
 
 
 @one_nemo
