@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import stat
@@ -28,7 +27,7 @@ from diff_checkouts import (
     git,
     tree,
 )
-from interpreters import CHECKOUT, environment, run
+from interpreters import CHECKOUT, as_ordinary_user, environment, run
 
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.vendoring import checkouts, diffs, parts
@@ -256,11 +255,9 @@ def test_a_checkout_may_be_reached_by_a_symbolic_link(checkout: Path, tmp_path: 
     assert tree(checkout) == stock
 
 
-def as_ordinary_user(checkout: Path, option: str) -> subprocess.CompletedProcess[str]:
-    """The command without root's leave to pass over modes, where it is root who runs the tests."""
-    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
-    command = [*drop, sys.executable, "-m", "nemo_patches", "diff", "--nemo", str(checkout)]
-    return run([*command, *filter(None, [option])], environment(CHECKOUT), cwd=checkout)
+def diff_of_ordinary_user(checkout: Path, option: str) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout]
+    return run(as_ordinary_user([*command, *filter(None, [option])]), environment(CHECKOUT), cwd=checkout)
 
 
 @one_nemo
@@ -274,7 +271,7 @@ def test_where_it_may_not_write_nothing_is_changed(part: str, option: str, check
     mode = (checkout / part).stat().st_mode
     (checkout / part).chmod(0o444 if part == CONV else 0o555)
     try:
-        done = as_ordinary_user(checkout, option)
+        done = diff_of_ordinary_user(checkout, option)
     finally:
         (checkout / part).chmod(mode)  # the folder is as it was, though empty
     assert done.returncode == 2, done
@@ -288,7 +285,7 @@ def test_where_it_may_not_write_nothing_is_changed(part: str, option: str, check
 @pytest.mark.parametrize("option", ["", "--check", "--apply", "--reverse"])
 def test_what_cannot_be_read_is_named(option: str, checkout: Path) -> None:
     (checkout / CONV).chmod(0)
-    done = as_ordinary_user(checkout, option)
+    done = diff_of_ordinary_user(checkout, option)
     assert (done.returncode, done.stdout) == (2, ""), done
     assert done.stderr == f"nemo-patches diff: {checkout / CONV}: Permission denied\n"
 

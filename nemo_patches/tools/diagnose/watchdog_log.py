@@ -221,9 +221,13 @@ def _not_recognised(log: Log) -> Finding:
 def _files(path: Path, log: Log) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+
+    def note(error: OSError) -> None:
+        log.problems.append(safe(f"{error.filename}: {error.strerror}"))
+
+    files = sorted(Path(folder, name) for folder, _, names in os.walk(path, onerror=note) for name in names)
     if not files:
-        raise UnreadableError(f"{path}: it is empty")
+        raise UnreadableError(f"{path}: {'; '.join(log.problems) or 'it is empty'}")
     if len(files) > _MOST_FILES:
         log.problems.append(f"{len(files)} files; only the first {_MOST_FILES} were read")
     return [file for file in _of_the_last_attempt(files[:_MOST_FILES], log) if file.is_file()]  # a pipe never ends
