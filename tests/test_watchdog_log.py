@@ -461,6 +461,16 @@ def test_what_accuses_an_innocent_rank_or_is_missed(
         assert (report.findings[0].id, report.findings[0].ranks) == (finding, ranks), (prefix, report)
 
 
+@pytest.mark.parametrize("later", [[], [START], [START, START]])
+def test_of_several_launches_in_one_log_the_last_that_tells_anything_counts(later: list[str], tmp_path: Path) -> None:
+    """As requeued jobs write it: the first launch ended by an exception of rank 2, the second waits for rank 1."""
+    first = [START, "[rank2]: KeyError: 'audio'", *(line(rank, 90) for rank in (0, 1, 3))]
+    report = report_on(tmp_path, *first, START, *(line(rank) for rank in (0, 2, 3)), *later)
+    assert [(one.id, one.ranks) for one in report.findings] == [(log.LENGTH_SYNC, (1,))]
+    assert report.earlier == (f"{2 + len(later)} launches in one log: told is of the last one that tells anything",)
+    assert report.world_size == 4
+
+
 def test_ranks_of_a_host_whose_log_is_not_there_are_not_accused(tmp_path: Path) -> None:
     """Three hosts of four ranks."""
 

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -179,21 +179,25 @@ class Log:
     in_length_sync: bool = False  # a stack in it shows the encoder's method
     problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
     earlier: list[str] = field(default_factory=list)  # folders of torchrun's earlier attempts
+    launches: int = 0  # that have begun in the present file
+    before: Log | None = None  # the last launch before the present one that tells anything, where all is in one file
     _missing: set[int] = field(default_factory=set)  # of fr_trace's present report
 
 
 def diagnose_logs(paths: list[Path]) -> Report:
     """The report on logs: files, also compressed ones, folders, or "-", standard input. Raises UnreadableError."""
     log = Log()
-    for path in paths:
-        for file in _files(path, log):
-            try:
-                _read_file(file, log)
-            except UnreadableError as error:
-                if file == path:
-                    raise
-                log.problems.append(safe(str(error)))
-    findings = tuple(_findings(log)) or (_not_recognised(log),)
+    files = [(path, file) for path in paths for file in _files(path, log)]
+    for path, file in files:
+        try:
+            _read_file(file, log, alone=len(files) == 1)
+        except UnreadableError as error:
+            if file == path:
+                raise
+            log.problems.append(safe(str(error)))
+    findings = tuple(_findings(log)) or tuple(_findings(log.before or log)) or (_not_recognised(log),)
+    if log.before is not None:
+        log.earlier.append(f"{log.launches} launches in one log: told is of the last one that tells anything")
     return Report(
         folder=", ".join(safe(str(path)) for path in paths[:4]),
         world_size=log.size,
@@ -247,8 +251,9 @@ def _of_the_last_attempt(files: list[Path], log: Log) -> list[Path]:
     return [file for file, attempt in attempts.items() if attempt is None or attempt[1] == last[attempt[0]]]
 
 
-def _read_file(path: Path, log: Log) -> None:
-    log.over = False
+def _read_file(path: Path, log: Log, alone: bool) -> None:
+    """alone: no other file is read, so that a launch that begins in it ends all that was told of the one before."""
+    log.over, log.launches = False, 0
     log.by_file.append(set())
     try:
         with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
@@ -259,11 +264,23 @@ def _read_file(path: Path, log: Log) -> None:
                 raise UnreadableError(f"{path}: compressed, not by gzip, or in UTF-16: give its plain text")
             packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
             for message in _messages(_lines(iter(lambda: packed.read(_BLOCK_BYTES), b""), log)):
+                if _PROCESSES.search(message):
+                    log.launches += 1
+                    if alone and log.launches > 1:
+                        _put_aside(log)
                 _take(log, message)
     except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
         log.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
+
+
+def _put_aside(log: Log) -> None:
+    """Begin with the next launch of a job whose launches write into one log, as Slurm's requeued ones do."""
+    told = replace(log, before=None)
+    before = told if any(_findings(told)) else log.before
+    kept = {"lines": log.lines, "launches": log.launches, "in_length_sync": log.in_length_sync, "patched": log.patched}
+    vars(log).update(vars(Log(**kept, problems=log.problems, by_file=[set()], before=before)))  # type: ignore[arg-type]
 
 
 def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
