@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import math
 import os
 import re
@@ -352,8 +353,15 @@ def diagnose(
 
 def main() -> None:
     """Entry point of the console script. What was typed wrong, or is not installed, is one line; the exit code is 2."""
+    if sys.stdout is None:  # closed, and not everything that prints can do without
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks must not end the command
+            stream.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(code)
     except _UsageError as error:
         text, context = error.format_message(), getattr(error, "ctx", None)
         where = context.command_path if context else "nemo-patches"
@@ -367,6 +375,9 @@ def main() -> None:
     except ModuleNotFoundError as error:  # an installed package has brought all but torch, NeMo and matplotlib
         here = f"is not installed for {sys.executable}"
         typer.echo(f"nemo-patches: {error.name} {here}; nemo_patches itself needs: {NEEDED}", err=True)
+    except OSError as error:  # above all a full disk under standard output: Python's exit code, 1, would be an answer
+        typer.echo(f"nemo-patches: {error}", err=True)
+        sys.stdout = None  # else Python writes what is left of it at its end, in vain, and says so
     sys.exit(2)
 
 

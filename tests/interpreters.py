@@ -46,6 +46,12 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def as_ordinary_user(command: list[str | Path]) -> list[str | Path]:
+    """The command without root's leave to pass over modes, where it is root who runs the tests."""
+    drop: list[str | Path] = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    return [*drop, *command] if os.geteuid() == 0 else command
+
+
 def python(
     *arguments: str, path: tuple[Path, ...] = (), executable: str | Path = sys.executable, **variables: str
 ) -> subprocess.CompletedProcess[str]:

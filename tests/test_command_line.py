@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from interpreters import as_ordinary_user, environment, run
 
 import nemo_patches
 from nemo_patches import cli
@@ -125,3 +127,52 @@ def test_a_package_that_is_missing_is_a_sentence(
             for command in (("doctor", "missing.yaml"), ("diagnose", "missing")):
                 code, _, error = typed(capsys, monkeypatch, *command)
                 assert (code, error.count("\n")) == (2, 1), error
+
+
+def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(tmp_path: Path) -> None:
+    """A full disk, a name that the terminal's encoding has no letters for or that is no text, a closed output."""
+
+    def typed_to(line: str, encoding: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "nemo_patches", *line.split()]
+        variables = {**os.environ, "PYTHONIOENCODING": encoding}
+        return subprocess.run(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, timeout=60, **more)
+
+    with open("/dev/full", "wb") as full:
+        done = typed_to("doctor --list-rules", "utf-8", stdout=full)
+    assert (done.returncode, done.stderr) == (2, b"nemo-patches: [Errno 28] No space left on device\n")
+
+    text = "trainer:  # 多少\n  devices: 4\n"
+    for name, encoding in (("配置.yaml", "ascii"), (os.fsdecode(b"\xff.yaml"), "utf-8")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        for option, said in (("--quiet", "NP113"), ("--fix", " trainer:  # 多少\n+  strategy: ddp\n   devices: 4\n")):
+            done = typed_to(f"doctor {option} {name}", encoding, stdout=subprocess.PIPE)
+            assert (done.returncode, done.stderr) == (0, b"")
+            assert said.encode() in done.stdout
+    done = typed_to(f"doctor --fix {name}", "ascii", preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
+    config = "trainer:\n  devices: 4\n"
+    (tmp_path / "conf" / "closed").mkdir(parents=True)
+    (tmp_path / "conf" / "a.yaml").write_text(config)
+    (tmp_path / "kept.yaml").write_text(config)
+    (tmp_path / "logs" / "closed").mkdir(parents=True)
+    (tmp_path / "logs" / "rank-0.log").write_text("[rank0]: KeyError: 'audio'\n")
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "rank-00000.1T0.7.0.jsonl").write_text("{}\n")
+    modes = {"conf/closed": 0, "kept.yaml": 0o444, "logs/closed": 0, "traces": 0o444}
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
+    for line, code, said in (
+        ("doctor conf", 2, "conf/closed: Permission denied"),
+        ("doctor --fix --write kept.yaml", 2, "kept.yaml: read-only; nothing was written"),
+        ("diagnose logs", 1, "not read, or in part: logs/closed: Permission denied"),
+        ("diagnose traces", 2, "rank-00000.1T0.7.0.jsonl: cannot be read: Permission denied"),
+    ):
+        command = as_ordinary_user([sys.executable, "-m", "nemo_patches", *line.split()])
+        done = run(command, environment(Path(nemo_patches.__file__).parent.parent), cwd=tmp_path)
+        assert done.returncode == code and said in done.stdout + done.stderr, done
+    assert (tmp_path / "kept.yaml").read_text() == config
+    for name in modes:
+        (tmp_path / name).chmod(0o755)

@@ -460,6 +460,7 @@ CUTS = 90  # of each healthy job
 
 
 WORKER_ENDED = Exit("RuntimeError: DataLoader worker (pid 77) is killed by signal: Terminated.")
+NOT_TOGETHER = Exit("StopTogetherError: loader: the ranks cannot end together any more: the connection was lost")
 SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line 41 in read_audio\n'
 
 
@@ -472,6 +473,7 @@ SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line
         ([[WORKER_ENDED], *[[Call(), Killed()]] * 3], (1, 2, 3), ids.STOPPED_AT_ONCE),
         # By connections that were closed on all ranks, at different calls: no good order, and no uneven calls.
         ([[Call(), CLOSED], *[[CLOSED]] * 3], (), ids.STOPPED_AT_ONCE),
+        ([[Exit("KeyboardInterrupt: ")], *[[Call(), NOT_TOGETHER]] * 3], (), ids.STOPPED_AT_ONCE),
     ],
 )
 @pytest.mark.parametrize("reports", [False, True])

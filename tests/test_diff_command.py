@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from diff_checkouts import (
     git,
     tree,
 )
-from interpreters import CHECKOUT, environment, run
+from interpreters import CHECKOUT, as_ordinary_user, environment, run
 
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.vendoring import checkouts, diffs, parts
@@ -255,11 +255,9 @@ def test_a_checkout_may_be_reached_by_a_symbolic_link(checkout: Path, tmp_path: 
     assert tree(checkout) == stock
 
 
-def as_ordinary_user(checkout: Path, option: str) -> subprocess.CompletedProcess[str]:
-    """The command without root's leave to pass over modes, where it is root who runs the tests."""
-    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
-    command = [*drop, sys.executable, "-m", "nemo_patches", "diff", "--nemo", str(checkout)]
-    return run([*command, *filter(None, [option])], environment(CHECKOUT), cwd=checkout)
+def diff_of_ordinary_user(checkout: Path, option: str) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout]
+    return run(as_ordinary_user([*command, *filter(None, [option])]), environment(CHECKOUT), cwd=checkout)
 
 
 @one_nemo
@@ -273,7 +271,7 @@ def test_where_it_may_not_write_nothing_is_changed(part: str, option: str, check
     mode = (checkout / part).stat().st_mode
     (checkout / part).chmod(0o444 if part == CONV else 0o555)
     try:
-        done = as_ordinary_user(checkout, option)
+        done = diff_of_ordinary_user(checkout, option)
     finally:
         (checkout / part).chmod(mode)  # the folder is as it was, though empty
     assert done.returncode == 2, done
@@ -287,7 +285,7 @@ def test_where_it_may_not_write_nothing_is_changed(part: str, option: str, check
 @pytest.mark.parametrize("option", ["", "--check", "--apply", "--reverse"])
 def test_what_cannot_be_read_is_named(option: str, checkout: Path) -> None:
     (checkout / CONV).chmod(0)
-    done = as_ordinary_user(checkout, option)
+    done = diff_of_ordinary_user(checkout, option)
     assert (done.returncode, done.stdout) == (2, ""), done
     assert done.stderr == f"nemo-patches diff: {checkout / CONV}: Permission denied\n"
 
@@ -321,6 +319,44 @@ def test_what_fails_half_way_is_put_back(
         assert done.stderr == f"nemo-patches diff: {checkout}: Input/output error; nothing was changed\n"
     assert tree(checkout) == before
     assert (checkout / RUNTIME).exists() == (option == "--reverse")
+
+
+@one_nemo
+@pytest.mark.parametrize("place", [outside, root])
+def test_what_is_killed_half_way_is_repaired_without_a_trace_of_it(
+    place: Callable[[Path], None], checkout: Path
+) -> None:
+    """Under a umask that would keep NeMo from all others."""
+    place(checkout)
+    before = tree(checkout)
+    program = (
+        "import itertools, os, pathlib, sys\n"
+        "from nemo_patches import cli\n"
+        "os.umask(0o077)\n"
+        "real, calls = pathlib.Path.replace, itertools.count()\n"
+        "pathlib.Path.replace = lambda *a: os.kill(os.getpid(), 9) if next(calls) == 5 else real(*a)\n"
+        "sys.argv = ['nemo-patches', 'diff', '--apply', '--nemo', sys.argv[1]]\n"
+        "cli.main()\n"
+    )
+    assert run([sys.executable, "-c", program, checkout], environment(CHECKOUT)).returncode == -9
+    assert len(left_in(checkout)) > 30 and "partly patched" in diff(checkout, "--check").stderr
+    assert diff(checkout, "--reverse").exit_code == 0
+    assert tree(checkout) == before and not (checkout / RUNTIME).exists()
+
+    assert (
+        run([sys.executable, "-c", program.replace("== 5", "== 500"), checkout], environment(CHECKOUT)).returncode == 0
+    )
+    place_of_ours = checkout / RUNTIME
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in place_of_ours.rglob("*.py")}
+    assert modes == {stat.S_IMODE((checkout / "nemo/package_info.py").stat().st_mode)}
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (place_of_ours, *place_of_ours.glob("s*/"))}
+    assert modes == {stat.S_IMODE(place_of_ours.parent.stat().st_mode)}
+    assert left_in(checkout) == []
+
+
+def left_in(checkout: Path) -> list[Path]:
+    """Files that were to take another's name."""
+    return list(checkout.rglob(".*.nemo_patches-*"))
 
 
 @one_nemo

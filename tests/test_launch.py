@@ -119,6 +119,7 @@ def test_disabled_it_says_that_nothing_will_be_patched() -> None:
     ("arguments", "code", "said"),
     [
         (["--", "no-such-command"], 127, "nemo-patches run: no-such-command: No such file"),
+        (["--", "", "train.py"], 127, "nemo-patches run: : an empty name is no command"),
         (["--", "/etc/passwd"], 126, "nemo-patches run: /etc/passwd: Permission denied"),
         (["--sync", "quick", "--", "true"], 2, "sync='quick' is not allowed; allowed: 'bounded'"),
         (["--timeout", "soon", "--", "true"], 2, "timeout='soon' is not allowed; allowed: a number of seconds"),

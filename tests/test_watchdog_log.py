@@ -441,6 +441,9 @@ def of_group_9(rank: int) -> str:
         (f"{OTHERS}\n[rank2]: KeyError: 'audio'", log.LENGTH_SYNC, ()),
         ("[rank2]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1", log.GLOO, ()),
         ("[rank2]: torch.distributed.DistBackendError: NCCL error: remote process exited", NOT_ENOUGH, ()),
+        ("[rank2]: lightning.fabric.utilities.exceptions.SIGTERMException", NOT_ENOUGH, ()),
+        ("[rank2]: nemo_patches.uneven.agreement.StopTogetherError: loader: the ranks cannot end together "
+         "any more: rank 3 (pid 7 on n3) has left", NOT_ENOUGH, ()),
         # Kills for want of memory, which come before the time-outs that follow from them.
         (f"slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed.\n"
          f"{OTHERS}", OUT_OF_MEMORY, ()),
@@ -456,6 +459,37 @@ def test_what_accuses_an_innocent_rank_or_is_missed(
     for prefix in ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) ")[: 1 if WRAPPED in text else None]:
         report = report_on(tmp_path, *(prefix + one for one in text.splitlines()))
         assert (report.findings[0].id, report.findings[0].ranks) == (finding, ranks), (prefix, report)
+
+
+@pytest.mark.parametrize("later", [[], [START], [START, START]])
+def test_of_several_launches_in_one_log_the_last_that_tells_anything_counts(later: list[str], tmp_path: Path) -> None:
+    """As requeued jobs write it: the first launch ended by an exception of rank 2, the second waits for rank 1."""
+    first = [START, "[rank2]: KeyError: 'audio'", *(line(rank, 90) for rank in (0, 1, 3))]
+    report = report_on(tmp_path, *first, START, *(line(rank) for rank in (0, 2, 3)), *later)
+    assert [(one.id, one.ranks) for one in report.findings] == [(log.LENGTH_SYNC, (1,))]
+    assert report.earlier == (f"{2 + len(later)} launches in one log: told is of the last one that tells anything",)
+    assert report.world_size == 4
+
+
+def test_ranks_of_a_host_whose_log_is_not_there_are_not_accused(tmp_path: Path) -> None:
+    """Three hosts of four ranks."""
+
+    def report(*hosts: tuple[int, ...]) -> Report:
+        for number, ranks in enumerate(hosts):
+            lines = [
+                "Starting with 12 processes",
+                *(text for rank in ranks for text in (line(rank), status(rank, 4711, 4711))),
+            ]
+            (tmp_path / f"host-{number}.err").write_text("\n".join(lines) + "\n")
+        (tmp_path / "train.out").write_text("\n".join(NOISE))
+        return diagnose_logs([tmp_path])
+
+    missing = report((0, 1, 2, 3), (4, 5, 6, 7)).findings[0]
+    assert (missing.id, missing.ranks) == (
+        log.LENGTH_SYNC,
+        (),
+    ) and "of ranks 8-11 these logs tell nothing" in missing.text
+    assert report((0, 1, 2, 3), (5, 6, 7), (8, 9, 10, 11)).findings[0].ranks == (4,)
 
 
 def test_a_folder_of_several_attempts_and_of_files_that_cannot_be_read(tmp_path: Path) -> None:

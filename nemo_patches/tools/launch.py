@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ def with_auto_apply(environment: Mapping[str, str]) -> dict[str, str]:
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process: exit code, signals, terminal and process id are then the command's own. Raises OSError."""
+    if not command[0]:  # a variable that is not set; execvpe raises a ValueError
+        raise FileNotFoundError(errno.ENOENT, "an empty name is no command")
     for name in _IGNORED_BY_PYTHON:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.execvpe(command[0], list(command), dict(environment))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from nemo_patches.vendoring.errors import DiffError
 from nemo_patches.vendoring.git import Files
 from nemo_patches.vendoring.parts import FOLDER
 
+_VERSION_FILE = "nemo/package_info.py"  # which every NeMo has
 _OUR_FOLDERS = (f"{FOLDER}/stall", f"{FOLDER}/sync", FOLDER)  # the inner ones first
 
 
@@ -34,7 +36,7 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
     """Make the files of a checkout that are as in `before` those of `after`: all of them or, with DiffError, none.
 
     Each new content is written beside its file and then takes its name, so a reader finds one or the other, and a file
-    that is a hard link, as of uv's cache, stops being one. Modes stay.
+    that is a hard link, as of uv's cache, stops being one. Modes stay; what is new can be read by whoever reads NeMo.
     """
     changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
     changed.sort(key=lambda path: (path in before, path not in after, path))  # no encoder is without its runtime
@@ -43,6 +45,7 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
     staged: dict[str, Path] = {}
     done: list[str] = []
     try:
+        _remove_leftovers(checkout)
         for path in changed:
             _require_replaceable(checkout / path, before.get(path))
             if path in after:
@@ -53,6 +56,10 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
                     file.write(after[path])
                 if path in before:
                     shutil.copymode(checkout / path, staged[path])
+                else:  # not by the umask: with 077 nobody else could import NeMo any more
+                    staged[path].chmod(stat.S_IMODE((checkout / _VERSION_FILE).stat().st_mode) | stat.S_IWUSR)
+        for folder in filter(Path.exists, map(checkout.joinpath, new_folders)):
+            shutil.copymode((checkout / FOLDER).parent, folder)
         for path in changed:
             done.append(path)
             if path in after:
@@ -71,6 +78,15 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
             new.unlink(missing_ok=True)
         _remove_empty(checkout, new_folders)
     _remove_empty(checkout, _OUR_FOLDERS)
+
+
+def _remove_leftovers(checkout: Path) -> None:
+    """Remove what a process that was killed in replace() has left."""
+    for folder in {*(str(Path(path).parent) for path in PATHS), *_OUR_FOLDERS}:
+        for file in (checkout / folder).glob(".*.nemo_patches-*"):
+            pid = file.name.rpartition("-")[2]
+            if pid.isdecimal() and not Path("/proc", pid).exists():
+                file.unlink(missing_ok=True)
 
 
 def _remove_empty(checkout: Path, folders: Iterable[str]) -> None:

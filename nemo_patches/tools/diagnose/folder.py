@@ -205,7 +205,8 @@ class Folder:
             try:
                 part = _opened(path, name_match)
             except (_NotATrace, OSError) as error:
-                if not os.path.lexists(path):  # a running job has removed its oldest part meanwhile
+                # A running job has removed its oldest part meanwhile; what may not be looked at "is" not there, either.
+                if not isinstance(error, PermissionError) and not os.path.lexists(path):
                     continue
                 self._problems[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
                 if name_match and int(name_match[1]) < _MOST_RANKS:

@@ -12,7 +12,8 @@ from nemo_patches.tools.diagnose.rank_trace import RankTrace
 _WAITED_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError", "LengthSyncTimeout"})
 _WAITED = re.compile(
     r"gloo|NCCL|Timed out waiting \d+ ?ms|Connection (?:closed|reset) by|Connection was likely closed|Broken pipe|"
-    r"[Aa]pplication timeout|monitoredBarrier|wait timeout after|Socket Timeout",
+    r"[Aa]pplication timeout|monitoredBarrier|wait timeout after|Socket Timeout|"
+    r"the ranks (?:cannot end together any more|are out of step)",  # StopTogetherError
 )
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _OWN_FAULT = re.compile(r"out of memory|device-side assert|illegal memory access|no kernel image")

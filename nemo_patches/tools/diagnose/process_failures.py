@@ -37,7 +37,8 @@ _OUT_OF_MEMORY = re.compile(
     r"oom_kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
     r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
 )
-_OF_OTHERS = re.compile(r"Detected mismatch|killed by signal: Terminated")  # other ranks, or SIGTERM, bring it about
+# Other ranks, or SIGTERM, bring these about; torchrun and the scheduler send it to all that are left.
+_OF_OTHERS = re.compile(r"Detected mismatch|killed by signal: Terminated|SIGTERMException|SignalException")
 
 
 @dataclass(frozen=True)

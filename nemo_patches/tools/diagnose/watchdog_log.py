@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -174,25 +174,30 @@ class Log:
     patched: bool = False  # nemo_patches is in it
     stalls: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
+    by_file: list[set[int]] = field(default_factory=list)  # the ranks that each file tells of
     size: int = 0  # the world size; 0 if the log does not say
     in_length_sync: bool = False  # a stack in it shows the encoder's method
     problems: list[str] = field(default_factory=list)  # files that were not read, or only in part
     earlier: list[str] = field(default_factory=list)  # folders of torchrun's earlier attempts
+    launches: int = 0  # that have begun in the present file
+    before: Log | None = None  # the last launch before the present one that tells anything, where all is in one file
     _missing: set[int] = field(default_factory=set)  # of fr_trace's present report
 
 
 def diagnose_logs(paths: list[Path]) -> Report:
     """The report on logs: files, also compressed ones, folders, or "-", standard input. Raises UnreadableError."""
     log = Log()
-    for path in paths:
-        for file in _files(path, log):
-            try:
-                _read_file(file, log)
-            except UnreadableError as error:
-                if file == path:
-                    raise
-                log.problems.append(safe(str(error)))
-    findings = tuple(_findings(log)) or (_not_recognised(log),)
+    files = [(path, file) for path in paths for file in _files(path, log)]
+    for path, file in files:
+        try:
+            _read_file(file, log, alone=len(files) == 1)
+        except UnreadableError as error:
+            if file == path:
+                raise
+            log.problems.append(safe(str(error)))
+    findings = tuple(_findings(log)) or tuple(_findings(log.before or log)) or (_not_recognised(log),)
+    if log.before is not None:
+        log.earlier.append(f"{log.launches} launches in one log: told is of the last one that tells anything")
     return Report(
         folder=", ".join(safe(str(path)) for path in paths[:4]),
         world_size=log.size,
@@ -220,9 +225,13 @@ def _not_recognised(log: Log) -> Finding:
 def _files(path: Path, log: Log) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+
+    def note(error: OSError) -> None:
+        log.problems.append(safe(f"{error.filename}: {error.strerror}"))
+
+    files = sorted(Path(folder, name) for folder, _, names in os.walk(path, onerror=note) for name in names)
     if not files:
-        raise UnreadableError(f"{path}: it is empty")
+        raise UnreadableError(f"{path}: {'; '.join(log.problems) or 'it is empty'}")
     if len(files) > _MOST_FILES:
         log.problems.append(f"{len(files)} files; only the first {_MOST_FILES} were read")
     return [file for file in _of_the_last_attempt(files[:_MOST_FILES], log) if file.is_file()]  # a pipe never ends
@@ -242,8 +251,10 @@ def _of_the_last_attempt(files: list[Path], log: Log) -> list[Path]:
     return [file for file, attempt in attempts.items() if attempt is None or attempt[1] == last[attempt[0]]]
 
 
-def _read_file(path: Path, log: Log) -> None:
-    log.over = False
+def _read_file(path: Path, log: Log, alone: bool) -> None:
+    """alone: no other file is read, so that a launch that begins in it ends all that was told of the one before."""
+    log.over, log.launches = False, 0
+    log.by_file.append(set())
     try:
         with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
             start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
@@ -253,11 +264,23 @@ def _read_file(path: Path, log: Log) -> None:
                 raise UnreadableError(f"{path}: compressed, not by gzip, or in UTF-16: give its plain text")
             packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
             for message in _messages(_lines(iter(lambda: packed.read(_BLOCK_BYTES), b""), log)):
+                if _PROCESSES.search(message):
+                    log.launches += 1
+                    if alone and log.launches > 1:
+                        _put_aside(log)
                 _take(log, message)
     except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
         log.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
+
+
+def _put_aside(log: Log) -> None:
+    """Begin with the next launch of a job whose launches write into one log, as Slurm's requeued ones do."""
+    told = replace(log, before=None)
+    before = told if any(_findings(told)) else log.before
+    kept = {"lines": log.lines, "launches": log.launches, "in_length_sync": log.in_length_sync, "patched": log.patched}
+    vars(log).update(vars(Log(**kept, problems=log.problems, by_file=[set()], before=before)))  # type: ignore[arg-type]
 
 
 def _lines(blocks: Iterable[bytes], log: Log) -> Iterator[str]:
@@ -354,6 +377,7 @@ def _take(log: Log, line: str) -> None:
     if prefix is None or rank >= _MOST_RANKS or (len(log.ranks) >= _MOST_KEPT and rank not in log.ranks):
         return
     log.ranks.add(rank)
+    log.by_file[-1].add(rank)
     if _FAILED_COLLECTIVE.search(line):
         log.in_a_collective.add(rank)
     if stuck := _STUCK.search(line):
@@ -635,7 +659,12 @@ def _timed_out(log: Log, timeouts: list[TimedOut]) -> Finding:
             ranks,
         )
     who = f"; {named(behind)} did not come to it" if behind else ""
-    if silent:
+    if silent and not _has_hosts_of(log, silent):
+        who = (
+            f"; of {named(silent)} these logs tell nothing: they did not come to it, or their logs are not among these"
+        )
+        silent = ()
+    elif silent:
         who = f"; {named(silent)} did not come to it, as far as the log tells, which has no time-out there"
     return finding(*_one_collective(log, most_told, ranks, who), behind or silent)
 
@@ -708,6 +737,19 @@ def _silent(log: Log, timeouts: list[TimedOut], group: str) -> tuple[int, ...]:
     waited |= log.stuck.keys() | log.gloo.keys()
     silent = set(range(log.size)) - waited - {rank for _, rank in log.enqueued}
     return tuple(sorted(silent))[:64] if 2 * len(silent) < log.size else ()
+
+
+def _has_hosts_of(log: Log, silent: tuple[int, ...]) -> bool:
+    """Whether the log of each rank's host is among the files, as far as these are hosts' logs, each of several ranks.
+
+    A host has as many ranks as the file with the most, and its ranks' numbers follow each other.
+    """
+    of_hosts = [ranks for ranks in log.by_file if ranks]
+    if len(of_hosts) < 2 or any(len(ranks) < 2 for ranks in of_hosts):
+        return True
+    size = max(max(ranks) - min(ranks) + 1 for ranks in of_hosts)
+    hosts = {rank // size for ranks in of_hosts for rank in ranks}
+    return all(rank // size in hosts for rank in silent)
 
 
 def _by_kind(timeouts: list[TimedOut]) -> str:

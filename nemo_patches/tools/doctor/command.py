@@ -9,6 +9,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
 
 from nemo_patches.tools.doctor import against, config_files, examination, fixes, formats, loaders, report, suppressions
@@ -190,7 +191,7 @@ def _fix(each: Report, write: bool) -> None:
     changes = [finding.change for _, finding in each.findings if finding.change is not None]
     path, before = each.config.source.path, each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
-    sys.stdout.write(fixes.diff(path, before, after))
+    typer.echo(fixes.diff(path, before, after).encode(errors="surrogateescape"), nl=False)  # bytes: to be applied
     for reason in refused:
         _complain(f"{path}: not changed: {reason}")
     if after == before:

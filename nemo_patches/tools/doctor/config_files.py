@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.errors import DoctorError
@@ -56,9 +57,14 @@ def _matching(text: str) -> list[Path]:
 
 def _inside(folder: Path) -> Iterator[Path]:
     """YAML files, also in folders below, but for hidden ones."""
-    for at, folders, names in os.walk(folder):
+    for at, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(at, name) for name in sorted(names) if name.endswith(_ENDINGS) and not name.startswith("."))
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """A folder that cannot be read may have configs, too."""
+    raise DoctorError(f"{error.filename}: {error.strerror}")
 
 
 def _may_be_a_config(path: Path) -> bool:

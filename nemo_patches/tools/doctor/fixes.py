@@ -57,6 +57,8 @@ def write(path: Path, before: str, after: str) -> None:
     try:
         if target.read_bytes() != before.encode():
             raise ConfigError(f"{path}: changed since it was read; nothing was written")
+        if not os.access(target, os.W_OK):  # the folder alone decides whether a name can be given to another file
+            raise ConfigError(f"{path}: read-only; nothing was written")
         with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
             file.write(after.encode())
         try:
