@@ -28,6 +28,7 @@ import torch
 from asr_models import Batches, Stream, TarredStream, loader
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from ranks import Result, Said, all_have_come, run_ranks, wait_until
 from torch.utils.data import DataLoader, IterableDataset
@@ -138,6 +139,9 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("announced", tarred(3), stream(1))
     progress, _ = note("half an epoch", tarred(6), stream(1), val_check_interval=0.5, limit_train_batches=6)
     seen["at"] = progress.at_validation
+    note("half of the least announced", tarred(6 - 2 * more), stream(1), val_check_interval=0.5)
+    for name, val, limit in (("none has one to validate", stream(0), 1.0), ("half of none", sized(0), 0.5)):
+        note(name, stream(1), val, callbacks=[StopTogether(False, True)], limit_val_batches=limit)
 
     class Save(pl.Callback):  # type: ignore[misc]
         def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -164,6 +168,8 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("disabled", stream(2))
     assert nemo_patches.stop_together([1, 2]) == [1, 2]
     del os.environ["NEMO_PATCHES_DISABLE"]
+    never = {"val_check_interval": 7, "limit_train_batches": 6}
+    seen["never validated"] = raised(lambda: fit(tarred(9), stream(1), callbacks=[StopTogether()], **never))
     seen["no batch"] = raised(lambda: fit(stream(3 * (1 - more)), callbacks=[StopTogether()]))
     seen["no batch, sized"] = raised(lambda: nemo_patches.stop_together(sized(3 * more)))
     seen["out of step"] = raised(lambda: leave_early(rank))
@@ -233,7 +239,7 @@ def two_passes_at_once() -> None:
 def raised(function: Any) -> str:
     try:
         function()
-    except nemo_patches.StopTogetherError as error:
+    except (nemo_patches.StopTogetherError, MisconfigurationException) as error:
         return str(error)
     return "nothing was raised"
 
@@ -285,6 +291,9 @@ def test_an_even_run_is_stocks_to_the_last_bit(kind: str, seen: dict[str, Any]) 
         ("half, validated", [1], [5], 1),  # half of 4, and half of the 6 that are announced
         ("none validated", [1], [], 1),
         ("all for sanity", [1], [2, 2], 1),
+        ("none has one to validate", [1], [0], 1),
+        ("half of none", [1], [], 1),  # as stock, which skips it
+        ("half of the least announced", [4], [1, 1], 4),
         ("by a setting", [3], [], 3),
         ("limited", [4], [1], 4),  # it is validated after a pass that ends before its limit
         ("at its limit", [3], [1], 3),
@@ -302,6 +311,7 @@ def test_all_ranks_do_the_same(
 def test_lightning_knows_the_limit_and_where_half_of_it_is(seen: dict[str, Any]) -> None:
     assert seen["total"] == {6}
     assert seen["at"] == [3]
+    assert "val_check_interval=7 would never validate: no training pass has more than 6" in seen["never validated"]
 
 
 def test_a_resumed_pass_is_as_long_as_stocks(seen: dict[str, Any]) -> None:

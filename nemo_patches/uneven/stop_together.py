@@ -66,9 +66,16 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
                 trainer.limit_train_batches = self._limit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """For the progress bar's total."""
+        """For the progress bar's total, and for what Lightning itself checks where it knows the number of batches."""
         if trainer.fit_loop.max_batches == math.inf and self._total:
             trainer.fit_loop.max_batches = self._total
+            interval = trainer.val_check_interval
+            if isinstance(interval, int) and interval > self._total and trainer.check_val_every_n_epoch is not None:
+                raise MisconfigurationException(
+                    f"val_check_interval={interval} would never validate: no training pass has more than "
+                    f"{self._total} batches; allowed: 1 to {self._total}, a fraction, or any with "
+                    "check_val_every_n_epoch=None"
+                )
 
     on_train_epoch_start = on_train_start  # the loaders may have been reloaded
 
@@ -85,7 +92,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         stage = trainer.state.stage.dataloader_prefix
         if not (self._training if trainer.training else self._evaluation and stage in _KINDS):
             return loader
-        even = even_loaders.make(loader, _KINDS[stage])
+        even = even_loaders.make(loader, _KINDS[stage], may_be_empty=not trainer.training)
         if not isinstance(even, EvenLoader):
             text = "ranks cannot tell each other that a loader has ended: nemo_patches is off, or torch.distributed is"
             report(logging.WARNING, f"StopTogether does nothing for this {_KINDS[stage]} loader: {text}")
@@ -100,9 +107,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         """Have the loader keep a fraction of its batches. Lightning takes none of a loader that has no length, which
         an even one has not where the ranks' only announce theirs."""
         limit = self._fractions.get(name, getattr(trainer, name))
-        if isinstance(limit, int) or _is_all(limit):
+        if isinstance(limit, int) or _is_all(limit) or even.agreed_length == 0:
             return
-        length = even.announced_length() if even.agreed_length is None else even.agreed_length
+        length = even.announced_length()
         even.limit = int((length or 0) * limit)
         if not even.limit:
             of = "has no length" if length is None else f"has {length} batches"
@@ -118,8 +125,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         knows of itself, so that it would not validate after one that ended before."""
         if not _is_all(trainer.limit_train_batches):  # NeMo sets it for tarred data, when it makes the loader
             self._limit = trainer.limit_train_batches
-        limit, length = self._limit, even.agreed_length
-        has_length, length = length is not None, even.announced_length() if length is None else length
+        limit, length, has_length = self._limit, even.announced_length(), even.agreed_length is not None
         if length is not None:
             limit = min(limit, length) if isinstance(limit, int) else int(length * limit)
         if not isinstance(limit, int) or not limit:
