@@ -170,6 +170,10 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     del os.environ["NEMO_PATCHES_DISABLE"]
     never = {"val_check_interval": 7, "limit_train_batches": 6}
     seen["never validated"] = raised(lambda: fit(tarred(9), stream(1), callbacks=[StopTogether()], **never))
+    both = {"a": tarred(1), "b": tarred(8)}, {"a": stream(3), "b": tarred(8)}
+    half = {"val_check_interval": 0.5, "callbacks": [StopTogether()]}
+    seen["half of one"] = raised(lambda: fit(both[0], stream(1), limit_train_batches=0.5, **half))
+    seen["half of unknown"] = raised(lambda: fit(both[1], stream(1), **half))
     seen["no batch"] = raised(lambda: fit(stream(3 * (1 - more)), callbacks=[StopTogether()]))
     seen["no batch, sized"] = raised(lambda: nemo_patches.stop_together(sized(3 * more)))
     seen["out of step"] = raised(lambda: leave_early(rank))
@@ -311,6 +315,8 @@ def test_all_ranks_do_the_same(
 def test_lightning_knows_the_limit_and_where_half_of_it_is(seen: dict[str, Any]) -> None:
     assert seen["total"] == {6}
     assert seen["at"] == [3]
+    assert "limit_train_batches=0.5 leaves no batch of training loader" in seen["half of one"]
+    assert "Trainer(val_check_interval)` must be `1.0` or an int" in seen["half of unknown"]  # Lightning's own
     assert "val_check_interval=7 would never validate: no training pass has more than 6" in seen["never validated"]
 
 
