@@ -170,6 +170,9 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     del os.environ["NEMO_PATCHES_DISABLE"]
     never = {"val_check_interval": 7, "limit_train_batches": 6}
     seen["never validated"] = raised(lambda: fit(tarred(9), stream(1), callbacks=[StopTogether()], **never))
+    again = CombinedLoader({"a": stream(3 + more), "b": stream(3)})
+    note("limited once", again, limit_train_batches=1)
+    note("then without", again, max_epochs=2, reload_dataloaders_every_n_epochs=1)
     both = {"a": tarred(1), "b": tarred(8)}, {"a": stream(3), "b": tarred(8)}
     half = {"val_check_interval": 0.5, "callbacks": [StopTogether()]}
     seen["half of one"] = raised(lambda: fit(both[0], stream(1), limit_train_batches=0.5, **half))
@@ -298,6 +301,8 @@ def test_an_even_run_is_stocks_to_the_last_bit(kind: str, seen: dict[str, Any]) 
         ("none has one to validate", [1], [0], 1),
         ("half of none", [1], [], 1),  # as stock, which skips it
         ("half of the least announced", [4], [1, 1], 4),
+        ("limited once", [1], [], 1),
+        ("then without", [3, 3], [], 6),
         ("by a setting", [3], [], 3),
         ("limited", [4], [1], 4),  # it is validated after a pass that ends before its limit
         ("at its limit", [3], [1], 3),

@@ -195,6 +195,8 @@ class EvenLoaders:
                 report(logging.WARNING, f"ranks do not end their passes together: {_DISABLE_VARIABLE}=1")
             self._said_disabled = True
             return loader
+        if isinstance(loader, EvenLoader):  # Lightning leaves it in a CombinedLoader that is given to it twice
+            loader = loader._loader
         agreement = self._agreements.make(kind, type(getattr(loader, "dataset", loader)).__name__)
         return loader if agreement is None else EvenLoader(loader, agreement, may_be_empty)
 
