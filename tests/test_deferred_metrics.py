@@ -3,6 +3,7 @@ batches counted where they are not."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -115,6 +116,39 @@ def batches(first: int, last: int, size: int = 2) -> Any:
     return loader(Stream(range(first, last), size))
 
 
+def failed(loaders: Any) -> list[bool]:
+    """Whether the metrics wait for all ranks in a training after an exception has ended a validation."""
+    import lightning.pytorch as pl
+
+    seen: list[bool] = []
+
+    class Fails(pl.Callback):  # type: ignore[misc]
+        def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            seen.append(module.wer._to_sync)
+            raise RuntimeError("disk full")
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            seen.append(module.wer._to_sync)
+
+    trainer = asr_models.trainer_of([Fails()], limit_train_batches=1)
+    model = asr_models.ctc(trainer)
+    with contextlib.suppress(RuntimeError):
+        trainer.validate(model, loaders)
+    trainer.fit(model, loaders)
+    return seen
+
+
+def reverted(loaders: Any) -> None:
+    """In the middle of a validation."""
+    import lightning.pytorch as pl
+
+    class Reverts(pl.Callback):  # type: ignore[misc]
+        def on_validation_batch_end(self, *_: Any) -> None:
+            nemo_patches.revert()
+
+    evaluated("ctc", loaders, callbacks=[Reverts()])
+
+
 def scenarios(rank: int, size: int) -> dict[str, Any]:
     asr_models.prepare()
     seen: dict[str, Any] = {}
@@ -136,7 +170,8 @@ def scenarios(rank: int, size: int) -> dict[str, Any]:
     seen["none of one"] = evaluated("hybrid, fused", [half, batches(20, 20 + 4 * rank)])
     # Four and two to a batch: the joint has two sub-batches on rank 0, and one on rank 1.
     seen["sub-batches"] = evaluated("rnnt, fused", batches(0, 3, 4 - 2 * rank))
-    nemo_patches.revert()
+    seen["failed"] = failed(half)
+    reverted(half)
     seen["reverted, ctc"] = evaluated("ctc", half)
     return seen
 
@@ -173,6 +208,15 @@ def test_a_rank_without_any_batch_takes_part(seen: dict[str, Any]) -> None:
 def test_a_rank_with_more_sub_batches_takes_part(seen: dict[str, Any], results: list[Result]) -> None:
     assert float.fromhex(seen["sub-batches"]["val_wer"]) > 0
     assert seen["reverted, ctc"] == seen["stock, ctc"]
+
+
+def test_what_an_exception_or_revert_has_ended_is_as_stock_and_said(
+    seen: dict[str, Any], results: list[Result]
+) -> None:
+    assert seen["failed"] == [False, True]
+    for result in results:
+        (line,) = result.lines("WARNING", "reverted before the end of an evaluation")
+        assert "whose WER and BLEU are not of all ranks' batches" in line
 
 
 def test_a_model_that_does_not_come_to_nemos_epoch_ends_is_as_stock_and_said(

@@ -28,6 +28,7 @@ import torch
 from asr_models import Batches, Stream, TarredStream, loader
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from ranks import Result, Said, all_have_come, run_ranks, wait_until
 from torch.utils.data import DataLoader, IterableDataset
@@ -138,6 +139,9 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("announced", tarred(3), stream(1))
     progress, _ = note("half an epoch", tarred(6), stream(1), val_check_interval=0.5, limit_train_batches=6)
     seen["at"] = progress.at_validation
+    note("half of the least announced", tarred(6 - 2 * more), stream(1), val_check_interval=0.5)
+    for name, val, limit in (("none has one to validate", stream(0), 1.0), ("half of none", sized(0), 0.5)):
+        note(name, stream(1), val, callbacks=[StopTogether(False, True)], limit_val_batches=limit)
 
     class Save(pl.Callback):  # type: ignore[misc]
         def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -164,6 +168,15 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("disabled", stream(2))
     assert nemo_patches.stop_together([1, 2]) == [1, 2]
     del os.environ["NEMO_PATCHES_DISABLE"]
+    never = {"val_check_interval": 7, "limit_train_batches": 6}
+    seen["never validated"] = raised(lambda: fit(tarred(9), stream(1), callbacks=[StopTogether()], **never))
+    again = CombinedLoader({"a": stream(3 + more), "b": stream(3)})
+    note("limited once", again, limit_train_batches=1)
+    note("then without", again, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    both = {"a": tarred(1), "b": tarred(8)}, {"a": stream(3), "b": tarred(8)}
+    half = {"val_check_interval": 0.5, "callbacks": [StopTogether()]}
+    seen["half of one"] = raised(lambda: fit(both[0], stream(1), limit_train_batches=0.5, **half))
+    seen["half of unknown"] = raised(lambda: fit(both[1], stream(1), **half))
     seen["no batch"] = raised(lambda: fit(stream(3 * (1 - more)), callbacks=[StopTogether()]))
     seen["no batch, sized"] = raised(lambda: nemo_patches.stop_together(sized(3 * more)))
     seen["out of step"] = raised(lambda: leave_early(rank))
@@ -233,7 +246,7 @@ def two_passes_at_once() -> None:
 def raised(function: Any) -> str:
     try:
         function()
-    except nemo_patches.StopTogetherError as error:
+    except (nemo_patches.StopTogetherError, MisconfigurationException) as error:
         return str(error)
     return "nothing was raised"
 
@@ -285,6 +298,11 @@ def test_an_even_run_is_stocks_to_the_last_bit(kind: str, seen: dict[str, Any]) 
         ("half, validated", [1], [5], 1),  # half of 4, and half of the 6 that are announced
         ("none validated", [1], [], 1),
         ("all for sanity", [1], [2, 2], 1),
+        ("none has one to validate", [1], [0], 1),
+        ("half of none", [1], [], 1),  # as stock, which skips it
+        ("half of the least announced", [4], [1, 1], 4),
+        ("limited once", [1], [], 1),
+        ("then without", [3, 3], [], 6),
         ("by a setting", [3], [], 3),
         ("limited", [4], [1], 4),  # it is validated after a pass that ends before its limit
         ("at its limit", [3], [1], 3),
@@ -302,6 +320,9 @@ def test_all_ranks_do_the_same(
 def test_lightning_knows_the_limit_and_where_half_of_it_is(seen: dict[str, Any]) -> None:
     assert seen["total"] == {6}
     assert seen["at"] == [3]
+    assert "limit_train_batches=0.5 leaves no batch of training loader" in seen["half of one"]
+    assert "Trainer(val_check_interval)` must be `1.0` or an int" in seen["half of unknown"]  # Lightning's own
+    assert "val_check_interval=7 would never validate: no training pass has more than 6" in seen["never validated"]
 
 
 def test_a_resumed_pass_is_as_long_as_stocks(seen: dict[str, Any]) -> None:

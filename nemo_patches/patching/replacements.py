@@ -73,6 +73,9 @@ class Replacements:
             if any((made.owner, made.name) == (owner, target.method) for made in self.made):
                 continue
             _, stage, _, begins_or_ends = target.method.split("_")
+            if stage == "train":
+                self._replace(owner, target.method, deferred_metrics.training(original))
+                continue
             wrapper = deferred_metrics.beginning if begins_or_ends == "start" else deferred_metrics.end
             self._replace(owner, target.method, wrapper(original, stage, in_force))
 

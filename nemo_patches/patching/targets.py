@@ -158,6 +158,10 @@ TARGETS = (
     ),
 )
 
+_CUDA_GRAPHS_OFF = (
+    frozenset({"disable_cuda_graphs"}),
+    frozenset({"WithOptionalCudaGraphs", "disable_cuda_graphs_recursive"}),
+)
 _EPOCH_STARTS = (
     frozenset({"maybe_enable_cuda_graphs"}),
     frozenset({"WithOptionalCudaGraphs", "enable_cuda_graphs_recursive"}),
@@ -185,8 +189,10 @@ _TEST_END = frozenset(
     }
 )
 _ASR_MODEL, _SELF = "nemo.collections.asr.models.asr_model", ("self",)
-# Where deferred metrics begin and end an evaluation; only patched where they are chosen.
+# Where deferred metrics begin and end an evaluation, and training those that an exception has ended; only patched where
+# they are chosen.
 METRIC_TARGETS = (
+    Target(_ASR_MODEL, "ASRModel", "on_train_epoch_start", _CUDA_GRAPHS_OFF, "", _SELF),
     Target(_ASR_MODEL, "ASRModel", "on_validation_epoch_start", _EPOCH_STARTS, "", _SELF),
     Target(_ASR_MODEL, "ASRModel", "on_test_epoch_start", _EPOCH_STARTS, "", _SELF),
     Target(_ASR_MODEL, "ASRModel", "on_validation_epoch_end", _EPOCH_ENDS, "", _SELF),

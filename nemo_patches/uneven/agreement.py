@@ -57,11 +57,12 @@ class Agreement:
         weakref.finalize(self, self._rounds.close).atexit = False
         bus.publish(RoundsBegan(self.handle))
 
-    def least_length(self, length: int | None) -> tuple[int | None, int]:
-        """The least length on any rank, and a rank that has it; None if a rank cannot tell its own."""
+    def least_length(self, length: int | None) -> tuple[int | None, int, bool]:
+        """The least length on any rank (None: one cannot tell its own), a rank that has it, and whether all have it."""
         self._issue(_NO_LENGTH if length is None else length + 1, None)
-        lowest = self._result().lowest
-        return None if lowest.value == _NO_LENGTH else lowest.value - 1, lowest.rank
+        highest, lowest = self._result()
+        least = None if lowest.value == _NO_LENGTH else lowest.value - 1
+        return least, lowest.rank, highest.value == lowest.value
 
     def say(self, place: Place) -> None:
         """Tell the others whether this rank has the batch at this place. Waits for nobody."""

@@ -27,9 +27,10 @@ _Output = dict[str, Any]  # of one batch, by name
 
 
 class DeferredMetrics:
-    """Of this process. Its two wrappers are put around the beginning and the end of NeMo's evaluation epochs.
+    """Of this process. Its wrappers are put around the beginning and the end of NeMo's evaluation epochs.
 
-    A model whose own methods do not call NeMo's at both has metrics as stock, which is said.
+    A model whose own methods do not call NeMo's at both has metrics as stock, which is said. Where an exception has
+    ended an evaluation, the next epoch of either kind finds the metrics as stock's.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class DeferredMetrics:
 
         @functools.wraps(original)
         def on_epoch_start(model: Any) -> Any:
+            self._undo(model)
             if in_force() and _is_shared():
                 self._begin(model, f"on_{stage}_epoch_end")
             return original(model)
@@ -62,14 +64,23 @@ class DeferredMetrics:
 
         return on_epoch_end
 
+    def training(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(original)
+        def on_train_epoch_start(model: Any) -> Any:
+            self._undo(model)
+            return original(model)
+
+        return on_train_epoch_start
+
     def stop(self) -> None:
         """Every metric is as stock's again."""
         for model in list(self._deferred):
-            self._undo(model)
+            if self._undo(model):
+                text = "reverted before the end of an evaluation, whose WER and BLEU are not of all ranks' batches"
+                report(logging.WARNING, f"deferred metrics: {type(model).__name__}: {text}")
 
     def _begin(self, model: Any, end: str) -> None:
         """end: the method that adds the sums up."""
-        self._undo(model)  # after an evaluation that an exception has ended
         sums, metrics = _sums(model), _synced(model)
         if sums and not _calls_nemos(model, end):
             sums = []

@@ -18,7 +18,17 @@ from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters,
 from nemo_patches.uneven.extremes import Place
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"
-_OWN_ATTRIBUTES = {"_loader", "_agreement", "_least", "_said_left_out", "counts", "limit", "skipped"}
+_OWN_ATTRIBUTES = {
+    "_loader",
+    "_agreement",
+    "_may_be_empty",
+    "_least",
+    "_least_announced",
+    "_said_left_out",
+    "counts",
+    "limit",
+    "skipped",
+}
 T = TypeVar("T")
 
 
@@ -38,16 +48,18 @@ class EvenLoader:
     Where every rank's loader has a length, the least is agreed on here, once; else each pass has a round a batch.
     """
 
-    def __init__(self, loader: Any, agreement: Agreement) -> None:
-        self._loader, self._agreement = loader, agreement
+    def __init__(self, loader: Any, agreement: Agreement, may_be_empty: bool = False) -> None:
+        """may_be_empty: on all ranks."""
+        self._loader, self._agreement, self._may_be_empty = loader, agreement, may_be_empty
         self.counts = Counts()
         self.limit: int | None = None  # batches of a pass, at most
         self.skipped = 0  # batches by which the next pass is shorter: those before a resumed one
         length = _length(loader)
-        least, rank = agreement.least_length(length)
+        least, rank, all_have = agreement.least_length(length)
         self._least, self._said_left_out = least, (length or 0) - (least or 0)
+        self._least_announced = agreement.least_length(_sized(loader))[0] if least is None else least
         if least == 0:
-            raise _no_batch(agreement, rank)
+            self._without_batch(rank, all_have)
         if least is not None and length is not None and length > least:
             report(
                 logging.WARNING,
@@ -85,8 +97,11 @@ class EvenLoader:
         return self._least
 
     def announced_length(self) -> int | None:
-        """What the loader itself says of its length: for an iterable dataset a guess."""
-        return _sized(self._loader)
+        """The least that any rank's loader says of its length, for an iterable dataset a guess; None if one says none.
+
+        The same on all ranks, since so must be what follows from it: limits, and when to validate.
+        """
+        return self._least_announced
 
     def counters(self) -> LoaderCounters:
         agreement, counts = self._agreement, self.counts
@@ -133,20 +148,29 @@ class EvenLoader:
             ended_by, all_ended = agreement.ended_by()
             if ended_by is not None:
                 if place.batch == 1:
-                    raise _no_batch(agreement, ended_by)
-                if not all_ended:
+                    self._without_batch(ended_by, all_ended)
+                elif not all_ended:
                     self._cut_short(place.batch - 1, ended_by, bool(here))
                 return
             (batch,), here, place = here, _next(source), place._replace(batch=place.batch + 1)
             agreement.say(place._replace(ended=not here))
             yield batch
 
+    def _without_batch(self, rank: int, all_are: bool) -> None:
+        """rank: one that has none. all_are: none has any, and nobody would go on alone."""
+        if not (self._may_be_empty and all_are):
+            raise StopTogetherError(
+                f"{self._agreement.title}: rank {rank} has no batch at all, and no rank may go on alone. Every rank "
+                "needs one: use fewer ranks or more shards, or see what filters leave"
+            )
+        report(logging.WARNING, f"{self._agreement.title}: no rank has a batch")
+
     def _cut_short(self, given: int, rank: int, has_more: bool) -> None:
         text = f"{self._agreement.title}: pass {self.counts.passes} ends on every rank after {given} batches: "
         if not has_more:
             report(logging.INFO, text + "this rank has no more, others have")
             return
-        announced = self.announced_length() or 0
+        announced = _sized(self._loader) or 0
         most = announced if self.limit is None else min(announced, self.limit)
         left_out = max(most - given, 1)
         self.counts.cut(left_out)
@@ -164,15 +188,17 @@ class EvenLoaders:
         self._said_disabled = self._said_alone = False
         self._loaders: weakref.WeakSet[EvenLoader] = weakref.WeakSet()
 
-    def make(self, loader: Iterable[T], kind: str) -> EvenLoader | Iterable[T]:
+    def make(self, loader: Iterable[T], kind: str, may_be_empty: bool = False) -> EvenLoader | Iterable[T]:
         """The loader itself without other ranks. Waits for every rank, without limit; raises StopTogetherError."""
         if os.environ.get(_DISABLE_VARIABLE) == "1":
             if not self._said_disabled:
                 report(logging.WARNING, f"ranks do not end their passes together: {_DISABLE_VARIABLE}=1")
             self._said_disabled = True
             return loader
+        if isinstance(loader, EvenLoader):  # Lightning leaves it in a CombinedLoader that is given to it twice
+            loader = loader._loader
         agreement = self._agreements.make(kind, type(getattr(loader, "dataset", loader)).__name__)
-        return loader if agreement is None else EvenLoader(loader, agreement)
+        return loader if agreement is None else EvenLoader(loader, agreement, may_be_empty)
 
     def say_alone(self) -> None:
         """Once, where a loader stays as it is although there are other ranks."""
@@ -224,10 +250,3 @@ def _next(source: Iterator[Any]) -> tuple[Any, ...]:
 
 def _share(left_out: int, of: int) -> str:
     return f"{left_out} of {of} batches ({left_out / of:.0%})"
-
-
-def _no_batch(agreement: Agreement, rank: int) -> StopTogetherError:
-    return StopTogetherError(
-        f"{agreement.title}: rank {rank} has no batch at all, and no rank may go on alone. Every rank needs one: use "
-        "fewer ranks or more shards, or see what filters leave"
-    )

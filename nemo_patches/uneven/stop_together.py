@@ -27,7 +27,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         self._training, self._evaluation = training, evaluation
         self._counts: list[Counts] = []  # of this training's loaders, also of those that were reloaded
         self._said_other = False
-        self._serves = False  # the strategy hands its loaders to this callback
+        self._trainer: Trainer | None = None  # whose strategy hands its loaders to this callback
         self._limit: int | float = 1.0  # the trainer's own limit_train_batches, and val_check_interval
         self._interval: int | float = 1.0
         self._total = 0.0  # batches of a training pass, at most; inf: not known
@@ -44,7 +44,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
                 asked, holds = ("training={}, evaluation={}".format(*both) for both in (stages, others))
                 report(logging.WARNING, f"StopTogether({asked}) has no effect: the trainer's first holds, ({holds})")
             return
-        self.teardown(trainer, pl_module, stage)  # after an exception Lightning does not
+        self.teardown(trainer, pl_module, stage)  # after an exception Lightning does not, of any trainer
         strategy, original = trainer.strategy, trainer.strategy.process_dataloader
         self._limit, self._interval, self._total, self._counts = 1.0, trainer.val_check_interval, 0.0, []
 
@@ -52,23 +52,30 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             return self._even(trainer, original(loader))
 
         # Lightning has each loader of a stage go through it, at every reload, too.
-        strategy.process_dataloader, self._serves = process_dataloader, True
+        strategy.process_dataloader, self._trainer = process_dataloader, trainer
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._serves:
-            self._serves = False
-            vars(trainer.strategy).pop("process_dataloader", None)
-            trainer.val_check_interval = self._interval
+        if (served := self._trainer) is not None:
+            self._trainer = None
+            vars(served.strategy).pop("process_dataloader", None)
+            served.val_check_interval = self._interval
             for name, fraction in self._fractions.items():
-                setattr(trainer, name, fraction)
+                setattr(served, name, fraction)
             self._fractions.clear()
             if not _is_all(self._limit):
-                trainer.limit_train_batches = self._limit
+                served.limit_train_batches = self._limit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """For the progress bar's total."""
+        """For the progress bar's total, and for what Lightning itself checks where it knows the number of batches."""
         if trainer.fit_loop.max_batches == math.inf and self._total:
             trainer.fit_loop.max_batches = self._total
+            interval = trainer.val_check_interval
+            if isinstance(interval, int) and interval > self._total and trainer.check_val_every_n_epoch is not None:
+                raise MisconfigurationException(
+                    f"val_check_interval={interval} would never validate: no training pass has more than "
+                    f"{self._total} batches; allowed: 1 to {self._total}, a fraction, or any with "
+                    "check_val_every_n_epoch=None"
+                )
 
     on_train_epoch_start = on_train_start  # the loaders may have been reloaded
 
@@ -85,7 +92,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         stage = trainer.state.stage.dataloader_prefix
         if not (self._training if trainer.training else self._evaluation and stage in _KINDS):
             return loader
-        even = even_loaders.make(loader, _KINDS[stage])
+        even = even_loaders.make(loader, _KINDS[stage], may_be_empty=not trainer.training)
         if not isinstance(even, EvenLoader):
             text = "ranks cannot tell each other that a loader has ended: nemo_patches is off, or torch.distributed is"
             report(logging.WARNING, f"StopTogether does nothing for this {_KINDS[stage]} loader: {text}")
@@ -100,16 +107,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         """Have the loader keep a fraction of its batches. Lightning takes none of a loader that has no length, which
         an even one has not where the ranks' only announce theirs."""
         limit = self._fractions.get(name, getattr(trainer, name))
-        if isinstance(limit, int) or _is_all(limit):
+        if isinstance(limit, int) or _is_all(limit) or even.agreed_length == 0:
             return
-        length = even.announced_length() if even.agreed_length is None else even.agreed_length
-        even.limit = int((length or 0) * limit)
-        if not even.limit:
-            of = "has no length" if length is None else f"has {length} batches"
-            raise MisconfigurationException(
-                f"{name}={limit} leaves no batch of {even.counters().loader}, which {of}; allowed: an integer, 1.0, or "
-                "a fraction that leaves a batch"
-            )
+        even.limit = _share_of(even, name, limit)
         self._fractions[name] = limit
         setattr(trainer, name, 1.0)
 
@@ -118,21 +118,34 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         knows of itself, so that it would not validate after one that ended before."""
         if not _is_all(trainer.limit_train_batches):  # NeMo sets it for tarred data, when it makes the loader
             self._limit = trainer.limit_train_batches
-        limit, length = self._limit, even.agreed_length
-        has_length, length = length is not None, even.announced_length() if length is None else length
-        if length is not None:
-            limit = min(limit, length) if isinstance(limit, int) else int(length * limit)
+        limit, length, has_length = self._limit, even.announced_length(), even.agreed_length is not None
+        if isinstance(limit, float) and not _is_all(limit):
+            limit = _share_of(even, "limit_train_batches", limit)
+        elif length is not None:
+            limit = min(limit, length) if isinstance(limit, int) else length
         if not isinstance(limit, int) or not limit:
-            self._total = math.inf
+            self._total, trainer.val_check_interval = math.inf, self._interval
             return  # there is none, or Lightning says what is wrong with it
         even.limit, self._total = limit, max(self._total, limit)
         if has_length and isinstance(self._limit, int):
             return  # Lightning does the same
         trainer.limit_train_batches = 1.0
-        if isinstance(self._interval, float) and self._interval != 1.0 and not has_length:
+        if isinstance(self._interval, float) and self._interval != 1.0 and not has_length and self._total < math.inf:
             trainer.val_check_interval = max(int(self._total * self._interval), 1)
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         even.skipped = progress.completed if trainer.fit_loop.restarting else 0
+
+
+def _share_of(even: EvenLoader, name: str, fraction: float) -> int:
+    """So many of its batches. name: the trainer's limit."""
+    length = even.announced_length()
+    if batches := int((length or 0) * fraction):
+        return batches
+    of = "has no length" if length is None else f"has {length} batches"
+    raise MisconfigurationException(
+        f"{name}={fraction} leaves no batch of {even.counters().loader}, which {of}; allowed: an integer, 1.0, or a "
+        "fraction that leaves a batch"
+    )
 
 
 def _is_all(limit: int | float) -> bool:
