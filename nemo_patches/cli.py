@@ -177,7 +177,7 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
     if json:
         typer.echo(dumps(asdict(report), indent=2))
     else:
-        status_command.show(report, Console())
+        status_command.show(report, Console(width=80))  # see doctor/command.py
     raise typer.Exit(0 if report.state == status_command.ON and not (report.reasons or report.misspelt) else 1)
 
 
