@@ -177,7 +177,7 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
     if json:
         typer.echo(dumps(asdict(report), indent=2))
     else:
-        status_command.show(report, Console())
+        status_command.show(report, Console(width=80))  # see doctor/command.py
     raise typer.Exit(0 if report.state == status_command.ON and not (report.reasons or report.misspelt) else 1)
 
 
@@ -199,7 +199,7 @@ def diff(
     Exit code 0: done. 1: there is nothing to do (--check: none applies, or it is in; --apply: it is in; --reverse: it
     is not in). 2: refused; nothing was changed.
     """
-    from nemo_patches.vendoring import checkouts, command
+    from nemo_patches.vendoring import checkouts, command, diffs
     from nemo_patches.vendoring.errors import Declined, DiffError
     from nemo_patches.vendoring.parts import parse
 
@@ -209,8 +209,9 @@ def diff(
             raise DiffError(f"found {' and '.join(given)}; allowed is one of them, or none to print the diff")
         chosen = parse(parts)
         checkout = checkouts.read(nemo)
-        if not reverse and (note := checkouts.uncommitted(checkout)):
-            typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
+        for note in () if reverse else (checkouts.uncommitted(checkout), diffs.left_out(checkout)):
+            if note:
+                typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
         if given:
             action = command.check if check else command.apply if apply else command.reverse
             typer.echo(action(checkout, chosen))

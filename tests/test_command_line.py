@@ -130,11 +130,11 @@ def test_a_package_that_is_missing_is_a_sentence(
 
 
 def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(tmp_path: Path) -> None:
-    """A full disk, a name that the terminal's encoding has no letters for or that is no text, a closed output."""
+    """A full disk, a name that the terminal's encoding has no letters for or is no text, a closed output, no width."""
 
     def typed_to(line: str, encoding: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
         command = [sys.executable, "-m", "nemo_patches", *line.split()]
-        variables = {**os.environ, "PYTHONIOENCODING": encoding}
+        variables = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "0"}
         return subprocess.run(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, timeout=60, **more)
 
     with open("/dev/full", "wb") as full:

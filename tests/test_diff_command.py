@@ -486,6 +486,16 @@ def test_changes_within_the_reduce_come_back_only_from_a_commit(checkout: Path) 
 
 
 @one_nemo
+def test_an_encoder_that_a_fork_has_moved_is_said_to_keep_its_reduce(checkout: Path) -> None:
+    (checkout / CONFORMER).rename((checkout / CONFORMER).with_name("our_encoder.py"))
+    for option in ("", "--apply"):
+        done = diff(checkout, option)
+        assert done.exit_code == 0 and CONV in done.stdout
+        assert done.stderr.startswith(f"nemo-patches diff: {checkout}: not here, although NeMo ")
+        assert f" has it: {CONFORMER}; if it was moved, its reduce stays\n" in done.stderr
+
+
+@one_nemo
 def test_a_change_after_it_was_applied_stays(checkout: Path) -> None:
     commit(checkout)
     assert diff(checkout, "--apply").exit_code == 0

@@ -62,6 +62,17 @@ def committed(part: Part, version: str) -> list[Committed]:
     return sorted(found, key=lambda diff: (diff.series == series_of(version), _numbers(diff.series)), reverse=True)
 
 
+def left_out(checkout: Checkout) -> str:
+    """Which of NeMo's files that the diff of its series edits are not in a checkout, in a sentence; else empty."""
+    series = series_of(checkout.version)
+    file = COMMITTED / f"nemo-{series}.diff"
+    edited = re.findall(r"^\+\+\+ b/(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if file.is_file() else ()
+    missing = [path for path in edited if path not in checkout.files]
+    if not missing:
+        return ""
+    return f"not here, although NeMo {series} has it: {', '.join(missing)}; if it was moved, its reduce stays"
+
+
 def series_of(version: str) -> str:
     """As in 2.7."""
     return ".".join(map(str, _numbers(version)[:2]))

@@ -25,3 +25,9 @@ def test_every_reason_why_not_is_a_finding() -> None:
     findings = found("NP202", status=environment(reasons=reasons))
     assert [finding.severity for finding in findings] == [WARNING, WARNING]
     assert "theirs comes first" in findings[0].what
+
+
+def test_a_misspelt_variable_is_a_finding_beside_what_is_in_force() -> None:
+    sentence = "NEMO_PATCHES_TIMOUT is not a setting"
+    misspelt, note = found("NP202", status=environment(misspelt=(sentence,)))
+    assert (misspelt.severity, misspelt.what, note.severity) == (WARNING, sentence, NOTE)

@@ -182,7 +182,9 @@ def _print(reports: Sequence[Report], request: Request, rules: Sequence[Rule]) -
         for each in reports:
             _fix(each, request.write)
     else:
-        report.show(reports, Console(), quiet=request.quiet, fold=request.severity is None)
+        # No line is wrapped, so any width will do but that of COLUMNS=0, for which rich prints nothing.
+        console = Console(width=80)
+        report.show(reports, console, quiet=request.quiet, fold=request.severity is None)
 
 
 def _fix(each: Report, write: bool) -> None:

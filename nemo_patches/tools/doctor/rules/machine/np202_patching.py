@@ -25,6 +25,8 @@ def check(machine: Machine) -> Iterator[Finding]:
         fact("auto-apply", status.auto_apply),
         fact("sitecustomize that it runs after its own", status.chained or "none"),
     )
+    for sentence in status.misspelt:
+        yield Finding(Severity.WARNING, sentence, read, "see `nemo-patches status`")
     for reason in status.reasons:
         if "is not supported" not in reason:  # NP201 says that
             yield Finding(Severity.WARNING, f"not all would be patched: {reason}", read, "see `nemo-patches status`")

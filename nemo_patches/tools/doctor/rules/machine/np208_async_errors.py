@@ -25,7 +25,9 @@ def check(machine: Machine) -> Iterator[Finding]:
     """The new name of a variable counts where both are set."""
     new, old = machine.variable(_NAME, _DEFAULT), machine.variable(_OLD_NAME)
     counts = old if old.given and not new.given else new
-    if counts.value == "0":
+    values = map(machine.variable, _BLOCKING)
+    blocking = next((value for value in values if value.given and value.value != "0"), None)
+    if counts.value == "0" and blocking is None:  # a blocking wait raises when its time is over
         yield Finding(
             Severity.ERROR,
             f"{counts.key}=0: a collective that times out is only logged, and the job hangs for ever",
@@ -34,8 +36,6 @@ def check(machine: Machine) -> Iterator[Finding]:
         )
     elif old.given:
         yield Finding(Severity.NOTE, f"{_OLD_NAME} is the old name of {_NAME}, which torch warns about", (old, new))
-    values = map(machine.variable, _BLOCKING)
-    blocking = next((value for value in values if value.given and value.value != "0"), None)
     if blocking is not None:
         what = f"{blocking.key}: every wait for NCCL blocks the host, which is slower"
         yield Finding(Severity.NOTE, what, (blocking,), f"{blocking.key} not set")
