@@ -122,6 +122,14 @@ def test_a_field_of_another_type_makes_it_none_or_safe(changes: dict[str, object
     assert back is None or printable(back)
 
 
+def test_a_rank_with_another_version_is_heard() -> None:
+    """Else it would have no heartbeat, and be called unpatched. That versions differ, the roll call says."""
+    older = {name: value for name, value in asdict(BEAT).items() if name not in ("whole", "batch", "worker_states")}
+    assert decode(json.dumps({**older, "of a newer one": 1}).encode()) == replace(BEAT, batch="", worker_states=())
+    del older["rank"]
+    assert decode(json.dumps(older).encode()) is None
+
+
 def test_what_is_too_long_or_too_deep_is_none() -> None:
     assert decode(json.dumps({**asdict(BEAT), "host": "x" * LONGEST}).encode()) is None
     assert decode(b"[" * (LONGEST - 1)) is None
