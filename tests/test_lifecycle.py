@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import come_in, free_port, join_group, run_ranks, wait_until
+from ranks import Said, come_in, free_port, join_group, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 
@@ -127,13 +128,22 @@ def with_a_file_store(rank: int, size: int, path: str) -> Any:
     nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     encoders.sync(encoder, 100 * (rank + 1))
+    come_in(encoder)
+    nemo_patches.apply(timeout=1.0)
+    said = Said()
     dist.barrier()
-    return encoder.max_audio_length
+    if rank == 0:
+        encoders.sync(encoder, 100)
+        wait_until(lambda: any("Missing: " in line for line in said.lines))
+    wait_for_others("reported", 2)
+    return encoder.max_audio_length, said.lines
 
 
 def test_a_file_store(tmp_path: Path) -> None:
     results = run_ranks(with_a_file_store, 2, str(tmp_path / "store"), group=False)
-    assert [result.value for result in results] == [200, 200]
+    assert [result.value[0] for result in results] == [200, 200]
+    (line,) = results[0].value[1]  # heartbeats are rare there: what the last one tells is long ago
+    assert re.search(r"Missing: rank 1 of 2 \| rank 1 \(.*\) is late; its last encoder call, 1, began at least ", line)
 
 
 def without_store_clone(rank: int, size: int) -> Any:

@@ -272,6 +272,8 @@ class StoreQuery:
             # One that has come just now does not say any more where it was when the others gave up.
             then = due.get(rank) if self._question.came(heartbeat) else heartbeat
             says = then if kind in (LATE, ELSEWHERE) else None
+            if kind == LATE and says is not None and not says.where:
+                says = None  # up to a period old, and of a rank that had not been away then
             doing = (says.where, says.workers, says.collective, says.batch) if says is not None else ()
             silent = kind == SILENT and heartbeat.idle >= 0
             idle = heartbeat.idle + (time.monotonic() - self._began if silent else 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from .rank_text import ELSEWHERE, KINDS, LEFT, SILENT, UNANNOUNCED, named
+from .rank_text import ELSEWHERE, KINDS, LATE, LEFT, SILENT, UNANNOUNCED, named
 
 DETAILED = 4  # missing ranks of which a report says where they are; of the others it says which they are
 
@@ -43,7 +43,7 @@ class MissingRank:
     def __str__(self) -> str:
         place = [*([self.host] if self.host else []), *([f"pid {self.pid}"] if self.pid else [])]
         who = f"rank {self.rank}" + (f" ({', '.join(place)})" if place else "")
-        least = "at least " if self.kind == SILENT else ""
+        least = "at least " if self.kind in (SILENT, LATE) else ""  # said up to a heartbeat's period ago
         last = f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago" if self.idle >= 0 else ""
         last += f"; last batch {self.batch}" if self.batch else ""
         workers = f"; its data loader's workers: pids {', '.join(map(str, self.workers))}" if self.workers else ""
