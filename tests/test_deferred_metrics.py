@@ -116,6 +116,14 @@ def batches(first: int, last: int, size: int = 2) -> Any:
     return loader(Stream(range(first, last), size))
 
 
+def trained(loaders: Any) -> dict[str, str]:
+    """What a fit() logs of a validation, where DDP broadcasts buffers."""
+    trainer = asr_models.trainer_of(num_sanity_val_steps=0, max_epochs=2)
+    model = asr_models.ctc(trainer)
+    trainer.fit(model, batches(40, 42), loaders)
+    return {key: float(value).hex() for key, value in trainer.callback_metrics.items() if "val_wer" in key}
+
+
 def failed(loaders: Any) -> list[bool]:
     """Whether the metrics wait for all ranks in a training after an exception has ended a validation."""
     import lightning.pytorch as pl
@@ -168,6 +176,7 @@ def scenarios(rank: int, size: int) -> dict[str, Any]:
         seen[f"uneven, {name}"] = evaluated(name, batches(0, 6) if rank == 0 else batches(6, 10))
     seen["none"] = evaluated("hybrid, fused", batches(0, 10 * (1 - rank)))
     seen["none of one"] = evaluated("hybrid, fused", [half, batches(20, 20 + 4 * rank)])
+    seen["trained"], seen["trained, none"] = trained(half), trained(batches(0, 10 * rank))
     # Four and two to a batch: the joint has two sub-batches on rank 0, and one on rank 1.
     seen["sub-batches"] = evaluated("rnnt, fused", batches(0, 3, 4 - 2 * rank))
     seen["failed"] = failed(half)
@@ -202,6 +211,7 @@ def test_uneven_batches_are_all_counted(name: str, seen: dict[str, Any]) -> None
 
 def test_a_rank_without_any_batch_takes_part(seen: dict[str, Any]) -> None:
     assert seen["none"] == seen["stock, hybrid, fused"]
+    assert seen["trained, none"] == seen["trained"]
     assert seen["none of one"].keys() == seen["stock, two sets"].keys()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from nemo_patches.sync.rank_log import is_distributed, report
 
@@ -57,6 +58,7 @@ class DeferredMetrics:
             if in_force() and _is_shared() and model not in self._deferred and _sums(model):
                 self._say_as_stock(model, f"on_{stage}_epoch_start")
             if self._undo(model):
+                _broadcast_as_others(model)
                 outputs = getattr(model, f"{stage}_step_outputs")
                 several = bool(outputs) and isinstance(outputs[0], list)
                 self._add_up(outputs if several else [outputs], model)
@@ -158,6 +160,16 @@ def _alike(parts: Sequence[_Output]) -> Iterator[tuple[str, list[torch.Tensor]]]
 def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """In the values' own type, through one that has every whole number up to 2**53."""
     return torch.stack([tensor.double() for tensor in tensors]).sum(0).to(tensors[0].dtype)
+
+
+def _broadcast_as_others(model: Any) -> None:
+    """On a rank without a batch: in a fit() the others' first one has begun with DDP's broadcast of buffers, and their
+    next training batch does not, since it comes after a forward without gradients."""
+    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)  # no trainer: a loop of one's own
+    ddp = getattr(strategy, "model", None)
+    if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        ddp._sync_buffers()  # type: ignore[no-untyped-call]
+        ddp.require_forward_param_sync = False
 
 
 def _is_shared() -> bool:
