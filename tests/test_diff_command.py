@@ -326,8 +326,10 @@ def test_what_fails_half_way_is_put_back(
 def test_what_is_killed_half_way_is_repaired_without_a_trace_of_it(
     place: Callable[[Path], None], checkout: Path
 ) -> None:
-    """Under a umask that would keep NeMo from all others."""
+    """Under a umask that would keep NeMo from all others. What a process of another host has there stays."""
     place(checkout)
+    elsewhere = (checkout / RUNTIME).parent / f".a.py.nemo_patches-elsewhere-{1 << 30}"
+    elsewhere.touch()
     before = tree(checkout)
     program = (
         "import itertools, os, pathlib, sys\n"
@@ -342,6 +344,7 @@ def test_what_is_killed_half_way_is_repaired_without_a_trace_of_it(
     assert len(left_in(checkout)) > 30 and "partly patched" in diff(checkout, "--check").stderr
     assert diff(checkout, "--reverse").exit_code == 0
     assert tree(checkout) == before and not (checkout / RUNTIME).exists()
+    elsewhere.unlink()
 
     assert (
         run([sys.executable, "-c", program.replace("== 5", "== 500"), checkout], environment(CHECKOUT)).returncode == 0

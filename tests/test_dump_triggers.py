@@ -192,7 +192,7 @@ wait_until(lambda: set(os.listdir("/proc/self/fd")) <= files)
 dist.barrier()
 
 dumps.start(folder)
-stack_size = threading.stack_size(1 << 46)  # no thread can be started
+stack_size = threading.stack_size(1 << 50)  # no thread can be started
 encoder(100)
 sys.excepthook(ValueError, ValueError("no dump, and no wait for one"), None)
 dumps.stop()

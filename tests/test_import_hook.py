@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -19,11 +21,12 @@ from typing import Any
 
 import pytest
 import wrapt
-from ranks import Result, run_ranks
+from ranks import Result, run_ranks, wait_until
 
 import nemo_patches
 from nemo_patches.patching import COLLECTION, TARGET_MODULES, monkeypatch, start_up
 from nemo_patches.patching.replacements import Replacement
+from nemo_patches.patching.targets import METRIC_TARGETS
 
 CONFORMER = "nemo.collections.asr.modules.conformer_encoder"
 CONV = "nemo.collections.asr.modules.conv_asr"
@@ -205,6 +208,38 @@ def beside_a_second_hook_of_ours() -> tuple[bool, list[str]]:
 
 def test_two_hooks_of_ours_ask_each_other_once() -> None:
     assert alone(beside_a_second_hook_of_ours).value == (True, [])
+
+
+def applied_while_a_thread_imports() -> bool:
+    """The thread has Python's lock of a module that apply() wants, and imports an encoder meanwhile."""
+    start()
+    first_import()  # so that our hook is in force
+    asr_model, begun = METRIC_TARGETS[0].module, threading.Event()
+
+    def wants_metrics() -> bool:
+        frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        return any(frame.f_code.co_name == "_metric_drift" for frame, _ in frames)
+
+    class Slow:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            if name == asr_model:
+                begun.set()
+                wait_until(wants_metrics)
+                first_import(CONV)
+
+    sys.modules.pop(asr_model)
+    sys.meta_path.insert(0, Slow)
+    thread = threading.Thread(target=importlib.import_module, args=(asr_model,))
+    thread.start()
+    begun.wait(60)
+    nemo_patches.apply(metrics="deferred")
+    thread.join()
+    return is_patched(sys.modules[CONV])
+
+
+def test_apply_does_not_wait_for_a_thread_that_imports_and_waits_for_it() -> None:
+    assert alone(applied_while_a_thread_imports).value
 
 
 def test_beside_wrapts_own_import_hooks() -> None:

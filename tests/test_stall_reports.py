@@ -542,7 +542,7 @@ def without_a_free_thread(rank: int, size: int) -> list[str]:
     encoder = in_step(timeout=TIMEOUT)
     said = Said()
     if rank == 0:
-        stack_size = threading.stack_size(1 << 46)  # no thread can be started
+        stack_size = threading.stack_size(1 << 50)  # no thread can be started
         stall_monitor()._call_roll()
         encoders.sync(encoder, 200)
         wait_until(lambda: any("not every rank" in line for line in said.lines))

@@ -76,13 +76,16 @@ class Patching:
         if admission.disabled():
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
+        # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
+        if self._in_force:
+            self._metric_drift(uneven)
         with self._lock:
             if self._in_force:
                 self._change_settings(settings, stall, trace, uneven)
                 return False
             self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
-        # Not under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := _import(target)) is not None}
+        metric_drift = self._metric_drift(uneven)
         with self._lock:
             if self._in_force:  # by another thread meanwhile
                 self._change_settings(settings, stall, trace, uneven)
@@ -94,7 +97,7 @@ class Patching:
                 return False
             admission.require_supported(admission.nemo_version())
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
-            if drift := drift + list(self._metric_drift(uneven).values()):
+            if drift := drift + list(metric_drift.values()):
                 raise DriftError(
                     f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
                 )

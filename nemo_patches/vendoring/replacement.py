@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from nemo_patches.vendoring.parts import FOLDER
 
 _VERSION_FILE = "nemo/package_info.py"  # which every NeMo has
 _OUR_FOLDERS = (f"{FOLDER}/stall", f"{FOLDER}/sync", FOLDER)  # the inner ones first
+_STAGED = f"nemo_patches-{socket.gethostname()}-"  # and a process id; hosts may share the checkout
 
 
 def require_no_links(checkout: Path, files: Iterable[str] = ()) -> None:
@@ -50,7 +52,7 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
             _require_replaceable(checkout / path, before.get(path))
             if path in after:
                 (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-                new = (checkout / path).with_name(f".{Path(path).name}.nemo_patches-{os.getpid()}")
+                new = (checkout / path).with_name(f".{Path(path).name}.{_STAGED}{os.getpid()}")
                 with new.open("xb") as file:
                     staged[path] = new
                     file.write(after[path])
@@ -81,9 +83,9 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
 
 
 def _remove_leftovers(checkout: Path) -> None:
-    """Remove what a process that was killed in replace() has left."""
+    """Remove what a process of this host that was killed in replace() has left. Of another's, nobody here knows."""
     for folder in {*(str(Path(path).parent) for path in PATHS), *_OUR_FOLDERS}:
-        for file in (checkout / folder).glob(".*.nemo_patches-*"):
+        for file in (checkout / folder).glob(f".*.{_STAGED}*"):
             pid = file.name.rpartition("-")[2]
             if pid.isdecimal() and not Path("/proc", pid).exists():
                 file.unlink(missing_ok=True)
