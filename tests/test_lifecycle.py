@@ -233,8 +233,10 @@ def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, fold
             wait_until(lambda: in_a_wait(threading.main_thread()))
             if where == "a thread":
                 dist.destroy_process_group()
-            else:
+            elif where == "a signal handler":
                 os.kill(os.getpid(), signal.SIGUSR1)
+            else:  # the kernel interrupts that one, and not the thread that waits and has to run the handler
+                signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
 
         thread = threading.Thread(target=destroy)
         thread.start()
@@ -250,7 +252,7 @@ def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, fold
     return seconds, during, encoder.max_audio_length, nemo_patches.status().encoders[0].timeouts
 
 
-@pytest.mark.parametrize("where", ["a thread", "a signal handler"])
+@pytest.mark.parametrize("where", ["a thread", "a signal handler", "a handler of a signal to another thread"])
 def test_a_process_group_that_is_destroyed_during_a_wait(where: str, tmp_path: Path) -> None:
     """The call goes on with its own length at once, and the next process group syncs."""
     results = run_ranks(destroyed_in_a_wait, 2, [free_port(), free_port()], where, str(tmp_path), group=False)

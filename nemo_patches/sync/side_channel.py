@@ -34,7 +34,7 @@ _REASONS = {
     _LEFT: "has left: it ended, or destroyed its process group",
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
-_IDLE_S = 5.0
+_IDLE_S, _SIGNAL_S = 5.0, 0.5
 
 
 class RoundFailed(Exception):
@@ -65,10 +65,10 @@ class Rounds:
         self.poll()
 
     def wait(self, limit: timedelta) -> int | None:
-        """The outstanding round's result; None if it has not come within `limit`. Signal handlers run at once."""
+        """The outstanding round's result; None if it has not come within `limit`. Signal handlers run meanwhile."""
         end = time.monotonic() + limit.total_seconds()
         while not self.has_come() and not self.channel.error and (left := end - time.monotonic()) > 0:
-            self._pending.acquire(timeout=left)
+            self._pending.acquire(timeout=min(left, _SIGNAL_S))  # a signal just before, or to another thread, ends none
         return self.poll()
 
     def poll(self) -> int | None:
