@@ -159,7 +159,8 @@ def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: 
             WAYS[way][0](trainer)
         trainer.step()
         stalls = trainer.lines.stalls()
-        trainer.step()
+        for _ in range(2):  # in the first one a rank may wait in vain, whose last round had not come everywhere
+            trainer.step()
         wait_until(lambda t=trainer: not t.lines.stalls() or any("go on" in text for _, text in t.lines.found))
         dist.barrier()
         found[way] = stalls
