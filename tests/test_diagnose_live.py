@@ -149,9 +149,11 @@ def test_a_job_is_found_by_the_folder_in_which_it_runs(tmp_path: Path) -> None:
 
         def start(port: int) -> None:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            rank = subprocess.Popen([sys.executable, "-c", "input()"], cwd=tmp_path, env=variables, stdin=PIPE)
+            program = [sys.executable, "-c", "print('here', flush=True); input()"]
+            rank = subprocess.Popen(program, cwd=tmp_path, env=variables, stdin=PIPE, stdout=PIPE)
             ranks.callback(rank.wait, 60)
             ranks.callback(rank.kill)
+            assert rank.stdout is not None and rank.stdout.readline() == b"here\n"  # only now it surely has them
 
         with pytest.raises(UnreadableError, match=re.escape(str(tmp_path))):
             live.diagnose_job(str(tmp_path))
