@@ -167,6 +167,7 @@ def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: 
         logging.getLogger("nemo_patches").removeHandler(trainer.lines)
     nemo_patches.revert()
     wait_until(lambda: stall_monitor().latest.idle == -1)  # calls that are not seen are no stall
+    dist.barrier()  # the store, which the others' heartbeats need for it, ends with rank 0
     return found
 
 
