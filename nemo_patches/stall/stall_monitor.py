@@ -60,13 +60,12 @@ class StallMonitor:
         self._next_heartbeat_at = 0.0
         self._heart_stopped = False  # the store takes no heartbeats any more; what that means, a query finds out
         self.latest: Heartbeat | None = None  # of this rank
-        self._roll_call_thread = threading.Thread()  # the latest
+        self._roll_call_thread = threading.Thread()  # the latest; `ident` is None until one has started
         self._exiting = False  # written at exit, and in a forked child
         self._thread = threading.Thread(target=self._loop, name="nemo_patches stall monitor", daemon=True)
         _monitors.add(self)
 
     def start(self) -> None:
-        self._call_roll()
         self._thread.start()
 
     def stalls(self) -> tuple[Stall, ...]:
@@ -97,11 +96,11 @@ class StallMonitor:
         """Whether a round is late enough to be looked into."""
         return any(watch.busy for watch in list(self._watches.values()))
 
+    # What follows runs in the monitor's thread.
+
     def _call_roll(self) -> None:
         roll_call = self.client.ask_in_thread(lambda: self.roll_call.run(self._stopped), "nemo_patches roll call")
         self._roll_call_thread = roll_call
-
-    # What follows runs in the monitor's thread.
 
     def _loop(self) -> None:
         try:
@@ -133,7 +132,7 @@ class StallMonitor:
         came_back = not is_last and self._late_return.look(timeout_s / 2, where)
         for query in self._queries():
             query.look_after_the_store()
-        if self.roll_call.is_outdated or self._roll_call_thread.ident is None:
+        if not is_last and (self.roll_call.is_outdated or self._roll_call_thread.ident is None):
             self._call_roll()
         if now >= self._next_heartbeat_at or came_back:
             self._send_heartbeat()
