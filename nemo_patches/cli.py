@@ -376,6 +376,8 @@ def main() -> None:
     except ModuleNotFoundError as error:  # an installed package has brought all but torch, NeMo and matplotlib
         here = f"is not installed for {sys.executable}"
         typer.echo(f"nemo-patches: {error.name} {here}; nemo_patches itself needs: {NEEDED}", err=True)
+    except ImportError as error:  # it is installed, and cannot be loaded: a library that is not on this machine
+        typer.echo(f"nemo-patches: {error}", err=True)
     except OSError as error:  # above all a full disk under standard output: Python's exit code, 1, would be an answer
         typer.echo(f"nemo-patches: {error}", err=True)
         sys.stdout = None  # else Python writes what is left of it at its end, in vain, and says so

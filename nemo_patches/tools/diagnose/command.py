@@ -85,8 +85,8 @@ def _ask(job: str | None, ras: str, json: bool) -> int:
             from nemo_patches.tools.diagnose.live import diagnose_job
 
             report = diagnose_job(job)
-    except ModuleNotFoundError as error:
-        raise DiagnoseError(f"--job needs {error.name}: run it in the job's own environment") from error
+    except ImportError as error:  # also where torch is there and cannot be loaded, for want of a library
+        raise DiagnoseError(f"--job needs torch: {error}; run it in the job's own environment") from error
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
     _print(report, json)
@@ -172,8 +172,7 @@ def _draw(job: Job, report: Report, plot: Path | None, perfetto: Path | None) ->
             from nemo_patches.tools.diagnose.perfetto import write
 
             write(job, perfetto)
-    except ModuleNotFoundError as error:
-        needed = str(error.name).partition(".")[0]
-        raise DiagnoseError(f"--plot needs {needed}: pip install matplotlib") from error
+    except ImportError as error:
+        raise DiagnoseError(f"--plot needs matplotlib: pip install matplotlib ({error})") from error
     except OSError as error:
         raise DiagnoseError(f"{safe(str(plot or perfetto))}: {error.strerror}") from error
