@@ -46,13 +46,14 @@ class Progress(pl.Callback):  # type: ignore[misc]
         self.epochs: list[int] = []  # training batches of each
         self.validations: list[int] = []
         self.at_validation: list[int] = []  # training batches of the epoch, before each validation
-        self.steps, self.totals = 0, set[float]()
+        self.steps, self.totals, self.intervals = 0, set[float](), set[float]()
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.epochs.append(0)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         self.totals.add(trainer.num_training_batches)
+        self.intervals.add(trainer.val_check_interval)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.epochs = self.epochs or [0]  # from Lightning 2.5 on, none begins where one is resumed
@@ -138,7 +139,7 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("at its limit", tarred(9), stream(1), limit_train_batches=3)
     note("announced", tarred(3), stream(1))
     progress, _ = note("half an epoch", tarred(6), stream(1), val_check_interval=0.5, limit_train_batches=6)
-    seen["at"] = progress.at_validation
+    seen["at"], seen["interval"] = progress.at_validation, progress.intervals
     note("half of the least announced", tarred(6 - 2 * more), stream(1), val_check_interval=0.5)
     for name, val, limit in (("none has one to validate", stream(0), 1.0), ("half of none", sized(0), 0.5)):
         note(name, stream(1), val, callbacks=[StopTogether(False, True)], limit_val_batches=limit)
@@ -320,6 +321,7 @@ def test_all_ranks_do_the_same(
 def test_lightning_knows_the_limit_and_where_half_of_it_is(seen: dict[str, Any]) -> None:
     assert seen["total"] == {6}
     assert seen["at"] == [3]
+    assert seen["interval"] == {0.5}  # NeMo's checkpoint callback names and saves the last one by it
     assert "limit_train_batches=0.5 leaves no batch of training loader" in seen["half of one"]
     assert "Trainer(val_check_interval)` must be `1.0` or an int" in seen["half of unknown"]  # Lightning's own
     assert "val_check_interval=7 would never validate: no training pass has more than 6" in seen["never validated"]

@@ -67,9 +67,11 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """For the progress bar's total, and for what Lightning itself checks where it knows the number of batches."""
+        interval = self._interval
+        if self._trainer is not None:
+            trainer.val_check_interval = interval  # by which checkpoint callbacks tell when to save
         if trainer.fit_loop.max_batches == math.inf and self._total:
             trainer.fit_loop.max_batches = self._total
-            interval = trainer.val_check_interval
             if isinstance(interval, int) and interval > self._total and trainer.check_val_every_n_epoch is not None:
                 raise MisconfigurationException(
                     f"val_check_interval={interval} would never validate: no training pass has more than "
