@@ -81,7 +81,8 @@ def is_free(number: int) -> bool:
     if signal.getsignal(number) != signal.SIG_DFL:
         return False
     try:
-        masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        status = Path("/proc/self/status").read_text(errors="replace")  # a process's name may be cut within a letter
+        masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", status, re.MULTILINE)
     except OSError:
         return True
     return not any(int(mask, 16) >> (number - 1) & 1 for mask in masks)

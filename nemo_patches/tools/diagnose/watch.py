@@ -84,7 +84,7 @@ def _runs(header: Header) -> bool:
     if header.host != socket.gethostname():
         return False
     try:
-        state, *fields = Path(f"/proc/{header.pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{header.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         booted = int(re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)[0])
     except (OSError, ValueError, IndexError):
         return False
