@@ -279,7 +279,7 @@ class _Part:
         if here.rank == 0:
             self.at = "collecting the ranks' facts"
             self.facts = _collect(store, "facts", range(here.size), Facts, self._timeout)
-            self.facts[0] = self._own
+            self.facts.setdefault(0, self._own)  # as they were published, to be compared
             store.set("smoke_name", secrets.token_hex(8))
             store.set("present", msgspec.json.encode(sorted(self.facts)).decode())
             present = sorted(self.facts)
@@ -463,7 +463,8 @@ def _device(local_rank: int) -> tuple[str, str]:
 
 
 def _publish(store: dist.Store, what: str, content: Facts | Measured | Smoke) -> None:
-    store.set(f"{what}/{content.rank}", msgspec.json.encode(content).decode())
+    printable = _printable(msgspec.to_builtins(content))  # JSON takes no variable that is no text
+    store.set(f"{what}/{content.rank}", msgspec.json.encode(printable).decode())
     store.add(what, 1)
 
 
@@ -495,7 +496,7 @@ def _printable(content: Any) -> Any:
     """JSON's content with its texts cut, and without control characters."""
     if isinstance(content, dict):
         return {safe(name): _printable(value) for name, value in list(content.items())[:_MOST_ITEMS]}
-    if isinstance(content, list):
+    if isinstance(content, list | tuple):
         return [_printable(value) for value in content[:_MOST_ITEMS]]
     return safe(content) if isinstance(content, str) else content
 
