@@ -254,6 +254,7 @@ def test_who_torchrun_saw_fail_may_be_one_that_waited(tmp_path: Path) -> None:
     assert [(one.id, one.ranks) for one in waited] == [(log.LENGTH_SYNC, ()), (FAILED, ())]
     killed = report_on(tmp_path, line(0), table.format(-9)).findings
     assert [(one.id, one.ranks) for one in killed] == [(log.LENGTH_SYNC, ()), (FAILED, (3,))]
+    assert ["out-of-memory" in findings[1].next_step for findings in (waited, killed)] == [False, True]
 
 
 @pytest.mark.parametrize("content", [b"loss 1.0\na watchdog barked\n", b"", bytes(range(256)) * 4096])
@@ -433,6 +434,9 @@ def of_group_9(rank: int) -> str:
         # torchrun's table: ended by somebody else; in the same second as others; of two nodes.
         (table(3, -15), FAILED, ()),
         (table(3, -9), FAILED, (3,)),
+        (table(3, 143), FAILED, ()),  # SIGTERM, SIGABRT and SIGKILL, where a shell script has started Python
+        (table(3, 134), FAILED, ()),
+        (table(3, 137), FAILED, (3,)),
         (table(3, 1, title="Failures:") + table(0, 1), FAILED, ()),
         (table(3, -15, title="Failures:") + table(0, 1), FAILED, (0,)),
         (table(1, 1, "11:00") + table(4, -9, "12:39"), FAILED, (1,)),

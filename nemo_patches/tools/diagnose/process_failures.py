@@ -76,12 +76,12 @@ class ProcessFailures:
         if rank := _RANK.search(line):
             self._rank = int(rank[1])
         if (code := _EXIT_CODE.search(line)) and self._rank >= 0 and len(self.table) < _MOST_KEPT:
-            self.table.append(Failure(self._rank, -1, int(code[1]), int(code[2]), self._time, self._title))
+            self.table.append(Failure(self._rank, -1, _ended(code[1]), int(code[2]), self._time, self._title))
             self._title, self._time, self._rank = False, "", -1
         if _OUT_OF_MEMORY.search(line) and len(self.out_of_memory) < 8:
             self.out_of_memory.append(safe(line.strip())[:300])
         if (failed := LAUNCHER_LINE.search(line)) and len(self.in_lines) < _MOST_KEPT:
-            self.in_lines.append(Failure(-1, int(failed[2]), int(failed[1]), int(failed[3])))
+            self.in_lines.append(Failure(-1, int(failed[2]), _ended(failed[1]), int(failed[3])))
 
     def take_exception(self, line: str, prefixed_rank: int) -> None:
         """Read an exception that ended a rank. Only for lines before the first one that tells of an end."""
@@ -150,6 +150,12 @@ class ProcessFailures:
             severity=WARNING if waited else CRITICAL,
             ranks=(first.rank,) if told else (),
             text=text,
-            next_step="SIGKILL: look for an out-of-memory kill on its host (`dmesg`, the scheduler's log). Else look "
-            "at the end of that rank's stderr.",
+            next_step="Look for an out-of-memory kill on its host (`dmesg`, the scheduler's log)."
+            if first.code == -9
+            else "Look at the end of that rank's stderr.",
         )
+
+
+def _ended(code: str) -> int:
+    """Minus a signal's number, as torchrun has it. Of a rank that a shell script started, it has 128 and the number."""
+    return 128 - int(code) if 128 - int(code) in _ENDED_BY else int(code)
