@@ -159,6 +159,15 @@ def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(tmp_path: P
     done = typed_to(f"doctor --fix {name}", "ascii", preexec_fn=lambda: os.close(1))
     assert (done.returncode, done.stderr) == (0, b"")
 
+    (tmp_path / "train.log").write_text("srun: error: gpu-12: task 3: Out Of Memory\n")
+    terminal, end = os.openpty()
+    os.set_blocking(terminal, False)
+    done = typed_to("diagnose train.log", "utf-8", stdout=end)
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert b"gpu-12: task 3" in os.read(terminal, 1 << 16)
+    os.close(terminal)
+    os.close(end)
+
 
 def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
     config = "trainer:\n  devices: 4\n"

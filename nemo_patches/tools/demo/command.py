@@ -36,7 +36,7 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
         _require_picture(record)
     for refusal in uneven_settings.refusals():  # the ranks' apply() would refuse it
         raise DemoError(str(refusal))
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=Console().width or 80)  # COLUMNS=0: see diagnose/command.py
     entries = None
     if manifest:
         entries, changes = data.from_manifest(manifest, data.entries_needed(devices))

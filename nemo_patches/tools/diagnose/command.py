@@ -26,6 +26,7 @@ from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
 
 JSON_FORMAT = 1  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
+_NARROWEST = 80  # columns, of a table that can be read
 _MOST_LOOKED_AT = 1000  # files, for what kind they are
 _LONGEST_TEXT = 4000  # characters of anything that is printed
 
@@ -143,7 +144,8 @@ def _print(report: Report, json: bool, one_line: bool = False) -> None:
         content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
         print(dumps(content, indent=None if one_line else 2))
     else:
-        show(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+        # Of a terminal without a size COLUMNS may be 0, for which rich prints nothing.
+        show(report, Console(width=max(Console().width, _NARROWEST) if sys.stdout.isatty() else _WIDTH))
 
 
 def error_as_json(error: DiagnoseError) -> str:
