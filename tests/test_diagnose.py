@@ -695,7 +695,7 @@ def test_in_a_job_that_runs_a_rank_that_the_others_gave_up_on_is_told(tmp_path: 
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.BEFORE_ENCODER, (2,))
 
 
-def test_watching_tells_each_verdict_once_as_it_changes(tmp_path: Path) -> None:
+def test_watching_tells_each_verdict_once_as_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "later"
     folder.mkdir()
     source = write(tmp_path / "source", four(steps(70), [], steps(1)))
@@ -705,12 +705,13 @@ def test_watching_tells_each_verdict_once_as_it_changes(tmp_path: Path) -> None:
     def sleep(_: float) -> None:
         nonlocal looks
         looks += 1
-        for file, content in whole.items():
-            file.write_bytes(content[: len(content) * min(looks, 10) // 10])
+        for file, content in whole.items() if looks > 2 else ():
+            file.write_bytes(content[: len(content) * min(looks - 2, 10) // 10])
 
     watch: Iterator = follow(folder, sleep)
     _, first = next(watch)
     assert first.findings == () and "running" in first.verdict
+    assert capsys.readouterr().err.count("it is empty; waiting for a trace\n") == 1
     _, last = next(watch)
     while last.exit_code == 0:  # the number of calls grows
         _, last = next(watch)

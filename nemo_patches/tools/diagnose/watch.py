@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Folder, Job, UnreadableError
@@ -43,17 +45,20 @@ def follow(
 ) -> Iterator[tuple[Job, Report]]:
     """Yield the job and its report at first and at every change of the verdict, until the caller stops.
 
-    Waits for the first trace, if there is none yet. Raises UnreadableError if the folder is none.
+    Waits for the first trace, and says so on stderr. Raises UnreadableError if the folder is none.
     """
     folder = Folder(path, launch)
-    last_verdict = ""
+    last_verdict = last_problem = ""
     quiet_looks = 0
     while True:
         try:
             job = folder.read()
-        except UnreadableError:
+        except UnreadableError as error:
             if not path.is_dir():
                 raise
+            if str(error) != last_problem:
+                last_problem = str(error)
+                print(f"nemo-patches diagnose: {safe(last_problem)}; waiting for a trace", file=sys.stderr)
             sleep(REFRESH.total_seconds())
             continue
         # A job that steps slowly does not write at every look.
