@@ -20,10 +20,10 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
-.PRECIOUS: .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
+.PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
@@ -31,6 +31,7 @@ help:
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
+	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
 	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
@@ -93,6 +94,21 @@ test-python-%:
 	$(call test_the_wheel,python$*,.venv/wheel/python-$*)
 	.venv/wheel/python-$*/bin/python -m pytest -q -n 2 -m "not wheel" \
 		tests/test_start_up.py tests/test_settings.py tests/test_diagnose.py
+
+# NeMo $(DEMO_NEMO) on other Pythons, with all that it needs in a version for that Python: not in CI. docs/vendors.md has the results.
+test-nemo-pythons: $(PYTHONS:%=test-nemo-python-%)
+TESTS_ON_PYTHONS = $(TESTS_WITH_torch) $(TESTS_WITH_lightning) as_stock trace dump_triggers last_batch job_stalls
+
+test-nemo-python-%: .venv/nemo-python-%/ready
+	@echo "== NeMo on Python $*"
+	.venv/nemo-python-$*/bin/python -m pytest -q -n 2 --dist loadfile $(TESTS_ON_PYTHONS:%=tests/test_%.py)
+
+.venv/nemo-python-%/ready: constraints.txt pyproject.toml
+	@echo "== making the virtual environment .venv/nemo-python-$* with nemo_toolkit[asr]==$(DEMO_NEMO)"
+	python$* -m venv .venv/nemo-python-$*
+	.venv/nemo-python-$*/bin/python -m pip install -q $(shell grep ^torch== constraints.txt)
+	.venv/nemo-python-$*/bin/python -m pip install -q "nemo_toolkit[asr]==$(DEMO_NEMO)" -e ".[dev]"
+	@touch $@
 
 # NeMo $(DEMO_NEMO) with another torch or Lightning than its environment's, which has what else is needed: not in CI. torch is
 # the index's own build, with CUDA: about 5 GB on the disk, and it runs without a GPU. docs/vendors.md has the results.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -85,7 +84,8 @@ class Replacements:
         patched = [replacement.owner for replacement in self.made if replacement.name in _SYNCS]
         for owner in patched:
             if owner not in with_forward:
-                original = inspect.getattr_static(owner, _FORWARD)
+                # Not by inspect.getattr_static, which raises for a class in Python 3.13.0.
+                original = next(vars(base)[_FORWARD] for base in owner.__mro__ if _FORWARD in vars(base))
                 own_name, forward = recorded(original)
                 self._replace(owner, own_name, original)
                 self._replace(owner, _FORWARD, forward)
