@@ -42,8 +42,11 @@ from nemo_patches.stall.encoder_watch import EncoderWatch
 from nemo_patches.stall.late_return import LateReturn
 from nemo_patches.stall.missing_query import Introduction, Surroundings
 from nemo_patches.stall.missing_rank import MissingRank
-from nemo_patches.stall.store_client import StoreClient
+from nemo_patches.stall.settings import StallSettings
+from nemo_patches.stall.stall_monitor import StallMonitor
+from nemo_patches.stall.store_client import StoreClient, read_heartbeats
 from nemo_patches.stall.training_notes import EncoderNotes, LastCall, TrainingNotes
+from nemo_patches.sync import keys
 from nemo_patches.sync.events import Group, Round, SyncHandle, WaitTimedOut
 from nemo_patches.sync.side_channel import SideChannel
 from nemo_patches.sync.store import JobStore
@@ -473,6 +476,26 @@ def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None
     watch = EncoderWatch(EncoderNotes(sync), Surroundings(0, 2, 0.01, StoreClient(store), Introduction), lambda: None)
     wait_until(lambda: watch.look(time.monotonic(), 10.0, is_last=False) or said.lines)
     assert "Missing: rank 1 of 2 | rank 1 has not announced itself" in said.lines[0]
+
+
+def first_heartbeats(rank: int, size: int) -> tuple[bool, int, int]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monitor = StallMonitor(Group(1, 2, JobStore(server, 1)), TrainingNotes(), StallSettings)
+    with monitor.client.asking() as store:
+        pass
+    monitor._send_heartbeat()
+    too_early = store.check([keys.HEARTBEAT.format(rank=1)])
+    monitor.roll_call.run(lambda: monitor.roll_call.has_announced)
+    monitor._send_heartbeat()
+    latest = read_heartbeats(store, [1])[1]
+    return too_early, latest.number, latest.port
+
+
+def test_the_first_heartbeat_is_the_one_that_says_where_this_rank_listens() -> None:
+    """Else the monitor's own, made before there was a port and sent after the roll call's, hid it from all for good."""
+    too_early, number, port = run_ranks(first_heartbeats, 1)[0].value
+    assert (too_early, number) == (False, 2)
+    assert port
 
 
 def test_a_rank_that_ends_asks_no_more_whether_it_was_waited_for() -> None:

@@ -37,6 +37,7 @@ import nemo_patches
 from nemo_patches.lightning import StopTogether
 
 pytestmark = pytest.mark.alone
+BY_THE_CLOCK = tuple(map(int, pl.__version__.split(".")[:2])) >= (2, 6)  # whether Lightning can validate so
 
 
 class Progress(pl.Callback):  # type: ignore[misc]
@@ -139,7 +140,14 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("at its limit", tarred(9), stream(1), limit_train_batches=3)
     note("announced", tarred(3), stream(1))
     progress, _ = note("half an epoch", tarred(6), stream(1), val_check_interval=0.5, limit_train_batches=6)
+<<<<<<< HEAD
     seen["at"], seen["interval"] = progress.at_validation, progress.intervals
+=======
+    seen["at"] = progress.at_validation
+    if BY_THE_CLOCK:
+        both_stages = [StopTogether(True, True)]
+        note("by the clock", stream(2 + more), stream(2), callbacks=both_stages, val_check_interval=timedelta(0))
+>>>>>>> attack-versions
     note("half of the least announced", tarred(6 - 2 * more), stream(1), val_check_interval=0.5)
     for name, val, limit in (("none has one to validate", stream(0), 1.0), ("half of none", sized(0), 0.5)):
         note(name, stream(1), val, callbacks=[StopTogether(False, True)], limit_val_batches=limit)
@@ -310,6 +318,9 @@ def test_an_even_run_is_stocks_to_the_last_bit(kind: str, seen: dict[str, Any]) 
         ("announced", [3], [1], 3),  # as stock, which takes the announced length for the length
         ("half an epoch", [4], [1], 4),
         ("saved", [2], [1], 2),
+        pytest.param(
+            "by the clock", [2], [2, 2], 2, marks=pytest.mark.skipif(not BY_THE_CLOCK, reason="Lightning before 2.6")
+        ),
     ],
 )
 def test_all_ranks_do_the_same(
@@ -323,7 +334,8 @@ def test_lightning_knows_the_limit_and_where_half_of_it_is(seen: dict[str, Any])
     assert seen["at"] == [3]
     assert seen["interval"] == {0.5}  # NeMo's checkpoint callback names and saves the last one by it
     assert "limit_train_batches=0.5 leaves no batch of training loader" in seen["half of one"]
-    assert "Trainer(val_check_interval)` must be `1.0` or an int" in seen["half of unknown"]  # Lightning's own
+    own = seen["half of unknown"]  # Lightning's; from 2.6 on it allows a time, too
+    assert "Trainer(val_check_interval)` must be " in own and "`1.0` or an int" in own
     assert "val_check_interval=7 would never validate: no training pass has more than 6" in seen["never validated"]
 
 

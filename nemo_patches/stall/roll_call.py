@@ -69,6 +69,11 @@ class RollCall:
         self._broken = ""  # why the store cannot be asked any more
 
     @property
+    def has_announced(self) -> bool:
+        """Whether this rank's first heartbeat, which says where it listens, is in the store."""
+        return self._attempt >= 0
+
+    @property
     def is_outdated(self) -> bool:
         """Whether all had come to what has turned out to be an earlier process group's part of the store."""
         return self.done and not self._broken and self._attempt != self._group.store.attempt

@@ -164,7 +164,7 @@ class StallMonitor:
         return self._own_heartbeat.make(self.roll_call.listener, phase)
 
     def _send_heartbeat(self, phase: str = "") -> None:
-        if self._heart_stopped:
+        if self._heart_stopped or not self.roll_call.has_announced:  # else one from before the port may hide the first
             return
         heartbeat = self._make_heartbeat(phase)  # not below: an error of ours is none of the store's, and is to be said
         try:

@@ -46,6 +46,8 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             return
         self.teardown(trainer, pl_module, stage)  # after an exception Lightning does not, of any trainer
         strategy, original = trainer.strategy, trainer.strategy.process_dataloader
+        # Lightning from 2.6 on sets none where validations come by the clock.
+        trainer.val_check_interval = getattr(trainer, "val_check_interval", 1.0)
         self._limit, self._interval, self._total, self._counts = 1.0, trainer.val_check_interval, 0.0, []
 
         def process_dataloader(loader: Any) -> Any:

@@ -58,7 +58,9 @@ def _numbers(job: Job) -> Iterator[Finding]:
     for limit in map(job.trainer, _SHARES):
         if limit.known and as_limit(limit) is None:
             instead = "a share from 0.0 to 1.0, or a whole number of batches"
-            yield _refused((limit,), f"{limit.key} is {_text(limit)}", instead)
+            is_time = isinstance(limit.value, dict) or ":" in _text(limit)
+            lightning = "Lightning before 2.6" if is_time and "val_check" in limit.key else "Lightning"
+            yield _refused((limit,), f"{limit.key} is {_text(limit)}", instead, lightning)
     for count in map(job.trainer, ("max_steps", "max_epochs")):
         null = count.value is None and count.key.endswith("epochs")
         if count.given and count.known and not null and (count.number is None or count.number < -1):
@@ -112,8 +114,8 @@ def _share_of_no_length(job: Job) -> Iterator[Finding]:
                 )
 
 
-def _refused(read: tuple[Value, ...], what: str, instead: str) -> Finding:
-    return Finding(Severity.WARNING, f"{what}: Lightning stops the job at its start", read, instead)
+def _refused(read: tuple[Value, ...], what: str, instead: str, lightning: str = "Lightning") -> Finding:
+    return Finding(Severity.WARNING, f"{what}: {lightning} stops the job at its start", read, instead)
 
 
 def _text(value: Value) -> str:
