@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -372,6 +373,30 @@ def forked_under_the_lock(rank: int, size: int) -> int:
 
 def test_a_child_forked_while_another_thread_calls_an_encoder_can_call_one() -> None:
     assert [result.value for result in run_ranks(forked_under_the_lock, 2)] == [0, 0]
+
+
+def forked_before_the_first_call(rank: int, size: int) -> int:
+    nemo_patches.apply(timeout=20.0)
+    encoder = encoders.conformer()
+    childs_end, parents_end = socket.socketpair()
+    if rank == 1:
+        if os.fork() == 0:
+            signal.alarm(60)
+            parents_end.close()
+            encoders.sync(encoder, 500)
+            childs_end.send(b"called")
+            childs_end.recv(1)  # until its parent has ended
+            os._exit(0)
+        parents_end.recv(6)
+    encoders.sync(encoder, 100 + rank)
+    return encoder.max_audio_length
+
+
+def test_a_child_forked_before_its_parents_first_call_does_not_take_its_place() -> None:
+    results = run_ranks(forked_before_the_first_call, 2)
+    assert [result.value for result in results] == [101, 101]
+    (line,) = [line for result in results for line in (*result.lines("WARNING"), *result.lines("ERROR"))]
+    assert "uses its own lengths from now on: this process was forked from the rank's own" in line
 
 
 def many_encoders(rank: int, size: int) -> Any:

@@ -288,11 +288,6 @@ def _at_exit() -> None:
         channel.join(timedelta(seconds=0.5))
 
 
-def _forget() -> None:
-    for channel in list(_channels):
-        channel.forget()
-
-
 _channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=lambda: [channel.forget() for channel in list(_channels)])

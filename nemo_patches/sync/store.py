@@ -38,8 +38,7 @@ class JobStore:
 
     def connect(self) -> StoreConnection:
         """May block; raises RuntimeError where the group is gone, and the store's errors."""
-        store = self._default_store()
-        if store is None:
+        if (store := self._default_store()) is None:
             raise RuntimeError("the process group was destroyed")
         if hasattr(store, "clone") and (self.server is not None or self.is_file):  # newer torch; keeps the prefixes
             store = store.clone()
