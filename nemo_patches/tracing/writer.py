@@ -55,7 +55,11 @@ class TraceWriter:
         self._lost_lock = threading.Lock()  # the stall monitor's thread puts records, too
         self._not_yet: deque[_Later] = deque(maxlen=_MOST_NOT_YET)
         self._thread = threading.Thread(target=self._run, name="nemo_patches trace", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # as many as this user or container may have
+            self.ended = True
+            report(logging.ERROR, f"tracing has ended, training goes on: {error}")
 
     def now(self) -> float:
         """Seconds since this writer began: the time of a record that is made now."""
