@@ -293,4 +293,4 @@ def _at_exit() -> None:
 
 _channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=lambda: [channel.forget() for channel in list(_channels)])
+os.register_at_fork(after_in_child=lambda: list(map(SideChannel.forget, list(_channels))))
