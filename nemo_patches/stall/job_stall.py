@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch.distributed
 
 from ..sync.events import bus
-from ..sync.rank_log import report
 from .census import Census, CensusQuestion, Counted
 from .heartbeat import Heartbeat
+from .log_line import report
 from .missing_query import Surroundings
 from .missing_rank import MissingRank, Stall
 from .rank_groups import Verdict, judged

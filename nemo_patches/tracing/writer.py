@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_patches.sync.rank_log import report
+from nemo_patches.stall.log_line import report
 from nemo_patches.tracing.part_files import PartFiles
 from nemo_patches.tracing.records import End, Header, Lost, Record, Stopped
 from nemo_patches.tracing.settings import STDERR
