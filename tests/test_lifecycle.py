@@ -21,7 +21,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Said, come_in, free_port, join_group, run_ranks, wait_for_others, wait_until
+from ranks import Said, all_have_come, come_in, free_port, join_group, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 
@@ -263,6 +263,29 @@ def test_a_process_group_that_is_destroyed_during_a_wait(where: str, tmp_path: P
         assert during == (60 if rank else 100)
         assert (last, timeouts) == (221, 0)
         assert result.lines("ERROR") == []
+
+
+def destroyed_as_the_first_call_begins(rank: int, size: int, ports: list[int]) -> int:
+    """By another thread, as it seems to the call."""
+    from nemo_patches.sync.events import CallBegan, bus
+
+    nemo_patches.apply(timeout=30.0)
+    encoder = encoders.conformer()
+    join_group(rank, size, ports[0])
+    bus.subscribe("the other thread", {CallBegan: lambda _: dist.destroy_process_group()})
+    encoders.sync(encoder, 100)
+    bus.unsubscribe("the other thread")
+    join_group(rank, size, ports[1])
+    encoders.sync(encoder, 200 + rank)
+    wait_until(all_have_come)  # so there is a stall monitor
+    dist.barrier()
+    return encoder.max_audio_length
+
+
+def test_a_process_group_that_is_destroyed_as_the_first_call_begins() -> None:
+    results = run_ranks(destroyed_as_the_first_call_begins, 2, [free_port(), free_port()], group=False)
+    assert [result.value for result in results] == [201, 201]
+    assert [result.lines("ERROR") for result in results] == [[], []]
 
 
 class Handlers:
