@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
+from nemo_patches.stall import log_line
 from nemo_patches.stall.job_stall import EXIT_CODE
 from nemo_patches.sync import rank_log
 
@@ -353,6 +354,33 @@ def test_stall_exit_ends_a_rank_whose_stderr_nobody_reads(tmp_path: Path) -> Non
         "stderr_that_nobody_reads (tests/test_job_stalls.py" in line for line in waiting.lines("no encoder call")
     )
     assert culprit.exit_code == EXIT_CODE
+
+
+class Hanging(logging.Handler):
+    """As one to a log server that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.answer.wait(60)
+
+
+def test_a_log_handler_that_hangs_holds_up_the_monitor_once() -> None:
+    handler = Hanging()
+    rank_log.logger.addHandler(handler)
+    try:
+        began = time.monotonic()
+        for _ in range(100):
+            log_line.report(logging.WARNING, "a rank is late")
+        took_s, blocked = time.monotonic() - began, len(log_line._blocked)
+    finally:
+        handler.answer.set()
+        wait_until(lambda: not any(thread.is_alive() for thread in log_line._blocked))
+        rank_log.logger.removeHandler(handler)
+    assert took_s < 15  # not half a second for each line
+    assert blocked < 100
 
 
 def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
