@@ -7,9 +7,11 @@ import json
 import os
 import signal
 import threading
+import time
 from dataclasses import asdict, replace
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,11 +20,17 @@ from nemo_patches.stall.heartbeat import Heartbeat
 from nemo_patches.stall.loader_workers import described as described_workers
 from nemo_patches.stall.loader_workers import loader_workers
 from nemo_patches.stall.missing_rank import DETAILED, MissingRank, described
+from nemo_patches.stall.own_heartbeat import OwnHeartbeat
 from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named, ranges
+from nemo_patches.stall.settings import StallSettings
+from nemo_patches.stall.training_notes import TrainingNotes
 from nemo_patches.stall.wire import LONGEST_HEARTBEAT as LONGEST
 from nemo_patches.stall.wire import decode_heartbeat as decode
 from nemo_patches.stall.wire import decode_missing, decode_texts, encode_missing, encode_texts
 from nemo_patches.stall.wire import encode_heartbeat as encode
+from nemo_patches.sync.events import CallBegan, Group, SyncHandle
+from nemo_patches.sync.side_channel import SideChannel
+from nemo_patches.sync.store import JobStore
 
 pytestmark = pytest.mark.one_nemo
 BEAT = Heartbeat(
@@ -205,6 +213,26 @@ def test_where_a_thread_is_own_code_first_and_libraries_folded() -> None:
         leave.set()
         thread.join()
     assert stacks.where(thread.ident) == ""
+
+
+def test_where_a_rank_is_whose_last_call_was_by_a_thread_that_has_ended() -> None:
+    """As an encoder's is within torch.utils.checkpoint, on a GPU; the thread's identifier is soon another's."""
+    group, notes = Group(0, 2, JobStore(dist.HashStore(), 0)), TrainingNotes()
+    rounds = SideChannel(group.store, 0, 2, print).rounds("key")
+    began = CallBegan(SyncHandle("encoder", "key", group, rounds, ""), 1, (0, 0))
+    caller = threading.Thread(target=notes.handlers()[CallBegan], args=(began,))
+    caller.start()
+    caller.join()
+    notes.last = notes.last._replace(since=time.monotonic() - 3600)
+    entered, leave = threading.Event(), threading.Event()
+    threading.Thread(target=own_function, args=(entered, leave)).start()
+    try:
+        entered.wait()
+        where = OwnHeartbeat(group, notes, StallSettings).make(None).where
+    finally:
+        leave.set()
+    assert "test_where_a_rank_is_whose_last_call_was_by_a_thread_that_has_ended (" in where
+    assert "own_function" not in where
 
 
 def test_a_deep_stack_and_a_long_name_stay_short() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import io
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
+from nemo_patches.stall import log_line
 from nemo_patches.stall.job_stall import EXIT_CODE
 from nemo_patches.sync import rank_log
 
@@ -321,6 +323,64 @@ def test_a_deadlock_is_told_handed_to_the_command_and_ended(way: str, broadcast_
     assert told["missing"] or "cannot be told" in told["remark"]
     assert any(re.match(culprit, group) for group in told["text"].partition(" s. ")[2].split(" | "))
     assert sorted(rank for group in told["groups"] for rank in group["ranks"]) == [0, 1, 2]
+
+
+def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
+    """A launcher that hangs has it: the progress bar of one rank blocks, and so do the lines about that."""
+    trace = "-" if rank == CULPRIT else ""  # its thread blocks, too
+    nemo_patches.apply(stall_timeout=0, call_timeout=0, trace=trace)
+    trainer = Trainer(Path(folder), broadcast_buffers=True)
+    for _ in range(3):
+        trainer.step()
+    wait_until(all_have_come)
+    dist.barrier()
+    nemo_patches.apply(**AT_ONCE, timeout=1.0, stall_exit=STALL_TIMEOUT + 1, trace=trace)
+    if rank == CULPRIT:
+        _, pipe = os.pipe()
+        os.set_blocking(pipe, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(pipe, bytes(4096))
+        os.set_blocking(pipe, True)
+        os.dup2(pipe, 2)
+        os.write(2, b"Epoch 3:  14%")
+    trainer.step()
+    trainer.step()
+
+
+def test_stall_exit_ends_a_rank_whose_stderr_nobody_reads(tmp_path: Path) -> None:
+    waiting, culprit = run_ranks(stderr_that_nobody_reads, 2, str(tmp_path), limit=90, dies=(0, 1))
+    assert any(
+        "stderr_that_nobody_reads (tests/test_job_stalls.py" in line for line in waiting.lines("no encoder call")
+    )
+    assert culprit.exit_code == EXIT_CODE
+
+
+class Hanging(logging.Handler):
+    """As one to a log server that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.answer.wait(60)
+
+
+def test_a_log_handler_that_hangs_holds_up_the_monitor_once() -> None:
+    handler = Hanging()
+    rank_log.logger.addHandler(handler)
+    try:
+        began = time.monotonic()
+        for _ in range(100):
+            log_line.report(logging.WARNING, "a rank is late")
+        took_s, blocked = time.monotonic() - began, len(log_line._blocked)
+    finally:
+        handler.answer.set()
+        wait_until(lambda: not any(thread.is_alive() for thread in log_line._blocked))
+        rank_log.logger.removeHandler(handler)
+    assert took_s < 15  # not half a second for each line
+    assert blocked < 100
 
 
 def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:

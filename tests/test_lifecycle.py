@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Said, come_in, free_port, join_group, run_ranks, wait_for_others, wait_until
+from ranks import Said, all_have_come, come_in, free_port, join_group, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 
@@ -264,6 +265,29 @@ def test_a_process_group_that_is_destroyed_during_a_wait(where: str, tmp_path: P
         assert result.lines("ERROR") == []
 
 
+def destroyed_as_the_first_call_begins(rank: int, size: int, ports: list[int]) -> int:
+    """By another thread, as it seems to the call."""
+    from nemo_patches.sync.events import CallBegan, bus
+
+    nemo_patches.apply(timeout=30.0)
+    encoder = encoders.conformer()
+    join_group(rank, size, ports[0])
+    bus.subscribe("the other thread", {CallBegan: lambda _: dist.destroy_process_group()})
+    encoders.sync(encoder, 100)
+    bus.unsubscribe("the other thread")
+    join_group(rank, size, ports[1])
+    encoders.sync(encoder, 200 + rank)
+    wait_until(all_have_come)  # so there is a stall monitor
+    dist.barrier()
+    return encoder.max_audio_length
+
+
+def test_a_process_group_that_is_destroyed_as_the_first_call_begins() -> None:
+    results = run_ranks(destroyed_as_the_first_call_begins, 2, [free_port(), free_port()], group=False)
+    assert [result.value for result in results] == [201, 201]
+    assert [result.lines("ERROR") for result in results] == [[], []]
+
+
 class Handlers:
     """What a user may give signal.signal."""
 
@@ -372,6 +396,47 @@ def forked_under_the_lock(rank: int, size: int) -> int:
 
 def test_a_child_forked_while_another_thread_calls_an_encoder_can_call_one() -> None:
     assert [result.value for result in run_ranks(forked_under_the_lock, 2)] == [0, 0]
+
+
+def forked_before_the_first_call(rank: int, size: int) -> int:
+    nemo_patches.apply(timeout=20.0)
+    encoder = encoders.conformer()
+    childs_end, parents_end = socket.socketpair()
+    if rank == 1:
+        if os.fork() == 0:
+            signal.alarm(60)
+            parents_end.close()
+            encoders.sync(encoder, 500)
+            childs_end.send(b"called")
+            childs_end.recv(1)  # until its parent has ended
+            os._exit(0)
+        parents_end.recv(6)
+    encoders.sync(encoder, 100 + rank)
+    return encoder.max_audio_length
+
+
+def test_a_child_forked_before_its_parents_first_call_does_not_take_its_place() -> None:
+    results = run_ranks(forked_before_the_first_call, 2)
+    assert [result.value for result in results] == [101, 101]
+    (line,) = [line for result in results for line in (*result.lines("WARNING"), *result.lines("ERROR"))]
+    assert "uses its own lengths from now on: this process was forked from the rank's own" in line
+
+
+def without_a_free_thread(rank: int, size: int, folder: str) -> None:
+    nemo_patches.apply(timeout=2.0, trace=folder)
+    if rank == 1:
+        threading.stack_size(1 << 50)  # no thread can be started
+    encoder = encoders.conformer()
+    for length in (100, 200):
+        encoders.sync(encoder, length)
+    assert encoder.max_audio_length == 200
+
+
+def test_where_no_thread_can_be_started_that_is_said_and_training_goes_on(tmp_path: Path) -> None:
+    _, result = run_ranks(without_a_free_thread, 2, str(tmp_path))
+    lines = [*result.lines("WARNING"), *result.lines("ERROR")]
+    assert len(lines) == 3
+    assert all("can't start new thread" in line and "please report it" not in line for line in lines)
 
 
 def many_encoders(rank: int, size: int) -> Any:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -401,6 +402,7 @@ def test_keys_of_earlier_attempts_do_no_harm_whoever_made_them() -> None:
 
 
 def new_group(rank: Rank) -> None:
+    warnings.simplefilter("always", ResourceWarning)  # as in Python's development mode
     for number in range(3):
         rounds = rank.rounds if number == 0 else rank.channel_on(rank.store).rounds("encoder")
         for value in range(3):
@@ -434,7 +436,7 @@ def new_group(rank: Rank) -> None:
 
 
 def test_a_new_process_group_on_the_same_store() -> None:
-    run(new_group, 5)
+    assert not [rank.stderr for rank in run(new_group, 5) if "ResourceWarning" in rank.stderr]
 
 
 # Addresses

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 
-from ..sync.rank_log import report
 from . import stacks
+from .log_line import report
 from .training_notes import FORWARD, TrainingNotes
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ..sync.events import Report, Round, WaitTimedOut, bus
-from ..sync.rank_log import report
+from .log_line import report
 from .missing_query import PATIENCE_S, Answer, MissingQuery, Question, Surroundings
 from .missing_rank import MissingRank, Stall, StallReported
 from .rank_text import LATE, named

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch.distributed
 
 from ..sync.events import bus
-from ..sync.rank_log import report
 from .census import Census, CensusQuestion, Counted
 from .heartbeat import Heartbeat
+from .log_line import report
 from .missing_query import Surroundings
 from .missing_rank import MissingRank, Stall
 from .rank_groups import Verdict, judged
@@ -67,7 +67,9 @@ class JobStallWatch:
         send_heartbeat: Callable[[], None],
     ) -> None:
         self._notes, self._surroundings = notes, surroundings
-        self._world = weakref.ref(torch.distributed.group.WORLD)  # which outlives its destruction in a DDP module
+        world = torch.distributed.group.WORLD  # which outlives its destruction in a DDP module
+        # None: another thread has destroyed it just now.
+        self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
         self._make_heartbeat, self._send_heartbeat = make_heartbeat, send_heartbeat
         self._last = LastCall()  # the one that the fields below are of
         self._census: Census | None = None

@@ -9,7 +9,7 @@ import threading
 import time
 
 from ..sync import keys
-from ..sync.rank_log import report
+from .log_line import report
 from .store_client import StoreClient
 from .training_notes import TrainingNotes
 from .wire import decode_texts

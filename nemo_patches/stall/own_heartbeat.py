@@ -43,7 +43,8 @@ class OwnHeartbeat:
         away_after = min(current().timeout, settings.stall_timeout or current().timeout) / 2
         away = idle >= away_after.total_seconds() and phase != LEFT
         workers = loader_workers() if away else ()
-        collective, activity = stacks.occupation(last.thread) if away else Occupation()
+        thread = stacks.training_thread(last.thread, last.native_thread)
+        collective, activity = stacks.occupation(thread) if away else Occupation()
         syncs = [notes.sync for notes in self._notes.encoders(self._group)]
         waits_in = next((f"the rounds of {sync.title}" for sync in syncs if sync.in_call), "")
         rounds = [
@@ -67,10 +68,10 @@ class OwnHeartbeat:
             rounds={key: number for *_, key, number in sorted(rounds)},
             address=listener.address if listener is not None else "",
             port=listener.port if listener is not None else 0,
-            where=stacks.where(last.thread) if away else "",
+            where=stacks.where(thread) if away else "",
             workers=workers,
             worker_states=described(workers),
             collective=LENGTH_SYNC if phase == LENGTH_SYNC else waits_in or collective,
             activity=activity,
-            batch=last_batch(stacks.frames(last.thread)) if away else "",
+            batch=last_batch(stacks.frames(thread)) if away else "",
         )

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ..sync import keys
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
-from ..sync.rank_log import report
 from .heartbeat import Heartbeat
+from .log_line import report
 from .missing_query import Introduction
 from .missing_rank import UNPATCHED
 from .own_heartbeat import OwnHeartbeat

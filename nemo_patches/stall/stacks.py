@@ -50,6 +50,16 @@ def occupation(thread: int) -> Occupation:
     return occupation_of([Frame(frame.f_code, frame.f_lasti) for frame in frames(thread)])
 
 
+def training_thread(caller: int, native_id: int) -> int:
+    """The thread that has called an encoder; where that has ended or runs no Python, the main thread.
+
+    A GPU's backward has a thread of its own, which calls an encoder within torch.utils.checkpoint once more. native_id:
+    the identifier of a thread that has ended is soon another's.
+    """
+    is_there = caller in sys._current_frames() and os.path.exists(f"/proc/self/task/{native_id}")
+    return caller if is_there else threading.main_thread().ident or 0
+
+
 def runs(thread: int, place: tuple[str, str]) -> bool:
     """Whether the function `place` (its file, its name) is being run by this thread."""
     return any((frame.f_code.co_filename, frame.f_code.co_name) == place for frame in frames(thread))

@@ -18,13 +18,13 @@ from datetime import timedelta
 
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
-from ..sync.rank_log import report
 from .call_watchdog import CallWatchdog
 from .census import Census
 from .encoder_watch import EncoderWatch
 from .heartbeat import PERIOD_ON_A_FILE_S, Heartbeat, period_for_s
 from .job_stall import JobStallWatch
 from .late_return import LateReturn
+from .log_line import report
 from .missing_query import MissingQuery, Surroundings
 from .missing_rank import Stall
 from .own_heartbeat import OwnHeartbeat

@@ -18,9 +18,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..sync import keys
-from ..sync.rank_log import report
 from ..sync.store import JobStore, StoreConnection
 from .heartbeat import Heartbeat
+from .log_line import report
 from .wire import decode_heartbeat, encode_heartbeat
 
 _KEYS_PER_REQUEST = 256

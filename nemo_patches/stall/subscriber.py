@@ -59,7 +59,11 @@ class StallSubscriber:
 
     def _group_began(self, event: GroupBegan) -> None:
         self._monitor = StallMonitor(event.group, self._notes, self.settings_in_force)
-        self._monitor.start()
+        try:
+            self._monitor.start()
+        except RuntimeError as error:  # as many threads as this user or container may have
+            bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            report(logging.WARNING, f"there are no stall reports of this rank, training goes on: {error}")
 
 
 process = StallSubscriber()

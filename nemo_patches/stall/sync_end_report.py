@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from ..sync.events import Report, SyncHandle, bus
-from ..sync.rank_log import report
+from .log_line import report
 from .missing_query import END, PATIENCE_S, Answer, MissingQuery, Question, Surroundings
 from .missing_rank import Stall, StallReported
 

@@ -28,6 +28,7 @@ class LastCall(NamedTuple):
     calls: int = 0  # of all encoders
     since: float = 0.0  # time.monotonic() at which it began; 0.0 before the first
     thread: int = 0
+    native_thread: int = 0  # the kernel's number of it
     place: tuple[str, str] = ("", "")  # the function that called the length sync: file and name
 
     def in_forward(self) -> bool:
@@ -91,8 +92,8 @@ class TrainingNotes:
         self._growing = False  # also where a growth has raised
         sync, notes = event.sync, self._of(event.sync)
         notes.latest, place = (event.call, event.clock), notes.place
-        calls, thread = self.last.calls + 1, threading.get_ident()
-        self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), thread, place)
+        calls, threads = self.last.calls + 1, (threading.get_ident(), threading.get_native_id())
+        self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), *threads, place)
 
     def _rounds_began(self, event: RoundsBegan) -> None:
         self._of(event.sync)

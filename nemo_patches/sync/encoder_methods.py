@@ -15,7 +15,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -28,15 +28,14 @@ METHODS = ("__setattr__", "__delattr__", "register_buffer", "_save_to_state_dict
 LENGTH_SIZED = ("pe", "seq_range")  # buffers of Conformer and its likes; of Squeezeformer, ConvASR, punctuation
 
 
-class Growth:
+class Growth(NamedTuple):
     """What has grown privately in this process."""
 
-    def __init__(self) -> None:
-        self.names: dict[type, set[str]] = {}  # of the private tensors in the modules of a class
-        self.same_shape: set[str] = set()  # buffers that a growth has given other values alone: said
+    names: dict[type, set[str]]  # of the private tensors in the modules of a class
+    same_shape: set[str]  # buffers that a growth has given other values alone: said
 
 
-growth = Growth()
+growth = Growth({}, set())
 
 
 def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Method:

@@ -124,6 +124,13 @@ class ProcessSync:
             self.group_syncs = group_syncs = GroupSyncs(default_group)
         return group_syncs if group_syncs.group.size > 1 else None
 
+    def forget(self) -> None:
+        """In a forked child, which is no rank, also where its parent has not called an encoder yet."""
+        self._lock = threading.RLock()  # a thread may have held it
+        if (group_syncs := self.present_group()) is not None:
+            group_syncs.channel.forget()
+            group_syncs.has_begun = True  # nor does it announce itself
+
 
 class GroupSyncs:
     """The encoders' syncs under one default process group."""
@@ -142,7 +149,7 @@ class GroupSyncs:
         self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
         self.first_rounds: dict[EncoderSync, float] = {}  # of which nothing is known yet: issued when
         self._passed_over: list[EncoderSync] = []  # encoders that only this rank has called
-        self._begun = self.end_said = False
+        self.has_begun = self.end_said = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
         if (sync := self.by_encoder.get(encoder)) is not None:
@@ -152,8 +159,7 @@ class GroupSyncs:
         # among equals, the order of first calls.
         paths = "\n".join(path for path, _ in encoder.named_parameters())
         kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-        sync = next((sync for sync in self._passed_over if sync.kind == kind), None)
-        if sync is not None:
+        if (sync := next((sync for sync in self._passed_over if sync.kind == kind), None)) is not None:
             self._passed_over.remove(sync)
             self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
             self.first_rounds[sync] = time.monotonic()
@@ -178,8 +184,8 @@ class GroupSyncs:
 
     def begin(self) -> None:
         """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
-        if not self._begun:
-            self._begun = True
+        if not self.has_begun:
+            self.has_begun = True
             bus.publish(events.GroupBegan(self.group))
 
     def close(self) -> None:
@@ -296,8 +302,7 @@ class EncoderSync:
         self._outcome = TIMEOUT
         round_.gave_up_at = time.monotonic()
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
-        late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
-        text = f"{self.handle.call_title(round_)}: {late}"
+        text = f"{self.handle.call_title(round_)}: {self.handle.late(round_, round_.gave_up_at - round_.issued_at)}"
         if not bus.publish(events.WaitTimedOut(self.handle, round_, promise)) and self._said is None:
             self._said = round_  # with a subscriber, its report says it, and who is missing
             report(logging.WARNING, text)
@@ -325,6 +330,6 @@ def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta
 
 
 process = ProcessSync()
-os.register_at_fork(after_in_child=lambda: setattr(process, "_lock", threading.RLock()))  # a thread may have held it
+os.register_at_fork(after_in_child=process.forget)
 synced_length, use, current = process.synced_length, process.use, process.current
 counters, sync_of = process.counters, process.sync_of

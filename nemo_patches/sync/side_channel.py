@@ -117,7 +117,10 @@ class SideChannel:
         """From now on there is a thread. With the lock held."""
         if self._thread is None and not self.error:
             self._thread = threading.Thread(target=self._run, name="nemo_patches side channel", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # as many as this user or container may have
+                self.stop(f"this rank cannot take part: {error}")
 
     def stop(self, reason: str, leaves: bool = False) -> None:
         """End this rank's rounds at once, and the thread soon. Takes no lock: the garbage collector may call this."""
@@ -288,11 +291,6 @@ def _at_exit() -> None:
         channel.join(timedelta(seconds=0.5))
 
 
-def _forget() -> None:
-    for channel in list(_channels):
-        channel.forget()
-
-
 _channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=lambda: list(map(SideChannel.forget, list(_channels))))

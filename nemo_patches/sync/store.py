@@ -38,8 +38,7 @@ class JobStore:
 
     def connect(self) -> StoreConnection:
         """May block; raises RuntimeError where the group is gone, and the store's errors."""
-        store = self._default_store()
-        if store is None:
+        if (store := self._default_store()) is None:
             raise RuntimeError("the process group was destroyed")
         if hasattr(store, "clone") and (self.server is not None or self.is_file):  # newer torch; keeps the prefixes
             store = store.clone()
@@ -63,10 +62,10 @@ class StoreConnection:
         self.part: dist.Store | None = None  # the present attempt's, as far as it is known
         self._job_store, self._store, self._attempt = job_store, store, -1
         # It says nothing, and tells when the server has gone: c10d logs 22 lines for a request then.
-        server = job_store.server
-        self._silent = socket.create_connection(server, _CONNECT_S) if server is not None else None
+        self._silent = socket.create_connection(job_store.server, _CONNECT_S) if job_store.server is not None else None
         if self._silent is not None:
             self._silent.setblocking(False)
+            weakref.finalize(self, self._silent.close).atexit = False  # Python's development mode warns without
 
     def check(self) -> None:
         """Before a request. Raises ConnectionError where the server has gone; does not block."""

@@ -107,8 +107,7 @@ class Place:
 
     def knock(self, store: Any) -> Connection | None:
         """A connection to the parent, which has yet to let this rank in; None: it does not listen yet."""
-        door = DOOR.format(rank=self.parent)
-        if not store.check([door]):
+        if not store.check([door := DOOR.format(rank=self.parent)]):
             return None
         address, port, token = json.loads(store.get(door))
         if self._is_loopback_apart(address, [self.parent]):

@@ -64,7 +64,7 @@ class RecentCalls:
     def _begin_anew(self, group: Group | None) -> None:
         self.group = group
         self.started, self._started_at = round(time.time(), 6), time.monotonic()
-        self.thread = 0  # that made the last call
+        self.thread = self.native_thread = 0  # that made the last call; the kernel's number of it
         self._open: dict[int, tuple[_Encoder, int, float]] = {}  # in its length sync, by thread: n, when it began
         self._latest: _Encoder | None = None
         self._encoders: dict[SyncHandle, _Encoder] = {}
@@ -94,7 +94,7 @@ class RecentCalls:
             self._begin_anew(sync.group)
             self._group_began()
         encoder, thread = self._encoders.get(sync) or self._first_call(sync), threading.get_ident()
-        self._latest, self.thread = encoder, thread
+        self._latest, self.thread, self.native_thread = encoder, thread, threading.get_native_id()
         self._open[thread] = encoder, max(event.call, encoder.number + 1), time.monotonic()
 
     def _first_call(self, sync: SyncHandle) -> _Encoder:
