@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.stall import log_line
 from nemo_patches.stall.job_stall import EXIT_CODE
+from nemo_patches.stall.log_line import LogLines
 from nemo_patches.sync import rank_log
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
@@ -362,25 +362,30 @@ class Hanging(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.answer = threading.Event()
+        self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.answer.wait(60)
+        self.texts.append(record.getMessage())
 
 
 def test_a_log_handler_that_hangs_holds_up_the_monitor_once() -> None:
-    handler = Hanging()
+    handler, lines = Hanging(), LogLines()
     rank_log.logger.addHandler(handler)
     try:
         began = time.monotonic()
         for _ in range(100):
-            log_line.report(logging.WARNING, "a rank is late")
-        took_s, blocked = time.monotonic() - began, len(log_line._blocked)
+            lines.report(logging.WARNING, "a rank is late")
+        took_s = time.monotonic() - began
+        handler.answer.set()
+        wait_until(lambda: not any(thread.is_alive() for thread in lines._blocked))
+        lines.report(logging.WARNING, "it has come")
+        wait_until(lambda: len(handler.texts) == 65)
     finally:
         handler.answer.set()
-        wait_until(lambda: not any(thread.is_alive() for thread in log_line._blocked))
         rank_log.logger.removeHandler(handler)
     assert took_s < 15  # not half a second for each line
-    assert blocked < 100
+    assert handler.texts[-1].endswith("it has come | 36 lines before this one are lost: nobody took them")
 
 
 def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:

@@ -140,14 +140,10 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     note("at its limit", tarred(9), stream(1), limit_train_batches=3)
     note("announced", tarred(3), stream(1))
     progress, _ = note("half an epoch", tarred(6), stream(1), val_check_interval=0.5, limit_train_batches=6)
-<<<<<<< HEAD
     seen["at"], seen["interval"] = progress.at_validation, progress.intervals
-=======
-    seen["at"] = progress.at_validation
     if BY_THE_CLOCK:
         both_stages = [StopTogether(True, True)]
         note("by the clock", stream(2 + more), stream(2), callbacks=both_stages, val_check_interval=timedelta(0))
->>>>>>> attack-versions
     note("half of the least announced", tarred(6 - 2 * more), stream(1), val_check_interval=0.5)
     for name, val, limit in (("none has one to validate", stream(0), 1.0), ("half of none", sized(0), 0.5)):
         note(name, stream(1), val, callbacks=[StopTogether(False, True)], limit_val_batches=limit)

@@ -8,19 +8,37 @@ import threading
 from ..sync import rank_log
 
 _WRITE_LIMIT_S, _MOST_BLOCKED = 0.5, 64
-_blocked: list[threading.Thread] = []  # that have not written their line yet: nobody waits for another one then
 
 
-def report(level: int, text: str) -> None:
-    """As rank_log.report, within a time limit: a launcher that hangs, or a log server, stops no heart and no exit."""
-    _blocked[:] = [thread for thread in _blocked if thread.is_alive()]
-    if len(_blocked) >= _MOST_BLOCKED:
-        return  # there is nowhere to say it
-    line = threading.Thread(target=rank_log.report, args=(level, text), name="nemo_patches log line", daemon=True)
-    try:
-        line.start()
-    except RuntimeError:  # as many threads as this user or container may have, or the interpreter ends
-        rank_log.report(level, text)
-        return
-    line.join(0 if _blocked else _WRITE_LIMIT_S)
-    _blocked.append(line)
+class LogLines:
+    """Any thread may call `report`; the fields are written under the lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocked: list[threading.Thread] = []  # that have not written their line yet
+        self._lost = 0  # lines since the last that was taken
+
+    def report(self, level: int, text: str) -> None:
+        """As rank_log.report, within a time limit: a launcher that hangs, or a log server, stops no heart and no exit.
+
+        While a line is blocked nobody waits for another one. Too many are lost, which the next one says.
+        """
+        with self._lock:
+            self._blocked = [thread for thread in self._blocked if thread.is_alive()]
+            if len(self._blocked) >= _MOST_BLOCKED:
+                self._lost += 1
+                return
+            text += f" | {self._lost} lines before this one are lost: nobody took them" if self._lost else ""
+            self._lost, limit_s = 0, 0.0 if self._blocked else _WRITE_LIMIT_S
+        line = threading.Thread(target=rank_log.report, args=(level, text), name="nemo_patches line", daemon=True)
+        try:
+            line.start()
+        except RuntimeError:  # as many threads as this user or container may have, or the interpreter ends
+            rank_log.report(level, text)
+            return
+        with self._lock:
+            self._blocked.append(line)
+        line.join(limit_s)
+
+
+report = LogLines().report
