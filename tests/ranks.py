@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import logging
 import multiprocessing
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -46,15 +47,23 @@ class Result:
         return [line for line in own if all(word in line for word in words)]
 
 
-# Below those that the kernel gives to whoever asks for any, or connects: such a one may be taken before it is used.
-# Test processes side by side begin at other ones.
-_FIRST_PORT = 10_000 + os.getpid() % 90 * 200
-_PORTS = itertools.cycle(range(_FIRST_PORT, _FIRST_PORT + 200))
+@functools.cache
+def _own_ports() -> tuple[socket.socket, Iterator[int]]:
+    """Holds the first port of a range that no other test process has, and gives the others, again and again.
+
+    Below those that the kernel gives to whoever asks for any, or connects: such a one may be taken before it is used.
+    """
+    for number in itertools.count(os.getpid()):
+        first, holder = 10_000 + number % 90 * 200, socket.socket()
+        with contextlib.suppress(OSError):
+            holder.bind(("127.0.0.1", first))
+            return holder, itertools.cycle(range(first + 1, first + 200))
+    raise AssertionError("no range of ports is free")
 
 
 def free_port() -> int:
     while True:
-        port = next(_PORTS)
+        port = next(_own_ports()[1])
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port

@@ -59,6 +59,7 @@ def seconds_to_exit(ending: str, folder: Path) -> tuple[float, int, str]:
     ]
     try:
         out, error = ranks[0].communicate(timeout=LIMIT)
+        assert out, error
         return time.time() - float(out), ranks[0].returncode, error
     finally:
         done.touch()
