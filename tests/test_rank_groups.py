@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,15 @@ def test_who_is_not_in_the_collective_of_the_others_is_waited_for() -> None:
         "rank 3 (node3, pid 103): lock (a.py:1) | rank 5 (node5, pid 105): read_audio (dataset.py:41) | "
         f"ranks 0-2, 4, 6-7: {GRADIENTS}"
     )
+
+
+@pytest.mark.parametrize(
+    ("rounds", "text"), [(1, "rank 1 has not announced itself: "), (2, "rank 1: where is not known")]
+)
+def test_who_syncs_and_has_not_announced_itself_is_not_called_unpatched(rounds: int, text: str) -> None:
+    """A second round has been issued: the first has come, from every rank."""
+    waits = replace(waiting(0)[0], rounds={"encoder": rounds})
+    assert verdict(waits, size=2).text().startswith(text)
 
 
 def test_the_smallest_group_comes_first() -> None:

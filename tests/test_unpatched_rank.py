@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import encoders
 import pytest
 from omegaconf import OmegaConf
-from ranks import CONNECTING_S, REPORT_S, run_ranks, wait_for_others, wait_until
+from ranks import CONNECTING_S, REPORT_S, Said, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.roll_call import RollCall
+from nemo_patches.stall.stall_monitor import SUBSCRIBER
+from nemo_patches.sync.events import bus
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
@@ -116,6 +119,41 @@ def test_rank_0_says_at_the_start_where_an_encoder_syncs_although_its_config_say
         "; ConformerEncoder: sync_max_audio_length is false in the config that it was made from, and not in force"
     )
     assert results[1].lines("patched") == []
+
+
+def one_has_no_stall_reports(rank: int, size: int) -> list[str] | None:
+    said = Said()
+    nemo_patches.apply(timeout=CONNECTING_S)
+    if rank == 1:
+        bus.unsubscribe(SUBSCRIBER)  # as where its thread cannot be started, or with a vendored core alone
+    encoder = encoders.conformer()
+    for length in (100, 200):
+        encoders.sync(encoder, length)
+    if rank == 1:
+        wait_for_others("named", size)
+        encoders.sync(encoder, 300)
+        return None
+    roll_call()._limit = timedelta(0)
+    wait_until(lambda: said.lines)
+    wait_until(lambda: not nemo_patches.status().unannounced)
+    nemo_patches.apply(timeout=TIMEOUT)
+    encoders.sync(encoder, 300)
+    wait_until(lambda: nemo_patches.status().stalls)
+    (stall,) = nemo_patches.status().stalls
+    assert [(missing.rank, missing.kind) for missing in stall.missing] == [(1, "late")]
+    wait_for_others("named", size)
+    return said.lines
+
+
+def test_a_rank_that_syncs_and_has_no_stall_reports_is_not_called_unpatched() -> None:
+    results = run_ranks(one_has_no_stall_reports, 3)
+    for rank in (0, 2):
+        roll, late = results[rank].value[:2]
+        assert (
+            "rank 1 of 3 has not announced itself within 0 s: every rank syncs, but there are no stall reports there"
+            in roll
+        )
+        assert late.endswith("Missing: rank 1 of 3 | rank 1 is late")
 
 
 def store_goes(rank: int, size: int, goes_on: bool) -> None:

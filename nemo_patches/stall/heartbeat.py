@@ -38,6 +38,10 @@ class Heartbeat:
             return None
         return self.rounds.get(encoder_key, 0) >= round_number > 0
 
+    def tells_that_all_sync(self) -> bool:
+        """Whether a first round has come: then no rank is without nemo_patches, nor before its first encoder call."""
+        return any(number > 1 for number in self.rounds.values())
+
 
 def period_for_s(size: int) -> float:
     """Seconds from one heartbeat of a rank to the next, of so many ranks. Many beat less often, for the one store."""

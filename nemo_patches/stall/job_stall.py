@@ -67,8 +67,7 @@ class JobStallWatch:
         send_heartbeat: Callable[[], None],
     ) -> None:
         self._notes, self._surroundings = notes, surroundings
-        world = torch.distributed.group.WORLD  # which outlives its destruction in a DDP module
-        # None: another thread has destroyed it just now.
+        world = torch.distributed.group.WORLD  # outlives its destruction in a DDP module; None: destroyed just now
         self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
         self._make_heartbeat, self._send_heartbeat = make_heartbeat, send_heartbeat
         self._last = LastCall()  # the one that the fields below are of

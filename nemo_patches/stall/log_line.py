@@ -19,14 +19,11 @@ class LogLines:
         self._lost = 0  # lines since the last that was taken
 
     def report(self, level: int, text: str) -> None:
-        """As rank_log.report, within a time limit: a launcher that hangs, or a log server, stops no heart and no exit.
-
-        While a line is blocked nobody waits for another one. Too many are lost, which the next one says.
-        """
+        """As rank_log.report, within a time limit. While a line is blocked nobody waits for another one."""
         with self._lock:
             self._blocked = [thread for thread in self._blocked if thread.is_alive()]
             if len(self._blocked) >= _MOST_BLOCKED:
-                self._lost += 1
+                self._lost += 1  # which the next one says
                 return
             text += f" | {self._lost} lines before this one are lost: nobody took them" if self._lost else ""
             self._lost, limit_s = 0, 0.0 if self._blocked else _WRITE_LIMIT_S

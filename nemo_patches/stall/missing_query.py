@@ -171,7 +171,7 @@ class StoreQuery:
         self._surroundings, self._question, self._cancelled = surroundings, question, cancelled
         self._began = time.monotonic()
         self._store = AskedStore(surroundings.client)
-        self._announced: set[int] = set()
+        self._announced, self._all_sync = set[int](), question.round_number > 1
         surroundings.client.ask_in_thread(self._run)
 
     def trouble(self) -> str:
@@ -248,6 +248,7 @@ class StoreQuery:
             if ranks - self._announced:
                 self._announced |= announced_ranks(store, self._surroundings.size)
             heartbeats = read_heartbeats(store, self._announced & ranks)
+        self._all_sync = self._all_sync or any(one.tells_that_all_sync() for one in heartbeats.values())
         absent = {rank for rank in ranks if rank not in heartbeats or not self._question.came(heartbeats[rank])}
         return heartbeats, absent
 
@@ -284,7 +285,7 @@ class StoreQuery:
     def _kind(self, first: Heartbeat | None, last: Heartbeat | None, early: bool) -> str:
         """Of a missing rank, by its heartbeat when it was first looked at and now; early: too soon after to tell."""
         if last is None:
-            return UNANNOUNCED
+            return LATE if self._all_sync else UNANNOUNCED  # the former has no stall reports
         if last.phase == LEFT:
             return LEFT
         if first is not None and first.number == last.number and not early:

@@ -129,8 +129,11 @@ def grouped(
     """
     by_place: dict[tuple[str, ...], list[RankGroup]] = {}
     silent = set(silent)
+    # Who syncs, and has not announced itself, has no stall reports.
+    unheard = ELSEWHERE if any(one.tells_that_all_sync() for one in heartbeats.values()) else UNANNOUNCED
     for rank in range(size):
-        group = _alone(rank, heartbeats.get(rank), rank in silent, calling_within_s)
+        runs, heartbeat = ((rank, rank),), heartbeats.get(rank)
+        group = _alone(runs, heartbeat, rank in silent, calling_within_s) if heartbeat else RankGroup(runs, unheard)
         by_place.setdefault(group.place, []).append(group)
     joined = (
         RankGroup(**{**vars(alone[0]), "runs": tuple(ranges(group.runs[0][0] for group in alone))})
@@ -167,10 +170,9 @@ def _are_guesses(waiting: list[RankGroup]) -> bool:
     return all(group.collective.startswith(PERHAPS) for group in waiting)
 
 
-def _alone(rank: int, heartbeat: Heartbeat | None, is_silent: bool, calling_within_s: float) -> RankGroup:
-    runs = ((rank, rank),)
-    if heartbeat is None:
-        return RankGroup(runs, UNANNOUNCED)
+def _alone(
+    runs: tuple[tuple[int, int], ...], heartbeat: Heartbeat, is_silent: bool, calling_within_s: float
+) -> RankGroup:
     place = (heartbeat.host, heartbeat.pid, heartbeat.calls, heartbeat.idle)
     if heartbeat.phase == LEFT or is_silent:
         return RankGroup(runs, LEFT if heartbeat.phase == LEFT else SILENT, *place)

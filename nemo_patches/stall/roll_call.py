@@ -172,7 +172,7 @@ class RollCall:
         if self._broken:
             return f"cannot see whether every rank is patched: {self._broken}"
         verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
-        return (
-            f"{named(self.missing)} of {self._group.size} {verb} within {self._limit.total_seconds():g} s: not "
-            f"patched, not started, or not yet at a first encoder call. {UNPATCHED}"
-        )
+        why = f"not patched, not started, or not yet at a first encoder call. {UNPATCHED}"
+        if self._own_heartbeat.make(self.listener).tells_that_all_sync():
+            why = "every rank syncs, but there are no stall reports there; stderr there says why"
+        return f"{named(self.missing)} of {self._group.size} {verb} within {self._limit.total_seconds():g} s: {why}"

@@ -55,7 +55,8 @@ class StallSubscriber:
 
     def unannounced(self) -> tuple[int, ...]:
         """The ranks that have not announced themselves under that process group: unpatched, or not here yet."""
-        return () if self._monitor is None else self._monitor.roll_call.missing
+        own = self._monitor.latest if self._monitor is not None else None
+        return () if self._monitor is None or (own and own.tells_that_all_sync()) else self._monitor.roll_call.missing
 
     def _group_began(self, event: GroupBegan) -> None:
         self._monitor = StallMonitor(event.group, self._notes, self.settings_in_force)
