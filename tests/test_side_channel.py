@@ -14,7 +14,6 @@ import subprocess
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -565,52 +564,3 @@ def test_many_rounds_leave_memory_files_and_threads_as_they_were() -> None:
     for rank in run(soak, 3):
         before, after = rank.value
         assert after - before < 512, (before, after)  # KiB: 26 bytes a round
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of one of many ranks."""
-
-    files: int  # that the side channel keeps open
-    told_s: float  # from the last round until it knew of the death
-
-
-def many_ranks(rank: Rank, late: int, victim: int) -> Figures:
-    files = open_files()
-    rank.meet("all are here")
-    rank.hold_rounds(10)
-    files = open_files() - files
-    if rank.number == late:
-        rank.meet("the others gave up")
-        rank.rounds.issue(rank.number)
-    else:
-        rank.rounds.issue(rank.number)
-        assert rank.rounds.wait(SHORT) is None
-        rank.meet("the others gave up")
-    assert rank.rounds.wait(LONG) == rank.size - 1
-    rank.meet("in step")
-    if rank.number == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(RoundFailed, match=f"rank {victim} has gone"):
-        rank.rounds.issue(rank.number)
-        rank.rounds.wait(LONG)
-    return Figures(files, time.monotonic() - began)
-
-
-MANY, MIB_PER_RANK = 256, 12  # benchmarks/side_channel.py measures 1,024
-
-
-@pytest.mark.parametrize("victim", [INNER, ROOT])
-def test_many_ranks_connect_wait_for_a_late_one_and_are_told_of_a_death(victim: int) -> None:
-    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    if (mib := int(available.split()[1]) // 1024) < MANY * MIB_PER_RANK:
-        pytest.skip(f"{MANY} ranks need {MANY * MIB_PER_RANK} MiB of memory, {mib} are free")
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if 0 <= processes < 8 * MANY:
-        pytest.skip(f"{MANY} ranks need more processes and threads than {processes}")
-    ended = run(many_ranks, MANY, MANY - 1, victim, dies=(victim,), fan_out=16)
-    figures = [rank.value for rank in ended if rank.value is not None]
-    assert len(figures) == MANY - 1
-    assert max(rank.files for rank in figures) <= 17  # 16 children, and the parent
-    assert max(rank.told_s for rank in figures) < LONG.total_seconds() / 2
