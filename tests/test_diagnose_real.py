@@ -433,11 +433,12 @@ def test_after_the_job_has_died_the_first_to_go_is_to_blame(
 
 
 def killed(rank: int, size: int, folder: str) -> None:
-    nemo_patches.apply(timeout=TIMEOUT, trace=folder)
+    nemo_patches.apply(timeout=CONNECTING_S, trace=folder)
     encoder = encoders.conformer()
     for _ in range(2):
         encoders.run(encoder, 100)
-        dist.barrier()
+        come_in(encoder)
+    nemo_patches.apply(timeout=TIMEOUT, trace=folder)
     wait_until(lambda: len(list(Path(folder).glob("*.jsonl"))) == size)
     if rank == ODD:
         wait_until(lambda: next(Path(folder).glob("rank-00001.*")).read_bytes().count(b'"k":"leave"') == 2)
