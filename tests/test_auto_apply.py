@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +40,8 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
     assert all((end["size"], end["steps"]) == (2, STEPS) for end in ends)
     assert len(lines(done, "patched on all 2 ranks: ConformerEncoder, ", f"timeout={TIMEOUT} s", "INFO [rank 0/2")) == 1
     assert lines(done, "patched", "[rank 1/2") == []
-    # Where a busy machine has not connected the ranks by then, call 1 waits in vain too.
-    first, *_ = lines(done, "WARNING", "not every rank's length came within", "[rank 0/2")
-    assert re.search(r"training call [12]: .* within [5-9]\.\d+ s", first), first
+    late = f"training call 2: not every rank's length came within {TIMEOUT}.0"
+    assert len(lines(done, "WARNING", late, "[rank 0/2")) == 1
     recovered, *_ = lines(done, "recovered", "[rank 0/2")  # a busy machine may have shorter stalls after it
     assert TIMEOUT <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 30
     assert lines(done, "ERROR") == []
