@@ -32,8 +32,8 @@ os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up a name for 
 import torch
 import torch.distributed as dist
 
-from nemo_patches.sync.side_channel import Rounds, SideChannel
-from nemo_patches.sync.store import JobStore
+from nemo_patches.channel.side_channel import Rounds, SideChannel
+from nemo_patches.channel.store import JobStore
 
 LIMIT = timedelta(seconds=300)  # for whatever ranks wait for
 GLOO_RANKS = 64  # of a full mesh, at most

@@ -81,7 +81,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class CountedConnection:
-    """As sync/store.py's StoreConnection, without attempts."""
+    """As channel/store.py's StoreConnection, without attempts."""
 
     part: Counted
 

@@ -336,7 +336,12 @@ def diagnose(
         ),
     ] = None,
     ras: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="Ask NCCL's RAS (from 2.24) on a host of a running job.")
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]|FILE",
+            help="Ask NCCL's RAS (from 2.24) on a host of a running job; or read what ncclras has printed.",
+            show_default="none",
+        ),
     ] = None,
 ) -> None:
     """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""

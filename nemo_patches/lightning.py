@@ -14,9 +14,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import nemo_patches
+from nemo_patches.channel import keys
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.store_client import StoreClient
-from nemo_patches.sync import keys, length_sync
+from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
@@ -146,7 +147,7 @@ class _Exchange:
                     self.exchanged = _Exchanged(figures, self._began)
                 else:
                     time.sleep(_LOOK_S)
-        except RuntimeError:
+        except (RuntimeError, ConnectionError):
             pass  # a store that has gone is a stall report's to say
         except Exception as error:
             report(

@@ -442,7 +442,7 @@ def raising(make: Callable[[], Any], rank: int) -> Any:
 
 
 def subclass(make: Callable[[], Any], rank: int) -> Any:
-    """A user's class that overrides the method and calls super()."""
+    """A user's class that overrides the method and calls super(); and one that reduces itself, which is said."""
     encoder = make()
     owner: Any = type(encoder)
     update = update_of(owner)
@@ -452,6 +452,10 @@ def subclass(make: Callable[[], Any], rank: int) -> Any:
         seen.append(int(seq_length))
         getattr(super(derived, self), update)(seq_length + 7, device)
 
+    def reduces(self: Any, seq_length: int, device: Any) -> None:
+        dist.all_reduce(torch.tensor([seq_length]))
+
+    type(f"Own{owner.__name__}", (owner,), {update: reduces})
     derived = type(f"My{owner.__name__}", (owner,), {update: override})
     encoder.__class__ = derived
     whole = Whole(encoder).eval()

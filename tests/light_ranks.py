@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import os
 import pickle
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from nemo_patches.sync.side_channel import Rounds, SideChannel
+    from nemo_patches.channel.side_channel import Rounds, SideChannel
 
 SOON_S = 10.0  # what a busy machine may take for what happens at once
 LONG = timedelta(seconds=60)  # for what must come
@@ -52,8 +55,8 @@ class Rank:
         return self.channel.rounds("encoder")
 
     def channel_on(self, store: dist.Store) -> SideChannel:
-        from nemo_patches.sync.side_channel import SideChannel
-        from nemo_patches.sync.store import JobStore
+        from nemo_patches.channel.side_channel import SideChannel
+        from nemo_patches.channel.store import JobStore
 
         return SideChannel(JobStore(store, self.number), self.number, self.size, self.said.append)
 
@@ -143,8 +146,8 @@ def _nest() -> Any:
 
 def serve() -> None:
     """The nest: one run after the other."""
-    import nemo_patches.sync.side_channel
-    import nemo_patches.sync.store  # noqa: F401  # torch.distributed with it
+    import nemo_patches.channel.side_channel
+    import nemo_patches.channel.store  # noqa: F401  # torch.distributed with it
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -215,7 +218,7 @@ def _rank(run: _Run, number: int, port: int) -> NoReturn:
     log = os.open(run.folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2), os.close(log)
     try:
-        from nemo_patches.sync import tree
+        from nemo_patches.channel import tree
 
         tree.FAN_OUT = run.fan_out
         value = run.scenario(Rank(number, run.size, run.host, port), *run.args)
@@ -228,6 +231,22 @@ def _rank(run: _Run, number: int, port: int) -> NoReturn:
         sys.exit(value.code)
     sys.stderr.flush()
     os._exit(0)
+
+
+# What befalls a connection.
+
+
+def reset(connection: socket.socket) -> None:
+    """As a firewall, or `ss -K`: both ends learn that there is no such connection. The file stays open."""
+    nowhere = struct.pack("H14x", socket.AF_UNSPEC)
+    ctypes.CDLL(None).connect(connection.fileno(), nowhere, len(nowhere))
+
+
+def reset_some(channel: SideChannel, ranks: Iterable[int] | None = None) -> None:
+    """The connections to these neighbours, or to all."""
+    for rank, connection in list(channel.links.connections.items()):
+        if (ranks is None or rank in ranks) and connection.socket.fileno() >= 0:
+            reset(connection.socket)
 
 
 # What a process has.

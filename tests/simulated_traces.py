@@ -57,6 +57,13 @@ class DdpForward(Gradients):
 
 
 @dataclass(frozen=True)
+class Away:
+    """No encoder call for so many seconds, as in a checkpoint, a decode or the writing of a .nemo."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Killed:
     """SIGKILL. gone: the others' length sync ends at once; else it is only silent, as a stopped process is."""
 
@@ -70,7 +77,7 @@ class Exit:
     error: str = ""
 
 
-Event = Call | Gradients | Killed | Exit
+Event = Call | Gradients | Away | Killed | Exit
 STEP: tuple[Event, ...] = (Call(), Gradients())
 
 
@@ -115,6 +122,7 @@ class _World:
     rounds: list[_Round] = field(default_factory=list)
     gone: dict[int, float] = field(default_factory=dict)  # rank: when its connections closed
     silent: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)  # for the others, in the gradients' reduce
 
     @property
     def failed_at(self) -> float:
@@ -150,6 +158,7 @@ class _Rank:
     at_gradients: bool = False
     in_ddp_since: float | None = None
     backwards: int = 0
+    entered: float = 0.0  # the last call
 
     def write(self, now: float, kind: type, **values: object) -> None:
         self.lines.append(kind(t=round(now - self.begins, 6), **values))
@@ -167,10 +176,21 @@ class _Rank:
                     self.backwards += 1
                     self.write(now, records.Backward, e=0, n=self.calls)
                 self.at_gradients = True
+                self.world.waiting.add(self.number)
                 now = yield _Pause(math.inf)
                 self.at_gradients = False
+                self.world.waiting.discard(self.number)
                 if has_graph:
                     self.write(now, records.BackwardEnded, e=0, n=self.calls)
+                continue
+            if isinstance(event, Away):
+                until = now + event.seconds
+                for look in range(9):
+                    due_at = self.entered + STALL_S * 2**look
+                    if self.reports and now < due_at < until:
+                        now = yield _Pause(due_at)
+                        self.report_stall(now)
+                now = yield _Pause(until)
                 continue
             if isinstance(event, Killed):
                 if event.gone:
@@ -186,6 +206,7 @@ class _Rank:
             now = yield _Pause(now + event.pause)
             self.calls += 1
             n = self.calls
+            self.entered = now
             if not self.lines or not any(isinstance(line, records.Encoder) for line in self.lines):
                 self.write(now, records.Encoder, **self._encoder())
             in_ddp = now - self.in_ddp_since if self.in_ddp_since is not None else None
@@ -335,6 +356,15 @@ class _Rank:
             unknown="",
         )
 
+    def report_stall(self, now: float) -> None:
+        """As stall/job_stall.py does: who waits in a collective is no suspect, and where none does, nobody is."""
+        waiting = self.world.waiting
+        suspects = sorted(set(range(self.world.size)) - waiting) if waiting else []
+        kinds = [self._kind(rank) for rank in suspects]
+        where = [PLACE if kind == ELSEWHERE else "" for kind in kinds]
+        text = f"waiting: {sorted(waiting)}"
+        self.write(now, records.Stalled, ranks=suspects, kinds=kinds, where=where, text=text, waited=bool(waiting))
+
     def _kind(self, rank: int) -> str:
         if rank in self.world.gone:
             return LEFT
@@ -377,16 +407,9 @@ def write(
 
 
 def _report_stall(world: _World, ranks: list[_Rank], now: float) -> None:
-    """As stall/job_stall.py does: who waits in a collective is no suspect, and where none does, nobody is."""
-    waiting = {rank.number for rank in ranks if rank.at_gradients}
-    alive = [
-        rank for rank in ranks if rank.setup.patched and rank.number not in world.gone | dict.fromkeys(world.silent)
-    ]
-    suspects = sorted({rank.number for rank in ranks} - waiting) if waiting else []
-    kinds = [alive[0]._kind(number) for number in suspects] if alive else []
-    where = [PLACE if kind == ELSEWHERE else "" for kind in kinds]
-    for rank in alive:
-        rank.write(now, records.Stalled, ranks=suspects, kinds=kinds, where=where, text=f"waiting: {sorted(waiting)}")
+    for rank in ranks:
+        if rank.setup.patched and rank.number not in world.gone and rank.number not in world.silent:
+            rank.report_stall(now)
 
 
 def _run(ranks: list[_Rank], size: int) -> float:

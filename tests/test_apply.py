@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import encoders
 import pytest
 import torch
+import wrapt
 from ranks import run_ranks
 
 import nemo_patches
@@ -248,8 +250,6 @@ def changed_body(owner: Any) -> None:
 
 
 def wrapped_by_others(owner: Any) -> None:
-    import functools
-
     original = owner.update_max_seq_length
 
     @functools.wraps(original)
@@ -286,6 +286,117 @@ def test_drift_is_shown_with_what_was_expected_and_found_and_patches_nothing(dri
         for name, function in saved.items():
             setattr(ConformerEncoder, name, function)
     assert attributes() == before
+
+
+def by_wraps(original: Any) -> Any:
+    @functools.wraps(original)
+    def logged(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+
+    return logged
+
+
+def by_closure(original: Any) -> Any:
+    def logged(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+
+    return logged
+
+
+def by_wrapt(original: Any) -> Any:
+    def logged(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+
+    return wrapt.FunctionWrapper(original, logged)
+
+
+def by_a_bound_method(original: Any) -> Any:
+    class Logger:
+        def logged(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+            wrapped(*args, **kwargs)
+
+    return wrapt.FunctionWrapper(original, Logger().logged)
+
+
+def by_partial(original: Any) -> Any:
+    def logged(self: Any, inner: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+
+    return functools.partialmethod(logged, original)
+
+
+def by_two(original: Any) -> Any:
+    return by_wrapt(by_wraps(original))
+
+
+WRAPPERS = [by_wraps, by_closure, by_wrapt, by_a_bound_method, by_partial, by_two]
+each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS)
+
+
+def at(function: Any) -> str:
+    """Where its inner function stands: the line below its own, or one further down for a decorator or a class."""
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i in range(function.__code__.co_firstlineno, len(lines)) if "def logged(" in lines[i])
+    return f"({__file__}:{line + 1 - lines[line - 1].strip().startswith('@')})"
+
+
+@pytest.fixture
+def conformer_class() -> Iterator[Any]:
+    from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
+
+    saved = dict(vars(ConformerEncoder))
+    yield ConformerEncoder
+    nemo_patches.revert()
+    for name in ("update_max_seq_length", "set_max_audio_length"):
+        setattr(ConformerEncoder, name, saved[name])
+
+
+@each_wrapper
+@pytest.mark.parametrize("method", ["update_max_seq_length", "set_max_audio_length"])
+def test_a_wrapper_that_came_first_is_named(wrap: Any, method: str, conformer_class: Any) -> None:
+    original = vars(conformer_class)[method]
+    setattr(conformer_class, method, wrap(original))
+    with pytest.raises(DriftError) as raised:
+        nemo_patches.apply()
+    assert f"ConformerEncoder.{method} is test_apply." in str(raised.value)
+    assert at(wrap if wrap is not by_two else by_wrapt) in str(raised.value)
+    if wrap in (by_wraps, by_wrapt, by_a_bound_method, by_two):
+        assert ", around NeMo's own; take that off before apply(), or put it on after apply(): " in str(raised.value)
+    if wrap is by_two:
+        assert f"{at(by_wrapt)}, around test_apply.by_wraps.<locals>.logged {at(by_wraps)}, " in str(raised.value)
+    setattr(conformer_class, method, original)
+    nemo_patches.apply()
+
+
+@each_wrapper
+def test_a_wrapper_around_ours_is_named_by_revert_and_by_the_next_apply(
+    wrap: Any, conformer_class: Any, caplog: Any
+) -> None:
+    nemo_patches.apply()
+    ours = vars(conformer_class)["update_max_seq_length"]
+    conformer_class.update_max_seq_length = wrap(ours)
+    place = at(wrap if wrap is not by_two else by_wrapt)
+    with listening(caplog):
+        nemo_patches.revert()
+    (message,) = caplog.messages
+    assert "ConformerEncoder.update_max_seq_length was patched again by others, test_apply." in message
+    assert place in message and "acts as NeMo's own from now on" in message
+    encoder = encoders.conformer()
+    with torch.inference_mode():
+        encoder.update_max_seq_length(seq_length=500, device=torch.device("cpu"))
+    assert encoder.max_audio_length == 500 and encoder.pos_enc.pe.is_inference()  # as in stock
+    with pytest.raises(DriftError) as raised:
+        nemo_patches.apply()
+    assert "ConformerEncoder.update_max_seq_length is test_apply." in str(raised.value)
+    assert place in str(raised.value)
+    if wrap in (by_wraps, by_wrapt, by_a_bound_method, by_two):
+        assert ", around nemo_patches' own, of before revert(); take that off " in str(raised.value)
+    # Who takes a wrapper off puts back what was there.
+    conformer_class.update_max_seq_length = ours
+    nemo_patches.apply()
+    assert vars(conformer_class)["update_max_seq_length"] is not ours
+    nemo_patches.revert()
+    assert not hasattr(vars(conformer_class)["update_max_seq_length"], "__wrapped__")
 
 
 def patched_again_by_others(rank: int, size: int) -> tuple[int, int]:

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from test_heartbeats import BEAT
 from typer.testing import CliRunner
 
+from nemo_patches.channel import keys
 from nemo_patches.cli import app
 from nemo_patches.stall.heartbeat import Heartbeat
 from nemo_patches.stall.peers import Listener
 from nemo_patches.stall.store_client import announce, send
 from nemo_patches.stall.wire import TOKEN_BYTES, Peer, encode_peers
-from nemo_patches.sync import keys
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
 from nemo_patches.tools.diagnose.findings import Report

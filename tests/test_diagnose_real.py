@@ -25,7 +25,7 @@ from ranks import CONNECTING_S, come_in, forget_incidents, run_ranks, wait_until
 from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_gil, stopper
 
 import nemo_patches
-from nemo_patches.sync.store import JobStore
+from nemo_patches.channel.store import JobStore
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report

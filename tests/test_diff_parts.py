@@ -160,7 +160,7 @@ def test_check_tells_a_committed_part_of_another_nemo_patches(
 def test_what_an_earlier_nemo_patches_put_in_is_said_and_left(checkout: Path) -> None:
     """Its files lay in our folder itself, and NeMo's files imported them from there."""
     for edit in checkouts.read(checkout).edits(ALL - {Part.STALL}):
-        place = checkout / edit.path.replace(f"{RUNTIME}/sync/", f"{RUNTIME}/")
+        place = checkout / RUNTIME / Path(edit.path).name if edit.path.startswith(RUNTIME) else checkout / edit.path
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(edit.after.replace(b"nemo_patches import", b"nemo_patches.encoder_methods import"))
     (checkout / RUNTIME / "__init__.py").write_text('__version__ = "0.1.0"\n')

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_patches.sync.side_channel import RoundFailed
+from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.uneven import even_loader
 from nemo_patches.uneven.agreement import Agreement, StopTogetherError
 from nemo_patches.uneven.even_loader import EvenLoader

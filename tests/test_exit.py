@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import free_port
 
 LIMIT = 240.0  # seconds, for a program: on a vendored NeMo it imports all of NeMo, on a busy machine for minutes
@@ -88,9 +91,9 @@ HALF_CONNECTED = """
 import json, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from nemo_patches.sync import keys
-from nemo_patches.sync.side_channel import SideChannel
-from nemo_patches.sync.store import JobStore
+from nemo_patches.channel import keys
+from nemo_patches.channel.side_channel import SideChannel
+from nemo_patches.channel.store import JobStore
 server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
 rounds = SideChannel(JobStore(server, 0), 0, 2, print).rounds("encoder")
 rounds.issue(5)
@@ -108,3 +111,85 @@ def test_exit_while_a_rank_that_died_before_it_connected_is_waited_for() -> None
     assert done.returncode == 7, done.stderr
     # A hang would last for the test's limit. A vendored runtime brings all of NeMo, whose own end takes 3 s.
     assert time.time() - float(done.stdout) < 40
+
+
+SERVER = """
+import sys
+import torch.distributed as dist
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+ANSWERED_LATE = """
+import atexit, os, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from nemo_patches.channel.store import JobStore
+from nemo_patches.stall.store_client import StoreClient
+store, is_connected = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), sys.argv[2] == "asking"
+client, started = StoreClient(JobStore(store, 0)), threading.Event()
+if is_connected:
+    with client.asking() as part:
+        part.add("key", 1)
+print("connected", flush=True)
+os.read(0, 1)  # the server is stopped
+
+def ask():
+    started.set()
+    with client.asking() as part:
+        part.add("key", 1)
+
+class Finalizing:  # what is left in sys.modules goes late, without Python's lock in these calls
+    def __del__(self, write=os.write, read=os.read):
+        write(1, b"finalizing\\n")
+        read(0, 1)
+
+sys.modules["finalizing"] = Finalizing()
+client.ask_in_thread(ask)
+started.wait()
+atexit.register(client.join, [], timedelta(seconds=0.6))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("thread", ["asking", "connecting"])
+def test_an_answer_while_the_interpreter_finalizes_does_not_abort_it(thread: str) -> None:
+    """The server is stopped when the process ends, and goes on while it does."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, text=True)
+    ending = None
+    try:
+        port = read_line(server)
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        command = [sys.executable, "-c", ANSWERED_LATE, port, thread]
+        ending = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)
+        assert read_line(ending) == "connected"
+        server.send_signal(signal.SIGSTOP)
+        write(ending)
+        assert read_line(ending) == "finalizing"
+        server.send_signal(signal.SIGCONT)
+        store.add("it has answered", 1)
+        time.sleep(0.3)  # for the thread to return, if it does
+        write(ending)
+        _, error = ending.communicate(timeout=LIMIT)
+        assert ending.returncode == 7, error
+        assert error == ""
+    finally:
+        server.kill()
+        server.communicate(timeout=LIMIT)
+        if ending is not None:
+            ending.kill()
+            ending.communicate(timeout=LIMIT)
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def write(process: subprocess.Popen[str]) -> None:
+    """What it waits for; it may have ended."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write("\n")
+        process.stdin.flush()

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_patches.channel.side_channel import SideChannel
+from nemo_patches.channel.store import JobStore
 from nemo_patches.stall import stacks
 from nemo_patches.stall.heartbeat import Heartbeat
 from nemo_patches.stall.loader_workers import described as described_workers
@@ -29,8 +31,6 @@ from nemo_patches.stall.wire import decode_heartbeat as decode
 from nemo_patches.stall.wire import decode_missing, decode_texts, encode_missing, encode_texts
 from nemo_patches.stall.wire import encode_heartbeat as encode
 from nemo_patches.sync.events import CallBegan, Group, SyncHandle
-from nemo_patches.sync.side_channel import SideChannel
-from nemo_patches.sync.store import JobStore
 
 pytestmark = pytest.mark.one_nemo
 BEAT = Heartbeat(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from light_ranks import LONG, Rank, open_files, run
 
-from nemo_patches.sync.side_channel import RoundFailed
+from nemo_patches.channel.side_channel import RoundFailed
 
 pytestmark = pytest.mark.one_nemo
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
+import interpreters
 import pytest
 from typer.testing import CliRunner
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.cli import app
 from nemo_patches.tools.diagnose import nccl_ras
 from nemo_patches.tools.diagnose.folder import UnreadableError
@@ -224,3 +230,66 @@ def test_the_command(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, ["diagnose", "--ras", f"127.0.0.1:{port}"]).exit_code == 0
     for arguments in (["--ras", "h:x"], ["--ras", "127.0.0.1:1"], ["--ras", "a", "--job", "b:1"]):
         assert CliRunner().invoke(app, ["diagnose", *arguments]).exit_code == 2
+
+
+WRONG = {  # how --ras is given: what its file holds (None: there is none), and what is said
+    "missing": (None, "No such file or directory"),
+    "empty": (b"", "no table of communicators in it"),
+    "binary": (bytes(range(256)) * 9, "no table of communicators in it"),
+    "json": (b'{"entries": [1]}', "no table of communicators in it"),
+    "half": (HEAD[:90].encode(), "no table of communicators in it"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_for_ras_that_is_none_of_its_is_said_with_what_is_allowed(name: str, tmp_path: Path) -> None:
+    content, said = WRONG[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    _refuses("--ras", str(tmp_path / name), said, "HOST or HOST:PORT", "file with what ncclras has printed")
+
+
+def test_a_folder_a_pipe_and_a_closed_file_for_ras_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _refuses("--ras", str(tmp_path), "Is a directory", "HOST or HOST:PORT")
+    monkeypatch.setattr(nccl_ras, "_LIMIT", timedelta(seconds=0.2))  # nobody ever writes into it
+    os.mkfifo(tmp_path / "pipe")
+    _refuses("--ras", str(tmp_path / "pipe"), "no table of communicators in it")
+    (tmp_path / "closed").write_text(SIX_BEHIND)
+    (tmp_path / "closed").chmod(0)
+    command = [sys.executable, "-m", "nemo_patches", "diagnose", "--ras", tmp_path / "closed"]
+    done = interpreters.run(interpreters.as_ordinary_user(command), interpreters.environment())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "Permission denied" in done.stderr
+
+
+NO_HOSTS = ["./a", "a..b", "a" * 64, "\udcff", "h:0", "h:65536", "h:" + "9" * 5000, "h:-1"]
+
+
+@pytest.mark.parametrize(("option", "port"), [("--ras", ""), ("--job", ":29500")])
+@pytest.mark.parametrize("host", NO_HOSTS)
+def test_what_cannot_be_a_host_is_refused_by_both_options(option: str, port: str, host: str) -> None:
+    _refuses(option, host if ":" in host else host + port, "")
+
+
+def _refuses(option: str, value: str, *said: str) -> None:
+    done = CliRunner().invoke(app, ["diagnose", option, value])
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 2, done.output
+    assert f"{option}={safe(value, 100)}" in done.stderr and done.stderr.count("\n") == 1
+    for text in said:
+        assert text in done.stderr
+
+
+def test_ras_reads_a_file_and_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "ras.txt").write_text(SIX_BEHIND * 2)
+    for given in (str(tmp_path / "ras.txt"), "/dev/stdin"):
+        command = [sys.executable, "-m", "nemo_patches", "diagnose", "--ras", given]
+        done = subprocess.run(command, input=SIX_BEHIND * 2, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1 and "ranks 0, 7 of communicator #0" in done.stdout.lower(), done.stderr
+
+
+def test_numbers_that_no_answer_has_end_nothing(tmp_path: Path) -> None:
+    number = "9" * 5000
+    for text, old in ((SIX_BEHIND * 2, "Rank 0"), (SIX_BEHIND * 2, "operation 6650"), (FINE, "       32\n\nComm")):
+        odd = text.replace(old, old.replace(old.split()[-1] if "Comm" not in old else "32", number))
+        assert odd != text
+        (tmp_path / "ras.txt").write_text(odd)
+        nccl_ras.diagnose_saved(tmp_path / "ras.txt")

@@ -18,15 +18,16 @@ from interpreters import CHECKOUT, environment, run
 from simulated_traces import Setup, file_name, header
 from test_heartbeats import BEAT
 
+from nemo_patches.channel import keys
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.channel.side_channel import RoundFailed, SideChannel
+from nemo_patches.channel.store import JobStore
 from nemo_patches.stall.missing_query import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.stall.rank_text import first_line
 from nemo_patches.stall.store_client import StoreClient
 from nemo_patches.stall.wire import decode_heartbeat, decode_texts, encode_texts
-from nemo_patches.sync import keys, rank_log
-from nemo_patches.sync.safe_text import safe
-from nemo_patches.sync.side_channel import RoundFailed, SideChannel
-from nemo_patches.sync.store import JobStore
+from nemo_patches.sync import rank_log
 from nemo_patches.tools.doctor import ranks
 from nemo_patches.tracing import records
 

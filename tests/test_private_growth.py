@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import importlib.util
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import encoders
@@ -275,6 +277,198 @@ def hidden_group(rank: int, size: int) -> list[tuple[str, int]]:
 def test_a_process_group_that_is_hidden_for_a_while() -> None:
     for result in run_ranks(hidden_group, 2):
         assert [where for where, wrong in result.value if wrong] == []
+
+
+def exported_without_a_group(rank: int, size: int) -> list[str]:
+    """What torch.export makes of a private tensor is its own affair; the encoder is afterwards what it was before."""
+    from unittest import mock
+
+    nemo_patches.apply(sync="local")
+    encoder: Any = encoders.conformer().eval()
+    with torch.no_grad():
+        encoders.run(encoder, 5 * LONG)
+        inputs = {"audio_signal": torch.randn(1, encoders.FEATURES, 2 * LONG), "length": torch.tensor([2 * LONG])}
+        expected, buffers = encoder(**inputs)[0], dict(encoder.named_buffers())
+        private = encoder.pos_enc.pe
+        with mock.patch("torch.distributed.is_initialized", lambda: False), contextlib.suppress(AssertionError):
+            torch.export.export(encoder, (), inputs, strict=False)
+        found = dict(encoder.named_buffers())
+        wrong = [path for path in found.keys() | buffers.keys() if found.get(path) is not buffers.get(path)]
+        same = encoder.pos_enc.pe is private and torch.equal(encoder(**inputs)[0], expected)
+    return wrong + ([] if same else ["the output"])
+
+
+def test_an_encoder_that_has_grown_is_whole_after_an_export() -> None:
+    for result in run_ranks(exported_without_a_group, 2):
+        assert result.value == []
+
+
+def trainable() -> dict[str, Callable[[], torch.nn.Module]]:
+    """Every encoder that has a backward on CPU; the Conformer with each kind of positions, and no dropout of these."""
+    found: dict[str, Callable[[], torch.nn.Module]] = {
+        name: make for name, make in encoders.makers().items() if name not in encoders.FORWARD_ONLY
+    }
+    for attention in ("rel_pos", "rel_pos_local_attn", "abs_pos"):
+        settings = {"self_attention_model": attention, "att_context_size": [8, 8], "dropout_emb": 0.0, "dropout": 0.0}
+        found[f"conformer {attention}"] = functools.partial(encoders.conformer, **settings)
+    return found
+
+
+def grown_under(mode: Callable[[], Any], make: Callable[[], torch.nn.Module], ddp: bool) -> dict[str, torch.Tensor]:
+    """A validation of longer input than ever, as Lightning's with torch.inference_mode(), then training; all of it."""
+    torch.manual_seed(0)
+    encoder: Any = make().eval()
+    if getattr(encoder, "self_attention_model", "") == "rel_pos_local_attn":
+        with torch.no_grad():  # NeMo keeps this attention's masks as the first call has made them, and they never grow
+            encoders.run(encoder, SHORT)
+    with mode():
+        validated = encoders.run(encoder, LONG).clone()
+    found = {"validated": validated, **{f"grown {path}": t for path, t in encoders.length_sized(encoder).items()}}
+    model = torch.nn.parallel.DistributedDataParallel(encoder) if ddp else encoder
+    torch.manual_seed(1)
+    for step in range(3):
+        encoder.eval()
+        with mode():
+            encoders.run(encoder, LONG + 300 * step)
+        model.train()
+        found[f"trained {step}"] = encoders.run(model, LONG if step == 2 else SHORT, seed=step)
+        found[f"trained {step}"].pow(2).mean().backward()
+    found |= {f"gradient {path}": p.grad for path, p in encoder.named_parameters() if p.grad is not None}
+    found |= {f"state {path}": tensor for path, tensor in encoder.state_dict().items()}
+    tables = encoders.length_sized(encoder).values()
+    assert tables and not any(table.is_inference() or table.requires_grad for table in tables)
+    return {path: tensor.detach().clone() for path, tensor in found.items()}
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+MODES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {  # and what it is to be equal to
+    "inference_mode": (torch.inference_mode, contextlib.nullcontext),
+    "no_grad in inference_mode": (lambda: stacked(torch.inference_mode(), torch.no_grad()), contextlib.nullcontext),
+    "inference_mode in no_grad": (lambda: stacked(torch.no_grad(), torch.inference_mode()), contextlib.nullcontext),
+    "no_grad": (torch.no_grad, contextlib.nullcontext),
+    "autocast": (lambda: stacked(torch.inference_mode(), autocast()), autocast),
+}
+
+
+@contextlib.contextmanager
+def stacked(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def grown_in_inference_mode(rank: int, size: int) -> list[str]:
+    nemo_patches.apply()
+    wrong = []
+    for name, make in trainable().items():
+        for mode, contexts in MODES.items():
+            found, expected = (grown_under(context, make, ddp=size > 1) for context in contexts)
+            assert found.keys() == expected.keys()
+            wrong += [f"{name}, {mode}: {path}" for path in expected if not torch.equal(found[path], expected[path])]
+    return wrong
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_has_grown_in_inference_mode_is_trained_with_to_the_last_bit(size: int) -> None:
+    for result in run_ranks(grown_in_inference_mode, size, group=size > 1):
+        assert result.value == []
+
+
+def tables_made_in_inference_mode(rank: int, size: int) -> list[str]:
+    """By whatever comes to an encoder's tables; with a process group and without one."""
+    nemo_patches.apply()
+    makers = {**encoders.makers()}
+    if importlib.util.find_spec("nemo.collections.nlp"):
+        makers["punctuation"] = encoders.punctuation
+    wrong = []
+
+    def look(what: str, encoder: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        for path, table in encoders.length_sized(encoder).items():
+            if table.is_inference() or table.requires_grad or table.dtype not in (dtype, torch.int64):
+                wrong.append(f"{what}: {path}: {table.is_inference()}, {table.requires_grad}, {table.dtype}")
+
+    for name, make in makers.items():
+        encoder: Any = make()
+        with torch.inference_mode():
+            encoders.sync(encoder, LONG)
+            assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled()
+        look(f"{name} grown", encoder)
+        if hasattr(encoder, "set_max_audio_length"):
+            with torch.inference_mode():
+                encoder.set_max_audio_length(2 * LONG)
+            look(f"{name} set", encoder)
+            with torch.inference_mode():
+                look(f"{name} built", make())
+        if size > 1:  # what is private follows the model; the buffers of others are stock's
+            with torch.inference_mode():
+                encoder.half()
+            look(f"{name} half", encoder, torch.float16)
+            encoder.float()
+            look(f"{name} float", encoder)
+        copied = copy.deepcopy(encoder)
+        with torch.inference_mode():
+            encoders.sync(copied, 30 * LONG)
+        look(f"{name} copied", copied)
+    encoder = encoders.conformer()
+    from omegaconf import OmegaConf
+
+    rest = {"dropout": 0.1, "dropout_emb": 0.0, "dropout_att": 0.0, "use_bias": True}
+    encoder._cfg = OmegaConf.create({**encoders.CONFORMER, **rest})
+    with torch.inference_mode():
+        encoder.change_attention_model("abs_pos")
+    look("another attention", encoder)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_table_is_an_inference_tensor_whoever_makes_it(size: int) -> None:
+    for result in run_ranks(tables_made_in_inference_mode, size, group=size > 1):
+        assert result.value == []
+
+
+def after_revert(rank: int, size: int) -> bool:
+    nemo_patches.apply()
+    encoder: Any = encoders.conformer()
+    update = encoder.update_max_seq_length  # ours, kept by somebody
+    nemo_patches.revert()
+    with torch.inference_mode():
+        update(seq_length=LONG, device=torch.device("cpu"))
+    return bool(encoder.pos_enc.pe.is_inference())
+
+
+@pytest.mark.apply_only
+def test_after_revert_it_is_as_in_stock() -> None:
+    assert [result.value for result in run_ranks(after_revert, 1, group=False)] == [True]
+
+
+class Learned(torch.nn.Module):
+    """Positions that are computed from a parameter: where gradients are off, none of them has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def extend_pe(self, length: int, device: Any, dtype: Any) -> None:
+        self.register_buffer("cos", torch.ones(length, 8, device=device) * self.scale, persistent=False)
+
+
+def gradients_stay_off(rank: int, size: int) -> bool:
+    nemo_patches.apply()
+    encoder: Any = encoders.conformer()
+    encoder.pos_enc = Learned()
+    with torch.inference_mode():
+        encoders.sync(encoder, LONG)
+    return bool(encoder.pos_enc.cos.requires_grad)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_are_as_off_as_they_were(size: int) -> None:
+    assert not any(result.value for result in run_ranks(gradients_stay_off, size, group=size > 1))
 
 
 class Rotary(torch.nn.Module):

@@ -17,20 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Said, wait_until
 
+from nemo_patches.channel import keys
+from nemo_patches.channel.store import JobStore
 from nemo_patches.stall import stacks
 from nemo_patches.stall.census import CensusQuestion, StoreCensus
 from nemo_patches.stall.heartbeat import Heartbeat
 from nemo_patches.stall.job_stall import JobStallWatch
 from nemo_patches.stall.missing_query import Introduction, Surroundings
-from nemo_patches.stall.occupation import CHECKPOINT, Occupation
+from nemo_patches.stall.occupation import CHECKPOINT, COMPILATION, EXPORT, Occupation
+from nemo_patches.stall.progress import Progress
 from nemo_patches.stall.rank_groups import Verdict, grouped, judged
 from nemo_patches.stall.rank_text import LEFT, ranges
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.stall.store_client import StoreClient, send
 from nemo_patches.stall.training_notes import LastCall, TrainingNotes
 from nemo_patches.stall.wire import decode_groups, encode_groups
-from nemo_patches.sync import keys
-from nemo_patches.sync.store import JobStore
 
 pytestmark = pytest.mark.one_nemo
 LIMIT_S = 30.0
@@ -111,6 +112,43 @@ def test_a_checkpoint_is_named_but_no_warning() -> None:
     assert found.text().startswith("rank 0 (node0, pid 100) writes a checkpoint: save (train.py:5)")
 
 
+@pytest.mark.parametrize("activity", [COMPILATION, EXPORT])
+def test_what_ends_by_itself_is_no_warning_also_after_others_have_left(activity: str) -> None:
+    found = verdict(*waiting(2), heartbeat(0, "train (t.py:5)", activity=activity), heartbeat(1, phase=LEFT))
+    assert (found.level, found.is_certain) == (logging.INFO, False)
+    found = verdict(*waiting(2), heartbeat(0, "train (t.py:5)", activity=activity), heartbeat(1, "read (d.py:1)"))
+    assert (found.level, found.is_certain) == (logging.WARNING, False)
+
+
+def test_who_moves_is_not_accused_and_nobody_else_is_meanwhile() -> None:
+    moves = heartbeat(1, "decode (a.py:1)", still=LIMIT_S / 2 - 1)
+    found = verdict(*waiting(0), moves, heartbeat(2, "read (data.py:1)"), heartbeat(3), silent=(3,))
+    assert (found.level, named(found), found.is_certain) == (logging.INFO, [], False)
+    assert "rank 1 (node1, pid 101): goes on without encoder calls, now in decode (a.py:1)" in found.text()
+    found = verdict(*waiting(0), replace(moves, still=LIMIT_S))
+    assert (found.level, named(found), found.is_certain) == (logging.WARNING, [1], True)
+
+
+def test_a_rank_that_begins_collectives_moves_also_where_it_is_seen_to_wait() -> None:
+    found = verdict(*waiting(0), heartbeat(1, "score (m.py:9)", "all_gather_object", still=1.0))
+    assert (found.level, found.is_certain) == (logging.INFO, False)
+
+
+GPU = "perhaps the GPU, in item()"
+
+
+def test_that_a_rank_waits_for_its_gpu_is_a_guess_and_ends_no_process() -> None:
+    found = verdict(heartbeat(0, "log (t.py:3)", GPU), heartbeat(1, "read (data.py:1)"))
+    assert (found.level, named(found), found.is_certain) == (logging.WARNING, [1], False)
+    both = (heartbeat(0, "log (t.py:3)", GPU), heartbeat(1, "log (t.py:4)", "perhaps a collective's wait()"))
+    assert (verdict(*both).level, verdict(*both).is_certain) == (logging.INFO, False)
+
+
+def test_a_group_has_stood_still_as_short_as_any_of_it() -> None:
+    (group,) = verdict(*(replace(one, still=60.0 + one.rank) for one in waiting(2, 0, 1))).groups
+    assert group.still == 60.0
+
+
 @pytest.mark.parametrize("places", [["decode (a.py:1)"] * 3, ["decode (a.py:1)", "decode (a.py:2)", "idle (b.py:1)"]])
 def test_where_nobody_waits_nobody_is_accused(places: list[str]) -> None:
     found = verdict(*(heartbeat(rank, place) for rank, place in enumerate(places)))
@@ -123,7 +161,7 @@ def test_many_groups_make_a_line_of_bounded_length() -> None:
     assert "996 more groups: ranks 4-999 | rank 1000 (" in found.text()
 
 
-KINDS = st.sampled_from(["waiting", "elsewhere", "calling", "silent", "left", "gone"])
+KINDS = st.sampled_from(["waiting", "elsewhere", "calling", "moving", "silent", "left", "gone"])
 
 
 @given(st.lists(KINDS, min_size=2, max_size=20))
@@ -131,12 +169,14 @@ def test_whoever_waits_or_calls_is_never_accused_and_every_rank_is_in_one_group(
     def made(rank: int, kind: str) -> Heartbeat:
         collective = GRADIENTS if kind == "waiting" else ""
         phase = LEFT if kind == "left" else "x"
-        return heartbeat(rank, f"at (a.py:{rank})", collective, idle=1.0 if kind == "calling" else 60.0, phase=phase)
+        idle, still = 1.0 if kind == "calling" else 60.0, 1.0 if kind in ("calling", "moving") else 60.0
+        return heartbeat(rank, f"at (a.py:{rank})", collective, idle=idle, phase=phase, still=still)
 
     beats = [made(rank, kind) for rank, kind in enumerate(kinds) if kind != "gone"]
     silent = tuple(rank for rank, kind in enumerate(kinds) if kind == "silent")
     found = verdict(*beats, size=len(kinds), silent=silent)
-    assert all(kinds[rank] not in ("waiting", "calling") for rank in named(found))
+    assert all(kinds[rank] not in ("waiting", "calling", "moving") for rank in named(found))
+    assert not (found.is_certain and "moving" in kinds)
     assert sorted(rank for group in found.groups for rank in group.ranks) == list(range(len(kinds)))
     assert decode_groups(encode_groups(found.groups), len(kinds)) == found.groups
 
@@ -195,8 +235,51 @@ def in_a_save(began: threading.Event, may_end: threading.Event) -> None:
     torch.save([1], Disk(), _use_new_zipfile_serialization=False)  # type: ignore[arg-type]
 
 
+def in_a_compilation(began: threading.Event, may_end: threading.Event) -> None:
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        began.set()
+        may_end.wait(60)
+        return graph.forward  # type: ignore[no-any-return]
+
+    torch.compile(torch.nn.Linear(2, 2), backend=backend)(torch.ones(2))
+
+
+def in_what_was_compiled(began: threading.Event, may_end: threading.Event) -> None:
+    """A break in the graph: here the function runs as the user has written it."""
+
+    @torch._dynamo.disable  # type: ignore[misc]
+    def read() -> None:
+        began.set()
+        may_end.wait(60)
+
+    def step(value: torch.Tensor) -> torch.Tensor:
+        value = value + 1
+        read()
+        return value * 2
+
+    torch.compile(step, backend="eager")(torch.ones(2))
+
+
+def in_an_export(began: threading.Event, may_end: threading.Event) -> None:
+    class Slow(torch.nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            began.set()
+            may_end.wait(60)
+            return value + 1
+
+    torch.jit.trace(Slow(), torch.ones(1), check_trace=False)  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize(
-    ("work", "found"), [(in_backward, Occupation()), (in_a_save, Occupation("", CHECKPOINT))], ids=["hook", "save"]
+    ("work", "found"),
+    [
+        (in_backward, Occupation()),
+        (in_a_save, Occupation("", CHECKPOINT)),
+        (in_a_compilation, Occupation("", COMPILATION)),
+        (in_what_was_compiled, Occupation()),
+        (in_an_export, Occupation("", EXPORT)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_what_a_thread_is_occupied_with(work: Callable[..., None], found: Occupation) -> None:
     assert occupied(work) == found
@@ -214,7 +297,7 @@ def test_a_process_that_was_stopped_takes_a_census_before_it_says_that_there_is_
         surroundings = Surroundings(0, 2, 0.01, StoreClient(JobStore(server, 0)), Introduction)
         notes, said = TrainingNotes(), Said()
         notes.last = LastCall(calls=2, since=time.monotonic() - 3600)
-        watch = JobStallWatch(notes, surroundings, lambda: waiting(0)[0], lambda: None)
+        watch = JobStallWatch(notes, surroundings, Progress(notes), lambda: waiting(0)[0], lambda: None)
         wait_until(lambda: watch.look(time.monotonic(), StallSettings(), is_last=False) or said.lines)
         watch.look(time.monotonic(), StallSettings(), is_last=True)
     finally:

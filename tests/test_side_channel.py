@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from light_ranks import LONG, SOON_S, Exit, Rank, listeners, open_files, resident_kib, run, threads
 from ranks import wait_until
 
-from nemo_patches.sync import keys, tree
-from nemo_patches.sync.side_channel import RoundFailed
-from nemo_patches.sync.tree import Place, here_and_store, parents
+from nemo_patches.channel import keys, tree
+from nemo_patches.channel.side_channel import RoundFailed
+from nemo_patches.channel.tree import Place, here_and_store, parents
 
 SHORT = timedelta(seconds=0.4)
 LEAF, INNER, ROOT = 4, 1, 0
@@ -235,7 +235,7 @@ def leaves_unseen(rank: Rank) -> None:
         with rank.channel.lock:  # so it does not let rank 1 in yet
             rank.meet("rank 1 is at the door")
     else:
-        wait_until(lambda: rank.channel._parent)
+        wait_until(lambda: rank.channel.links.parent)
         rank.channel.stop("the process group was destroyed", leaves=True)
         rank.channel.join(LONG)
         rank.meet("rank 1 is at the door")

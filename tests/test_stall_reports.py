@@ -38,6 +38,8 @@ from ranks import (
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
+from nemo_patches.channel.side_channel import SideChannel
+from nemo_patches.channel.store import JobStore
 from nemo_patches.stall.encoder_watch import EncoderWatch
 from nemo_patches.stall.late_return import LateReturn
 from nemo_patches.stall.missing_query import Introduction, Surroundings
@@ -46,10 +48,7 @@ from nemo_patches.stall.settings import StallSettings
 from nemo_patches.stall.stall_monitor import StallMonitor
 from nemo_patches.stall.store_client import StoreClient, read_heartbeats
 from nemo_patches.stall.training_notes import EncoderNotes, LastCall, TrainingNotes
-from nemo_patches.sync import keys
 from nemo_patches.sync.events import Group, Round, SyncHandle, WaitTimedOut
-from nemo_patches.sync.side_channel import SideChannel
-from nemo_patches.sync.store import JobStore
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -484,9 +483,10 @@ def first_heartbeats(rank: int, size: int) -> tuple[bool, int, int]:
     with monitor.client.asking() as store:
         pass
     monitor._send_heartbeat()
-    too_early = store.check([keys.HEARTBEAT.format(rank=1)])
+    too_early = monitor.client._sending.ident is not None
     monitor.roll_call.run(lambda: monitor.roll_call.has_announced)
     monitor._send_heartbeat()
+    wait_until(lambda: monitor.client._sent is monitor.client._heartbeat)
     latest = read_heartbeats(store, [1])[1]
     return too_early, latest.number, latest.port
 
@@ -505,12 +505,13 @@ def test_a_rank_that_ends_asks_no_more_whether_it_was_waited_for() -> None:
     late_return = LateReturn(0, client, notes)
     notes.last = LastCall(calls=1, since=time.monotonic())
     assert late_return.look(0.0, "")
-    wait_until(lambda: client._connection is not None and not client._lock.locked())  # it waits for its second look
+    line = client._way._line
+    wait_until(lambda: line.connection is not None and not line.turn.locked())  # it waits for its second look
     (thread,) = client._threads
     late_return.cancel()
     client.disconnect()
     thread.join(60)
-    assert client._connection is None
+    assert line.connection is None
 
 
 def monitor_that_fails(rank: int, size: int) -> list[str]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tarfile
@@ -344,7 +345,7 @@ def test_the_counters_are_logged(results: list[Result], checkpoints: Path) -> No
     (file,) = checkpoints.rglob("metrics.csv")
     with file.open() as text:
         left_out = [row["stop_together/batches_left_out"] for row in csv.DictReader(text)]
-    assert "2.0" in left_out
+    assert "1.0" in left_out  # at least: a stream cannot tell how many it has left
 
 
 def test_switched_off_it_does_nothing_and_says_so(seen: dict[str, Any], results: list[Result]) -> None:
@@ -366,7 +367,8 @@ def test_it_works_outside_lightning_and_counts(seen: dict[str, Any], results: li
 
 def test_it_says_once_a_pass_who_ran_out_and_what_was_left_out(results: list[Result]) -> None:
     title = "training loader 22 (TarredStream): pass 1 ends on every rank after 4 batches: "
-    assert len(results[0].lines(title + "rank 1 has no more; 2 of 6 batches (33%) left out here")) == 1
+    left_out = "at least 1 batch left out here; by the length that it announces, a guess, 2 of 6 batches (33%)"
+    assert len(results[0].lines(title + f"rank 1 has no more; {left_out}")) == 1
     assert len(results[1].lines(title + "this rank has no more, others have")) == 1
     assert len(results[0].lines("training loader 4 (Batches)", "rank 1 has 4 batches", "1 of 5 batches (20%)")) == 1
     assert not results[0].lines("validation loader 1 (")  # even
@@ -557,6 +559,9 @@ def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises() -> None:
     for result in (*results[:2], results[3]):
         text, _ = result.value
         assert "data loader 1 (iter_again): the ranks cannot end together any more: rank 2 has gone" in text
+        assert re.search(
+            r"lost; seen at batch [3-5] of pass 1, \d\d:\d\d:\d\d\. .*go on from the last checkpoint", text
+        )
     lines = results[0].value[1]
     (line,) = (line for line in lines if "batch 3: not every rank" in line)
     assert "Missing: rank 1 of 4" in line

@@ -45,7 +45,7 @@ if rank == 0:
     sys.exit(0)
 synced_length(encoder, 2)
 wait_until(subscriber.stalls)
-wait_until(lambda: subscriber.monitor()._heart_stopped)  # it has found that the store has gone
+wait_until(lambda: subscriber.monitor().client._way._failures)  # it has found that the store has gone
 open(f"{folder}/said-{rank}", "w").close()
 wait_until(lambda: all(os.path.exists(f"{folder}/said-{other}") for other in (1, 2)))
 """

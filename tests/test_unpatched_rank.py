@@ -33,10 +33,11 @@ def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[floa
             encoders.sync(encoder, 100)
         return 0.0, ()
     nemo_patches.apply(sync=mode, timeout=TIMEOUT)  # type: ignore[arg-type]
+    said = Said()
     began = time.monotonic()
     encoders.sync(encoder, 100)
     wait_until(lambda: nemo_patches.status().unannounced == (stock_rank,))
-    wait_until(lambda: roll_call()._said or bool(nemo_patches.status().stalls))
+    wait_until(lambda: any("not announced itself" in line for line in said.lines))
     visible_after = time.monotonic() - began
     assert f"not patched, or not at a first encoder call yet: rank {stock_rank}" in str(nemo_patches.status())
     wait_for_others("named", size - 1)
@@ -90,15 +91,18 @@ def flag_is_off(rank: int, size: int) -> Any:
     encoder._cfg = OmegaConf.create({"sync_max_audio_length": True})  # as NeMo keeps it
     for length in (100, 200):
         encoders.sync(encoder, length)
-    return subscriber.monitor() is None
+    wait_until(lambda: roll_call().done)
+    wait_for_others("done", size)
+    return nemo_patches.status().encoders[0].rounds, nemo_patches.status().unannounced
 
 
-def test_an_encoder_without_a_length_sync_calls_no_roll_and_rank_0_says_so() -> None:
+def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_rank_0_says_so() -> None:
     results = run_ranks(flag_is_off, 2)
-    assert all(result.value for result in results)
-    (line,) = results[0].lines()
-    assert "ConformerEncoder grows privately, and has no length sync and no stall reports" in line
+    assert [result.value for result in results] == [(0, ())] * 2
+    line, all_patched = results[0].lines()
+    assert "ConformerEncoder grows privately, and has no length sync" in line
     assert "its own sync_max_audio_length is false (in the config that it was made from: true)" in line
+    assert "patched on all 2 ranks" in all_patched
     assert results[1].lines() == []
 
 
@@ -166,7 +170,7 @@ def store_goes(rank: int, size: int, goes_on: bool) -> None:
     wait_until(lambda: nemo_patches.status().unannounced == (0,))
     wait_for_others("looked", size)
     if goes_on:
-        wait_until(lambda: roll_call().done)
+        wait_until(lambda: roll_call()._said)
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

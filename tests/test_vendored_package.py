@@ -28,7 +28,8 @@ pytestmark = pytest.mark.one_nemo
 def vendored(tmp_path: Path) -> Path:
     """The package under another name, with the core alone."""
     folder = tmp_path / "vendored"
-    shutil.copytree(PACKAGE / "sync", folder / "sync", ignore=shutil.ignore_patterns("__pycache__"))
+    for room in ("channel", "sync"):
+        shutil.copytree(PACKAGE / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PACKAGE / "vendoring" / "vendored_package.py", folder / "__init__.py")
     return folder
 

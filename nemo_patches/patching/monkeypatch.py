@@ -25,6 +25,8 @@ from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import FlagIsOff, bus
+from nemo_patches.sync.own_syncs import Owner, OwnSync, copies, own_syncs
+from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError, resolve
 from nemo_patches.tracing import settings as trace_settings
@@ -96,6 +98,7 @@ class Patching:
                 self._leave_alone(built_in, trace, uneven)
                 return False
             admission.require_supported(admission.nemo_version())
+            self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
             if drift := drift + list(metric_drift.values()):
                 raise DriftError(
@@ -181,6 +184,9 @@ class Patching:
         except ModuleNotFoundError:
             nemo = "not installed"
         state, why = self._state(nemo, hook_installed)
+        own_syncs = self._own_syncs()
+        if own_syncs:
+            why = f"{why}, but not these length syncs: {', '.join(dict.fromkeys(own.title for own in own_syncs))}"
         return Status(
             nemo=nemo,
             torch=torch.__version__,
@@ -195,9 +201,22 @@ class Patching:
             stalls=subscriber.stalls(),
             loaders=even_loaders.counters(),
             uneven=self.uneven_settings(),
+            own_syncs=tuple(own.text for own in own_syncs),
             state=state,
             why=why,
         )
+
+    def _own_syncs(self) -> tuple[OwnSync, ...]:
+        """The classes that this process has with a length sync which is not ours."""
+        loaded = ((target, sys.modules[target.module]) for target in TARGETS if target.module in sys.modules)
+        owners = [
+            Owner(kind, target.method, target.setter)
+            for target, module in loaded
+            if (kind := target.find_owner(module)) and (target in self._patched or target.built_in(module))
+        ]
+        methods = {owner.method for owner in owners}
+        nemos = {(target.module, target.owner) for target in TARGETS}
+        return (*(own for owner in owners for own in own_syncs(owner)), *copies(methods, nemos))
 
     def _state(self, nemo: str, hook_installed: bool) -> tuple[str, str]:
         """Whether this process is patched, in one of three words, and why."""
@@ -235,7 +254,7 @@ class Patching:
     def _begin(self, settings: Settings, stall: StallSettings, uneven: UnevenSettings) -> None:
         self._uneven = uneven
         length_sync.use(settings)
-        subscriber.use(stall, str(uneven))
+        subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)
         subscriber.subscribe()
         starts: dict[type, Any] = {AllAnnounced: self._say_all_patched, FlagIsOff: self._say_flag_is_off}
         bus.subscribe("the line at the start", starts)
@@ -310,7 +329,7 @@ class Patching:
         self._uneven = uneven
         self._defer_metrics()
         length_sync.use(settings)
-        subscriber.use(stall, str(uneven))
+        subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)
         tracing.length_sync_changed(settings)
         self._trace(trace)
         if before != self._settings_in_force():
@@ -356,6 +375,7 @@ class Patching:
                 reason = "not imported yet; it is patched when it is" if exists else "this NeMo does not have it"
                 self._skipped[target] = reason
         self._say_patched([target for target in TARGETS if target in self._patched])
+        say_own_syncs(self._own_syncs())
         for target, reason in self._skipped.items():
             _say(f"not patched: {target}: {reason}", logging.DEBUG)
         _say(f"settings: {settings_text(*self._settings_in_force())}", logging.DEBUG)
@@ -370,15 +390,16 @@ class Patching:
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
             _say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}")
+            say_own_syncs(self._own_syncs())  # made since, where a class of theirs keeps ours from being asked
 
     def _say_flag_is_off(self, event: FlagIsOff) -> None:
-        """On the training thread, at a first call. Such encoders have no roll call, so this rank speaks for itself."""
+        """On the training thread, at a first call. This rank speaks for itself: another's flag may be on."""
         if not self._said_flag_is_off and event.sync.group.rank == 0:
             self._said_flag_is_off = True
             configured = configured_flag(event.encoder)
             differs = "" if configured in ("false", "?") else f" (in the config that it was made from: {configured})"
             _say(
-                f"patched: {event.sync.title} grows privately, and has no length sync and no stall reports: its own "
+                f"patched: {event.sync.title} grows privately, and has no length sync: its own "
                 f"sync_max_audio_length is false{differs}"
             )
 

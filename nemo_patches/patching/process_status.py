@@ -32,6 +32,7 @@ class Status:
     unannounced: ranks without a sign of nemo_patches: not patched, or not at their first encoder call yet.
     stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
     loaders: what StopTogether and stop_together() have done on this rank.
+    own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
     """
 
     nemo: str
@@ -47,6 +48,7 @@ class Status:
     stalls: tuple[Stall, ...]
     loaders: tuple[LoaderCounters, ...]
     uneven: UnevenSettings
+    own_syncs: tuple[str, ...] = ()
     state: str = "on"
     why: str = ""
 
@@ -58,6 +60,7 @@ class Status:
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
+            *self.own_syncs,
             *map(_encoder_line, self.encoders),
             *map(str, self.loaders),
         ]

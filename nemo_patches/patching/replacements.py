@@ -14,6 +14,8 @@ import wrapt
 
 from nemo_patches.patching.targets import METRIC_TARGETS, TARGETS, Target
 from nemo_patches.sync.encoder_methods import bounded, private_setter
+from nemo_patches.sync.own_syncs import Owner, watching
+from nemo_patches.sync.places import place_of
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.recorded_forward import recorded
 from nemo_patches.uneven.deferred_metrics import deferred_metrics
@@ -34,9 +36,11 @@ class Replacement:
 
     def undo(self) -> bool:
         """Whether it could be done."""
-        if self.owner.__dict__.get(self.name) is not self.replacement:
-            # Ours is inside somebody's wrapper: it stays, and does nothing any more.
-            report(logging.WARNING, f"{self.owner.__name__}.{self.name} was patched again by others and stays as it is")
+        found = self.owner.__dict__.get(self.name)
+        if found is not self.replacement:
+            title, by = f"{self.owner.__name__}.{self.name}", place_of(found)
+            text = "it stays as it is, and what it may call of nemo_patches acts as NeMo's own from now on"
+            report(logging.WARNING, f"{title} was patched again by others, {by}: {text}")
             return False
         if self.original is _ABSENT:
             delattr(self.owner, self.name)
@@ -50,6 +54,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self.made: list[Replacement] = []
+        self._inside_others: list[Replacement] = []  # not undone
 
     def has(self, owner: type | None) -> bool:
         return any(replacement.owner is owner for replacement in self.made)
@@ -62,6 +67,7 @@ class Replacements:
         self._replace(owner, target.method, bounded(original, _without_reduce(original), in_force))
         if target.setter:
             self._replace(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
+        self._replace(owner, "__init_subclass__", watching(Owner(owner, target.method, target.setter), in_force))
 
     def defer_metrics(self, in_force: Callable[[], bool]) -> None:
         """Put the deferred metrics around NeMo's evaluation epochs, where they are not yet."""
@@ -100,10 +106,19 @@ class Replacements:
 
     def restore(self) -> None:
         """Put back every attribute, the last first."""
+        self.take_out_left()
         self.restore_forwards()
         deferred_metrics.stop()
         while self.made:
-            self.made.pop().undo()
+            if not (replacement := self.made.pop()).undo():
+                self._inside_others.append(replacement)
+
+    def take_out_left(self) -> None:
+        """Undo what was inside somebody's wrapper at a revert(), where that has put ours back since."""
+        for left in self._inside_others[::-1]:
+            if left.owner.__dict__.get(left.name) is left.replacement:
+                left.undo()
+                self._inside_others.remove(left)
 
     def _replace(self, owner: type, name: str, replacement: object) -> None:
         self.made.append(Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement))

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import cast
 
+from nemo_patches.sync.places import function_of, is_ours, layers, place_of
+
 # What the methods' code reads, apart from its own arguments; `co_names` of the compiled function.
 _REDUCE = frozenset(
     {
@@ -83,10 +85,11 @@ class Target:
 
         def find(method: str) -> CodeType | str:
             function = owner.__dict__.get(method)
-            plain = isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")
+            plain = type(function) is FunctionType and not hasattr(function, "__wrapped__")
             return cast(FunctionType, function).__code__ if plain else repr(function)
 
-        return self._drift(find)
+        problem = self._drift(find)
+        return problem and self._put_there(owner, module) + problem
 
     def drift_of_source(self, file: Path) -> str:
         """As drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
@@ -110,6 +113,21 @@ class Target:
 
     def _no_class(self, instead: object) -> str:
         return f"{self.module}: expected a class {self.owner}, found {instead!r}"
+
+    def _put_there(self, owner: type, module: ModuleType) -> str:
+        """Who has wrapped or replaced a method that apply() would, in a sentence; empty where it is NeMo's own."""
+        for method in filter(None, (self.method, self.setter)):
+            found, text = vars(owner).get(method), []
+            for layer in layers(found):
+                if is_ours(layer):
+                    text.append("nemo_patches' own, of before revert()")
+                    break
+                is_nemos = getattr(function_of(layer), "__globals__", None) is vars(module)
+                text.append("NeMo's own" if is_nemos else place_of(layer))
+            if found is not None and text != ["NeMo's own"]:
+                advice = "take that off before apply(), or put it on after apply()"
+                return f"{self.owner}.{method} is {', around '.join(text)}; {advice}: "
+        return ""
 
     def _drift(self, find: Callable[[str], CodeType | str]) -> str:
         """find: the code of a method, or what is there instead of a plain function, as text."""

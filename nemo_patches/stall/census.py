@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..sync import keys
+from ..channel import keys
 from .heartbeat import Heartbeat
 from .missing_query import PERIODS_TO_SEE, Introduction, Surroundings
 from .peers import ask
@@ -19,8 +19,9 @@ from .wire import Peer, decode_groups, encode_groups
 
 _LOOK_S, _LOOK_PER_RANK_S = 0.2, 0.001  # between two looks for what another rank finds out
 _LONGEST_LOOK_S = 10.0  # a rank on a file store beats too seldom to be seen to
-_MAKER_PATIENCE_S = 1.0  # for the rank that takes the census, once it must have it
+_MAKER_PATIENCE_S = 2.2  # for the rank that takes the census, once it must have looked: it asks the silent ones
 _DIRECT_PATIENCE_S = 1.5
+_HELD_UP_S = 2.0  # so much later than asked, a thread has been held up: stopped, or without Python's lock
 
 
 class Counted(NamedTuple):
@@ -83,6 +84,7 @@ class StoreCensus:
         self.counted: Counted | None = None
         self._question, self._surroundings, self._cancelled = question, question.surroundings, cancelled
         self._store = AskedStore(self._surroundings.client)
+        self._pause_s = max(_LOOK_S, self._surroundings.size * _LOOK_PER_RANK_S)  # between looks for others' results
         self._look_s = min(PERIODS_TO_SEE * self._surroundings.period_s, _LONGEST_LOOK_S)
         self._surroundings.client.ask_in_thread(self._run)
 
@@ -108,26 +110,33 @@ class StoreCensus:
 
     def _take(self, topic: str, number: int) -> None:
         """For all that have begun one since the last."""
-        began, first = time.monotonic(), self._look()
-        self._cancelled.wait(max(self._question.due_at, began + self._look_s) - time.monotonic())
+        is_over = False
+        while not is_over:  # a process that was stopped meanwhile has seen nobody's heart
+            began, first = time.monotonic(), self._look()
+            ends_at = max(self._question.due_at, began + self._look_s)
+            self._cancelled.wait(ends_at - time.monotonic())
+            is_over = self._cancelled.is_set() or time.monotonic() < ends_at + _HELD_UP_S
         last = {} if self._cancelled.is_set() else self._look()
         seen_long = time.monotonic() - began >= PERIODS_TO_SEE * self._surroundings.period_s
         silent = {rank for rank, heart in last.items() if rank in first and first[rank].number == heart.number}
-        groups = self._question.grouped(last, silent if seen_long else set())
+        asked = self._surroundings.ask_themselves(silent if seen_long else set(), self._cancelled)
+        last |= {rank: heartbeat for rank, heartbeat in asked.items() if heartbeat is not None}
+        silent = {rank for rank in silent if seen_long and asked.get(rank) is None}
+        groups = self._question.grouped(last, silent)
         with self._store.asking() as store:  # the number first: nobody may take these groups for a later census's
             if (behind := number - int(store.add(keys.CENSUS_NUMBER, 0))) > 0:  # else others have taken it meanwhile
                 store.add(keys.CENSUS_NUMBER, behind)
             if not self._cancelled.is_set():
                 store.set(f"{topic}/groups", encode_groups(groups).decode())
-                self.counted = Counted(groups, taken_here=True)
+        if not self._cancelled.wait(2 * self._pause_s):  # the others first: stall_exit may end this rank, and the store
+            self.counted = Counted(groups, taken_here=True)
 
     def _await(self, topic: str, began: float) -> None:
         """What another rank finds out: some time after it is due, that rank is taken for gone."""
         known_at = max(self._question.due_at, began + self._look_s)
-        pause_s = max(_LOOK_S, self._surroundings.size * _LOOK_PER_RANK_S)
         gone_at = known_at + _MAKER_PATIENCE_S
         while self.counted is None and not self._cancelled.is_set() and time.monotonic() < gone_at:
-            self._cancelled.wait(max(pause_s, self._question.due_at - time.monotonic()))
+            self._cancelled.wait(max(self._pause_s, self._question.due_at - time.monotonic()))
             with self._store.asking() as store:
                 data = store.get(f"{topic}/groups") if store.check([f"{topic}/groups"]) else b""
             if groups := decode_groups(data, self._surroundings.size):

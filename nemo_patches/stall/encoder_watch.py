@@ -31,6 +31,7 @@ class EncoderWatch:
         self._said_at = 0.0  # time.monotonic() of the last report
         self._seen: WaitTimedOut | None = None  # the timeout that was taken last
         self._pending: WaitTimedOut | None = None  # taken, and its round is not the one that is being reported
+        self._said_uneven = False  # that ranks have had fewer batches of an evaluation, as the user allows
 
     @property
     def busy(self) -> bool:
@@ -40,7 +41,7 @@ class EncoderWatch:
     def stall(self) -> Stall | None:
         """The round that was reported and has not come."""
         late = self._late
-        if late is None or not late.said_at:
+        if late is None or not late.said_at or late.answer.is_allowed:
             return None
         since = timedelta(seconds=time.monotonic() - late.round.issued_at)
         answer = late.answer
@@ -96,7 +97,10 @@ class EncoderWatch:
         due_at, number = late.due_at(timeout_s), late.round.number
         latest, clock = self._notes.latest
         call = (self._sync.title, clock) if latest == late.round.call else None
-        question = Question(self._sync.key, number, due_at, repeat, self._sync.call_title(late.round), call=call)
+        is_uneven = not late.round.training and self._surroundings.may_be_uneven()
+        evaluation = (self._sync.title, clock[0]) if is_uneven else None
+        incident = self._sync.call_title(late.round)
+        question = Question(self._sync.key, number, due_at, repeat, incident, call=call, evaluation=evaluation)
         return MissingQuery(self._surroundings, question)
 
     def _step(self, late: _LateRound, now: float, timeout_s: float, is_last: bool) -> None:
@@ -120,7 +124,7 @@ class EncoderWatch:
             if query is None or query.done or waited_s >= patience_s or is_last:
                 self._say(late, now)
         if late.said_at and over:
-            if came:
+            if came and not late.answer.is_allowed:
                 self._say_recovered(late)
             self._drop()
         elif late.said_at and now >= late.said_at + FIRST_REPEAT_S * 2**late.repeats:
@@ -143,8 +147,22 @@ class EncoderWatch:
         missing = answer.text(self._surroundings.size)
         text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
         _keep(late.promise(), Report(text, answer.missing))
+        if answer.is_allowed:
+            self._say_uneven(round_, answer)
+            return
         bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
         report(logging.WARNING, text)
+
+    def _say_uneven(self, round_: Round, answer: Answer) -> None:
+        """Once: nobody is missing who has no batch left, and each evaluation may end so."""
+        if not self._said_uneven:
+            self._said_uneven = True
+            have, they = ("has", "it") if len(answer.missing) == 1 else ("have", "they")
+            report(
+                logging.INFO,
+                f"{self._sync.call_title(round_)}: {named(rank.rank for rank in answer.missing)} {have} ended this "
+                f"evaluation, {they} had fewer batches; the others go on with their own lengths (metrics=deferred)",
+            )
 
     def _say_recovered(self, late: _LateRound) -> None:
         missing = late.answer.missing

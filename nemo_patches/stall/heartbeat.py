@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Heartbeat:
     activity: str = ""  # "a checkpoint", "a debugger", then
     batch: str = ""  # which one it is at, or was at last, then
     whole: bool = True  # false where `rounds` has no room for all encoders
+    still: float = -1.0  # seconds since it has last been seen to move; -1: not known
+    apart: dict[str, str] = field(default_factory=dict)  # by encoder: why its latest call took no part in a round
+    training: bool = True  # whether the last call was one of training, and not of an evaluation
 
     def has_come(self, encoder_key: str, round_number: int) -> bool | None:
         """Whether its rank has come to this round of this encoder; None where it does not say."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..sync.safe_text import safe
+from ..channel.safe_text import safe
 
 _INDICES = ("batch_idx", "batch_nb")  # as Lightning's and NeMo's steps and loops call it
 _BATCH = "batch"
@@ -32,7 +32,8 @@ def last_batch(frames: Iterable[FrameType]) -> str:
         names = code.co_varnames if is_function else code.co_names
         if any(name in names for name in _INDICES):
             variables = frame.f_locals
-            index = next((variables[name] for name in _INDICES if name in variables), None)
+            found = (variables.get(name) for name in _INDICES)  # the function runs: what is there now may soon be not
+            index = next((index for index in found if index is not None), None)
             if index is None and code.co_filename.endswith(_LOOP[0]) and code.co_name == _LOOP[1]:
                 index = getattr(variables.get("self"), "batch_idx", None)
             if type(index) is int and index >= 0:

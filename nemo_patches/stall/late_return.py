@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 
-from ..sync import keys
+from ..channel import keys
 from .log_line import report
 from .store_client import StoreClient
 from .training_notes import TrainingNotes

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing.process
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 _STATES = {"D": "waits for a device or a network's file system", "T": "is stopped", "t": "is stopped by a debugger"}
 _ENDED = {"Z", "X"}
 _NOT_DATA = ("/dev/", "/proc/", "/sys/", "/memfd:")
+_BETWEEN_LOOKS_S, _BUSY_PART = 1.0, 0.02  # of a core; an idle worker looks for its parent every few seconds
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LONGEST_PATH, _MOST_DESCRIBED, _MOST_FILES = 120, 8, 2
 
 
@@ -25,6 +28,31 @@ def described(workers: tuple[int, ...]) -> tuple[str, ...]:
     """A text for each of the first of whom there is something to say: "worker 3 (pid 81) has /data/a.tar open"."""
     texts = (_text(index, pid) for index, pid in enumerate(workers))
     return tuple(text for text in texts if text)[:_MOST_DESCRIBED]
+
+
+class WorkerMotion:
+    """Whether a data loader's worker of this process computes. One thread calls `moved`."""
+
+    def __init__(self) -> None:
+        self._looked_at = -math.inf
+        self._ran_s: dict[int, float] = {}  # by process id, at the latest look
+
+    def moved(self, now: float) -> bool:
+        """Since the look before; the first, and one that is too soon after another: no."""
+        passed_s = now - self._looked_at
+        if passed_s < _BETWEEN_LOOKS_S:
+            return False
+        before, self._ran_s, self._looked_at = self._ran_s, {pid: _ran_s(pid) for pid in loader_workers()}, now
+        least_s = _BUSY_PART * passed_s
+        return any(ran_s - before[pid] >= least_s for pid, ran_s in self._ran_s.items() if pid in before)
+
+
+def _ran_s(pid: int) -> float:
+    """What this process has used of a core, and those that it has started and that have ended; 0 if not known."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / _TICKS_PER_S
+    return 0.0
 
 
 def _text(index: int, pid: int) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from .rank_text import ELSEWHERE, KINDS, LATE, LEFT, SILENT, UNANNOUNCED, named
+from ..sync.protocol import APART, FLAG_IS_OFF
+from .rank_text import ELSEWHERE, EVALUATED, KINDS, LATE, LEFT, SILENT, UNANNOUNCED, named
 
 DETAILED = 4  # missing ranks of which a report says where they are; of the others it says which they are
 
@@ -22,11 +23,12 @@ UNPATCHED = (
 class MissingRank:
     """A rank that the others wait for.
 
-    kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late". The rest is what it last said of itself: empty,
-    0 and -1 where it said nothing, or where too many ranks are missing to describe each. idle: seconds since its last
-    encoder call began. where: what its training thread does, only if its heart beats. workers: process ids of its data
-    loader's workers. collective: what it waits in itself, for others; empty: in none that is known. batch: which one it
-    is at, or was at last: "1041: cuts a, b, +30".
+    kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "evaluation ended": it had fewer batches than
+    the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length sync. The rest is what
+    it last said of itself: empty, 0 and -1 where it said nothing, or where too many ranks are missing to describe each.
+    idle: seconds since its last encoder call began. where: what its training thread does, only if its heart beats.
+    workers: process ids of its data loader's workers. collective: what it waits in itself, for others; empty: in none
+    that is known. batch: which one it is at, or was at last: "1041: cuts a, b, +30".
     """
 
     rank: int
@@ -54,6 +56,11 @@ class MissingRank:
         if self.kind == SILENT:
             meaning = "stopped, killed, its host unreachable, or something in it holds Python's lock (GIL)"
             return f"{who} has no heartbeat: {meaning}{last}"
+        if self.kind in APART:
+            why = f"its encoder's {self.kind}" if self.kind == FLAG_IS_OFF else f"{self.kind} there"
+            return f"{who}: {why}: it takes no part in the length sync{last}"
+        if self.kind == EVALUATED:
+            return f"{who} has ended this evaluation, it had fewer batches, and waits in {self.collective}{last}"
         if self.collective:
             return f"{who} waits itself, in {self.collective}: {self.where}{last}"
         has = "is elsewhere" if self.kind == ELSEWHERE else "is late"

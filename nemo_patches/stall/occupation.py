@@ -1,4 +1,4 @@
-"""What a thread is occupied with, told from its stack: a collective that it waits in, a checkpoint, a debugger.
+"""What a thread is occupied with, told from its stack: a collective that it waits in, or what ends by itself.
 
 A collective is told by the innermost frames only, so that user code which a collective's library calls back is itself.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-CHECKPOINT, DEBUGGER = "a checkpoint", "a debugger"
+CHECKPOINT, DEBUGGER, COMPILATION, EXPORT = "a checkpoint", "a debugger", "a compilation", "an export"
 PERHAPS = "perhaps "  # how a guess begins
 
 # What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions begin.
@@ -35,7 +35,24 @@ _DEVICE_WAITS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 _WORK_WAIT = "wait"
 _CHECKPOINT_FUNCTIONS = {"save_checkpoint", "_save_checkpoint", "save_to", "_save_to_state"}
 _CHECKPOINT_FILES = (_TORCH + "serialization.py", _TORCH + "distributed/checkpoint/")
+# By torch's file, and by how the names of its functions begin. A function that has been compiled runs without them.
+_ACTIVITIES = (
+    ("_dynamo/convert_frame.py", ("",), COMPILATION),
+    ("_inductor/compile_fx.py", ("compile_fx", "_compile_fx", "fx_codegen", "fw_compiler", "bw_compiler"), COMPILATION),
+    ("_inductor/runtime/triton_heuristics.py", ("precompile", "autotune", "benchmark", "coordinate"), COMPILATION),
+    ("onnx/", ("export", "_export"), EXPORT),
+    ("export/", ("export", "_export", "draft_export"), EXPORT),
+    ("jit/_trace.py", ("trace", "_trace"), EXPORT),
+    ("jit/_script.py", ("script", "_script"), EXPORT),
+    ("jit/_freeze.py", ("freeze", "optimize_for_inference"), EXPORT),
+)
+_NEMO_EXPORT = ("/nemo/core/classes/exportable.py", ("export", "_export"))
 _DEBUGGER_FILES = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/core/debugger")
+
+
+def is_guess(collective: str) -> bool:
+    """Whether that a thread waits there is a guess, by a method's name."""
+    return collective.startswith(PERHAPS)
 
 
 class Frame(NamedTuple):
@@ -50,7 +67,10 @@ class Frame(NamedTuple):
 
 
 class Occupation(NamedTuple):
-    """collective: what it waits in, empty where that is nothing known. activity: CHECKPOINT, DEBUGGER or empty."""
+    """collective: what it waits in, empty where that is nothing known.
+
+    activity: what it does that ends by itself: CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty.
+    """
 
     collective: str = ""
     activity: str = ""
@@ -64,8 +84,8 @@ def occupation(frames: Sequence[Frame]) -> Occupation:
 def _collective(frames: Sequence[Frame]) -> str:
     outermost_name = ""  # of c10d's functions: all_gather_object calls all_gather
     for frame in frames:
-        if not frame.file.startswith(_TORCH):
-            break
+        if not frame.file.startswith(_TORCH) or (not outermost_name and _torch_activity(frame)):
+            break  # a compilation within backward waits for nobody
         name = frame.code.co_name
         if frame.file == _C10D:
             outermost_name = name if not name.startswith("_") and name not in _NO_COLLECTIVES else outermost_name
@@ -104,4 +124,16 @@ def _activity(frames: Sequence[Frame]) -> str:
         or (frame.code.co_name.startswith("save") and any(part in frame.file for part in _CHECKPOINT_FILES))
         for frame in frames
     )
-    return CHECKPOINT if any(saves) else ""
+    if any(saves):
+        return CHECKPOINT
+    path, functions = _NEMO_EXPORT
+    exports = any(frame.file.endswith(path) and frame.code.co_name.startswith(functions) for frame in frames)
+    return EXPORT if exports else next(filter(None, map(_torch_activity, frames)), "")
+
+
+def _torch_activity(frame: Frame) -> str:
+    if frame.file.startswith(_TORCH):
+        for path, functions, activity in _ACTIVITIES:
+            if frame.file.startswith(path, len(_TORCH)) and frame.code.co_name.startswith(functions):
+                return activity
+    return ""

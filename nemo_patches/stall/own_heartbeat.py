@@ -19,9 +19,10 @@ from .last_batch import last_batch
 from .loader_workers import described, loader_workers
 from .occupation import Occupation
 from .peers import Listener
+from .progress import Progress
 from .rank_text import LEFT
 from .settings import StallSettings
-from .training_notes import FORWARD, LENGTH_SYNC, TrainingNotes
+from .training_notes import FORWARD, LENGTH_SYNC, ROUNDS_OF, TrainingNotes
 
 
 class OwnHeartbeat:
@@ -29,6 +30,7 @@ class OwnHeartbeat:
 
     def __init__(self, group: Group, notes: TrainingNotes, settings: Callable[[], StallSettings]) -> None:
         self._group, self._notes, self._settings = group, notes, settings
+        self.progress = Progress(notes)
         self._numbers = itertools.count(1)
 
     def make(self, listener: Listener | None, phase: str = "") -> Heartbeat:
@@ -46,7 +48,7 @@ class OwnHeartbeat:
         thread = stacks.training_thread(last.thread, last.native_thread)
         collective, activity = stacks.occupation(thread) if away else Occupation()
         syncs = [notes.sync for notes in self._notes.encoders(self._group)]
-        waits_in = next((f"the rounds of {sync.title}" for sync in syncs if sync.in_call), "")
+        waits_in = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
         rounds = [
             (not sync.has_come(round_), round_.issued_at, sync.key, round_.number)
             for sync in syncs
@@ -74,4 +76,7 @@ class OwnHeartbeat:
             collective=LENGTH_SYNC if phase == LENGTH_SYNC else waits_in or collective,
             activity=activity,
             batch=last_batch(stacks.frames(thread)) if away else "",
+            still=self.progress.still_s(now),
+            apart={sync.key: sync.apart for sync in syncs if sync.apart},
+            training=last.training,
         )

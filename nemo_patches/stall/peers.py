@@ -17,8 +17,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from ..sync.safe_text import safe
-from ..sync.tree import BACKLOG, here_and_store, listening
+from ..channel.safe_text import safe
+from ..channel.tree import BACKLOG, here_and_store, listening
 from .heartbeat import Heartbeat
 from .wire import LONGEST_HEARTBEAT, TOKEN_BYTES, Peer, decode_heartbeat, encode_heartbeat
 

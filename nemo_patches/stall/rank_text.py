@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from ..sync.safe_text import safe
+from ..channel.safe_text import safe
+from ..sync.protocol import APART
 
 ELSEWHERE = "elsewhere"  # its heart beats: it is alive, and not in the call that the others are in
 SILENT = "no heartbeat"
 LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # no sign of nemo_patches
 LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
-KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE)
+EVALUATED = "evaluation ended"  # it has had fewer batches of it than the others; nobody is to wait for it
+KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE, EVALUATED, *APART)
 
 
 def first_line(error: BaseException) -> str:

@@ -9,7 +9,6 @@ settings, and leaves for all where each rank is, where it listens, and the token
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..sync import keys
+from ..channel import keys
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from .heartbeat import Heartbeat
@@ -66,7 +65,8 @@ class RollCall:
         self._due = self._said = False
         self._pause = _FIRST_PAUSE_S + group.size * _PAUSE_PER_RANK_S
         self._next_look = 0.0
-        self._broken = ""  # why the store cannot be asked any more
+        self._tried = -1  # in which attempt it has begun to
+        self._broken = ""  # why the store could not be asked at the last look
 
     @property
     def has_announced(self) -> bool:
@@ -76,7 +76,7 @@ class RollCall:
     @property
     def is_outdated(self) -> bool:
         """Whether all had come to what has turned out to be an earlier process group's part of the store."""
-        return self.done and not self._broken and self._attempt != self._group.store.attempt
+        return self.done and self._attempt != self._group.store.attempt
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Announce this rank, and look who else has, until all have or `stopped`."""
@@ -94,32 +94,33 @@ class RollCall:
         due_now = time.monotonic() - self._began >= self._limit.total_seconds() and not self._due
         self._due = self._due or due_now
         try:
-            if not self._broken:
-                with self._client.asking(join=True) as store:
-                    self._see(store)
+            with self._client.asking(join=True) as store:
+                self._see(store)
+            self._broken = ""
         except Exception as error:
             # At the end of a short job the store goes before everybody was seen. Only if this one goes on is it said.
-            self._broken, self._next_look = first_line(error), math.inf
-            self.done = self._due
-        if due_now and (self.missing or self._broken):
-            self.done = bool(self._broken)
-            if self._broken or not self._stall_reported():
-                self._said = True
-                report(logging.WARNING, self._warning())
+            self._broken = first_line(error)
+        self._next_look = time.monotonic() + self._pause
+        self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
+        if due_now and (self.missing or self._broken) and (self._broken or not self._stall_reported()):
+            self._said = True
+            report(logging.WARNING, self._warning())
 
     def _see(self, store: dist.Store) -> None:
         if self._attempt != self._group.store.attempt:
             if self.listener is None:
                 self._listen()
-            announce(store, self._own_heartbeat.make(self.listener))
+            again, self._tried = self._tried == self._group.store.attempt, self._group.store.attempt
+            announce(store, self._own_heartbeat.make(self.listener), again)
             self._attempt = self._group.store.attempt
-        if count_announced(store) == self._group.size:
-            self._all_have_come(store)
-        elif self._due or time.monotonic() - self._began > self._limit.total_seconds() / 2:
+        have_come = count_announced(store) == self._group.size
+        if not have_come and (self._due or time.monotonic() - self._began > self._limit.total_seconds() / 2):
             # Who it is that is missing takes more requests, so only then.
-            self.missing = tuple(sorted(set(range(self._group.size)) - announced_ranks(store, self._group.size)))
-        self._next_look = time.monotonic() + self._pause
-        self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
+            missing = tuple(sorted(set(range(self._group.size)) - announced_ranks(store, self._group.size)))
+            have_come = not missing  # the count is too low where a rank had to try twice
+            self.missing = missing or self.missing
+        if have_come:
+            self._all_have_come(store)
 
     def _all_have_come(self, store: dist.Store) -> None:
         if self._said and self.missing:
@@ -130,7 +131,8 @@ class RollCall:
             heartbeats = read_heartbeats(store, range(self._group.size))
             self._compare(heartbeats.values())
             peers = {rank: Peer(one.host, one.pid, one.address, one.port) for rank, one in heartbeats.items()}
-            self._introduce(peers, token := secrets.token_bytes(TOKEN_BYTES))
+            token = self.introduction.token or secrets.token_bytes(TOKEN_BYTES)  # the others may have it already
+            self._introduce(peers, token)
             store.set(keys.PEERS, encode_peers(peers, token))
             bus.publish(AllAnnounced(self._group.size))
         elif store.check([keys.PEERS]):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -91,6 +92,18 @@ def frames(thread: int) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def is_pythons_own(file: str) -> bool:
+    """Whether it is of Python's standard library, and no code of the user's or of a package."""
+    return file.startswith("<frozen ") or (file.startswith(_STDLIB) and _library(file)[0] == "python")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def is_users_own(file: str) -> bool:
+    """Whether it is the user's own code, and none of a package's."""
+    return not _library(file)[0]
 
 
 def _library(file: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Sees that this rank waits, or is waited for, and says who is missing and what it does: one daemon thread per process.
 
-The thread itself never asks for anything, because an answer may take minutes where a network is cut: queries run in
-short-lived threads (store_client.py), and what is not answered in time is reported without it.
+The thread itself never calls the job's store, because an answer may take minutes where a network is cut, and so may
+what has no answer: queries run in short-lived threads and heartbeats leave from another (store_client.py), and what is
+not answered in time is reported without it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -50,15 +51,20 @@ class StallMonitor:
         self.roll_call = RollCall(group, self.client, self._own_heartbeat, settings, self._has_stall)
         period_s = PERIOD_ON_A_FILE_S if group.store.is_file else period_for_s(group.size)
         self._surroundings = Surroundings(
-            group.rank, group.size, period_s, self.client, lambda: self.roll_call.introduction
+            group.rank,
+            group.size,
+            period_s,
+            self.client,
+            lambda: self.roll_call.introduction,
+            lambda: notes.may_be_uneven,
         )
         self._watches: dict[EncoderNotes, EncoderWatch] = {}
         self._end_report = SyncEndReport(self._surroundings, notes.end_promises)
         self._late_return = LateReturn(group.rank, self.client, notes)
         self._watchdog = CallWatchdog(notes)
-        self._job_stall = JobStallWatch(notes, self._surroundings, self._make_heartbeat, self._send_heartbeat)
+        progress = self._own_heartbeat.progress
+        self._job_stall = JobStallWatch(notes, self._surroundings, progress, self._make_heartbeat, self._send_heartbeat)
         self._next_heartbeat_at = 0.0
-        self._heart_stopped = False  # the store takes no heartbeats any more; what that means, a query finds out
         self.latest: Heartbeat | None = None  # of this rank
         self._roll_call_thread = threading.Thread()  # the latest; `ident` is None until one has started
         self._exiting = False  # written at exit, and in a forked child
@@ -164,15 +170,11 @@ class StallMonitor:
         return self._own_heartbeat.make(self.roll_call.listener, phase)
 
     def _send_heartbeat(self, phase: str = "") -> None:
-        if self._heart_stopped or not self.roll_call.has_announced:  # else one from before the port may hide the first
+        if not self.roll_call.has_announced:  # else one from before the port may hide the first
             return
-        heartbeat = self._make_heartbeat(phase)  # not below: an error of ours is none of the store's, and is to be said
-        try:
-            if self.client.send(heartbeat):  # else at the next look again
-                self._next_heartbeat_at = time.monotonic() + self._surroundings.period_s
-                self.latest = heartbeat
-        except Exception:
-            self._heart_stopped = True
+        self.latest = heartbeat = self._make_heartbeat(phase)
+        self.client.send(heartbeat)
+        self._next_heartbeat_at = time.monotonic() + self._surroundings.period_s
 
 
 _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()

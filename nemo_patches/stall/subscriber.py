@@ -16,7 +16,7 @@ from .training_notes import TrainingNotes
 
 
 class StallSubscriber:
-    """From the first call of an encoder that syncs, a monitor watches the process group."""
+    """From the first encoder call on, a monitor watches the process group."""
 
     def __init__(self) -> None:
         self._monitor: StallMonitor | None = None
@@ -27,9 +27,12 @@ class StallSubscriber:
         """Report stalls from now on; a second time: nothing more."""
         bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
 
-    def use(self, settings: StallSettings, others: str = "") -> None:
-        """These settings hold from the monitor's next look on. others: what ranks are to have alike, too."""
-        self._settings, self._notes.other_settings = settings, others
+    def use(self, settings: StallSettings, others: str = "", may_be_uneven: bool = False) -> None:
+        """These settings hold from the monitor's next look on. others: what ranks are to have alike, too.
+
+        may_be_uneven: whether ranks may have fewer batches of an evaluation than others.
+        """
+        self._settings, self._notes.other_settings, self._notes.may_be_uneven = settings, others, may_be_uneven
 
     def encoders_were_reverted(self) -> None:
         """Their calls are not seen any more, which is no stall."""

@@ -17,6 +17,7 @@ from . import stacks
 LENGTH_SYNC = "length sync"
 GROWTH = "growth of the positional encoding"
 FORWARD = "forward, after the length sync"
+ROUNDS_OF = "the rounds of "  # how the name of other rounds begins
 
 
 class LastCall(NamedTuple):
@@ -30,6 +31,7 @@ class LastCall(NamedTuple):
     thread: int = 0
     native_thread: int = 0  # the kernel's number of it
     place: tuple[str, str] = ("", "")  # the function that called the length sync: file and name
+    training: bool = True
 
     def in_forward(self) -> bool:
         """Whether the encoder's forward, which made this call, is still running."""
@@ -58,6 +60,7 @@ class TrainingNotes:
     def __init__(self) -> None:
         self.last = LastCall()
         self.other_settings = ""  # of who is above: what ranks are to have alike, too
+        self.may_be_uneven = False  # whether the user allows ranks to have fewer batches of an evaluation than others
         self._growing = False
         self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
         self._encoders: dict[SyncHandle, EncoderNotes] = {}
@@ -93,7 +96,7 @@ class TrainingNotes:
         sync, notes = event.sync, self._of(event.sync)
         notes.latest, place = (event.call, event.clock), notes.place
         calls, threads = self.last.calls + 1, (threading.get_ident(), threading.get_native_id())
-        self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), *threads, place)
+        self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), *threads, place, event.training)
 
     def _rounds_began(self, event: RoundsBegan) -> None:
         self._of(event.sync)

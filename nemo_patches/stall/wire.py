@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
-from ..sync.safe_text import safe
+from ..channel.safe_text import safe
 from .heartbeat import Heartbeat
 from .missing_rank import DETAILED, MissingRank
 from .rank_groups import RankGroup
@@ -41,13 +41,14 @@ def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
     """At most LONGEST_HEARTBEAT bytes: what a reader can do without goes first."""
     rounds = dict(list(heartbeat.rounds.items())[-_MOST_ENCODERS:])
     whole = heartbeat.whole and len(rounds) == len(heartbeat.rounds)
-    short = replace(heartbeat, rounds=rounds, whole=whole, workers=heartbeat.workers[:_MOST_WORKERS])
+    apart = dict(list(heartbeat.apart.items())[-_MOST_ENCODERS:])
+    short = replace(heartbeat, rounds=rounds, apart=apart, whole=whole, workers=heartbeat.workers[:_MOST_WORKERS])
     without_workers = replace(short, workers=(), worker_states=())
     for candidate in (short, replace(short, worker_states=()), without_workers, replace(without_workers, where="")):
         data = _bytes(asdict(candidate))
         if len(data) <= LONGEST_HEARTBEAT:
             return data
-    return _bytes(asdict(replace(without_workers, where="", rounds={}, whole=False, settings="", encoder="")))
+    return _bytes(asdict(replace(without_workers, where="", rounds={}, apart={}, whole=False, settings="", encoder="")))
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat | None:
@@ -72,10 +73,10 @@ def decode_missing(data: bytes, size: int) -> tuple[MissingRank, ...] | None:
         missing = {
             rank: detailed.get(rank) or MissingRank(rank, kind)
             for kind in KINDS
-            for first, last in content["kinds"][kind]
+            for first, last in content["kinds"].get(kind, ())  # an older nemo_patches knows fewer
             for rank in range(max(int(first), 0), min(int(last), size - 1) + 1)
         }
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, AttributeError, TypeError, ValueError, OverflowError):
         return None
     return tuple(missing[rank] for rank in sorted(missing))
 
@@ -188,5 +189,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {  # by a field's annotation
     "tuple[int, ...]": lambda value: tuple(map(_whole, list(value)[:_MOST_WORKERS])),
     "tuple[str, ...]": lambda value: tuple(map(_text, list(value)[:_MOST_WORKERS])),
     "tuple[tuple[int, int], ...]": lambda value: tuple((_whole(first), _whole(last)) for first, last in value),
+    "dict[str, str]": lambda value: {_text(key): _text(v) for key, v in list(value.items())[:_MOST_ENCODERS]},
     "dict[str, int]": lambda value: {_text(key): _whole(n) for key, n in list(value.items())[:_MOST_ENCODERS]},
 }

@@ -15,7 +15,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
+_Value = TypeVar("_Value")
 METHODS = ("__setattr__", "__delattr__", "register_buffer", "_save_to_state_dict", "_load_from_state_dict")
 LENGTH_SIZED = ("pe", "seq_range")  # buffers of Conformer and its likes; of Squeezeformer, ConvASR, punctuation
 
@@ -51,6 +52,8 @@ def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Met
             _sync_and_grow(self, grow, seq_length, device)
         elif growth.names:  # the process group is gone, or hidden for a while: what is private must stay so
             _run_privately(self, original, seq_length, device)
+        elif in_force():
+            _outside_inference_mode(original, self, seq_length, device)
         else:
             original(self, seq_length, device)
 
@@ -64,6 +67,8 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:
         if growth.names or (in_force() and is_distributed()):
             _run_privately(self, original, max_audio_length, register_new=True)
+        elif in_force():
+            _outside_inference_mode(original, self, max_audio_length)
         else:
             original(self, max_audio_length)
 
@@ -76,7 +81,8 @@ def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         result = original(self, fn, *args, **kwargs)
-        self.__dict__.update({name: fn(self.__dict__[name]) for name in _private_names(self)})
+        for name in _private_names(self):
+            self.__dict__[name] = _outside_inference_mode(fn, self.__dict__[name])
         return result
 
     return _apply
@@ -129,12 +135,13 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
 
     register_new: what is new stays registered, as in stock: the encoder may be only just being built.
     """
-    before, private = _buffers(encoder), {(part, name) for part in encoder.modules() for name in _private_names(part)}
+    before = _buffers(encoder)
+    private = {(id(part._buffers), name) for part in encoder.modules() for name in _private_names(part)}
     try:
-        method(encoder, *arguments)
+        _outside_inference_mode(method, encoder, *arguments)
     finally:
-        for (module, name), now in _buffers(encoder).items():
-            buffer, was_private = before.get((module, name)), (module, name) in private
+        for key, (module, now) in _buffers(encoder).items():
+            (_, name), (_, buffer), was_private = key, before.get(key, (None, None)), key in private
             if now is buffer or (buffer is None and register_new and not was_private):
                 continue
             if was_private or name in LENGTH_SIZED or buffer is None or buffer.shape != now.shape:
@@ -143,6 +150,17 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
                 growth.same_shape.add(title)
                 text = "has other values since its encoder has grown, and the same shape: DDP broadcasts rank 0's"
                 report(logging.WARNING, f"buffer {title} {text}")
+
+
+def _outside_inference_mode(function: Callable[..., _Value], *arguments: Any) -> _Value:
+    """An inference tensor cannot be saved for backward, nor broadcast by DDP; a validation may well be what grows.
+
+    Gradients stay as off as they were. torch.compile cannot trace the question, and has its own mode in its graphs.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return function(*arguments)
+    with torch.inference_mode(False), torch.no_grad():
+        return function(*arguments)
 
 
 def _make_private(module: Any, name: str, buffer: torch.Tensor | None) -> None:
@@ -165,6 +183,8 @@ def _private_names(module: torch.nn.Module) -> set[str]:
     return growth.names.get(type(module), set()) & vars(module).keys()
 
 
-def _buffers(encoder: torch.nn.Module) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
+def _buffers(encoder: torch.nn.Module) -> dict[tuple[int, str], tuple[torch.nn.Module, torch.Tensor]]:
+    """By the dict that each is in: to torch.export's tracing every look gives the modules in other proxies."""
     plain = (module for module in encoder.modules() if isinstance(vars(module).get("_buffers"), dict))  # not scripted
-    return {(part, name): now for part in plain for name, now in part._buffers.items() if now is not None}
+    each = ((part, name, now) for part in plain for name, now in part._buffers.items())
+    return {(id(part._buffers), name): (part, now) for part, name, now in each if now is not None}

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..channel.side_channel import Rounds
+from ..channel.store import JobStore
 from .rank_log import raised_by_signal_handler, report
-from .side_channel import Rounds
-from .store import JobStore
 
 
 class Group:
@@ -44,6 +44,7 @@ class SyncHandle:
         self.title, self.key, self.group = title, key, group
         self.round: Round | None = None  # the latest that was issued
         self.ended = ""  # why there are no more rounds
+        self.apart = ""  # why the latest call took no part in them: of protocol.py's APART; empty where it did
         self.in_call, self.in_time_at = False, 0.0  # a call is in its length sync; when a round last came in time
         self.rounds, self._late_text = rounds, late_text  # rounds.closed: the encoder is gone, or its process group
 
@@ -71,7 +72,7 @@ class Report(NamedTuple):
 
 
 class GroupBegan(NamedTuple):
-    """The first call of an encoder that syncs, under this process group."""
+    """The first encoder call under this process group, also of an encoder that takes no part in a length sync."""
 
     group: Group
 
@@ -80,6 +81,7 @@ class CallBegan(NamedTuple):
     sync: SyncHandle
     call: int  # of this encoder, from 1
     clock: tuple[int, int]  # before the call: training calls, evaluation calls since the last of them
+    training: bool = True
 
 
 class FlagIsOff(NamedTuple):

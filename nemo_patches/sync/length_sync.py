@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
+from ..channel.side_channel import RoundFailed, SideChannel
+from ..channel.store import JobStore
 from . import events
 from .events import Group, Report, Round, SyncHandle, bus
-from .protocol import CAME, ENDED, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
+from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError, resolve
-from .side_channel import RoundFailed, SideChannel
-from .store import JobStore
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
@@ -183,7 +183,7 @@ class GroupSyncs:
         self.channel.kept = {other.rounds for other in self._passed_over}  # another encoder may take its place
 
     def begin(self) -> None:
-        """At the first call of an encoder that has a length sync, in every mode: a rank of stock NeMo would wait."""
+        """At the first encoder call, in every mode, and with the flag off: a rank of stock NeMo would wait."""
         if not self.has_begun:
             self.has_begun = True
             bus.publish(events.GroupBegan(self.group))
@@ -216,20 +216,22 @@ class EncoderSync:
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
         settings, protocol, self.handle.in_call = current(), self.protocol, True
         try:
-            bus.publish(events.CallBegan(self.handle, protocol.calls + 1, protocol.clock))
+            bus.publish(events.CallBegan(self.handle, protocol.calls + 1, protocol.clock, encoder.training))
             wanted = getattr(encoder, "sync_max_audio_length", True)
-            if wanted:
-                self.group_syncs.begin()
-            elif protocol.calls == 0:
+            self.handle.apart = FLAG_IS_OFF if not wanted else IS_LOCAL if settings.sync == "local" else ""
+            self.group_syncs.begin()
+            if not wanted and protocol.calls == 0:
                 bus.publish(events.FlagIsOff(encoder, self.handle))
-            if not wanted or settings.sync == "local" or self.handle.ended:
+            if self.handle.apart or self.handle.ended:
                 protocol.calls += 1
-                self._outcome = LOCAL if not wanted or settings.sync == "local" else ENDED
+                self._outcome = LOCAL if self.handle.apart else ENDED
             else:
                 result = self.take_part(length, encoder.training, settings, began_at)
         finally:
             self.handle.in_call, waited = False, self._waited - waited_before
-            bus.publish(events.CallLeft(encoder, self.handle, self._outcome, protocol.rounds, waited, length, result))
+            bus.publish(
+                events.CallLeft(encoder, self.handle, self._outcome, self.rounds.issued, waited, length, result)
+            )
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
@@ -240,12 +242,7 @@ class EncoderSync:
             if completed is not None:
                 self._round_came(settings.sync == "overlapped", settings)
             if protocol.begin(length, training, completed):
-                value = protocol.value()
-                round_ = Round(protocol.rounds, protocol.calls, training, length, self.handle.in_time_at)
-                if protocol.rounds == 1:
-                    self.group_syncs.first_rounds[self] = round_.issued_at
-                self.rounds.issue(value)
-                self.handle.round = round_  # after issue(): `handle.has_come` takes the rounds' state for this round's
+                round_ = self._issue(length, training)
                 if settings.sync == "bounded":
                     self._wait(settings, round_)
         except RoundFailed as error:
@@ -257,6 +254,20 @@ class EncoderSync:
         self._outcome = self._outcome or (SERVED if is_served else UNWAITED)
         self._fallbacks += not is_served
         return length if self._outcome == TIMEOUT else protocol.agreed()
+
+    def _issue(self, length: int, training: bool) -> Round:
+        before = self.rounds.issued
+        round_ = Round(before + 1, self.protocol.calls, training, length, self.handle.in_time_at)
+        try:
+            if before == 0:
+                self.group_syncs.first_rounds[self] = round_.issued_at
+            self.rounds.issue(self.protocol.value())
+        finally:  # also where a signal handler has raised: its number is the channel's, on all ranks the same
+            if self.rounds.issued > before:
+                self.handle.round = round_  # after issue(): `handle.has_come` takes the rounds' state for this round's
+            elif self.protocol.outstanding:
+                self.protocol.withdraw()
+        return round_
 
     def serve(self, encoder: torch.nn.Module) -> None:
         """When the encoder goes, nobody wants these rounds any more.

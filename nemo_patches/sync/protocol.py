@@ -23,6 +23,8 @@ TIMEOUT = "timeout"  # it waited for its round, and gave up
 UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none
 LOCAL = "local"  # this rank does not sync: sync="local", or the encoder's flag is false
 ENDED = "ended"  # a round has failed, because a rank has gone: there are no more
+# Why a rank takes no part in an encoder's length sync.
+APART = FLAG_IS_OFF, IS_LOCAL = "sync_max_audio_length is false", "sync=local"
 
 CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeouts are forgotten
 HEALTHY_ROUNDS, _RECENT_ROUNDS = 4, 8  # a wait lasts at least 4 healthy rounds, by the running mean of some 8
@@ -64,7 +66,7 @@ class LengthProtocol:
         self.clock = Clock()  # of this rank's current call
         self.length = 0  # this rank's own, of its current call
         self.outstanding = False  # a round was issued and its result has not been seen
-        self.calls = self.rounds = self.timeouts = 0
+        self.calls = self.rounds = self.timeouts = 0  # rounds: a count for people; their numbers are the channel's
         self._agreed_clock, self._agreed_length = Clock(-1), 0
         self._completed = 0  # rounds whose result was seen
         self._breaker: int = like._breaker if like else 0  # timed-out waits that are not forgotten: k in docs/design.md
@@ -86,6 +88,11 @@ class LengthProtocol:
         self.outstanding = True
         self.rounds += 1
         return pack(self.clock, self.length)
+
+    def withdraw(self) -> None:
+        """The round was not issued after all: a signal handler has raised before."""
+        self.outstanding = False
+        self.rounds -= 1
 
     def wait_limit(self, timeout: timedelta) -> timedelta | None:
         """How long this call may wait for the round that it issued; None: not at all."""

@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from .safe_text import safe
+from ..channel.safe_text import safe
 
 logger = logging.getLogger("nemo_patches")
 _handler = logging.StreamHandler()  # one: where two threads say their first line at once, neither is printed twice

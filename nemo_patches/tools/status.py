@@ -158,6 +158,7 @@ def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str]) -> 
         how = (
             "a diff has built it into this NeMo" if built_in else "every Python process here patches NeMo at its import"
         )
+        how += "; a class of yours with a length sync of its own is not seen here: the job names it"
         return "\n  ".join([f"on: {how}" + (", but the metrics are as in stock:" if reasons else ""), *reasons])
     ways = "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply() in the training script"
     if f"{DISABLE_VARIABLE}=1" not in reasons:

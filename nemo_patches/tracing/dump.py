@@ -7,7 +7,6 @@ training thread may wait in C code, in a collective. Each dump of a process repl
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import queue
@@ -30,7 +29,7 @@ from nemo_patches.sync.events import bus
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump_folder import dump_folder
 from nemo_patches.tracing.part_files import file_name
-from nemo_patches.tracing.process_end import ExceptionHooks, is_free
+from nemo_patches.tracing.process_end import ExceptionHooks, StackOnSignal
 from nemo_patches.tracing.recent_calls import RecentCalls
 from nemo_patches.tracing.records import Dumped, encode
 from nemo_patches.tracing.settings import TraceSettings
@@ -206,11 +205,8 @@ class _Hooks:
         os.set_blocking(self._writer, False)
         self._thread: threading.Thread | None = None
         self._exceptions = ExceptionHooks(lambda error, _: process_ends(error), threads=False)
-        self._has_signal = is_free(signal.SIGUSR2)
-        if self._has_signal:
-            # A Python handler would wait for the training thread to come back from C code. This one runs at once, and
-            # writes the thread's stack: that it writes is all that is needed. It leaves set_wakeup_fd to others.
-            faulthandler.register(signal.SIGUSR2, file=self._writer, all_threads=False)
+        self._stack = StackOnSignal(signal.SIGUSR2, chain=False)
+        self._stack.place(self._writer)  # that it writes is all that is needed; this leaves set_wakeup_fd to others
 
     def listen(self, write_requested: Callable[[], None], is_over: Callable[[], bool]) -> None:
         """Have a thread that is woken by signals and by wake(), until it is over."""
@@ -229,9 +225,7 @@ class _Hooks:
     def remove(self) -> None:
         """Also in a forked child, where there is no thread any more, and the parent's pipe is open."""
         self._exceptions.remove()
-        # faulthandler has one file for a signal: where the user has registered it after us, theirs goes with ours.
-        if self._has_signal and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:  # else somebody has taken it over
-            faulthandler.unregister(signal.SIGUSR2)
+        self._stack.remove()
         writer, self._writer = self._writer, -1  # wake() may still come: the descriptor is another file's by then
         os.close(writer)  # which ends the thread
         if self._thread is not None:

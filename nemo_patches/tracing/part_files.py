@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.process_end import SigtermNote, can_note_sigterm
+from nemo_patches.tracing.process_end import StackOnSignal
 from nemo_patches.tracing.records import Encoder, Failed, Finding, Header, Kept, Raised, Record, encode
 
 MOST_ENCODERS = 64  # at the head of a part; a script may make copies without end
@@ -40,7 +41,7 @@ class PartFiles:
         self.file: Path | None = None  # the present part, once it is open
         self._folder = folder
         self._descriptor = -1
-        self._sigterm: SigtermNote | None = None
+        self._sigterm = StackOnSignal(signal.SIGTERM, chain=True)
         self._named_after = header.started
         self._part = self._size = self._head = 0
         self._lines: list[bytes] = []
@@ -82,9 +83,11 @@ class PartFiles:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        note, self._sigterm = self._sigterm, None
-        if note is not None:
-            note.remove()
+        self.leave_sigterm()
+
+    def leave_sigterm(self) -> None:
+        """SIGTERM leaves no stack any more. On any thread: the writer's may wait for the disk for ever."""
+        self._sigterm.remove()
 
     def _begin_next_part(self) -> None:
         self.flush()
@@ -103,11 +106,8 @@ class PartFiles:
     def _begin_part(self) -> None:
         self.file = self._path(self._part)
         self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-        if self._sigterm is not None:
-            self._sigterm.move_to(self._descriptor)
-        elif self._part == 0 and can_note_sigterm():
-            self._sigterm = SigtermNote(self._descriptor)
-        header = replace(self.header, part=self._part, notes_sigterm=self._sigterm is not None, gone=self._gone.count)
+        notes_sigterm = self._sigterm.place(self._descriptor)
+        header = replace(self.header, part=self._part, notes_sigterm=notes_sigterm, gone=self._gone.count)
         kept = [encode(record) for record in self._gone.kept]
         while sum(map(len, kept)) > self.header.bound // _KEPT_SHARE:
             del kept[len(kept) // 2]

@@ -297,8 +297,8 @@ def missing_record(t: float, event: StallReported) -> records.Missing:
 
 
 def stalled_record(t: float, event: JobStalled) -> Stalled:
-    missing = event.missing if event.level >= logging.WARNING else ()
-    return Stalled(t, *_of_each(missing), event.text)
+    waited = event.level >= logging.WARNING
+    return Stalled(t, *_of_each(event.missing if waited else ()), event.text, waited)
 
 
 def _of_each(missing: tuple[MissingRank, ...]) -> tuple[list[int], list[str], list[str]]:

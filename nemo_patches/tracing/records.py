@@ -215,6 +215,7 @@ class Stalled:
     kinds: list[str]  # as in Missing
     where: list[str]  # likewise
     text: str  # all ranks, in groups
+    waited: bool = False  # some rank waited, in a collective, or for one without a heartbeat
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tracing.records import Encoder, Enter, Header, Leave, Lengths, Raised, Record
 
 
@@ -54,4 +54,7 @@ class StderrLines:
                 raise OSError(0, str(error), "stderr") from None
 
     def close(self) -> None:
+        pass
+
+    def leave_sigterm(self) -> None:
         pass

@@ -85,11 +85,14 @@ class TraceWriter:
 
     def close(self, limit: timedelta, last: Stopped | End | None = None) -> None:
         """Write what waits, and the last record (None: an End). Give up after `limit`, and say so."""
-        if self.ended:
-            return
+        if not self.ended:
+            self._end(limit, last or End(self.now()))
+        self.output.leave_sigterm()
+
+    def _end(self, limit: timedelta, last: Stopped | End) -> None:
         if self._lost:
             self._queue.put(Lost(self.now(), self._lost))
-        self._queue.put(_Last(last or End(self.now())))
+        self._queue.put(_Last(last))
         self._thread.join(limit.total_seconds())
         if self._thread.is_alive():
             self.ended = True

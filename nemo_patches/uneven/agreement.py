@@ -9,11 +9,11 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
+from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.stall.training_notes import RoundsBegan
 from nemo_patches.sync.events import Round, SyncHandle, WaitTimedOut, bus
 from nemo_patches.sync.length_sync import GroupSyncs, current, process
 from nemo_patches.sync.rank_log import report
-from nemo_patches.sync.side_channel import RoundFailed
 from nemo_patches.uneven.extremes import Extremes, ExtremesRounds, Place
 
 _LATE = "not every rank has said within {waited:.2f} s whether it has another batch; all wait for that"
@@ -83,10 +83,9 @@ class Agreement:
             raise self._error(f"the ranks are out of step: {', '.join(places)}; some rank has left a pass early")
         return extremes.highest.rank if highest.ended else None, lowest.ended
 
-    def settle(self) -> None:
-        """Collect what is outstanding from a pass that was left early."""
-        if self._issued is not None:
-            self.ended_by()
+    def settle(self) -> bool:
+        """Collect what is outstanding from a pass that was left early; whether a rank had nothing left of it."""
+        return self._issued is not None and self.ended_by()[0] is not None
 
     def _issue(self, value: int, place: Place | None) -> None:
         number, batch = self._rounds.last.done + 1, place.batch if place is not None else _SET_UP
@@ -94,12 +93,12 @@ class Agreement:
         try:
             self._rounds.issue(value)
         except RoundFailed as error:
-            raise self._gone(error) from None
+            raise self._gone(error, place) from None
         self.handle.round, self._issued = round_, (round_, place)  # after issue(), as EncoderSync does
 
     def _result(self) -> Extremes:
         assert self._issued is not None
-        (round_, _), began_at, self.handle.in_call, said = self._issued, time.monotonic(), True, False
+        (round_, place), began_at, self.handle.in_call, said = self._issued, time.monotonic(), True, False
         try:
             while (extremes := self._rounds.wait(current().timeout)) is None:
                 if not round_.gave_up_at:
@@ -109,7 +108,7 @@ class Agreement:
                         said = True
                         report(logging.WARNING, f"{self.handle.call_title(round_)}: {late}")
         except RoundFailed as error:
-            raise self._gone(error) from None
+            raise self._gone(error, place) from None
         finally:
             self.handle.in_call = False
             self.waited += timedelta(seconds=time.monotonic() - began_at)
@@ -121,8 +120,10 @@ class Agreement:
             report(logging.WARNING, f"{self.title}: recovered: the missing word came {late_s:.2f} s late")
         return extremes
 
-    def _gone(self, error: RoundFailed) -> StopTogetherError:
-        return self._error(f"the ranks cannot end together any more: {error}")
+    def _gone(self, error: RoundFailed, place: Place | None) -> StopTogetherError:
+        where = "at the set-up" if place is None else f"at batch {place.batch} of pass {place.pass_number}"
+        lost = f"the ranks cannot end together any more: {error}; seen {where}, {time.strftime('%H:%M:%S')}"
+        return self._error(f"{lost}. No batch was left out for it; go on from the last checkpoint")
 
     def _error(self, text: str) -> StopTogetherError:
         self.handle.ended = text

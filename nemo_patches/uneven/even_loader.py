@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -16,6 +17,7 @@ from nemo_patches.sync.settings import PREFIX
 from nemo_patches.tracing.trace_header import rank_and_size
 from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, StopTogetherError
 from nemo_patches.uneven.extremes import Place
+from nemo_patches.uneven.left_pass import LeftPass
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"
 _OWN_ATTRIBUTES = {
@@ -25,6 +27,12 @@ _OWN_ATTRIBUTES = {
     "_least",
     "_least_announced",
     "_said_left_out",
+    "_left_pass",
+    "_goes_on",
+    "_is_left",
+    "_is_lightnings",
+    "_taken_back",
+    "_cut_after",
     "counts",
     "limit",
     "skipped",
@@ -48,16 +56,25 @@ class EvenLoader:
     Where every rank's loader has a length, the least is agreed on here, once; else each pass has a round a batch.
     """
 
-    def __init__(self, loader: Any, agreement: Agreement, may_be_empty: bool = False) -> None:
+    def __init__(
+        self, loader: Any, agreement: Agreement, may_be_empty: bool = False, is_lightnings: bool = True
+    ) -> None:
         """may_be_empty: on all ranks."""
         self._loader, self._agreement, self._may_be_empty = loader, agreement, may_be_empty
         self.counts = Counts()
         self.limit: int | None = None  # batches of a pass, at most
         self.skipped = 0  # batches by which the next pass is shorter: those before a resumed one
+        self._left_pass = LeftPass(loader)
+        self._is_left = False  # the last pass, on all ranks, at its limit or by a break: the next one may go on with it
+        self._is_lightnings = is_lightnings  # else of a loop, where a pass of one batch is no less than any other
+        self._taken_back: tuple[Any, ...] = ()  # the last pass's first batch, where there was no second one
+        self._cut_after = 0  # batches: the last pass was, and this rank had another one
         length = _length(loader)
         least, rank, all_have = agreement.least_length(length)
         self._least, self._said_left_out = least, (length or 0) - (least or 0)
         self._least_announced = agreement.least_length(_sized(loader))[0] if least is None else least
+        # Whether any rank's goes on with a pass that was left: all look for its beginning then.
+        self._goes_on = least is None and agreement.least_length(int(not self._left_pass.goes_on))[0] == 0
         if least == 0:
             self._without_batch(rank, all_have)
         if least is not None and length is not None and length > least:
@@ -67,6 +84,8 @@ class EvenLoader:
                 f"{_share(length - least, length)} of this rank's left out in each",
             )
         even_loaders.add(self)
+        if least is None and (name := self._left_pass.own_iterator()):
+            even_loaders.say_may_go_on(agreement.title, f"{name} has a __next__, as what is its own iterator")
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN_ATTRIBUTES:  # an empty copy, before its attributes are there
@@ -87,9 +106,13 @@ class EvenLoader:
     def __iter__(self) -> Iterator[Any]:
         self.counts.passes += 1
         batches = self._counted_out() if self._least is not None else self._agreed_on()
-        for batch in batches:
-            self.counts.batches += 1
-            yield batch
+        try:
+            for batch in batches:
+                self.counts.batches += 1
+                yield batch
+        except StopTogetherError:
+            self._left_pass.end()  # a thread of its sampler would keep this process from exiting
+            raise
 
     @property
     def agreed_length(self) -> int | None:
@@ -129,55 +152,113 @@ class EvenLoader:
             )
 
     def _agreed_on(self) -> Iterator[Any]:
-        agreement, number = self._agreement, self.counts.passes
+        agreement, number, source = self._agreement, self.counts.passes, cast("Iterable[Any]", self._loader)
         most = None if self.limit is None else self.limit - self.skipped
         self.skipped = 0
-        agreement.settle()
+        is_used_up, ahead = agreement.settle(), even_loaders.take_ahead(self._loader)
         if most is not None and most <= 0:  # a resumed pass that had ended
             return
-        # A batch ahead: while the one before computes, the round comes.
-        source = itertools.islice(self._loader, most)
+        was_left, self._is_left = self._is_left and self._goes_on, True
+        again, self._taken_back = self._taken_back, ()
+        if again and even_loaders.is_uneven(self._loader):
+            self._left_pass.end()
+        elif again and self._left_pass.goes_on:
+            source = itertools.chain(again, source)
+        elif ahead and is_used_up:
+            self._left_pass.end()
+        elif ahead:  # with what a break has left
+            source = itertools.chain(ahead, source)
+        source = itertools.islice(source, most)
         here, place = _next(source), Place(number, 1, False)
         agreement.say(place._replace(ended=not here))
-        while True:
-            if number != self.counts.passes:  # what is outstanding is that one's
-                raise StopTogetherError(
-                    f"{agreement.title}: pass {number} cannot go on, since pass {self.counts.passes} has begun: ranks "
-                    "agree on one pass over a loader at a time"
-                )
+        ended_by, all_ended = agreement.ended_by()
+        if ended_by is not None and self._goes_on and not (was_left and all_ended):
+            # A rank may have gone on with a pass of which nothing was left. Only one from the beginning tells.
+            if here and was_left:
+                self._cut_short(0, ended_by)
+            if self._left_pass.goes_on:
+                if here:
+                    self._left_pass.end()
+                source = itertools.islice(self._loader, most)
+                here = _next(source)
+            agreement.say(place._replace(ended=not here))
             ended_by, all_ended = agreement.ended_by()
-            if ended_by is not None:
-                if place.batch == 1:
-                    self._without_batch(ended_by, all_ended)
-                elif not all_ended:
-                    self._cut_short(place.batch - 1, ended_by, bool(here))
-                return
+        if ended_by is not None:
+            self._is_left = False
+            self._without_batch(ended_by, all_ended, was_left)
+            return
+        # Where Lightning reloads loaders it takes one batch, and begins again. So far none is read ahead.
+        self._taken_back = here if self._is_lightnings and most != 1 else ()
+        yield here[0]
+        self._check_newest(number)
+        self._taken_back = ()
+        here, place = _next(source), place._replace(batch=2)
+        agreement.say(place._replace(ended=not here))
+        ended_by, all_ended = agreement.ended_by()
+        while ended_by is None:  # a batch ahead: while the one before computes, the round comes
             (batch,), here, place = here, _next(source), place._replace(batch=place.batch + 1)
             agreement.say(place._replace(ended=not here))
+            if self._left_pass.goes_on and not self._is_lightnings:
+                even_loaders.keep_ahead(self._loader, here)
             yield batch
+            self._check_newest(number)
+            ended_by, all_ended = agreement.ended_by()
+        self._is_left = most is not None and place.batch > most
+        even_loaders.take_ahead(self._loader)
+        if not all_ended:
+            even_loaders.note_uneven(self._loader)
+        if here:
+            self._left_pass.end()
+            self._cut_short(place.batch - 1, ended_by)
+        elif not self._is_left:
+            self._ran_out(place.batch - 1, all_ended)
 
-    def _without_batch(self, rank: int, all_are: bool) -> None:
-        """rank: one that has none. all_are: none has any, and nobody would go on alone."""
-        if not (self._may_be_empty and all_are):
+    def _check_newest(self, number: int) -> None:
+        if number != self.counts.passes:  # what is outstanding is that one's
             raise StopTogetherError(
-                f"{self._agreement.title}: rank {rank} has no batch at all, and no rank may go on alone. Every rank "
-                "needs one: use fewer ranks or more shards, or see what filters leave"
+                f"{self._agreement.title}: pass {number} cannot go on, since pass {self.counts.passes} has begun: "
+                "ranks agree on one pass over a loader at a time"
             )
-        report(logging.WARNING, f"{self._agreement.title}: no rank has a batch")
 
-    def _cut_short(self, given: int, rank: int, has_more: bool) -> None:
-        text = f"{self._agreement.title}: pass {self.counts.passes} ends on every rank after {given} batches: "
-        if not has_more:
-            report(logging.INFO, text + "this rank has no more, others have")
-            return
-        announced = _sized(self._loader) or 0
+    def _without_batch(self, rank: int, all_are: bool, was_left: bool = False) -> None:
+        """rank: one that has none. all_are: none has any, and nobody would go on alone. was_left: the last pass."""
+        title, number = self._agreement.title, self.counts.passes
+        if all_are and was_left:
+            why = "the last one was left when none had another; the next one begins anew"
+            report(logging.WARNING, f"{title}: pass {number} has no batch on any rank, as without StopTogether: {why}")
+        elif all_are and self._may_be_empty:
+            report(logging.WARNING, f"{title}: no rank has a batch")
+        else:
+            of = f" in pass {number}" if number > 1 else ""
+            raise StopTogetherError(
+                f"{title}: rank {rank} has no batch at all{of}, and no rank may go on alone. Every rank needs one: use "
+                "fewer ranks or more shards, or see what filters leave"
+            )
+
+    def _ran_out(self, given: int, all_have: bool) -> None:
+        title, number, cut_after = self._agreement.title, self.counts.passes, self._cut_after
+        if not all_have:
+            text = "this rank has no more, others have"
+            report(logging.INFO, f"{title}: pass {number} ends on every rank after {given} batches: {text}")
+        if given <= cut_after and not self._left_pass.is_lhotses:
+            seen = f"pass {number} had {given} batches here, and the one before more than {cut_after}"
+            even_loaders.say_may_go_on(title, f"{seen}, with which it perhaps went on")
+        self._cut_after = 0
+
+    def _cut_short(self, given: int, rank: int) -> None:
+        length, announced = _length(self._loader), _sized(self._loader) or 0
         most = announced if self.limit is None else min(announced, self.limit)
-        left_out = max(most - given, 1)
+        if length is not None:
+            left_out = max(most - given, 1)
+            text = f"{_share(left_out, given + left_out)} left out here"
+        else:
+            left_out, text = 1, "at least 1 batch left out here"
+            if most > given:
+                text += f"; by the length that it announces, a guess, {_share(most - given, most)}"
+        self._cut_after = given
         self.counts.cut(left_out)
-        least = "at least " if most <= given + 1 else ""
-        report(
-            logging.WARNING, f"{text}rank {rank} has no more; {least}{_share(left_out, given + left_out)} left out here"
-        )
+        passed = f"pass {self.counts.passes} ends on every rank after {given} batches"
+        report(logging.WARNING, f"{self._agreement.title}: {passed}: rank {rank} has no more; {text}")
 
 
 class EvenLoaders:
@@ -186,6 +267,9 @@ class EvenLoaders:
     def __init__(self) -> None:
         self._agreements = Agreements()
         self._said_disabled = self._said_alone = False
+        self._said_may_go_on: set[str] = set()
+        self._uneven: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ahead: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._loaders: weakref.WeakSet[EvenLoader] = weakref.WeakSet()
 
     def make(self, loader: Iterable[T], kind: str, may_be_empty: bool = False) -> EvenLoader | Iterable[T]:
@@ -198,7 +282,7 @@ class EvenLoaders:
         if isinstance(loader, EvenLoader):  # Lightning leaves it in a CombinedLoader that is given to it twice
             loader = loader._loader
         agreement = self._agreements.make(kind, type(getattr(loader, "dataset", loader)).__name__)
-        return loader if agreement is None else EvenLoader(loader, agreement, may_be_empty)
+        return loader if agreement is None else EvenLoader(loader, agreement, may_be_empty, kind != "data")
 
     def say_alone(self) -> None:
         """Once, where a loader stays as it is although there are other ranks."""
@@ -207,6 +291,33 @@ class EvenLoaders:
             self._said_alone = True
             why = "torch.distributed is not initialized (yet), or nemo_patches has said an error"
             report(logging.WARNING, f"stop_together() does nothing, and the launcher says {size} ranks: {why}")
+
+    def say_may_go_on(self, title: str, why: str) -> None:
+        """Of a loader that may not begin anew. Once for each reason: a loader may be made for every epoch."""
+        if why not in self._said_may_go_on:
+            self._said_may_go_on.add(why)
+            text = "if its next pass goes on with one that was ended early, that is short: have its __iter__ begin anew"
+            report(logging.WARNING, f"{title}: {why}; {text}")
+
+    def note_uneven(self, loader: Any) -> None:
+        """A pass over this loader has ended before its end on some rank; all ranks know. Also a new EvenLoader asks."""
+        with contextlib.suppress(TypeError):  # one that has no weak references
+            self._uneven.add(loader)
+
+    def is_uneven(self, loader: Any) -> bool:
+        with contextlib.suppress(TypeError):
+            return loader in self._uneven
+        return False
+
+    def keep_ahead(self, loader: Any, batch: tuple[Any, ...]) -> None:
+        """The batch after the one that is given now: a pass that goes on with one left there begins with it."""
+        with contextlib.suppress(TypeError):
+            self._ahead[loader] = batch
+
+    def take_ahead(self, loader: Any) -> tuple[Any, ...]:
+        with contextlib.suppress(TypeError):
+            return self._ahead.pop(loader, ())
+        return ()
 
     def add(self, loader: EvenLoader) -> None:
         self._loaders.add(loader)

@@ -32,6 +32,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         self._interval: int | float = 1.0
         self._total = 0.0  # batches of a training pass, at most; inf: not known
         self._fractions: dict[str, float] = {}  # the trainer's own limits of evaluations, by name
+        self._after_sanity: list[tuple[EvenLoader, int | None]] = []  # the limits of evaluations after the sanity check
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         first = next(callback for callback in trainer.callbacks if isinstance(callback, StopTogether))
@@ -66,6 +67,11 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             self._fractions.clear()
             if not _is_all(self._limit):
                 served.limit_train_batches = self._limit
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        while self._after_sanity:
+            even, limit = self._after_sanity.pop()
+            even.limit = limit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """For the progress bar's total, and for what Lightning itself checks where it knows the number of batches."""
@@ -104,18 +110,24 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             self._counts.append(even.counts)
             self._own_limit(trainer, even)
         else:
-            self._own_fraction(trainer, even, f"limit_{stage}_batches")
+            self._own_evaluation_limit(trainer, even, f"limit_{stage}_batches")
         return even
 
-    def _own_fraction(self, trainer: Trainer, even: EvenLoader, name: str) -> None:
+    def _own_evaluation_limit(self, trainer: Trainer, even: EvenLoader, name: str) -> None:
         """Have the loader keep a fraction of its batches. Lightning takes none of a loader that has no length, which
-        an even one has not where the ranks' only announce theirs."""
+        an even one has not where the ranks' only announce theirs. A number it keeps itself; the loader knows it, too,
+        so that it reads none ahead, which the next pass might miss."""
         limit = self._fractions.get(name, getattr(trainer, name))
-        if isinstance(limit, int) or _is_all(limit) or even.agreed_length == 0:
-            return
-        even.limit = _share_of(even, name, limit)
-        self._fractions[name] = limit
-        setattr(trainer, name, 1.0)
+        if isinstance(limit, float) and not _is_all(limit) and even.agreed_length != 0:
+            even.limit = _share_of(even, name, limit)
+            self._fractions[name] = limit
+            setattr(trainer, name, 1.0)
+        elif even.agreed_length is None:
+            even.limit = limit if isinstance(limit, int) else None
+        if even.agreed_length is None and trainer.sanity_checking and isinstance(trainer.num_sanity_val_steps, int):
+            self._after_sanity.append((even, even.limit))
+            steps = trainer.num_sanity_val_steps
+            even.limit = steps if even.limit is None else min(steps, even.limit)
 
     def _own_limit(self, trainer: Trainer, even: EvenLoader) -> None:
         """Have the loader keep the trainer's limit of its batches: Lightning ends a pass only at the limit that it

@@ -15,9 +15,9 @@ from nemo_patches.vendoring import git, parts
 from nemo_patches.vendoring.edit import constants, is_edited, path_of
 from nemo_patches.vendoring.errors import DiffError
 from nemo_patches.vendoring.git import Files
-from nemo_patches.vendoring.parts import ALL, FOLDER, NEEDED, Edit, Part, Parts
+from nemo_patches.vendoring.parts import ALL, FOLDER, NEEDED, PLACES, Edit, Part, Parts
 
-PATHS = (*map(path_of, TARGETS), FOLDER, f"{FOLDER}/sync", f"{FOLDER}/stall")  # all that a diff may be about
+PATHS = (*map(path_of, TARGETS), *PLACES)  # all that a diff may be about
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _version_of(folder: Path) -> str:
 def _vendored(folder: Path) -> list[str]:
     """The Python files in our folder. Python's cache, which outlives a patch that is taken out, is none of it."""
     paths: list[str] = []
-    for place in (FOLDER, f"{FOLDER}/sync", f"{FOLDER}/stall"):
+    for place in PLACES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             paths += [f"{place}/{name}" for name in sorted(os.listdir(folder / place)) if name.endswith(".py")]
     return paths

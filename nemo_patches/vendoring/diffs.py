@@ -20,8 +20,8 @@ _ABOUT = {
  sync (runtime-sync.diff).
 """,
     Part.SYNC: f"""\
- sync: {FOLDER}/sync/, what NeMo's edited files call: torch and the standard
- library only.
+ sync: {FOLDER}/sync/ and channel/, what NeMo's edited files call: torch and the
+ standard library only.
  Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT.
 """,
     Part.STALL: f"""\

@@ -1,6 +1,7 @@
 """The parts of the patch, each with a diff of its own: nemo, the edit of NeMo's files; sync and stall, our folders.
 
-NeMo's edited files call sync, so nemo needs it. stall (who is missing?) is optional, and needs sync too.
+NeMo's edited files call sync, so nemo needs it; it brings channel/, on which it stands. stall (who is missing?) is
+optional, and needs sync too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Part(Enum):
 
 Parts = frozenset[Part]
 ALL: Parts = frozenset(Part)
+FOLDERS = {Part.SYNC: ("channel", "sync"), Part.STALL: ("stall",)}  # of ours, by the part that brings them
+PLACES = (FOLDER, *(f"{FOLDER}/{name}" for names in FOLDERS.values() for name in names))  # the outer one first
 NEEDED = {Part.NEMO: Part.SYNC, Part.STALL: Part.SYNC}  # the part that another one cannot be without
 
 
@@ -68,7 +71,11 @@ def own_files(part: Part) -> dict[str, bytes]:
     """The files that a part brings, by the paths that they have in a checkout: this nemo_patches', as they are."""
     if part is Part.NEMO:
         return {}
-    sources = {f"{FOLDER}/{part.value}/{file.name}": file for file in sorted((_PACKAGE / part.value).glob("*.py"))}
+    sources = {
+        f"{FOLDER}/{name}/{file.name}": file
+        for name in FOLDERS[part]
+        for file in sorted((_PACKAGE / name).glob("*.py"))
+    }
     if part is Part.SYNC:
         sources[f"{FOLDER}/__init__.py"] = _PACKAGE / "vendoring" / "vendored_package.py"
     return {path: file.read_bytes() for path, file in sources.items()}

@@ -13,10 +13,10 @@ from pathlib import Path
 from nemo_patches.vendoring.checkouts import PATHS
 from nemo_patches.vendoring.errors import DiffError
 from nemo_patches.vendoring.git import Files
-from nemo_patches.vendoring.parts import FOLDER
+from nemo_patches.vendoring.parts import FOLDER, PLACES
 
 _VERSION_FILE = "nemo/package_info.py"  # which every NeMo has
-_OUR_FOLDERS = (f"{FOLDER}/stall", f"{FOLDER}/sync", FOLDER)  # the inner ones first
+_OUR_FOLDERS = PLACES[::-1]  # the inner ones first
 _STAGED = f"nemo_patches-{socket.gethostname()}-"  # and a process id; hosts may share the checkout
 
 

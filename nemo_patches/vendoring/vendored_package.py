@@ -17,6 +17,7 @@ from typing import Any
 from .sync import __version__
 from .sync.encoder_methods import bounded, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
+from .sync.own_syncs import Owner, watching
 from .sync.rank_log import report
 from .sync.settings import SETTINGS, misspelt
 
@@ -37,6 +38,7 @@ def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]
         setattr(owner, method, update)
         if setter:
             setattr(owner, setter, private_setter(owner.__dict__[setter], lambda: True))
+        owner.__init_subclass__ = watching(Owner(owner, method, setter), lambda: True)
         return owner  # type: ignore[no-any-return]
 
     return decorate

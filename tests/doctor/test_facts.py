@@ -132,7 +132,7 @@ def test_speechlm2_always_has_lhotse() -> None:
         ("+model.train_ds.input_cfg=x.yaml", None),
         ("+model.train_ds.input_cfg=[5, {type: nemo}]", False),
         ("+model.train_ds.input_cfg=[{type: group, input_cfg: x.yaml}]", None),
-        ("+model.train_ds.input_cfg=[{type: group, input_cfg: x.yaml}, {type: lhotse_shar}]", True),
+        ("+model.train_ds.input_cfg=[{type: group, input_cfg: x.yaml}, {type: lhotse_shar, shar_path: x}]", True),
     ],
 )
 def test_what_is_a_stream(override: str, tarred: bool | None) -> None:

@@ -19,9 +19,12 @@ def test_a_stream_without_a_whole_number_of_batches(tmp_path: Path) -> None:
 
 
 def test_a_stream_named_in_input_cfg(tmp_path: Path) -> None:
-    given = "+model.train_ds.input_cfg=[{type: group, input_cfg: [{type: nemo_tarred, manifest_filepath: x}]}]"
+    tarred = "{type: nemo_tarred, manifest_filepath: x, tarred_audio_filepaths: x}"
+    given = f"+model.train_ds.input_cfg=[{{type: group, input_cfg: [{tarred}]}}]"
     assert len(found(tmp_path, "NP104", LHOTSE, given)) == 1
-    assert found(tmp_path, "NP104", LHOTSE, given.replace("nemo_tarred", "nemo")) == []
+    for plain in ("nemo", "nemo_tarred"):  # NeMo goes by the tar files, not by the name
+        without = given.replace(tarred, f"{{type: {plain}, manifest_filepath: x}}")
+        assert found(tmp_path, "NP104", LHOTSE, without) == []
 
 
 @pytest.mark.parametrize("value", ["100", "'???'", "100.0", "0.0", "true"])
@@ -79,3 +82,18 @@ def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
 )
 def test_what_is_mixed_of_several_inputs_is_repeated_too(tmp_path: Path, override: str, endless: bool) -> None:
     assert bool(found(tmp_path, "NP104", LHOTSE, override)) is endless
+
+
+def test_types_that_are_repeated_without_tar_files_and_what_ends_them(tmp_path: Path) -> None:
+    def said(entry: str, *overrides: str) -> int:
+        return len(found(tmp_path, "NP104", LHOTSE, f"+model.train_ds.input_cfg=[{entry}]", *overrides))
+
+    finite, forced = "+model.train_ds.force_finite=true", "+model.train_ds.force_map_dataset=true"
+    assert said("{type: txt, paths: x}") == said("{type: txt, paths: x}", forced) == 1
+    assert said("{type: txt, paths: x}", finite) == said("{type: txt, paths: x, force_finite: true}") == 0
+    assert said("{type: txt, paths: x, force_finite: false}", finite) == 1  # the entry's own switch comes first
+    assert said("{type: txt, paths: x}", "+model.train_ds.metadata_only=true") == 1
+    assert said("{type: lhotse, shar_path: x}", "+model.train_ds.metadata_only=true") == 0
+    assert said("{type: my_own, paths: x}") == 0
+    beside = "+model.train_ds.cuts_path=x", "+model.train_ds.tarred_audio_filepaths=x"
+    assert found(tmp_path, "NP104", LHOTSE, *beside) == []  # NeMo reads the cuts

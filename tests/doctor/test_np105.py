@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from configs import ERROR, LHOTSE, WARNING, found
+from configs import ERROR, LHOTSE, NOTE, WARNING, found
 
 pytestmark = pytest.mark.one_nemo
 
@@ -39,3 +39,26 @@ def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
     assert found(tmp_path, "NP105", LHOTSE, *validation) == []
     nemo = "++model.train_ds={use_lhotse: false, manifest_filepath: x, is_tarred: true, force_finite: true}"
     assert found(tmp_path, "NP105", LHOTSE, nemo) == []
+
+
+def test_what_is_made_a_stream_ends_too(tmp_path: Path) -> None:
+    forced = "+model.train_ds.force_iterable_dataset=true"
+    (finding,) = found(tmp_path, "NP105", LHOTSE, forced)
+    assert finding.severity is ERROR
+    assert finding.instead.startswith("force_iterable_dataset: false, with a whole number as shard_seed")
+    repeated = "model.train_ds.manifest_filepath=[[a.json],[b.json]]"
+    assert found(tmp_path, "NP105", LHOTSE, forced, repeated) == []
+    assert found(tmp_path, "NP105", LHOTSE, forced, "+model.train_ds.input_cfg=other.yaml") == []
+
+
+def test_an_entrys_own_switch(tmp_path: Path) -> None:
+    entry = "+model.train_ds.input_cfg=[{type: parquet, manifest_filepath: x, force_finite: %s}]"
+    assert found(tmp_path, "NP105", LHOTSE, entry % "true")[0].severity is ERROR
+    assert found(tmp_path, "NP105", LHOTSE, entry % "false", FINITE) == []
+
+
+def test_batches_of_one_size_are_as_many_on_all_ranks(tmp_path: Path) -> None:
+    fixed = "model.train_ds.batch_duration=null", "+model.train_ds.batch_size=8"
+    (finding,) = found(tmp_path, "NP105", LHOTSE, FINITE, STREAM, *fixed)
+    assert finding.severity is NOTE
+    assert "each of 4 ranks reads all of it in an epoch" in finding.what

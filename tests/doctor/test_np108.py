@@ -81,3 +81,22 @@ def test_of_several_manifests_each_is_a_set_of_its_own_but_input_cfg_is_mixed(tm
     mixed = "+model.validation_ds.input_cfg=[{type: nemo, manifest_filepath: a},{type: nemo, manifest_filepath: b}]"
     (finding,) = found(tmp_path, "NP108", LHOTSE, mixed)
     assert finding.severity is ERROR
+
+
+def test_what_is_advised_reads_each_entry_once(tmp_path: Path) -> None:
+    for entry in ("{type: parquet, manifest_filepath: x}", "{type: lhotse_shar, shar_path: x}"):
+        inputs = f"+model.validation_ds.input_cfg=[{entry}]"
+        (endless,) = found(tmp_path, "NP108", LHOTSE, inputs)
+        (whole,) = found(tmp_path, "NP108", LHOTSE, inputs, "+model.validation_ds.force_finite=true")
+        for finding in (endless, whole):
+            assert "force_map_dataset: true, and a whole number as model.validation_ds.shard_seed" in finding.instead
+        advised = "{force_finite: true, force_map_dataset: true, shard_seed: 0}"
+        for rule in ("NP108", "NP122"):
+            assert found(tmp_path, rule, LHOTSE, inputs, f"+model.validation_ds={advised}") == []
+
+
+def test_what_is_made_a_stream_is_not_to_be_made_both(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.force_iterable_dataset=true")
+    assert "each of 4 ranks reads all of it" in finding.what
+    assert finding.instead.startswith("model.validation_ds.force_iterable_dataset: false, and a whole number")
+    assert "force_map_dataset" not in finding.instead

@@ -38,3 +38,10 @@ def test_none_where_only_the_models_class_tells_who_reads_it(tmp_path: Path) -> 
 def test_none_for_tar_files_which_are_shared_out(tmp_path: Path) -> None:
     said = found(tmp_path, "NP112", NEST, OFF, "model.train_ds.is_tarred=true")
     assert ["model.validation_ds" in finding.what for finding in said] == [True]
+
+
+def test_lightnings_sampler_is_not_advised_beside_lhotses(tmp_path: Path) -> None:
+    training, _ = found(tmp_path, "NP112", NEST, OFF)
+    assert training.instead == "trainer.use_distributed_sampler: true"
+    (training,) = found(tmp_path, "NP112", NEST, OFF, "+model.validation_ds.use_lhotse=true")
+    assert training.instead == "use_lhotse: true for this set, with a whole number as shard_seed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from configs import WARNING, found
+from configs import LHOTSE, WARNING, found
 
 pytestmark = pytest.mark.one_nemo
 
@@ -44,3 +44,27 @@ def test_none_otherwise(tmp_path: Path) -> None:
     assert found(tmp_path, "NP124", MULTI, "data.train_ds.multi_config=false", "~data.train_ds.seed") == []
     assert found(tmp_path, "NP124", MULTI, "data.train_ds.seed=null") == []  # it is there
     assert found(tmp_path, "NP124", MULTI, "+data.train_ds.two.input_cfg=other.yaml") == []
+
+
+@pytest.mark.parametrize(
+    "outer", ["%s", "{type: group, input_cfg: [%s]}", "{type: sqa_as_conversation, input_cfg: [%s]}"]
+)
+def test_one_input_cfg_of_both_kinds(tmp_path: Path, outer: str) -> None:
+    both = "{type: txt, paths: x}, {type: lhotse, cuts_path: x}"
+    inputs = f"+model.train_ds.input_cfg=[{outer % both}]"
+    (finding,) = found(tmp_path, "NP124", LHOTSE, inputs)
+    assert finding.what.startswith("model.train_ds.input_cfg mixes streams with inputs that are none")
+    for rule in ("NP104", "NP122"):
+        assert found(tmp_path, rule, LHOTSE, inputs) == []
+    for kind in ("map", "iterable"):
+        assert found(tmp_path, "NP124", LHOTSE, inputs, f"+model.train_ds.force_{kind}_dataset=true") == []
+    for other in (
+        "{type: txt, paths: x}, {type: parquet, manifest_filepath: x}",
+        "{type: txt, paths: x}, {type: my_own}",
+    ):
+        assert found(tmp_path, "NP124", LHOTSE, f"+model.train_ds.input_cfg=[{other}]") == []
+
+
+def test_what_is_forced_to_be_a_stream_is_to_be_repeated(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP124", MULTI, "+data.train_ds.two.shar_path=x")
+    assert "one.force_iterable_dataset: true, with its manifest_filepath as a list" in finding.instead

@@ -67,3 +67,6 @@ def test_the_batches_of_a_rank(
     each = settings(NEST, size_of_job, *given, "+trainer.use_distributed_sampler=false")
     assert each["model.validation_ds, sampler"] == "none, each rank reads all of it"
     assert "model.validation_ds, batches" not in settings(LHOTSE, 2, *given, "+model.validation_ds.batch_duration=9")
+    for kind in ("{type: my_own}", "{type: txt, paths: x}", "{type: nemo, manifest_filepath: other.json}"):
+        inputs = f"+model.validation_ds.input_cfg=[{kind}]"  # the manifest beside it is not read
+        assert "model.validation_ds, batches" not in settings(LHOTSE, 2, *given, inputs)

@@ -124,7 +124,7 @@ def unlike_backwards(case: Case, hang: Finding) -> Finding:
     before = sorted(rank for rank, state in last.items() if state == NO_BACKWARD)
     evidence = (f"in the backward, and not through it: {named(inside)}", *hang.evidence)
     if not before:
-        return Finding(**{**vars(hang), "evidence": evidence})
+        return Finding(**{**vars(hang), "severity": CRITICAL, "evidence": evidence})
     return Finding(
         id=ids.NO_BACKWARD,
         severity=CRITICAL,

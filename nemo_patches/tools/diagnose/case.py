@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemo_patches.stall.rank_text import named
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.stall.rank_text import LEFT, named
 from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.endings import Ending, endings
 from nemo_patches.tools.diagnose.folder import Job
@@ -30,6 +30,15 @@ class Case:
     def sure(self) -> dict[int, Ending]:
         """The endings of the ranks whose traces are whole at their end."""
         return {rank: ending for rank, ending in self.endings.items() if not ending.unsure}
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether all ranks ended in good order: whatever they had waited for, they got it."""
+        return len(self.endings) >= self.job.world_size and all(map(self.has_gone_on, self.endings))
+
+    def has_gone_on(self, rank: int) -> bool:
+        """Whether a rank came out of whatever it had waited for: it ended in good order, or went on without a trace."""
+        return self.endings[rank].in_good_order or bool(self.job.traces[rank].stopped)
 
     def call(self, ending: Ending) -> str:
         """The last call of a rank, for a person."""
@@ -118,16 +127,21 @@ class StallReports:
     kinds: dict[int, str]  # of each rank that the others wait for
     where: dict[int, str]  # likewise
     texts: dict[int, str]  # by reporter: where all ranks were
+    waited: bool  # some rank waited in a collective, as the monitors of ranks that have not ended saw it
+    past: frozenset[int]  # ranks that only those name who have ended in good order since
 
 
 def stall_reports(case: Case) -> StallReports:
     """The latest reports of each rank, if they are about the stall that the rank is in now.
 
-    Of a rank that has been recorded somewhere else since, and of one that waits in a collective, they tell nothing.
+    Of a rank that has been recorded somewhere else since, and of one that waits in a collective, they tell nothing. A
+    rank that has ended in good order has come out of the stall that it reported.
     """
     kinds: dict[int, str] = {}
     where: dict[int, str] = {}
     texts: dict[int, str] = {}
+    waited = False
+    present: set[int] = set()
     for rank, trace in case.job.traces.items():
         if trace.mixed:
             continue
@@ -135,17 +149,22 @@ def stall_reports(case: Case) -> StallReports:
             *(report for report in trace.missing[-1:] if _is_of_now(case, rank, report)),
             *(report for report in trace.stalled[-1:] if report.t > last_entered(case.job, rank)),
         ]
+        is_past = case.has_gone_on(rank)
         for report in reversed(reports):  # the job's stall report looks at every rank
             waits = report.collectives if isinstance(report, records.Missing) else []
             for at, (missing, kind, place) in enumerate(zip(report.ranks, report.kinds, report.where, strict=False)):
                 is_rank = 0 <= missing < case.job.world_size and missing != rank
-                if is_rank and not any(waits[at : at + 1]) and not _has_come_since(case, rank, report, missing):
+                is_over = kind != LEFT and missing in case.endings and case.endings[missing].in_good_order
+                is_over = is_over or _has_come_since(case, rank, report, missing)
+                if is_rank and not any(waits[at : at + 1]) and not is_over:
                     kinds.setdefault(missing, safe(kind))
+                    present.update(() if is_past else {missing})
                     if place:
                         where.setdefault(missing, safe(place))
-            if isinstance(report, records.Stalled):
+            if isinstance(report, records.Stalled) and not is_past:
                 texts[rank] = safe(report.text)
-    return StallReports(kinds, where, texts)
+                waited |= report.waited
+    return StallReports(kinds, where, texts, waited, frozenset(kinds.keys() - present))
 
 
 def last_entered(job: Job, rank: int) -> float:

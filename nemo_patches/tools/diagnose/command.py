@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -14,12 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
-from nemo_patches.tools.diagnose.nccl_ras import ask as ask_ras
-from nemo_patches.tools.diagnose.nccl_ras import diagnose_saved, is_ras
+from nemo_patches.tools.diagnose.nccl_ras import diagnose_ras, diagnose_saved, is_ras
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
 from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
@@ -47,13 +47,15 @@ def run(
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
     if (len(paths) > 0) + (job is not None) + (ras is not None) != 1:
-        raise DiagnoseError("give a folder or logs, or --job HOST:PORT or its folder, or --ras HOST; one of them")
+        raise DiagnoseError(
+            "give a folder or logs, or --job HOST:PORT or its folder, or --ras HOST or a file; one of them"
+        )
     if job is not None or ras is not None:
         if watch or plot or perfetto or launch is not None:
             raise DiagnoseError("--job and --ras take only --json beside them")
         return _ask(job, ras or "", json)
     path = paths[0]
-    is_traces = len(paths) == 1 and path.is_dir() and (watch or plot is not None or not _has_logs_only(path))
+    is_traces = len(paths) == 1 and os.path.isdir(path) and (watch or plot is not None or not _has_logs_only(path))
     if not is_traces and (watch or plot or perfetto):
         raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
     if not is_traces and launch is not None:
@@ -65,13 +67,15 @@ def run(
             return _watch(path, json, launch)
         if not is_traces:
             is_dumps = _has_dumps(path)
-            is_answer = not is_dumps and len(paths) == 1 and path.is_file() and is_ras(path)
+            is_answer = not is_dumps and len(paths) == 1 and os.path.isfile(path) and is_ras(path)
             report = diagnose_dumps(path) if is_dumps else diagnose_saved(path) if is_answer else diagnose_logs(paths)
         else:
             read, report = once(path, launch=launch)
             _draw(read, report, plot, perfetto)
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
+    except OSError as error:
+        raise DiagnoseError(f"{safe(str(path))}: {error.strerror or error}") from error
     except KeyboardInterrupt:
         return 130
     _print(report, json)
@@ -81,7 +85,7 @@ def run(
 def _ask(job: str | None, ras: str, json: bool) -> int:
     try:
         if job is None:
-            report = ask_ras(ras)
+            report = diagnose_ras(ras)
         else:
             from nemo_patches.tools.diagnose.live import diagnose_job
 
@@ -106,8 +110,8 @@ def _has_logs_only(folder: Path) -> bool:
 def _has_dumps(path: Path) -> bool:
     """Whether a file, or one of those in a folder, is a dump of torch's Flight Recorder."""
     # What is read from a pipe (`diagnose <(COMMAND)`) is gone.
-    files = sorted(path.iterdir())[:_MOST_LOOKED_AT] if path.is_dir() else [path]
-    return any(file.is_file() and is_dump(file) for file in files)
+    files = sorted(path.iterdir())[:_MOST_LOOKED_AT] if os.path.isdir(path) else [path]
+    return any(os.path.isfile(file) and is_dump(file) for file in files)
 
 
 def _watch(path: Path, json: bool, launch: int | None) -> int:
@@ -165,16 +169,26 @@ def _printable(content: Any) -> Any:
 
 
 def _draw(job: Job, report: Report, plot: Path | None, perfetto: Path | None) -> None:
-    try:
-        if plot is not None:
+    if plot is not None:
+        try:
             from nemo_patches.tools.diagnose.plot import draw
-
+        except ImportError as error:
+            raise DiagnoseError(f"--plot needs matplotlib: pip install matplotlib ({error})") from error
+        with _writing("--plot", plot):
             draw(job, plot, _printable(report))
-        if perfetto is not None:
-            from nemo_patches.tools.diagnose.perfetto import write
+    if perfetto is not None:
+        from nemo_patches.tools.diagnose.perfetto import write
 
+        with _writing("--perfetto", perfetto):
             write(job, perfetto)
-    except ImportError as error:
-        raise DiagnoseError(f"--plot needs matplotlib: pip install matplotlib ({error})") from error
+
+
+@contextmanager
+def _writing(option: str, file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise DiagnoseError(f"{safe(str(plot or perfetto))}: {error.strerror}") from error
+        where = safe(str(file))
+        raise DiagnoseError(
+            f"{option}={where}: {error.strerror or error}; a file that can be written is wanted"
+        ) from error

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
@@ -27,7 +27,7 @@ from nemo_patches.tools.diagnose.faults import (
     gpu_utilisation,
     runaway_memory,
 )
-from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
@@ -55,6 +55,7 @@ _HANGS = frozenset(
         ids.STOPPED_AT_ONCE,
     }
 )
+_OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 
 
 def diagnose(job: Job) -> Report:
@@ -85,6 +86,8 @@ def diagnose(job: Job) -> Report:
     findings += different_batches(encoders)
     findings += other_than_configured(encoders)
     findings += _not_enough(job, encoders, findings)
+    if encoders and all(case.ended_well for case in encoders):  # what held ranks up is worth knowing, and is over
+        findings = [replace(one, severity=WARNING) if one.id in _OVER_AT_THE_END else one for one in findings]
     ordered = _ordered([replace(finding, text=finding.text[0].upper() + finding.text[1:]) for finding in findings])
     return Report(
         folder=safe(str(job.folder)),

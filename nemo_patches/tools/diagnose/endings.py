@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
 from nemo_patches.tools.diagnose.process_end import ProcessEnd, is_of_a_collective, process_end
@@ -64,6 +64,10 @@ class Ending:
     def at_fault(self) -> bool:
         """Whether an exception of its own has ended it, or its last call."""
         return bool(self.process.own_error) or (self.raised and not self.process.waited)
+
+    @property
+    def in_good_order(self) -> bool:
+        return self.process.in_good_order and not self.raised and not self.inside
 
     @property
     def inside(self) -> bool:

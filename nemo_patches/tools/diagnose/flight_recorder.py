@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOT_ENOUGH, NOTE, WARNING, Finding, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode, header_in
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records
@@ -37,6 +37,11 @@ _COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
 
 class UnreadableError(Exception):
     """There is nothing to diagnose. The text says why."""
+
+
+def is_port(text: str) -> bool:
+    """Whether this is the number of a TCP port."""
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 0 < int(text) < 1 << 16
 
 
 @dataclass

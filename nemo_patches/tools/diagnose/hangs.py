@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, usual_call, whom
 from nemo_patches.tools.diagnose.endings import Ending
@@ -67,7 +67,8 @@ def hangs(case: Case, explained: set[int]) -> list[Finding]:
     reports = stall_reports(case)
     if accused := [ending for ending in _accused(case, reports) if ending.rank not in explained]:
         others = _at_top([ending for ending in case.endings.values() if ending.rank not in reports.kinds])
-        return _grouped(case, accused, others or accused, reports)
+        found = _grouped(case, accused, others or accused, reports)
+        return [replace(one, severity=WARNING) if reports.past.issuperset(one.ranks) else one for one in found]
     if any(ending.at_fault for ending in case.sure.values()):
         return []  # faults.py reports exceptions, and who has one did not wait
     sure = [ending for ending in case.sure.values() if ending.rank not in explained]
@@ -308,32 +309,39 @@ def _level(case: Case, reports: StallReports) -> list[Finding]:
     behind = [ending for ending in case.sure.values() if ending not in at_top and not ending.process.waited]
     inside = [ending for ending in at_top if ending.inside]
     outside = [ending for ending in at_top if not ending.inside]
-    if not reports.texts and (behind or (inside and outside)) and any(_has_just_come(case, end) for end in at_top):
-        return _stopped_at_once(case)  # so it looks in a healthy job, too, of which somebody wanted dumps
-    if behind and not reports.texts:
+    reported = all(ending.rank in reports.texts for ending in at_top)
+    went_on = not reported and (reports.texts or any(_has_just_come(case, ending) for ending in at_top))
+    if went_on and (behind or inside):
+        return _stopped_at_once(case)  # so it looks in a healthy job, too: who is ahead went on a moment ago
+    if behind and not reported:
         return _grouped(case, behind, at_top, reports)
-    if inside and outside and not reports.texts:
+    if inside and outside and not reported:
         return [_finding(case, ids.SOME_INSIDE, inside, outside, reports)]
     everyone, call = f"All {len(case.sure)} ranks", case.call(at_top[0])
     if all(ending.in_vain for ending in at_top):
         return []  # the last to come to a round does not wait in vain: some trace is not what its rank wrote
-    if inside and not outside:
+    if inside and not outside and not behind:
         phase = min((ending.phase for ending in inside), key=_PHASE_ORDER.index)
         ranks = tuple(ending.rank for ending in inside if ending.phase == phase)
         which = _PHASES[phase] if len(ranks) == len(inside) else f"{named(ranks)} {_PHASES[phase]}"
         text = f"{everyone} are inside {call}, {which}, and none has come out."
         return [_of_all(case, ids.ALL_INSIDE, ranks, text, phase, reports)]
     ranks = tuple(sorted(case.sure))
-    text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
     if inside or behind:
         text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
-    return [_of_all(case, ids.OUTSIDE, ranks, text, "", reports)]
+        return [_of_all(case, ids.OUTSIDE, ranks, text, "", reports)]
+    text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
+    finding = _of_all(case, ids.OUTSIDE, ranks, text, "", reports)
+    # A job that decodes or writes for long, and calls no encoder, looks the same, unless one was seen to wait.
+    return [finding if reports.waited or _timed_out(case) else replace(finding, severity=WARNING)]
 
 
 def _has_just_come(case: Case, ending: Ending) -> bool:
-    """Whether a rank entered its last call shortly before its dump: then it may not wait in vain."""
+    """Whether a rank entered its last call shortly before its dump, or now: then it may not wait in vain."""
     trace = case.job.traces[ending.rank]
-    return trace.dumped is not None and trace.dumped.t - last_entered(case.job, ending.rank) < _LONG_S
+    if trace.dumped is not None:
+        return trace.dumped.t - last_entered(case.job, ending.rank) < _LONG_S
+    return ending.rank in case.job.alive and case.job.ago.get(ending.rank, _LONG_S) < _LONG_S
 
 
 def _stopped_at_once(case: Case) -> list[Finding]:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from nemo_patches.channel import keys
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.heartbeat import Heartbeat, period_for_s
 from nemo_patches.stall.missing_query import PERIODS_TO_SEE
 from nemo_patches.stall.peers import ask
@@ -27,11 +29,9 @@ from nemo_patches.stall.rank_groups import CALLING, RankGroup, grouped, judged
 from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, first_line, named
 from nemo_patches.stall.store_client import read_heartbeats
 from nemo_patches.stall.wire import Peer, decode_peers
-from nemo_patches.sync import keys
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, RankSummary, Report
-from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.folder import UnreadableError, is_port
 
 GOES_ON = timedelta(seconds=30)  # so long after its last encoder call a rank goes on: half of stall_timeout's default
 _LIMIT = timedelta(seconds=40)  # of the store's answers in all
@@ -58,15 +58,17 @@ class Seen:
 
 def diagnose_job(job: str, goes_on: timedelta = GOES_ON) -> Report:
     """job: where its store is, HOST:PORT, or the folder that its processes on this machine work in. UnreadableError."""
-    address = address_of(Path(job)) if Path(job).is_dir() else job
+    address = address_of(Path(job)) if os.path.isdir(job) else job
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or not is_port(port):
         wanted = "HOST:PORT is wanted, the job's MASTER_ADDR and MASTER_PORT, or the folder that it works in"
-        raise UnreadableError(f"--job={address}: {wanted}")
+        raise UnreadableError(f"--job={safe(address, 100)}: {wanted}")
     try:
         # First without torch: its client tries again and again, and logs each time.
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as probe:
             server = str(probe.getpeername()[0])
+    except UnicodeError as error:
+        raise UnreadableError(f"--job={address}: no host can have that name") from error
     except OSError as error:
         raise UnreadableError(f"--job={address}: {error.strerror or error}") from error
     seen = _answer_of_a_child(server, int(port))

@@ -6,7 +6,9 @@ again later does the job hang. RAS lists the smaller group of ranks, which may b
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -14,10 +16,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding, Report
-from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.folder import UnreadableError, is_port
 
 DEAD, NO_DATA, BEHIND, DIFFERENT_COUNTS = "ras-dead", "ras-no-data", "ras-behind", "ras-different-counts"
 _PORT = 28028
@@ -27,18 +29,21 @@ _MOST_BYTES = 1 << 22
 _BEGINS = "Job summary"
 _JOB = "job"  # beside the groups' numbers: how many GPUs the job has
 _WANTED = f"looked for RAS's lines {_BEGINS!r} and 'Communicators...'"
+_ALLOWED = f"HOST or HOST:PORT is wanted, the port is {_PORT} by default; or a file with what ncclras has printed"
 _AGAIN = "Ask again in a while; if the numbers are the same, look at the ranks with the smaller one."
 _NEXT = "Look at what it does: `py-spy dump --pid PID` on its host, and the end of its stderr."
 
-_GROUP = re.compile(r"^ *(\d+) +\d+ +\S+ +\S+ +(\d+) +\d+ +([A-Z,]+) +([A-Z,]+) *$", re.MULTILINE)
+_GROUP = re.compile(r"^ *(\d{1,9}) +\d+ +\S+ +\S+ +(\d{1,9}) +\d+ +([A-Z,]+) +([A-Z,]+) *$", re.MULTILINE)
 _COMMUNICATOR = re.compile(r"^(#\d+-\d+) \([0-9a-f]+\) ([A-Z,]+)\n((?:[ \t]+\S.*\n?)*)", re.MULTILINE)
+_GPUS = re.compile(r"[0-9]{1,9}")
 _DEAD = re.compile(r"^DEAD\n((?:[ \t]+\S.*\n?)*)", re.MULTILINE)
-_RANK = re.compile(r"^ *Rank (\d+) -- (.*)$")
+_RANK = re.compile(r"^ *Rank (\d{1,9}) -- (.*)$")
 _MISSING_RANKS = re.compile(r"The missing ranks?: ([\d, -]+)")
 _KIND = re.compile(r"different (\w+) operation counts")
 _PARTS = re.compile(r"^(?=.*ranks have different)", re.MULTILINE)
 _COUNT = re.compile(
-    r"^ *(?:Rank )?(\d+)(?: ranks)? (?:has|have) (?:launched up to operation (\d+)|not launched any)(?: .*?-- (.*))?"
+    r"^ *(?:Rank )?(\d{1,9})(?: ranks)? (?:has|have) "
+    r"(?:launched up to operation (\d{1,18})|not launched any)(?: .*?-- (.*))?"
 )
 
 
@@ -72,20 +77,44 @@ def is_ras(path: Path) -> bool:
     return _BEGINS in head and "Communicators..." in head
 
 
-def diagnose_saved(path: Path) -> Report:
+def diagnose_saved(path: str | Path) -> Report:
     """A file with what ncclras has printed, once or, better, twice with some time between. Raises UnreadableError."""
     try:
-        text = path.read_bytes()[:_MOST_BYTES].decode("utf-8", "replace").replace("\r\n", "\n")
+        text = _content(path).decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
     return _report(str(path), [_BEGINS + answer for answer in text.split(_BEGINS)[1:]])
 
 
+def diagnose_ras(given: str) -> Report:
+    """The value of --ras: where RAS is, or a file with what it has told. Raises UnreadableError."""
+    if not os.path.isfile(given) and "/" not in given:
+        return ask(given)
+    try:
+        return diagnose_saved(given)
+    except UnreadableError as error:
+        raise UnreadableError(f"--ras={error}; {_ALLOWED}") from error
+
+
+def _content(path: str | Path) -> bytes:
+    """Of a pipe what comes within the limit: nobody may ever write into it."""
+    end, data = time.monotonic() + _LIMIT.total_seconds(), b""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while len(data) < _MOST_BYTES and select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not (more := os.read(descriptor, 1 << 16)):
+                break
+            data += more
+    finally:
+        os.close(descriptor)
+    return data
+
+
 def ask(address: str, sleep: Callable[[float], None] = time.sleep) -> Report:
     """The RAS of a process at HOST or HOST:PORT; where counts differ, asked twice. Raises UnreadableError."""
     host, colon, port = address.rpartition(":") if address.count(":") == 1 or "]" in address else (address, "", "")
-    if (colon and not port.isdecimal()) or not host.strip("[]"):
-        raise UnreadableError(f"--ras={address}: HOST or HOST:PORT is wanted; the port is {_PORT} by default")
+    if (colon and not is_port(port)) or not host.strip("[]"):
+        raise UnreadableError(f"--ras={safe(address, 100)}: {_ALLOWED}")
     answers = [_answer(address, host.strip("[]"), int(port or _PORT))]
     if "MISMATCH" in answers[0]:
         sleep(_AGAIN_AFTER.total_seconds())
@@ -103,9 +132,10 @@ def _answer(address: str, host: str, port: int) -> str:
                 if not (more := client.recv(1 << 16)):
                     break
                 data += more
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UnreadableError(f"--ras={address}: {why}; RAS is in NCCL from 2.24, unless NCCL_RAS_ENABLE=0") from error
+    except (OSError, UnicodeError) as error:
+        why = error.strerror or str(error) if isinstance(error, OSError) else "no host can have that name"
+        hint = f"RAS is in NCCL from 2.24, unless NCCL_RAS_ENABLE=0; {_ALLOWED}"
+        raise UnreadableError(f"--ras={address}: {why}; {hint}") from error
     text = data.decode("utf-8", "replace")
     if _BEGINS not in text or "Communicators..." not in text:
         raise UnreadableError(f"--ras={address}: what answers is not NCCL's RAS, or has not told all; {_WANTED}")
@@ -118,7 +148,7 @@ def _report(source: str, answers: list[str]) -> Report:
         raise UnreadableError(f"{source}: no table of communicators in it; {_WANTED}")
     sizes = {match[1]: int(match[2]) for match in groups}
     totals = [line.split()[-1] for line in answers[-1].partition("Communicators...")[0].splitlines() if line.split()]
-    sizes[_JOB] = max([*sizes.values(), *([int(totals[-1])] if totals[-1].isdecimal() else [])])
+    sizes[_JOB] = max([*sizes.values(), *(int(total) for total in totals[-1:] if _GPUS.fullmatch(total))])
     findings = [*_dead(answers[-1]), *_silent(answers[-1], sizes), *_behind(answers, sizes)]
     order = (DEAD, NO_DATA, BEHIND, DIFFERENT_COUNTS)
     findings.sort(key=lambda finding: order.index(finding.id))

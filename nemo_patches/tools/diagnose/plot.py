@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.diagnosis import state_of
 from nemo_patches.tools.diagnose.findings import Report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 
 # A rank that one of these ended was in a collective, or in the store: another rank is the reason.
@@ -39,6 +39,7 @@ class ProcessEnd:
     terminated: bool = False  # by SIGTERM, or Ctrl-C: somebody else ended it
     where: str = ""  # where SIGTERM found it
     in_collective: bool = False  # likewise
+    in_good_order: bool = False  # its interpreter came to its end, and no exception or exit code speaks against it
 
     @property
     def own_error(self) -> str:
@@ -60,7 +61,8 @@ def process_end(trace: RankTrace) -> ProcessEnd:
     if trace.end is not None and trace.end.exit_code == _STALL_EXIT:
         return ProcessEnd(error="stall_exit", terminated=True)
     if not error:
-        return ProcessEnd(ordinary=trace.is_over)
+        in_good_order = trace.end is not None and not trace.end.exit_code
+        return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
     kind = error.partition(":")[0]
     if kind in _BY_HAND or _ENDED_WITH_IT.search(error):
         return ProcessEnd(error=safe(error), terminated=True)

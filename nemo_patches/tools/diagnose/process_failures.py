@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.process_end import is_of_a_collective
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import decode, structs
 from nemo_patches.tracing import records
 

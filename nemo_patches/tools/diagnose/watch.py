@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_patches.sync.safe_text import safe
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Folder, Job, UnreadableError

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import header_in
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOT_ENOUGH, NOTE, WARNING, Finding, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError

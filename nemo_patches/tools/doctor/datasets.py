@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.inputs import Draw, Inputs, Place
 from nemo_patches.tools.doctor.yaml_text import Keys
 
 # What a multi_config decides for all its sets, whatever these say (nemo/collections/common/data/lhotse/dataloader.py).
@@ -93,38 +96,65 @@ class Dataset:
         """Whether NeMo's own data loader reads it, for certain."""
         return self.reader == "nemo"
 
+    @cached_property
+    def inputs(self) -> Inputs:
+        """How Lhotse reads its inputs, of which map or iterable can be forced; the sampler draws, too, with shuffle."""
+        place = Place(self.config, self.get, self._handed_down)
+        given = inputs.of_set(place, one_by_one=self.keys[0] != "data" and not self.training)
+        if (shuffle := self.shuffle).value is not False and shuffle.value is not None:
+            given = replace(given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.value is True)))
+        to_map, to_iterable = (self._handed_down(f"force_{kind}_dataset") for kind in ("map", "iterable"))
+        for switch, stream in ((to_iterable, True), (to_map, False)):
+            if switch.value:  # not known counts as well
+                given = replace(given, stream=stream if switch.known else None)
+                given = given if switch.known else replace(given, unknown=f"{switch.key} is not known")
+        if to_map.value is True and to_iterable.value is True:
+            given = replace(given, unknown=f"{to_map.key} and {to_iterable.key} exclude each other")
+        return given
+
     @property
     def tarred(self) -> bool | None:
-        """Whether it is read from tar files, or Shar, as a stream; None where the config does not tell."""
+        """Whether it is read as a stream, as tar files are; None where the config does not tell."""
         if not self.nemo:
-            if self._made_finite or self.get("force_map_dataset").value is True:
-                return False
-            if self.get("force_iterable_dataset").value is True:
-                return True
-            return _any_known(_streams(self.get(key).value, key) for key in _INPUTS)
+            return self.inputs.stream
         switch = self.get("is_tarred", False).value
         return None if switch is UNKNOWN else bool(switch)
 
     @property
     def endless(self) -> bool | None:
         """Whether Lhotse repeats it for ever: a stream, or what is mixed of several inputs, without force_finite."""
-        if not self.lhotse or self._made_finite or self.get("force_finite").value is True:
-            return False
-        return _any_known(_repeats(self.get(key).value, key, self.training) for key in _INPUTS)
+        return self.lhotse and self.inputs.endless
 
     @property
-    def mixed(self) -> bool:
-        """Whether Lhotse mixes several inputs into it: of a list of manifests, only in training."""
-        inputs, manifests = self.get("input_cfg").value, self.get("manifest_filepath").value
-        return (isinstance(inputs, list) and len(inputs) > 1) or (
-            self.training and isinstance(manifests, list) and len(manifests) > 1
-        )
+    def shard_seed(self) -> Value:
+        """The seed of the orders that Lhotse draws; its default is one of each process's own."""
+        return self.get("shard_seed", "trng")
+
+    @property
+    def shuffle(self) -> Value:
+        """Whether it is shuffled. NeMo's models for CTC, RNNT and SSL do that to a training set that does not say."""
+        model = self.training and self.keys[0] == "model"
+        return self.get("shuffle", model and not self.config.get(("model", "transf_decoder")).given)
+
+    @property
+    def own_orders(self) -> tuple[Value, ...]:
+        """The seeds by which each rank draws an order of its own, and takes its share of that: of what is no stream."""
+        if not self.lhotse or self.inputs.unknown or self.tarred is not False or self.endless is not False:
+            return ()
+        seeds = [draw.seed for draw in self.inputs.draws if draw.certain and draw.seed.value == "trng"]
+        return tuple(dict.fromkeys(seeds))
+
+    def key(self, name: str) -> str:
+        """Where a key of it counts: in the section that holds the set, for some of a multi_config."""
+        return self.get(name).key
 
     def entries(self, at_most: int) -> int | None:
         """How many its manifest has, counted up to a number; None where it is no file of lines on this machine."""
         manifest = self.get("manifest_filepath").value
         if not isinstance(manifest, str) or at_most > _MOST_ENTRIES:
             return None
+        if any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")):
+            return None  # Lhotse reads that in its place
         count = 0
         try:
             if not Path(manifest).is_file():
@@ -138,10 +168,12 @@ class Dataset:
             return None
         return count
 
-    @property
-    def _made_finite(self) -> bool:
-        """Whether speechlm2's DataModule sets force_finite and force_map_dataset, as it does for all evaluation."""
-        return self.keys[0] == "data" and not self.training
+    def _handed_down(self, key: str) -> Value:
+        """A key that the entries of an input_cfg take from the set. speechlm2's DataModule ends all evaluation."""
+        if self.keys[0] == "data" and not self.training and key in ("force_finite", "force_map_dataset"):
+            return Value(f"{self.where}.{key}", True, "default")
+        defaults = {"shard_seed": self.shard_seed, "shuffle": self.shuffle}
+        return defaults[key] if key in defaults else self.get(key, False)
 
     def longest(self) -> Longest:
         """The longest input that the encoder can get from it."""
@@ -221,40 +253,3 @@ def _smallest(limits: list[Value]) -> float | None:
     if numbers:
         return min(numbers) if min(numbers) > 0 else None  # NP125: no entry is that short
     return math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
-
-
-def _streams(inputs: Any, key: str) -> bool | None:
-    """Whether an input is read as a stream."""
-    if key == "input_cfg":
-        return _of_entries(inputs, _is_stream)
-    return inputs is not None and key in ("shar_path", "tarred_audio_filepaths")
-
-
-def _repeats(inputs: Any, key: str, training: bool) -> bool | None:
-    """Whether an input is repeated for ever; of a list of manifests, each is a set of its own in evaluation."""
-    if key == "input_cfg":
-        if isinstance(inputs, list) and len(inputs) > 1:
-            return True
-        return _of_entries(inputs, lambda entry: _is_stream(entry) or isinstance(entry.get("manifest_filepath"), list))
-    if key == "manifest_filepath":
-        return training and isinstance(inputs, list)
-    return _streams(inputs, key)
-
-
-def _is_stream(entry: Mapping[str, Any]) -> bool:
-    return any(word in str(entry.get("type")) for word in ("tarred", "shar")) or any(
-        entry.get(key) is not None for key in ("tarred_audio_filepaths", "shar_path")
-    )
-
-
-def _of_entries(inputs: Any, answer: Callable[[Mapping[str, Any]], bool]) -> bool | None:
-    """An answer for Lhotse's input_cfg, whose groups hold others; None for a path to more YAML."""
-    if not isinstance(inputs, list):
-        return None if inputs is not None else False
-    entries = [entry for entry in inputs if isinstance(entry, dict)]
-    return _any_known(answer(entry) or _of_entries(entry.get("input_cfg"), answer) for entry in entries)
-
-
-def _any_known(answers: Iterator[bool | None]) -> bool | None:
-    given = list(answers)
-    return True if True in given else None if None in given else False

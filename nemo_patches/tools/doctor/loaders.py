@@ -41,7 +41,7 @@ def _batches(job: Job, dataset: Dataset, ranks: int) -> str:
     size, drop_last = dataset.get("batch_size").number, dataset.get("drop_last", False).value is True
     dynamic = any(dataset.get(key).value is not None for key in ("batch_duration", "bucket_batch_size"))
     sampler = _sampler(job, dataset)
-    entries = None if dataset.tarred or dynamic or not size else dataset.entries(_MOST_COUNTED)
+    entries = None if dataset.tarred is not False or dynamic or not size else dataset.entries(_MOST_COUNTED)
     if entries is None or not size or entries == _MOST_COUNTED:
         return ""
     if sampler == "Lhotse's":  # it deals out batches

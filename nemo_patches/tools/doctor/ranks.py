@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
+from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.sync import settings
-from nemo_patches.sync.safe_text import safe
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import gloo_probe, machine
 from nemo_patches.tools.doctor.errors import DoctorError
@@ -260,7 +260,7 @@ class _Part:
     def _take(self) -> None:
         import torch.distributed as dist
 
-        from nemo_patches.sync.store import JobStore, StoreConnection
+        from nemo_patches.channel.store import JobStore, StoreConnection
 
         here = self._here
         self.at = f"connecting to the job's store at {here.address}:{here.port}"

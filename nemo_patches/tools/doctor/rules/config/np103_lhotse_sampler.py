@@ -34,12 +34,13 @@ def check(job: Job) -> Iterator[Finding]:
     if not sampled:
         return
     names = ", ".join(dataset.where for dataset in sampled)
-    all_lhotse = all(dataset.lhotse for dataset in job.datasets)
+    # Without Lightning's, every rank would read all of a set that is not Lhotse's; and a job that stopped at its start
+    # would run with entries that are read twice, where each rank has an order of its own.
+    safe = all(dataset.lhotse and not dataset.own_orders for dataset in job.datasets)
     yield Finding(
         Severity.WARNING,
         f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks the job stops at its start",
         (switch, *(dataset.get("use_lhotse") for dataset in sampled)),
-        "trainer.use_distributed_sampler: false, and a shard_seed (NP122)",
-        # Without it, every rank would read all of a set that is not Lhotse's.
-        Change(("trainer", "use_distributed_sampler"), False) if all_lhotse else None,
+        "trainer.use_distributed_sampler: false, and a whole number as shard_seed (NP122)",
+        Change(("trainer", "use_distributed_sampler"), False) if safe else None,
     )

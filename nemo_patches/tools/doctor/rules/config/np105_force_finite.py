@@ -1,7 +1,7 @@
-"""force_finite for training on a stream, on several ranks.
+"""Training on a stream that ends, on several ranks: force_finite, or force_iterable_dataset for what is no stream.
 
-Every rank then reads its own order of the stream to its end, and those ends come after different numbers of batches:
-the other ranks wait in their next collective for one that has no batch left.
+Every rank then reads all of the stream, in its own order, to its end. Where batches have no fixed size, those ends come
+after different numbers of them: the other ranks wait in their next collective for one that has no batch left.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
 """
 
@@ -16,12 +16,12 @@ WORST = Severity.ERROR
 BAD = """\
 trainer: {devices: 4}
 model:
-  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8, force_finite: true}
+  train_ds: {use_lhotse: true, shar_path: shards, batch_duration: 360, force_finite: true}
 """
 GOOD = """\
 trainer: {devices: 4, limit_train_batches: 1000}
 model:
-  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
+  train_ds: {use_lhotse: true, shar_path: shards, batch_duration: 360}
 """
 
 
@@ -31,13 +31,23 @@ def check(job: Job) -> Iterator[Finding]:
     if not job.several or not limit.open:
         return
     for dataset in job.datasets:
-        switch = dataset.get("force_finite", False)
-        if dataset.training and dataset.lhotse and switch.value is True and dataset.tarred is not False:
-            severity = Severity.ERROR if dataset.tarred else Severity.WARNING
-            stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
-            yield Finding(
-                severity,
-                f"{dataset.where} is {stream} that ends on each of {job.ranks_text} after its own number of batches",
-                (switch, limit.read, job.devices),
-                "force_finite: false, with trainer.limit_train_batches as a whole number",
-            )
+        finite, forced = dataset.get("force_finite", False), dataset.get("force_iterable_dataset", False)
+        if not dataset.training or not dataset.lhotse or dataset.tarred is False or dataset.endless:
+            continue
+        if not (finite.value is True or (dataset.tarred and dataset.endless is False)):
+            continue  # whether it ends is not known
+        sizes = [dataset.get(key) for key in ("batch_duration", "bucket_batch_size", "batch_tokens")]
+        dynamic = [size for size in sizes if size.value is not None]
+        stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
+        ends = f"ends on each of {job.ranks_text} after its own number of batches"
+        severity = Severity.ERROR if dataset.tarred else Severity.WARNING
+        if not dynamic:
+            ends, severity = f"ends, and each of {job.ranks_text} reads all of it in an epoch", Severity.NOTE
+        yield Finding(
+            severity,
+            f"{dataset.where} is {stream} that {ends}",
+            (finite, *([forced] if forced.value is True else []), *dynamic, limit.read, job.devices),
+            "force_iterable_dataset: false, with a whole number as shard_seed, which shares it out"
+            if forced.value is True
+            else "force_finite: false, also of its entries, with trainer.limit_train_batches as a whole number",
+        )

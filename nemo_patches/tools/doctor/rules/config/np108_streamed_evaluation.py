@@ -22,7 +22,8 @@ model:
 GOOD = """\
 trainer: {devices: 4, use_distributed_sampler: false}
 model:
-  validation_ds: {use_lhotse: true, shar_path: shards, batch_size: 8, force_finite: true, force_map_dataset: true}
+  validation_ds: {use_lhotse: true, shar_path: shards, batch_size: 8, force_finite: true, force_map_dataset: true,
+    shard_seed: 0}
 """
 
 
@@ -36,21 +37,23 @@ def check(job: Job) -> Iterator[Finding]:
         if dataset.training or not limit.open:
             continue
         read = (limit.read, dataset.get("is_tarred", False), dataset.get("force_finite", False))
-        instead = f"trainer.{key}: a whole number; or a set without tar files, from one input"
+        forced = dataset.get("force_iterable_dataset", False)
+        once = (f"{forced.key}: false" if forced.value is True else f"{dataset.where}.force_map_dataset: true") + (
+            f", and a whole number as {dataset.shard_seed.key}: each entry is read once"
+        )
+        limited = f"trainer.{key}: a whole number"
         if dataset.endless:
             what = f"Lhotse repeats {dataset.where} for ever, and {key} is no whole number: {dataset.role} never ends"
-            yield Finding(Severity.ERROR if dataset.role == "validation" else Severity.WARNING, what, read, instead)
+            severity = Severity.ERROR if dataset.role == "validation" else Severity.WARNING
+            instead = f"{dataset.key('force_finite')}: true, also of its entries, {once}; or {limited}"
+            yield Finding(severity, what, read, instead)
         elif job.several and dataset.nemo and dataset.tarred:
             what = f"{dataset.where} is a stream that ends on each of {job.ranks_text} after its own number of batches"
+            instead = f"{limited}; or a set without tar files, from one input"
             yield Finding(Severity.WARNING, what, read, instead)
-        elif dataset.lhotse and dataset.tarred and dataset.get("force_finite").value is True:
+        elif dataset.lhotse and dataset.tarred and dataset.endless is False:
             workers = dataset.get("num_workers", 0)
             if job.several or (workers.number or 0) > 1:
                 readers = f"each of {job.ranks_text}" + (", and each worker," if (workers.number or 0) > 1 else "")
                 what = f"{dataset.where} is a stream: {readers} reads all of it, in its own number of batches"
-                yield Finding(
-                    Severity.WARNING,
-                    what,
-                    (*read, workers),
-                    f"{dataset.where}.force_map_dataset: true, which shares it out",
-                )
+                yield Finding(Severity.WARNING, what, (*read, forced, workers), once)

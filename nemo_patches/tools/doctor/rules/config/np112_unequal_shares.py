@@ -36,7 +36,9 @@ def check(job: Job) -> Iterator[Finding]:
                 Severity.WARNING if dataset.training else Severity.NOTE,
                 f"{dataset.where}: each of {job.ranks_text} reads all of it, as use_distributed_sampler is false",
                 (switch, dataset.get("use_lhotse", False), dataset.get("is_tarred", False)),
-                "trainer.use_distributed_sampler: true, or use_lhotse: true for this set",
+                "use_lhotse: true for this set, with a whole number as shard_seed"
+                if any(not other.nemo and other.tarred is not True for other in job.datasets)  # NP103
+                else "trainer.use_distributed_sampler: true",
             )
         drop = dataset.get("drop_last", False)
         if not dataset.training and drop.value is True:

@@ -1,7 +1,8 @@
-"""A multi_config that NeMo's Lhotse loader refuses: without its seeds, or with streams beside sets that are none.
+"""Inputs that NeMo's Lhotse loader refuses: streams beside what is none, or a multi_config without its seeds.
 
-The section that holds the sets must have seed, shard_seed and shuffle, which count for all of them; and one data loader
-cannot read tar files and plain files at once. The job stops at its start.
+One data loader cannot read tar files and plain files at once, neither of one input_cfg nor of several sets. And the
+section that holds the sets of a multi_config must have seed, shard_seed and shuffle, which count for all of them. The
+job stops at its start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
 """
 
@@ -35,6 +36,11 @@ _NEEDED = ("seed", "shard_seed", "shuffle")
 
 def check(job: Job) -> Iterator[Finding]:
     """On any number of ranks."""
+    for dataset in job.datasets:
+        if dataset.lhotse and dataset.inputs.refused:
+            inputs = dataset.get("input_cfg")
+            what = f"{inputs.key} mixes streams with inputs that are none: the job stops at its start"
+            yield Finding(Severity.WARNING, what, (inputs,), "inputs of one kind; docs/doctor.md has which are streams")
     for keys, section in job.config.mappings():
         if not keys or keys[-1] not in ROLES or section.get("multi_config") is not True:
             continue
@@ -47,4 +53,6 @@ def check(job: Job) -> Iterator[Finding]:
         if True in streams.values() and False in streams.values():
             stream, plain = (next(name for name, is_one in streams.items() if is_one is kind) for kind in (True, False))
             what = f"multi_config cannot mix {stream}, a stream, and {plain}, which is none: the job stops at its start"
-            yield Finding(Severity.WARNING, what, (switch,), f"{plain}.force_iterable_dataset: true")
+            # A stream that is not repeated is read once, and then never again beside one that is.
+            repeated = f"{plain}.force_iterable_dataset: true, with its manifest_filepath as a list, which is repeated"
+            yield Finding(Severity.WARNING, what, (switch,), f"tar files or Shar for {plain}, too; or {repeated}")

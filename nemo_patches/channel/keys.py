@@ -9,6 +9,8 @@ ROOT = "root"  # rank 0 has come
 PLACE = "place/{rank}"  # which host a rank is on, or why it cannot take part; once rank 0 has come
 HOSTS = "hosts"  # of all ranks: rank 0's, once all have said where they are
 DOOR = "door/{rank}"  # where an inner rank of the tree listens for its children, and the token that admits them
+MIRRORED_DOOR = "mirrored door/{rank}"  # the same, in the tree that is upside down
+GONE = "gone"  # a rank that has gone, where who knows it has no connection to some of the others
 # Of the roll call and of stall reports:
 ANNOUNCED = "announced"  # how many ranks have announced themselves
 PRESENT = "present/{block}"  # one bit for each rank of a block, in a number that ranks add to: every store can add

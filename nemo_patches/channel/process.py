@@ -1,0 +1,39 @@
+"""A rank's process, as its neighbours know it: whether it has ended, which a process on the same machine can tell."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """machine: 8 bytes, equal where a pid means the same process."""
+
+    pid: int
+    machine: bytes
+
+    def has_ended(self, machine: bytes) -> bool:
+        """Whether it surely has. machine: the asking process's own; False where it is another, and nobody can tell."""
+        if self.machine != machine:
+            return False
+        try:
+            os.kill(self.pid, 0)
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError, IndexError):  # not ours to ask; no file left to read with
+            return False
+        return state in "ZX"  # killed, and nobody has collected it yet
+
+
+def this_machine() -> bytes:
+    """This boot of this kernel, and its namespace of pids; where these cannot be read, like no other."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return secrets.token_bytes(8)
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -1,0 +1,404 @@
+"""Rounds over a tree of sockets: MAX all-reduces of one int64 among all ranks, waited for in bounded time.
+
+One tree per process group, in one daemon thread; all encoders' rounds travel on the same connections. Values go up to
+rank 0, each rank's for all ranks below it, and the result comes down. Messages carry key and number, so nothing is
+paired by order. A connection that is lost comes back; until then rounds are late. A rank that has left or gone ends the
+rounds on every rank. No torch: the job's store is handed in.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .keys import GONE
+from .links import HAS_GONE, HAS_LEFT, WELCOME, Links
+from .survey import ACK, Subject, Surveys
+from .tree import CUT_OFF_S, Connection, Place
+
+if TYPE_CHECKING:
+    from .store import JobStore, StoreConnection
+
+_REASONS = {
+    HAS_GONE: "has gone, or the network to it was lost",
+    HAS_LEFT: "has left: it ended, or destroyed its process group",
+}
+_SIGNAL_S = 0.5
+_SETTLED_S = CUT_OFF_S + 5.0  # after so long the children have a result, or their connection is lost
+
+
+class RoundFailed(Exception):
+    """There will be no more rounds: a rank has gone or cannot take part, or the network failed."""
+
+
+class Rounds:
+    """One encoder's rounds, at most one outstanding: `issue`, then `wait` or `poll` until it gives the result."""
+
+    def __init__(self, channel: SideChannel, key: bytes) -> None:
+        self.key, self.closed = key, False  # closed: nobody here wants these rounds any more
+        self.issued = self.done = self.result = 0
+        self.came_at = 0.0  # time.monotonic() of the last result
+        self.arrived: dict[int, int] = {}  # to the round that is not done, by rank: the children's, and this rank's own
+        self.arrived_at = 0.0  # time.monotonic() at which the last of them came first
+        self.channel, self._pending = channel, threading.Lock()  # locked from a round's issue until it has come
+
+    def issue(self, value: int) -> None:
+        """Send a round off; raises RoundFailed where there are no more. `value` is an int64."""
+        with self.channel.lock:
+            self.channel.start()
+            self._pending.acquire(blocking=False)
+            number = self.done + 1
+            try:
+                self.issued = number
+                self.channel.arrive(self, number, value, self.channel.rank)
+            except BaseException:  # a signal handler's: the others must have this value, or the result, all the same
+                if self.issued == number:
+                    self.channel.arrive(self, number, value, self.channel.rank)
+                raise
+        self.poll()
+
+    def wait(self, limit: timedelta) -> int | None:
+        """The outstanding round's result; None if it has not come within `limit`. Signal handlers run meanwhile."""
+        end = time.monotonic() + limit.total_seconds()
+        while not self.has_come() and not self.channel.error and (left := end - time.monotonic()) > 0:
+            self._pending.acquire(timeout=min(left, _SIGNAL_S))  # a signal just before, or to another thread, ends none
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """The outstanding round's result, or None while it has not come; raises RoundFailed. Does not block."""
+        if not self.has_come() and self.channel.error:
+            raise RoundFailed(self.channel.error)
+        return self.result if self.has_come() else None
+
+    def has_come(self) -> bool:
+        """Whether the outstanding round has come; any thread may ask."""
+        return self.done >= self.issued
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody waits
+            self._pending.release()
+
+
+class SideChannel:
+    """This rank's part of the tree. Its thread begins with the first round, and ends with the process group.
+
+    Connections outlive the rounds: where a rank has gone, the others have none any more, and stay connected.
+    """
+
+    def __init__(
+        self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None], subject: Subject | None = None
+    ) -> None:
+        """say: logs what keeps this rank from connecting. subject: of surveys, for which there is a second tree."""
+        self.rank, self.size = rank, size
+        self.by_key, self.kept = dict[bytes, Rounds](), set[Rounds]()  # kept: not to be forgotten
+        self.error, self.left = "", -1  # why there are no more rounds; the rank that ended them in good order
+        self.lock = threading.RLock()  # held for arithmetic, and for sends that do not block
+        self.say = say
+        self.selector = selectors.PollSelector()  # which is no file: this process may have none left
+        self.links = Links(self, Place(job_store.server, rank, size))  # which the rounds travel on
+        self._trees = [self.links]  # and one that is upside down: who hides others in one hides nobody in the other
+        self._surveys: dict[Links, Surveys] = {}
+        self._wakes = -1  # a file that wakes the thread
+        if subject is not None:
+            self._trees.append(Links(self, Place(job_store.server, rank, size)))
+            self._surveys = {links: Surveys(self, links, subject) for links in self._trees}
+            self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self.selector.register(self._wakes, selectors.EVENT_READ)
+        self._leaves = False  # this one ends, or its process group, and tells the others
+        self._is_over = False  # and its thread is to end
+        self._end: tuple[int, int] | None = None  # HAS_GONE or HAS_LEFT, and the rank: what ended the rounds
+        self._job_store = job_store
+        self._store: StoreConnection | None = None  # while this rank needs it
+        self._thread: threading.Thread | None = None
+        _channels.add(self)
+
+    def rounds(self, name: str) -> Rounds:
+        """The rounds of this name, which is the same on all ranks. Time to forget those that nobody wants."""
+        with self.lock:
+            if not self.links.away:  # a neighbour may still lack a last result
+                settled = time.monotonic() - _SETTLED_S
+                of_no_use = {one for one in self.by_key.values() if one.closed and one.has_come()} - self.kept
+                forgotten = {one for one in of_no_use if one.came_at < settled}
+                self.by_key = {key: one for key, one in self.by_key.items() if one not in forgotten}
+            return self._of(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+    def start(self) -> None:
+        """From now on there is a thread. With the lock held."""
+        if self._thread is None and not self.error:
+            self._thread = threading.Thread(target=self._run, name="nemo_patches side channel", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # as many as this user or container may have
+                self.stop(f"this rank cannot take part: {error}")
+
+    def stop(self, reason: str, leaves: bool = False) -> None:
+        """End this rank's rounds at once, and the thread soon. Takes no lock: the garbage collector may call this."""
+        self._leaves = self._leaves or (leaves and not self._is_over)
+        self._end_rounds(reason)
+        self._is_over = True
+        for links in self._trees:
+            for connection in list(links.connections.values()):
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_RD)  # wakes the thread
+
+    def join(self, limit: timedelta) -> None:
+        """At exit: wait for the thread's end, for a short while."""
+        if (thread := self._thread) is not None and thread.ident is not None:  # None: interrupted before it started
+            thread.join(limit.total_seconds())
+            if thread.is_alive():  # in a request to the store
+                self._job_store.outlive_interpreter()
+
+    def forget(self) -> None:
+        """In a forked child: its copies would keep the connections open after this rank's death."""
+        self.lock, self.error = threading.RLock(), "this process was forked from the rank's own"
+        self._close()
+
+    def ask(self, question: Any) -> None:
+        """Any thread: have every rank answer, and be told the verdicts of both trees. JSON carries the question."""
+        for surveys in list(self._surveys.values()):
+            surveys.ask(question)
+
+    def wake(self) -> None:
+        """The thread looks at once, where there are surveys."""
+        with self.lock:
+            if self._wakes >= 0:
+                os.eventfd_write(self._wakes, 1)
+
+    def _end_rounds(self, reason: str) -> None:
+        self.error = self.error or reason
+        for rounds in list(self.by_key.values()):
+            rounds.wake()
+
+    # What follows runs with the lock held.
+
+    def arrive(self, rounds: Rounds, number: int, value: int, source: int) -> None:
+        """To a round: a child's value, for all ranks below it, or this rank's own. It may come twice."""
+        if number == rounds.done + 1:
+            if source not in rounds.arrived:
+                rounds.arrived_at = time.monotonic()
+            rounds.arrived[source] = max(value, rounds.arrived.get(source, value))
+            self._pass_on(rounds)
+
+    def connected(self, links: Links, connection: Connection) -> None:
+        """Say again what has been said of the present rounds.
+
+        A child is at most one round of a key behind: this rank cannot complete another one without it. All go in the
+        order in which they were complete here: no rank's encoders may overtake each other.
+        """
+        if links is not self.links:
+            return
+        if connection is not links.parent:
+            for rounds in sorted(self.by_key.values(), key=lambda one: one.came_at):
+                if rounds.done:
+                    connection.send(rounds.key, rounds.done, rounds.result)
+        else:
+            for rounds in sorted(self.by_key.values(), key=lambda one: one.arrived_at):
+                if self._is_complete(rounds):
+                    connection.send(rounds.key, rounds.done + 1, max(rounds.arrived.values()))
+        if self._end is not None:
+            connection.send(bytes(8), *self._end)
+
+    def _of(self, key: bytes) -> Rounds:
+        return self.by_key.get(key) or self.by_key.setdefault(key, Rounds(self, key))
+
+    def _is_complete(self, rounds: Rounds) -> bool:
+        """Whether all have come of this rank and those below it."""
+        return self.links.place.is_known and len(rounds.arrived) > len(self.links.place.children)
+
+    def _pass_on(self, rounds: Rounds) -> None:
+        if not self._is_complete(rounds):
+            return
+        value = max(rounds.arrived.values())
+        if self.rank == 0:
+            self._deliver(rounds, value)
+        elif (parent := self.links.connections.get(self.links.place.parent)) is not None:
+            parent.send(rounds.key, rounds.done + 1, value)
+
+    def _deliver(self, rounds: Rounds, value: int) -> None:
+        for connection in self.links.connections.values():
+            if connection is not self.links.parent:
+                connection.send(rounds.key, rounds.done + 1, value)
+        rounds.result, rounds.came_at, rounds.arrived, rounds.done = value, time.monotonic(), {}, rounds.done + 1
+        rounds.wake()
+
+    def _fail(self, reason: int, rank: int) -> bool:
+        """No more rounds on any rank: the first reason is passed on. Whether it was the first."""
+        if self.error:
+            return False
+        self._end = (reason, rank)
+        for connection in self.links.connections.values():
+            connection.send(bytes(8), reason, rank)
+        self.left = rank if reason == HAS_LEFT else -1
+        self._end_rounds(f"rank {rank} {_REASONS[reason]}")
+        return True
+
+    def _hear(self, links: Links, connection: Connection, key: bytes, number: int, value: int) -> None:
+        if number == ACK:
+            self._of_surveys(links, lambda surveys: surveys.acknowledged(connection))
+        elif number in (HAS_GONE, HAS_LEFT):
+            if value == connection.rank:  # of itself
+                links.ended[value] = "left" if number == HAS_LEFT else "gone"
+            self._fail(number, value)
+        elif number == WELCOME and connection is links.parent:
+            links.welcomed(connection, key, value)
+        elif links is not self.links:
+            return
+        elif connection is not links.parent:
+            if number == 1 or key in self.by_key:
+                self.arrive(self._of(key), number, value, connection.rank)
+        elif (known := self.by_key.get(key)) is not None and known.issued == number == known.done + 1:
+            self._deliver(known, value)
+
+    def _close(self) -> None:
+        for entry in list((self.selector.get_map() or {}).values()):
+            if not isinstance(entry.fileobj, int):
+                entry.fileobj.close()  # type: ignore[attr-defined]
+        self.selector.close()
+        if self._wakes >= 0:
+            os.close(self._wakes)
+            self._wakes = -1
+
+    # What follows runs in the channel's thread.
+
+    def gone(self, links: Links, rank: int, is_own_finding: bool) -> None:
+        """A rank has gone: who has found that, and cannot tell all others, leaves it in the store."""
+        with self.lock:
+            is_news = self._fail(HAS_GONE, rank)
+        if is_news and is_own_finding and (rank == self.links.place.parent or self.links.away):
+            with contextlib.suppress(Exception):  # the others find it out in the end
+                self.store(links.place).set(GONE, str(rank))
+
+    def store(self, place: Place) -> Any:
+        """The part of the store of the place's attempt; of the present one, while the place is not known."""
+        self._store = self._store or self._job_store.connect()
+        return self._store.part_of(place.attempt) if place.is_known else self._store.join(anew=True)
+
+    def store_failed(self) -> None:
+        """It is connected anew, where it is needed."""
+        self._store = None
+
+    def find(self, place: Place) -> bool:
+        """Whether the place is known, by what the store has; False: not yet."""
+        if place is not self.links.place:
+            if self.links.place.is_known:
+                place.find_mirrored(self.links.place)
+        elif place.find(self.store(place), self._job_store.attempt) and place.problem:
+            self.stop(place.problem)
+        return place.is_known
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self.stop(f"the side channel has ended by an error of its own, please report it: {error!r}")
+        for links in self._trees:
+            links.leave((HAS_LEFT if self._leaves else HAS_GONE, self.rank))
+        with self.lock:
+            self._close()
+
+    def _serve(self) -> None:
+        while not self._is_over and not all(links.is_over() for links in self._trees):
+            until, now, is_whole = math.inf, time.monotonic(), True
+            for links in self._trees:
+                if links.is_whole():
+                    links.rest(now)
+                else:
+                    is_whole = False
+                    if now >= links.next_look:
+                        links.step()
+                until = min(until, links.next_look, self._of_surveys(links, _tick))
+            if is_whole:
+                self._store = None
+            self._attend(until)
+
+    def _attend(self, until: float) -> None:
+        """What comes over the connections, and to the doors; until time.monotonic() is this, if nothing does."""
+        waiting = [(links, one) for links in self._trees for one in links.connections.values() if one.waits]
+        for links, connection in waiting:
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self.selector.modify(connection.socket, events, (links, connection))
+        for entry, _ in self.selector.select(max(until - time.monotonic(), 0.0)):
+            if self._is_over:  # the connections still carry the reason
+                break
+            if entry.data is None:
+                os.eventfd_read(self._wakes)
+                continue
+            links, connection = entry.data
+            if connection is None:
+                links.visited()
+            elif connection.socket.fileno() >= 0:  # else another has just taken its place
+                self._read(links, connection)
+        for links, connection in waiting:
+            with self.lock:
+                connection.flush()
+                if connection.socket.fileno() >= 0:
+                    self.selector.modify(connection.socket, selectors.EVENT_READ, (links, connection))
+
+    def _read(self, links: Links, connection: Connection) -> None:
+        messages = connection.receive()
+        with self.lock:
+            for message in messages or ():
+                if not isinstance(message, bytes):
+                    self._hear(links, connection, *message)
+            if messages is None:
+                links.drop(connection)
+        # Without the lock: the training thread may issue a round meanwhile.
+        for message in messages or ():
+            if isinstance(message, bytes):
+                self._of_surveys(links, functools.partial(_note, connection=connection, note=message))
+        if messages is None:
+            self._of_surveys(links, lambda surveys: surveys.lost(connection.rank))
+
+    def send(self, connection: Connection, number: int) -> None:
+        """A message that is none of a round's."""
+        with self.lock:
+            connection.send(bytes(8), number, self.rank)
+
+    def send_note(self, connection: Connection, note: bytes) -> bool:
+        """Whether it is on its way."""
+        with self.lock:
+            return connection.send_note(note)
+
+    def _of_surveys(self, links: Links, step: Callable[[Surveys], float | None]) -> float:
+        """What `step` gives. An error ends the surveys, and never the rounds."""
+        if (surveys := self._surveys.get(links)) is None or not links.place.is_known:
+            return math.inf
+        try:
+            due = step(surveys)
+        except Exception as error:
+            self._surveys.clear()
+            self.say(f"surveys have ended by an error of their own, please report it: {error!r}")
+            due = None
+        return math.inf if due is None else due
+
+
+def _tick(surveys: Surveys) -> float:
+    return surveys.tick(time.monotonic())
+
+
+def _note(surveys: Surveys, connection: Connection, note: bytes) -> None:
+    surveys.note(connection, note)
+
+
+def _at_exit() -> None:
+    for channel in list(_channels):
+        channel.stop("this process ends", leaves=True)
+        channel.join(timedelta(seconds=0.5))
+
+
+_channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=lambda: list(map(SideChannel.forget, list(_channels))))

@@ -1,0 +1,58 @@
+"""Whose code a method of NeMo's class is now: its module, its name, its file and its line. Needs no torch."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType, MethodType
+from typing import Any
+
+_OURS = "nemo_patches.sync.encoder_methods"  # not imported: it needs torch
+_MOST_LAYERS = 20  # of wrappers: one that is around itself has no end
+
+
+def place_of(thing: Any) -> str:
+    """`module.name (file:line)` of a function, or of what a wrapper runs; functools.wraps lends it another's name."""
+    function = function_of(thing)
+    if function is not None:
+        name = getattr(function.__code__, "co_qualname", function.__code__.co_name)  # Python 3.10 has the latter alone
+        return f"{function.__globals__.get('__name__', '?')}.{name} ({line_of(function)})"
+    kind = thing if isinstance(thing, type) else type(thing)
+    call = getattr(kind, "__call__", None)  # noqa: B004  # not whether, but where
+    return f"an object of {kind.__module__}.{kind.__qualname__}" + (f" ({line_of(call)})" if function_of(call) else "")
+
+
+def line_of(thing: Any) -> str:
+    """`file:line` of a function, or of what a wrapper runs."""
+    function = function_of(thing)
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}" if function else "no file"
+
+
+def function_of(thing: Any) -> FunctionType | None:
+    """The Python function that runs when `thing` is called; None where there is none to be seen."""
+    for _ in range(_MOST_LAYERS):
+        if type(thing) is FunctionType:  # isinstance() would take wrapt's word for what it wraps
+            return thing
+        if isinstance(thing, classmethod | staticmethod | MethodType):
+            thing = thing.__func__
+        elif isinstance(thing, functools.partial | functools.partialmethod):
+            thing = thing.func
+        elif isinstance(thing, property):
+            thing = thing.fget
+        else:
+            thing = getattr(thing, "_self_wrapper", None)  # wrapt's
+    return None
+
+
+def layers(thing: Any) -> list[Any]:
+    """A wrapper, what it wraps, and so on; the last one wraps nothing that can be seen."""
+    found = [thing]
+    while len(found) < _MOST_LAYERS and (inner := getattr(found[-1], "__wrapped__", None)) is not None:
+        found.append(inner)
+    return found
+
+
+def is_ours(thing: Any) -> bool:
+    """Whether it is what stands in for an encoder's method, also where the diffs have put it."""
+    function = function_of(thing)
+    return function is not None and str(function.__globals__.get("__name__")).endswith(_OURS)

@@ -1,0 +1,222 @@
+"""How NeMo's Lhotse loader reads a set's inputs: as a stream or not, for ever or once, and what draws their order.
+
+The table is NeMo's own registry of input types, 2.1 to 3.0; tests/test_doctor_streams.py compares it with the installed
+one, and runs each type on two ranks. What it does not have is unknown, never "no stream". Of NeMo 2.1 the rest is not
+measured alike: docs/doctor.md has what differs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from nemo_patches.tools.doctor.config import Config, Value
+from nemo_patches.tools.doctor.yaml_text import Keys
+
+
+class Reads(Enum):
+    """What decides whether an input of some type is a stream: read whole by each worker of each rank."""
+
+    STREAM = "always one, also without tar files"
+    TARRED = "one with tarred_audio_filepaths"
+    SHAR = "one with shar_path"
+    AS_SET = "as a set of its own with the same keys"
+    GROUP = "as the entries of its input_cfg"
+    SIMULATED = "drawn from the process's own random numbers, whatever shard_seed is"
+
+
+@dataclass(frozen=True)
+class DataType:
+    """One of NeMo's types of input, and the first series that has it."""
+
+    reads: Reads
+    since: str
+
+
+DATA_TYPES = {
+    "txt": DataType(Reads.STREAM, "2.1"),
+    "txt_pair": DataType(Reads.STREAM, "2.1"),
+    "nemo_sft_jsonl": DataType(Reads.STREAM, "2.2"),
+    "multimodal_conversation": DataType(Reads.STREAM, "2.2"),
+    "share_gpt": DataType(Reads.STREAM, "2.5"),
+    "share_gpt_webdataset": DataType(Reads.STREAM, "3.0"),
+    "txt_jsonl": DataType(Reads.STREAM, "3.0"),
+    "parquet": DataType(Reads.STREAM, "3.0"),
+    "nemo": DataType(Reads.TARRED, "2.1"),
+    "nemo_tarred": DataType(Reads.TARRED, "2.1"),
+    "nemo_tarred_to_duplex": DataType(Reads.TARRED, "3.0"),
+    "lhotse": DataType(Reads.SHAR, "2.1"),
+    "lhotse_shar": DataType(Reads.SHAR, "2.1"),
+    "lhotse_as_conversation": DataType(Reads.AS_SET, "2.4"),
+    "s2s_as_conversation": DataType(Reads.AS_SET, "2.5"),
+    "sqa_as_conversation": DataType(Reads.AS_SET, "3.0"),
+    "s2s_duplex_overlap_as_s2s_duplex": DataType(Reads.AS_SET, "2.7"),
+    "s2s_duplex_reverse_role": DataType(Reads.AS_SET, "3.0"),
+    "lhotse_magpietts_data_as_continuation": DataType(Reads.AS_SET, "2.7"),
+    "group": DataType(Reads.GROUP, "2.1"),
+    "multi_speaker_simulator": DataType(Reads.SIMULATED, "2.6"),
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An order that is drawn at random. certain: whether it changes anything whatever the data (not so of one file)."""
+
+    seed: Value
+    certain: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How inputs are read; None where that cannot be told.
+
+    stream: whether each worker of each rank reads all of it by itself. endless: whether it is repeated for ever.
+    unknown: why nothing is said of seeds. refused: whether NeMo stops, as both kinds are mixed.
+    """
+
+    stream: bool | None
+    endless: bool | None
+    draws: tuple[Draw, ...] = ()
+    unknown: str = ""
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A set, or an entry of its input_cfg. own: the value that it has of a key; outer: the one that is handed down."""
+
+    config: Config
+    own: Callable[[str], Value]
+    outer: Callable[[str], Value]
+
+    def get(self, key: str) -> Value:
+        """Its own value, or else the one that is handed down."""
+        own = self.own(key)
+        return own if own.given else self.outer(key)
+
+    def entry(self, index: int) -> Place:
+        """One of its input_cfg."""
+        keys = (*_keys(self.own("input_cfg")), str(index))
+        return Place(self.config, lambda key: self.config.get((*keys, key)), self.get)
+
+
+def of_set(place: Place, one_by_one: bool = False) -> Inputs:
+    """A set, or an entry that is read like one. one_by_one: each of several manifests is a set of its own."""
+    if place.own("input_cfg").value is not None:
+        return _of_entries(place)
+    if place.own("shar_path").value is None and place.own("cuts_path").value is None:
+        return _of_manifests(place, one_by_one)
+    return _of_lhotse(place)
+
+
+def any_known(answers: Sequence[bool | None]) -> bool | None:
+    """True if one is, else None if one is not known."""
+    return True if True in answers else None if None in answers else False
+
+
+def _of_entries(place: Place) -> Inputs:
+    """Those of an input_cfg: with one it is that one, of several NeMo draws which comes next."""
+    listed = place.own("input_cfg")
+    if not isinstance(listed.value, list) or not listed.value:
+        what = "in another file, which is not read" if isinstance(listed.value, str) else "no list that can be read"
+        return Inputs(None, None, unknown=f"{listed.key} is {what}")
+    parts = [_of_entry(place, index, entry) for index, entry in enumerate(listed.value)]
+    first, *others = parts
+    if not others:
+        return first
+    stream, refused = _mixed(place, [part.stream for part in parts])
+    refused = refused or any(part.refused for part in parts)
+    ends = any_known([_on(place.get("force_finite")), _on(place.get("metadata_only"))])
+    return Inputs(
+        stream,
+        None if refused else any_known([*(part.endless for part in parts), None if ends is None else not ends]),
+        (*(draw for part in parts for draw in part.draws), Draw(place.get("shard_seed"), certain=True)),
+        next((part.unknown for part in parts if part.unknown), ""),
+        refused,
+    )
+
+
+def _mixed(place: Place, kinds: list[bool | None]) -> tuple[bool | None, bool]:
+    """Of which kind several inputs are together, and whether NeMo refuses them: it does for both kinds, unless one is
+    forced, and the first one's counts then. So one that is known tells of the others."""
+    known = {kind for kind in kinds if kind is not None}
+    if len(known) < 2:
+        return next(iter(known), None), False
+    forced = any_known([_on(place.get(f"force_{kind}_dataset")) for kind in ("map", "iterable")])
+    return (kinds[0], False) if forced else (None, forced is False)
+
+
+def _of_entry(place: Place, index: int, entry: Any) -> Inputs:
+    inner = place.entry(index)
+    name = inner.own("type")
+    data_type = DATA_TYPES.get(name.value) if isinstance(entry, dict) and isinstance(name.value, str) else None
+    if data_type is None:
+        what = name.value if name.known and name.value is not None else "it"
+        return Inputs(None, None, unknown=f"{name.key}: {what} is no type of input that is known of NeMo")
+    if data_type.reads is Reads.STREAM:
+        return Inputs(True, _repeated(True, inner, "force_finite"), _order_of_files(inner))
+    if data_type.reads is Reads.TARRED:
+        return _of_manifests(inner)
+    if data_type.reads is Reads.SHAR:
+        return _of_lhotse(inner)
+    if data_type.reads is Reads.AS_SET:
+        return of_set(inner)
+    if data_type.reads is Reads.GROUP:
+        return _of_entries(inner)
+    return Inputs(_on(inner.own("is_tarred")), True, unknown=f"{name.key}: {name.value} is {data_type.reads.value}")
+
+
+def _of_manifests(place: Place, one_by_one: bool = False) -> Inputs:
+    """NeMo's manifests, with or without tar files; a list of them is mixed, and repeated like a stream."""
+    stream, manifests = _given(place, "tarred_audio_filepaths"), place.own("manifest_filepath").value
+    listed = isinstance(manifests, list) and not one_by_one
+    draws = _order_of_files(place)
+    unknown = f"{place.own('tarred_audio_filepaths').key} is not known" if stream is None else ""
+    if listed and len(manifests) > 1:
+        draws = (*draws, Draw(place.get("shard_seed"), certain=True))
+    return Inputs(stream, _repeated(listed or stream, place, "force_finite", "metadata_only"), draws, unknown)
+
+
+def _of_lhotse(place: Place) -> Inputs:
+    """Lhotse's cuts, or Shar, which is always shuffled, and of which a list is mixed."""
+    stream = _given(place, "shar_path")
+    if stream is False:
+        return Inputs(False, False)
+    path = place.own("shar_path")
+    endless = _repeated(stream, place, "force_finite", *(() if isinstance(path.value, list) else ("metadata_only",)))
+    unknown = "" if stream else f"{path.key} is not known"
+    return Inputs(stream, endless, (Draw(place.get("shard_seed"), certain=True),), unknown)
+
+
+def _repeated(repeats: bool | None, place: Place, *unless: str) -> bool | None:
+    """Whether an input is repeated for ever: one that NeMo repeats, unless one of these switches is on."""
+    ends = any_known([_on(place.get(switch)) for switch in unless])
+    if repeats is False or ends:
+        return False
+    return True if repeats and ends is False else None
+
+
+def _order_of_files(place: Place) -> tuple[Draw, ...]:
+    """Drawn with shuffle; not certain to matter, as there may be one file."""
+    return (Draw(place.get("shard_seed"), certain=False),) if _on(place.get("shuffle")) is not False else ()
+
+
+def _on(switch: Value) -> bool | None:
+    """A switch as NeMo takes it, null as off."""
+    return bool(switch.value) if switch.known else None
+
+
+def _given(place: Place, key: str) -> bool | None:
+    """Whether a path is given. Of one that is not known it is, where text stands around an interpolation."""
+    path = place.own(key)
+    if path.known:
+        return path.value is not None
+    node = place.config.source.nodes.get(_keys(path))
+    text = str(getattr(node, "value", ""))
+    return True if "${" in text and not (text.startswith("${") and text.endswith("}")) else None
+
+
+def _keys(value: Value) -> Keys:
+    return tuple(value.key.split("."))

@@ -1,0 +1,438 @@
+"""stall_exit on real ranks: healthy schedules without an encoder call, drawn by chance, which it must not end; and
+hangs, which it must.
+
+Everything is in the small: a heart beats ten times a second, and a stall of a second and a half ends the process. A
+schedule lasts two to three times as long, and no rank is without a sign of motion for more than half of it.
+SCHEDULES=1000 runs so many, a seed for each 25, instead of a few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import all_have_come, run_ranks, stall_monitor, wait_until
+from test_store_trouble import Proxy, change
+from torch.nn.parallel import DistributedDataParallel
+
+import nemo_patches
+from nemo_patches.stall import heartbeat, job_stall
+from nemo_patches.stall.job_stall import EXIT_CODE
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+PERIOD_S, HELD_UP_S = 0.1, 0.3  # in place of 1 s and 2 s
+STALL_TIMEOUT, STALL_EXIT = 0.6, 1.5
+LONG_S = 2.2 * STALL_EXIT
+PIECE_S = STALL_EXIT / 5  # of work, in which nothing is seen to move
+RANKS = 3
+PER_SEED, MOST_RUNS = 25, 4
+SCHEDULES = int(os.environ.get("SCHEDULES", "0"))
+
+
+class Job:
+    """What this rank has, and the draws that all ranks make alike."""
+
+    def __init__(self, rank: int, size: int, seed: int, **settings: Any) -> None:
+        heartbeat._PERIOD_S, job_stall._HELD_UP_S = PERIOD_S, HELD_UP_S
+        self.rank, self.size, self.chance = rank, size, random.Random(seed)
+        nemo_patches.apply(stall_timeout=0, call_timeout=0, **settings)
+        self.encoder = encoders.conformer()
+        torch.manual_seed(0)
+        self.other_model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        self.pairs = [dist.new_group([one, (one + 1) % size]) for one in range(size)]
+        self.processes: list[Any] = [None] * size
+        dist.all_gather_object(self.processes, os.getpid())
+        self.encode()
+        wait_until(all_have_come)
+        dist.barrier()
+        nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=STALL_EXIT, call_timeout=0, **settings)
+
+    def encode(self) -> None:
+        for _ in range(2):
+            encoders.sync(self.encoder, 80)
+        dist.barrier()
+
+    def someone(self) -> int:
+        return self.chance.randrange(self.size)
+
+    def pieces(self, long_s: float = LONG_S) -> list[float]:
+        """Seconds, of pieces of work."""
+        found: list[float] = []
+        while sum(found) < long_s:
+            found.append(self.chance.uniform(PIECE_S / 4, PIECE_S))
+        return found
+
+    def other_step(self) -> None:
+        self.other_model(torch.ones(2, 4)).sum().backward()
+
+
+def one_decodes(job: Job) -> None:
+    """And is often seen in .item(); the others wait for it."""
+    who, pieces = job.someone(), job.pieces()
+    if job.rank == who:
+        for piece in pieces:
+            end = time.monotonic() + piece
+            while time.monotonic() < end:
+                torch.ones(50, 50).sum().item()
+                time.sleep(0.001)
+    dist.barrier()
+
+
+def one_computes(job: Job) -> None:
+    """As a metric in plain Python does: nothing of it counts, and every look sees the same functions."""
+    who, end = job.someone(), time.monotonic() + sum(job.pieces())
+    while job.rank == who and time.monotonic() < end:
+        torch.ones(50, 50).sum().item()
+    dist.barrier()
+
+
+def one_decodes_in_steps(job: Job) -> None:
+    """As a loop that has its counter elsewhere: each step is a call."""
+    who, pieces = job.someone(), iter(job.pieces())
+
+    def advance(batch_idx: int) -> float:
+        time.sleep(piece := next(pieces, 0.0))
+        return piece
+
+    count = 0
+    while job.rank == who and advance(count):
+        count += 1
+    dist.barrier()
+
+
+def other_models_steps(job: Job) -> None:
+    """Without the encoder; each time another rank is slow."""
+    slow = [(job.someone(), piece) for piece in job.pieces()]
+    while slow:  # with neither a loop's variable nor a counter
+        who, piece = slow.pop()
+        if job.rank == who:
+            time.sleep(piece)
+        job.other_step()
+
+
+def gathers_objects(job: Job) -> None:
+    pieces = job.pieces()
+    while pieces:
+        time.sleep(pieces.pop() * (job.rank + 1) / job.size)
+        dist.all_gather_object([None] * job.size, job.rank)
+
+
+def two_reduce_while_the_others_wait(job: Job) -> None:
+    first, pieces = job.someone(), job.pieces()
+    if job.rank in (first, (first + 1) % job.size):
+        for piece in pieces:
+            time.sleep(piece)
+            dist.all_reduce(torch.ones(1), group=job.pairs[first])
+    dist.barrier()
+
+
+def one_is_far_ahead(job: Job) -> None:
+    """It begins collectives that the others come to later."""
+    who, pieces = job.someone(), job.pieces()
+    works = []
+    while job.rank == who and len(works) < len(pieces):
+        time.sleep(pieces[len(works)])
+        works.append(dist.all_reduce(torch.ones(1), async_op=True))
+    for _ in pieces[len(works) :]:
+        dist.all_reduce(torch.ones(1))
+    while works:
+        works.pop().wait()
+
+
+def a_wait_that_ends_just_before(job: Job) -> None:
+    who = job.someone()
+    for _ in range(3):
+        if job.rank == who:
+            time.sleep(0.65 * STALL_EXIT)
+        dist.barrier()
+
+
+class Gpu:
+    """Its method is all that is seen of it, as of a tensor's: it has no Python frame."""
+
+    item = staticmethod(time.sleep)
+
+
+def all_but_one_wait_for_their_gpus(job: Job) -> None:
+    """That it is the GPU, and what for, is a guess; the one is in a long call."""
+    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+    if job.rank == who:
+        time.sleep(long_s)
+    else:
+        Gpu.item(long_s)
+
+
+def one_compiles(job: Job) -> None:
+    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+
+    def slow_backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        time.sleep(long_s)
+        return graph.forward
+
+    if job.rank == who:
+        torch._dynamo.reset()
+        torch.compile(torch.nn.Linear(4, 4), backend=slow_backend)(torch.ones(2, 4))
+    dist.barrier()
+
+
+class SlowModel(torch.nn.Module):
+    def __init__(self, long_s: float) -> None:
+        super().__init__()
+        self.long_s = long_s
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.long_s)
+        return value + 1
+
+
+def one_exports(job: Job) -> None:
+    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+    if job.rank == who:
+        torch.jit.trace(SlowModel(long_s), torch.ones(1), check_trace=False)
+    dist.barrier()
+
+
+class SlowDisk(io.BytesIO):
+    def __init__(self, long_s: float) -> None:
+        super().__init__()
+        self.long_s = long_s
+
+    def write(self, data: Any) -> int:
+        time.sleep(self.long_s)
+        self.long_s = 0.0
+        return len(data)
+
+
+def one_saves(job: Job) -> None:
+    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+    if job.rank == who:
+        torch.save({"w": torch.zeros(4)}, SlowDisk(long_s), _use_new_zipfile_serialization=False)
+    dist.barrier()
+
+
+def the_job_is_suspended(job: Job) -> None:
+    """With one rank at work, and the others in a barrier; it goes on one rank after the other."""
+    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+    order = job.chance.sample(range(job.size), job.size)
+    if job.rank == who and os.fork() == 0:
+        for one in order:
+            os.kill(job.processes[one], signal.SIGSTOP)
+        time.sleep(long_s)
+        for one in order:
+            os.kill(job.processes[one], signal.SIGCONT)
+            time.sleep(0.05)
+        os._exit(0)
+    if job.rank == who:
+        time.sleep(STALL_EXIT / 2)
+        os.wait()
+    dist.barrier()
+    pieces = job.pieces()
+    while pieces:
+        time.sleep(pieces.pop())
+        job.other_step()
+
+
+HEALTHY: tuple[Callable[[Job], None], ...] = (
+    one_decodes,
+    one_computes,
+    one_decodes_in_steps,
+    other_models_steps,
+    gathers_objects,
+    two_reduce_while_the_others_wait,
+    one_is_far_ahead,
+    a_wait_that_ends_just_before,
+    all_but_one_wait_for_their_gpus,
+    one_compiles,
+    one_exports,
+    one_saves,
+    the_job_is_suspended,
+)
+
+
+def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool]]:
+    """Each schedule's name, and whether it was looked at for stall_exit; at last one rank alone exports."""
+    job = Job(rank, size, seed)
+    order: list[Callable[[Job], None]] = []
+    while len(order) < count:
+        order += job.chance.sample(HEALTHY, len(HEALTHY))
+    found = []
+    for schedule in order[:count]:
+        job.encode()
+        schedule(job)
+        found.append((schedule.__name__, stall_monitor()._job_stall._exit_look_at > 0))
+    job.encode()
+    if rank == 0:
+        torch.jit.trace(SlowModel(LONG_S), torch.ones(1), check_trace=False)
+    return found
+
+
+def run_healthy(seed: int, count: int) -> list[tuple[str, bool]]:
+    print(f"{count} schedules by seed {seed}", flush=True)
+    results = run_ranks(healthy, RANKS, seed, count, limit=60 + 12 * LONG_S * count)
+    return [one for result in results for one in result.value]
+
+
+def test_no_healthy_schedule_is_ended() -> None:
+    first = random.SystemRandom().randrange(1 << 30)
+    if SCHEDULES:
+        with ThreadPoolExecutor(7) as pool:
+            runs = list(pool.map(lambda n: run_healthy(first + n, PER_SEED), range(-(-SCHEDULES // PER_SEED))))
+    else:
+        runs = [run_healthy(first, len(HEALTHY))]
+    while looked_at(runs) != {schedule.__name__ for schedule in HEALTHY}:  # else nothing was tried; a draw may be short
+        assert len(runs) < MOST_RUNS, looked_at(runs)
+        runs.append(run_healthy(first + len(runs), len(HEALTHY)))
+    found = [one for run in runs for one in run]
+    print(f"{len(found) // RANKS} schedules, {sum(looked for _, looked in found) // RANKS} looked at for stall_exit")
+
+
+def looked_at(runs: list[list[tuple[str, bool]]]) -> set[str]:
+    return {name for run in runs for name, was_looked_at in run if was_looked_at}
+
+
+CULPRIT = 1
+
+
+def end_with_the_others(job: Job) -> None:
+    """A child of this rank sees to that. It has the connections too, as a data loader's worker: no collective fails."""
+    rank = os.getpid()
+    others = [process for process in job.processes if process != rank]
+    if os.fork() == 0:
+        end = time.monotonic() + 60
+        while all(map(_is_alive, others)) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(1)  # for the one that has not ended yet
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+        os._exit(0)
+
+
+def _is_alive(process: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[Proxy]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = Proxy(server.port, tmp_path / "mode")
+    yield one
+    one.close()
+
+
+def without_a_store(rank: int, size: int, port: int, mode: str, way: str) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    job = Job(rank, size, 0, stall_port="off")
+    job.encode()
+    if rank == CULPRIT:
+        change(Path(mode), way)
+    other_models_steps(job)
+    if rank == CULPRIT:
+        end_with_the_others(job)
+        threading.Event().wait(100)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["gone", "silent"])
+def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(way: str, proxy: Proxy) -> None:
+    mode = str(proxy._mode)
+    results = run_ranks(without_a_store, RANKS, proxy.port, mode, way, limit=90, dies=(0, 1, 2), group=False)
+    ended = [result for result in results if result.exit_code == EXIT_CODE]
+    assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
+    for result in ended:
+        (line,) = result.lines("more than stall_exit=1.5 s", "waits in barrier, and the others cannot be asked")
+        assert int(re.findall(r"no encoder call for (\d+) s", line)[0]) >= int(LONG_S)  # so long it went on
+    assert results[CULPRIT].exit_code != EXIT_CODE
+
+
+def reads(job: Job) -> None:
+    os.read(os.pipe()[0], 1)
+
+
+def is_stopped(job: Job) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_killed(job: Job) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def holds_the_gil(job: Job) -> None:
+    ctypes.PyDLL(None).sleep(100)
+
+
+def makes_another_collective(job: Job) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def loops_for_ever(job: Job) -> None:
+    while True:
+        pass
+
+
+def polls_for_ever(job: Job) -> None:
+    wait_until(lambda: Path("/no such file").exists(), 100)
+
+
+def has_fewer_batches(job: Job) -> None:
+    dist.monitored_barrier()
+
+
+def hangs_at_first_after_long_work(job: Job) -> None:
+    one_decodes(job)
+    if job.rank == CULPRIT:
+        threading.Event().wait(100)
+
+
+HUNG: dict[str, Callable[[Job], None]] = {
+    way.__name__: way
+    for way in (
+        reads,
+        is_stopped,
+        is_killed,
+        holds_the_gil,
+        makes_another_collective,
+        loops_for_ever,
+        polls_for_ever,
+        has_fewer_batches,
+    )
+}
+
+
+def hung(rank: int, size: int, folder: str, name: str) -> None:
+    job = Job(rank, size, 0)
+    job.encode()
+    if rank == CULPRIT:
+        end_with_the_others(job)
+    if name == hangs_at_first_after_long_work.__name__:
+        hangs_at_first_after_long_work(job)
+    elif rank == CULPRIT:
+        HUNG[name](job)
+    Path(folder, str(rank)).write_text(str(time.monotonic()))
+    dist.barrier() if name != "has_fewer_batches" else job.other_step()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", [*HUNG, hangs_at_first_after_long_work.__name__])
+def test_every_hang_is_ended(name: str, tmp_path: Path) -> None:
+    results = run_ranks(hung, RANKS, str(tmp_path), name, limit=90, dies=tuple(range(RANKS)))
+    ended = [result for result in results if result.exit_code == EXIT_CODE]  # the others may lose their connection
+    assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
+    assert all(result.lines("more than stall_exit=1.5 s", "some wait in a collective") for result in ended)
