@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from nemo_patches.channel.side_channel import Rounds, SideChannel
 
+# c10d's own warning, of stock ranks as well, on a machine that has no names for addresses.
+_NO_NAME = "[c10d] The hostname of the client socket cannot be retrieved"
 SOON_S = 10.0  # what a busy machine may take for what happens at once
 LONG = timedelta(seconds=60)  # for what must come
 
@@ -176,7 +178,8 @@ def _ended(folder: Path, number: int) -> Ended | None:
     except FileNotFoundError:
         return None
     value = folder / f"{number}.value"
-    stderr = (folder / f"{number}.stderr").read_text(errors="replace")
+    lines = (folder / f"{number}.stderr").read_text(errors="replace").splitlines(keepends=True)
+    stderr = "".join(line for line in lines if _NO_NAME not in line)
     return Ended(pickle.loads(value.read_bytes()) if value.exists() else None, at, exit_code, stderr)
 
 

@@ -32,6 +32,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.job_address import address_of
 
 pytestmark = pytest.mark.one_nemo
 PLACE = "read_audio (my_asr/dataset.py:41)"
@@ -129,7 +130,7 @@ def test_what_is_no_job_is_said() -> None:
         f"127.0.0.1:{port}": "refused",
     }.items():
         with pytest.raises(UnreadableError, match=said):
-            live.diagnose_job(address)
+            address_of(address)
     with pytest.raises(UnreadableError, match="no sign of nemo_patches in this store"):
         live.look("127.0.0.1", other.port)
 
@@ -140,7 +141,7 @@ def test_a_server_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.M
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(UnreadableError, match="no answer within 1 s"),
     ):
-        live.diagnose_job(f"127.0.0.1:{silent.getsockname()[1]}")
+        live.diagnose_job(address_of(f"127.0.0.1:{silent.getsockname()[1]}"))
     assert not multiprocessing.active_children()
 
 
@@ -156,15 +157,17 @@ def test_a_job_is_found_by_the_folder_in_which_it_runs(tmp_path: Path) -> None:
             assert rank.stdout is not None and rank.stdout.readline() == b"here\n"  # only now it surely has them
 
         with pytest.raises(UnreadableError, match=re.escape(str(tmp_path))):
-            live.diagnose_job(str(tmp_path))
+            address_of(str(tmp_path))
         for _ in range(2):
             start(server.port)
         link = tmp_path / "link"
         link.symlink_to(tmp_path)
-        assert [(one.id, one.ranks) for one in live.diagnose_job(str(link)).findings] == [(ids.BEFORE_ENCODER, (2,))]
+        assert [(one.id, one.ranks) for one in live.diagnose_job(address_of(str(link))).findings] == [
+            (ids.BEFORE_ENCODER, (2,))
+        ]
         start(1)
         with pytest.raises(UnreadableError, match=rf"several jobs .* 127.0.0.1:1, 127.0.0.1:{server.port}"):
-            live.diagnose_job(str(tmp_path))
+            address_of(str(tmp_path))
 
 
 def test_the_command() -> None:

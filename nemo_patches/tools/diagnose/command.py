@@ -19,6 +19,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.job_address import address_of
 from nemo_patches.tools.diagnose.nccl_ras import diagnose_ras, diagnose_saved, is_ras
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
@@ -87,9 +88,10 @@ def _ask(job: str | None, ras: str, json: bool) -> int:
         if job is None:
             report = diagnose_ras(ras)
         else:
+            address = address_of(job)  # first: a wrong one is wrong without torch, too
             from nemo_patches.tools.diagnose.live import diagnose_job
 
-            report = diagnose_job(job)
+            report = diagnose_job(address)
     except ImportError as error:  # also where torch is there and cannot be loaded, for want of a library
         raise DiagnoseError(f"--job needs torch: {error}; run it in the job's own environment") from error
     except UnreadableError as error:

@@ -6,17 +6,13 @@ the store, so that a heart that stands still is seen. All of it is bounded in ti
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import multiprocessing
-import os
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -31,12 +27,13 @@ from nemo_patches.stall.store_client import read_heartbeats
 from nemo_patches.stall.wire import Peer, decode_peers
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, RankSummary, Report
-from nemo_patches.tools.diagnose.folder import UnreadableError, is_port
+from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.job_address import CONNECT_S, Address
 
 GOES_ON = timedelta(seconds=30)  # so long after its last encoder call a rank goes on: half of stall_timeout's default
 _LIMIT = timedelta(seconds=40)  # of the store's answers in all
 _START_LIMIT = timedelta(minutes=5)  # to import torch
-_CONNECT_S, _ANSWER_S = 5.0, 2.0
+_ANSWER_S = 2.0
 _MOST_BLOCKS = 1 << 12  # of the ranks' signs
 _ATTEMPT_KEYS = ("default_pg/0//", "0//", *(f"/worker/attempt_{restart}/default_pg/0//" for restart in range(64)))
 _SIZE_UNKNOWN = (
@@ -56,50 +53,12 @@ class Seen:
     unreached: set[int]
 
 
-def diagnose_job(job: str, goes_on: timedelta = GOES_ON) -> Report:
-    """job: where its store is, HOST:PORT, or the folder that its processes on this machine work in. UnreadableError."""
-    address = address_of(Path(job)) if os.path.isdir(job) else job
-    host, _, port = address.rpartition(":")
-    if not host or not is_port(port):
-        wanted = "HOST:PORT is wanted, the job's MASTER_ADDR and MASTER_PORT, or the folder that it works in"
-        raise UnreadableError(f"--job={safe(address, 100)}: {wanted}")
-    try:
-        # First without torch: its client tries again and again, and logs each time.
-        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as probe:
-            server = str(probe.getpeername()[0])
-    except UnicodeError as error:
-        raise UnreadableError(f"--job={address}: no host can have that name") from error
-    except OSError as error:
-        raise UnreadableError(f"--job={address}: {error.strerror or error}") from error
-    seen = _answer_of_a_child(server, int(port))
+def diagnose_job(job: Address, goes_on: timedelta = GOES_ON) -> Report:
+    """Raises UnreadableError."""
+    seen = _answer_of_a_child(job.server, job.port)
     if isinstance(seen, str):
-        raise UnreadableError(f"--job={address}: {seen}")
-    return report_on(address, seen, goes_on)
-
-
-def address_of(folder: Path) -> str:
-    """MASTER_ADDR and MASTER_PORT of the job whose processes work in this folder. Raises UnreadableError.
-
-    Linux tells with what variables a process was started: torchrun, and Lightning for all ranks but the first, hand
-    these two over; who sets them in a running process is not seen.
-    """
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if (process / "cwd").samefile(folder):
-                variables = dict(
-                    pair.partition("=")[::2] for pair in os.fsdecode((process / "environ").read_bytes()).split("\0")
-                )
-                found.add((variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")))
-    addresses = sorted(f"{host}:{port}" for host, port in found if host and port)
-    if not addresses:
-        raise UnreadableError(
-            f"--job={folder}: no process of yours on this machine works there and was started with MASTER_ADDR and "
-            "MASTER_PORT, as torchrun does; run it on a host of the job, or give HOST:PORT"
-        )
-    if len(addresses) > 1:
-        raise UnreadableError(f"--job={folder}: several jobs work there; give one of {', '.join(addresses)}")
-    return addresses[0]
+        raise UnreadableError(f"--job={job.text}: {seen}")
+    return report_on(job.text, seen, goes_on)
 
 
 def _answer_of_a_child(server: str, port: int) -> Seen | str:
@@ -134,7 +93,7 @@ def _answer(pipe: Connection, server: str, port: int) -> None:
 
 def look(server: str, port: int) -> Seen:
     """Ask the store at that address, and the ranks. Raises UnreadableError, and the store's errors; may wait long."""
-    patience = timedelta(seconds=_CONNECT_S)
+    patience = timedelta(seconds=CONNECT_S)
     store = dist.TCPStore(server, port, is_master=False, wait_for_workers=False, timeout=patience)
     base = _base(store)
     part = dist.PrefixStore(f"{base}/{int(store.get(f'{base}/{keys.ATTEMPT}'))}", store)
