@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,12 +122,14 @@ def test_a_package_that_is_missing_or_cannot_be_loaded_is_a_sentence(
 ) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object')")
-    for line in ("diagnose --job localhost:1 --json", "doctor --ranks"):
+    listener = socket.create_server(("localhost", 0))
+    for line in (f"diagnose --job localhost:{listener.getsockname()[1]} --json", "doctor --ranks"):
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         command = [sys.executable, "-m", "nemo_patches", *line.split()]
         done = run(command, environment(tmp_path, Path(nemo_patches.__file__).parent.parent, **place), cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "libcudart" in done.stderr, done
         assert ("libcudart" in done.stdout) == ("--json" in line)
+    listener.close()
     for module in ("omegaconf", "msgspec", "numpy", "yaml"):
         for name in [name for name in sys.modules if name.startswith("nemo_patches.tools.d")]:
             monkeypatch.delitem(sys.modules, name)
