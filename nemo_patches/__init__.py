@@ -70,7 +70,6 @@ def apply(
     stall_timeout: "float | None" = None,
     stall_exit: "float | None" = None,
     on_stall: "str | None" = None,
-    stall_port: "Literal['on', 'off'] | None" = None,
     trace: "str | os.PathLike[str] | None" = None,
     trace_size: "float | None" = None,
     trace_checks: "str | Sequence[str] | None" = None,
@@ -88,7 +87,6 @@ def apply(
     stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank says where all ranks
         are. stall_exit: seconds (default 0: never) of such a stall, after which the process ends with exit code 83.
         on_stall: a command, run once per stall by one rank, with the report as JSON on its standard input.
-        stall_port: "on" (default): where the job's store fails, ranks ask each other, at a port of each; "off": none.
     trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
         trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
         several, with commas. on_finding: "continue" (default); "raise" raises a finding out of the encoder call.
@@ -112,7 +110,7 @@ def apply(
     from nemo_patches.uneven.settings import resolve as resolve_uneven
 
     settings = resolve(sync, timeout, on_timeout)
-    stall_settings = resolve_stall(call_timeout, stall_timeout, stall_exit, on_stall, stall_port)
+    stall_settings = resolve_stall(call_timeout, stall_timeout, stall_exit, on_stall)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding, dump)
     uneven_settings = resolve_uneven(metrics, stop_together)
     from nemo_patches.patching import monkeypatch, start_up

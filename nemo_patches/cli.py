@@ -330,8 +330,8 @@ def diagnose(
     job: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT|DIR",
-            help="Ask a running job: its MASTER_ADDR and MASTER_PORT, or the folder in which it runs on this machine.",
+            metavar="DIR",
+            help="Ask a running job: the folder in which it runs on this machine, its dumps' folder, or its own.",
             show_default="none",
         ),
     ] = None,

@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import nemo_patches
 from nemo_patches.channel import keys
+from nemo_patches.channel.store_client import StoreClient
 from nemo_patches.stall import subscriber
-from nemo_patches.stall.store_client import StoreClient
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.dump import dumps

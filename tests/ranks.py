@@ -163,12 +163,17 @@ def _rank(
 
 
 def _say_what_is_left() -> None:
-    """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet."""
+    """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet, and
+    the side channel that this rank leaves."""
     try:
         from nemo_patches.stall import stall_monitor
     except ModuleNotFoundError:  # a vendored NeMo with the core alone
-        return
-    stall_monitor._at_exit()
+        pass
+    else:
+        stall_monitor._at_exit()
+    from nemo_patches.channel import side_channel
+
+    side_channel._at_exit()
 
 
 def join_group(rank: int, size: int, port: int, seconds: float = 60.0, host: str = "127.0.0.1") -> None:
@@ -191,17 +196,17 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def all_have_come() -> bool:
-    """Whether this rank knows that every rank has announced itself, and where each is."""
+    """Whether this rank knows that every rank has joined, and can ask them; one has compared their settings."""
     try:
         from nemo_patches.stall import subscriber
     except ModuleNotFoundError:  # a vendored NeMo with the core alone, which calls no roll
         return True
     monitor = subscriber.monitor()
-    return monitor is not None and monitor.roll_call.done
+    return monitor is not None and monitor.channel.is_whole and monitor.roll_call.is_done
 
 
 def stall_monitor() -> Any:
-    """This rank's; there is one since its first encoder call."""
+    """This rank's; there is one since its process group."""
     from nemo_patches.stall import subscriber
 
     monitor = subscriber.monitor()
@@ -234,6 +239,7 @@ def in_step(**settings: Any) -> torch.nn.Module:
         encoders.sync(encoder, 100)
         come_in(encoder)
     wait_until(all_have_come)
+    dist.barrier()  # one rank compares all ranks' settings until here
     nemo_patches.apply(**settings)
     dist.barrier()
     return encoder

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from light_ranks import LONG, Rank, listeners, reset_some, run
 from ranks import wait_until
 
+from nemo_patches.channel.links import LEFT, VANISHED
 from nemo_patches.channel.side_channel import RoundFailed, SideChannel
 from nemo_patches.channel.store import JobStore
 from nemo_patches.channel.survey import Verdict
@@ -36,7 +37,7 @@ def connections_after_a_death(rank: Rank, victim: int) -> None:
     links = rank.channel.links
     others = links.place.neighbours - {victim}
     wait_until(lambda: links.connections.keys() == others)
-    assert links.ended == ({victim: "gone"} if victim in links.place.neighbours else {})
+    assert links.ended == ({victim: VANISHED} if victim in links.place.neighbours else {})
     rank.meet("still connected", rank.size - 1)
     reset_some(rank.channel)  # and they come back
     rank.meet("reset", rank.size - 1)
@@ -64,7 +65,7 @@ def leaves_after_a_death(rank: Rank) -> None:
         rank.channel.stop("the process group was destroyed", leaves=True)
         rank.channel.join(LONG)
     elif rank.number in (0, 3, 4):
-        wait_until(lambda: rank.channel.links.ended.get(1) == "left")
+        wait_until(lambda: rank.channel.links.ended.get(1) == LEFT)
     assert rank.channel.error.startswith("rank 6 has gone")
     rank.meet("the end", rank.size - 1)
 
@@ -76,7 +77,7 @@ def test_a_rank_that_leaves_after_the_rounds_have_ended_has_left() -> None:
 class Unasked:
     """A subject that nobody asks about."""
 
-    def asked(self, question: Any, reply: Callable[[Any], None]) -> None:
+    def asked(self, id_: str, reply: Callable[[Any], None]) -> None:
         raise AssertionError
 
     def merge(self, answers: list[Any]) -> Any:
@@ -87,7 +88,8 @@ class Unasked:
 
 
 def two_trees(rank: Rank) -> int:
-    channel = SideChannel(JobStore(rank.store, rank.number), rank.number, rank.size, rank.said.append, Unasked())
+    channel = SideChannel(JobStore(rank.store, rank.number), rank.number, rank.size, rank.said.append)
+    channel.take_surveys(Unasked())
     rank.channel = channel  # type: ignore[misc]
     rank.hold_rounds()
     links, mirror = trees = channel._trees

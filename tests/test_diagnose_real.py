@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import encoders
@@ -26,6 +25,7 @@ from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_g
 
 import nemo_patches
 from nemo_patches.channel.store import JobStore
+from nemo_patches.stall.job_folder import private_folder
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report
@@ -209,7 +209,7 @@ def copy_of_hang(place: Place) -> None:
     if place.folder.name in ASKED:
         server = JobStore(dist.distributed_c10d._get_default_store(), place.rank).server
         assert server is not None
-        asked = live.report_on("", live.look(*server), timedelta(seconds=TIMEOUT / 2)).findings[0]
+        asked = live.diagnose_job(private_folder(server[1])).findings[0]
         place.folder.with_suffix(".asked").write_text(json.dumps([asked.id, asked.ranks]))
     first = once(place.folder)[1].findings[0]
     place.folder.with_suffix(".live").write_text(json.dumps([first.id, first.ranks]))

@@ -18,9 +18,9 @@ import pytest
 import traces
 from ranks import free_port
 
+from nemo_patches.stall.job_folder import dump_folder, job_name
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.watch import once
-from nemo_patches.tracing.dump_folder import dump_folder, job_name
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
 LIMIT_S = 120.0
@@ -138,7 +138,8 @@ os._exit(0)
 
 
 def test_an_exception_that_hydra_turns_into_an_exit_is_dumped_by_the_callback(tmp_path: Path) -> None:
-    _, failed = run_ranks(UNDER_HYDRA, tmp_path)
+    # Lightning's import starts dumps as the environment says.
+    _, failed = run_ranks(UNDER_HYDRA, tmp_path, NEMO_PATCHES_DUMP=str(tmp_path))
     assert failed.returncode == 1, failed.stderr
     (file,) = traces.files(tmp_path)
     found = traces.records(file)

@@ -126,9 +126,9 @@ import atexit, os, sys, threading, time
 from datetime import timedelta
 import torch.distributed as dist
 from nemo_patches.channel.store import JobStore
-from nemo_patches.stall.store_client import StoreClient
+from nemo_patches.channel.store_client import StoreClient
 store, is_connected = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), sys.argv[2] == "asking"
-client, started = StoreClient(JobStore(store, 0)), threading.Event()
+client, started = StoreClient(JobStore(store, 0), print), threading.Event()
 if is_connected:
     with client.asking() as part:
         part.add("key", 1)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 import sys
-import threading
-import time
-from dataclasses import replace
 from types import FrameType
 from typing import Any, cast
 
@@ -15,80 +11,12 @@ import encoders
 import pytest
 import torch.distributed as dist
 from ranks import Said, come_in, in_step, run_ranks, stall_monitor, wait_for_others, wait_until
-from test_heartbeats import BEAT
 
 import nemo_patches
-from nemo_patches.channel.store import JobStore
-from nemo_patches.stall.heartbeat import Heartbeat
-from nemo_patches.stall.missing_query import Answer, Introduction, Question, StoreQuery, Surroundings
-from nemo_patches.stall.peers import Listener
-from nemo_patches.stall.store_client import StoreClient, announce, send
-from nemo_patches.stall.wire import TOKEN_BYTES, Peer
 from nemo_patches.sync import length_sync
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
-PERIOD_S = 2.0
-TOKEN = secrets.token_bytes(TOKEN_BYTES)
-
-
-class Asked:
-    """A question of rank 0 to a real store, when the others' heartbeats there are of before the round."""
-
-    def __init__(self, peers: dict[int, Peer]) -> None:
-        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        client = StoreClient(JobStore(self._server, 0))
-        with client.asking(join=True) as store:
-            self._part = store
-            for rank in (1, 2, 3):
-                announce(store, said_by(rank, number=1, rounds=4))
-        surroundings = Surroundings(0, 4, PERIOD_S, client, lambda: Introduction(peers, TOKEN))
-        question = Question("key", 5, time.monotonic(), 0, "training call 5")
-        self.query = StoreQuery(surroundings, question, threading.Event())
-
-    def answer(self, later: list[Heartbeat]) -> Answer:
-        """later: heartbeats that come to the store once it was looked at."""
-        wait_until(lambda: self.query.partly != type(self.query.partly)())
-        for one in later:
-            send(self._part, one)
-        wait_until(lambda: self.query.answer is not None)
-        assert self.query.answer is not None
-        return self.query.answer
-
-
-def said_by(rank: int, number: int, rounds: int) -> Heartbeat:
-    return replace(
-        BEAT, rank=rank, number=number, rounds={"key": rounds}, where=f"place_{number} (train.py:1)", idle=9.0
-    )
-
-
-def test_nobody_is_named_for_a_heartbeat_from_before_the_round() -> None:
-    """After a short wait all heartbeats may be; rank 2 has not come to the round since."""
-    answer = Asked({}).answer([said_by(1, 2, 5), said_by(2, 2, 4), said_by(3, 2, 5)])
-    assert [(one.rank, one.kind, one.where) for one in answer.missing] == [(2, "elsewhere", "place_2 (train.py:1)")]
-    answer = Asked({}).answer([said_by(rank, 2, 5) for rank in (1, 2, 3)])
-    assert (answer.missing, answer.unknown) == ((), "")
-
-
-def test_who_has_said_nothing_since_is_asked_itself() -> None:
-    listener = Listener(("127.0.0.1", 1))
-    listener.introduce({}, TOKEN)
-    ended = threading.Event()
-
-    def run() -> None:
-        while not ended.wait(0.01):
-            listener.answer(lambda: said_by(2, 3, 4))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        asked = Asked({2: Peer("node", 1, "127.0.0.1", listener.port)})
-        answer = asked.answer([said_by(1, 2, 5), said_by(3, 2, 5)])
-    finally:
-        ended.set()
-        thread.join(60)
-        listener.close()
-    assert [(one.rank, one.kind, one.where) for one in answer.missing] == [(2, "elsewhere", "place_3 (train.py:1)")]
 
 
 def apart(rank: int, size: int, why: str) -> tuple[list[tuple[int, str]], tuple[int, ...]]:

@@ -56,7 +56,7 @@ def test_the_users_pythonpath_comes_after_ours_as_it_was(tmp_path: Path) -> None
 
 
 def test_every_setting_is_an_option() -> None:
-    words = {"sync": "local", "on_timeout": "raise", "stall_port": "off"}
+    words = {"sync": "local", "on_timeout": "raise"}
     words |= {"trace": "here", "trace_checks": "cuda", "on_finding": "raise"}
     words |= {"metrics": "deferred", "stop_together": "evaluation"}
     options = {setting.name: words.get(setting.name, "7") for setting in ALL_SETTINGS}

@@ -41,10 +41,9 @@ def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
             encoders.sync(encoder, 100 * (generation + 1) + 10 * step + rank)
         found.append((encoder.max_audio_length, nemo_patches.status().encoders[0].rounds))
         dist.barrier()
-        during = resources()
+        found.append("nemo_patches side channel" in {thread.name for thread in threading.enumerate()})
         dist.destroy_process_group()
         wait_until(lambda before=before: no_more_than(before))  # threads and sockets end a little later
-        found.append(during[0] > before[0])
     encoders.sync(encoder, 2000)
     found.append((encoder.max_audio_length, 0))
     return found
@@ -143,8 +142,8 @@ def with_a_file_store(rank: int, size: int, path: str) -> Any:
 def test_a_file_store(tmp_path: Path) -> None:
     results = run_ranks(with_a_file_store, 2, str(tmp_path / "store"), group=False)
     assert [result.value[0] for result in results] == [200, 200]
-    (line,) = results[0].value[1]  # heartbeats are rare there: what the last one tells is long ago
-    assert re.search(r"Missing: rank 1 of 2 \| rank 1 \(.*\) is late; its last encoder call, 1, began at least ", line)
+    (line,) = results[0].value[1]
+    assert re.search(r"Missing: rank 1 of 2 \| rank 1 \(.*\) is elsewhere: .* its last encoder call, 1, began ", line)
 
 
 def without_store_clone(rank: int, size: int) -> Any:
@@ -423,9 +422,9 @@ def test_a_child_forked_before_its_parents_first_call_does_not_take_its_place() 
 
 
 def without_a_free_thread(rank: int, size: int, folder: str) -> None:
-    nemo_patches.apply(timeout=2.0, trace=folder)
     if rank == 1:
         threading.stack_size(1 << 50)  # no thread can be started
+    nemo_patches.apply(timeout=2.0, trace=folder)
     encoder = encoders.conformer()
     for length in (100, 200):
         encoders.sync(encoder, length)

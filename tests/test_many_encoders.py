@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import all_have_come, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
-from nemo_patches.stall import wire
+from nemo_patches.stall import rank_state
 from nemo_patches.sync import length_sync
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -20,8 +20,8 @@ TIMEOUT = 3.0
 
 
 def one_stays_away(rank: int, size: int, room: int) -> Any:
-    """Every rank calls all encoders once, and then all ranks but the last again. room: encoders in a heartbeat."""
-    wire._MOST_ENCODERS = room
+    """Every rank calls all encoders once, then all ranks but the last again. room: encoders that a rank tells of."""
+    rank_state._MOST_ENCODERS = room
     nemo_patches.apply(sync="overlapped", timeout=120.0, call_timeout=0.0)
     # Ranks match encoders by their parameters' names.
     encoders = [torch.nn.ParameterDict({f"weight{number}": torch.zeros(1)}) for number in range(ENCODERS)]
@@ -52,7 +52,7 @@ def test_of_forty_encoders_only_the_rank_that_stays_away_is_missing() -> None:
         assert result.lines("ERROR") == []
 
 
-def test_where_heartbeats_have_no_room_for_them_nobody_is_blamed_for_it() -> None:
+def test_where_an_answer_has_no_room_for_them_nobody_is_blamed_for_it() -> None:
     results = run_ranks(one_stays_away, 4, 4)
     for result in results[:3]:
         assert {tuple(missing) for missing, _ in result.value} <= {(3,), ()}

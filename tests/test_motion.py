@@ -6,10 +6,13 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from ranks import Said, wait_until
 
-from nemo_patches.stall import stacks
+from nemo_patches.stall import loader_workers, stacks
 from nemo_patches.stall.motion import StackMotion, _names
 from nemo_patches.stall.progress import NOT_COUNTED, Progress
 from nemo_patches.stall.training_notes import LastCall, TrainingNotes
@@ -33,6 +36,7 @@ class Thread:
     def __init__(self, work: Callable[[Thread], None]) -> None:
         self.stopped = threading.Event()
         self.is_stopped = False
+        self.process: subprocess.Popen[bytes]  # of a thread that waits for one
         self.thread = threading.Thread(target=work, args=(self,), daemon=True)
         self.thread.start()
         wait_until(lambda: self.thread.native_id)
@@ -243,25 +247,41 @@ def alone_in_a_group() -> Iterator[None]:
 
 
 def test_collectives_are_progress_and_a_pause_of_the_monitor_begins_anew(alone_in_a_group: None) -> None:
-    notes = TrainingNotes()
-    notes.last = LastCall(calls=2, since=100.0)
-    progress = Progress(notes)
-    progress.look(110.0, at_the_stack=False)
-    progress.look(120.0, at_the_stack=False)
-    assert progress.still_s(120.0) == 10.0
+    progress, began = Progress(TrainingNotes()), time.monotonic()
+
+    def still_s(after: float) -> float:
+        """At `after` seconds of this test's own time."""
+        progress.look(began + after, limit_s=1000)
+        return round(progress.still_s(began + after))
+
+    assert (still_s(10), still_s(20)) == (0, 10)  # what it had begun before is seen at the first look
     before = progress.begun
     dist.barrier()
-    progress.look(130.0, at_the_stack=False)
-    assert (progress.begun - before, progress.still_s(131.0)) == (1, 1.0)
+    assert (still_s(30), still_s(31), progress.begun - before) == (0, 1, 1)
     part = dist.new_group([0])
-    progress.look(140.0, at_the_stack=False)
-    progress.look(150.0, at_the_stack=False)
-    assert progress.still_s(150.0) >= 10.0
+    assert (still_s(40), still_s(50)) in [(0, 10), (10, 20)]
     dist.all_reduce(torch.ones(1), group=part)
-    progress.look(160.0, at_the_stack=False)
-    assert progress.still_s(161.0) == 1.0
-    progress.begin_anew(200.0)
-    assert progress.still_s(201.0) == 1.0
+    assert (still_s(60), still_s(61)) == (0, 1)
+    progress.begin_anew(began + 100)
+    assert round(progress.still_s(began + 101)) == 1
+
+
+LIMIT_S = 2.0
+
+
+def still_s(progress: Progress) -> float:
+    progress.look(time.monotonic(), LIMIT_S)
+    return progress.still_s(time.monotonic())
+
+
+def progress_of(thread: Thread) -> Progress:
+    """Of a rank with this training thread, whose last encoder call was some time ago."""
+    notes, native_thread = TrainingNotes(), thread.thread.native_id or 0
+    long_ago = time.monotonic() - LIMIT_S
+    notes.last = LastCall(2, since=long_ago, thread=thread.thread.ident or 0, native_thread=native_thread)
+    progress = Progress(notes)
+    progress.stepped_at = progress.moved_at = long_ago
+    return progress
 
 
 def fills_a_buffer(pipe: Connection) -> None:
@@ -274,41 +294,78 @@ def fills_a_buffer(pipe: Connection) -> None:
 
 
 def test_a_rank_whose_loaders_worker_computes_moves() -> None:
-    notes, thread = TrainingNotes(), Thread(waits)
-    notes.last = LastCall(
-        2, since=time.monotonic(), thread=thread.thread.ident or 0, native_thread=thread.thread.native_id or 0
-    )
-    progress = Progress(notes)
+    thread = Thread(waits)
+    progress = progress_of(thread)
     ours, theirs = multiprocessing.Pipe()
     worker = multiprocessing.get_context("fork").Process(target=fills_a_buffer, args=(theirs,), daemon=True)
     worker.start()
 
-    def still_s() -> float:
-        progress.look(time.monotonic(), at_the_stack=True)
-        return progress.still_s(time.monotonic())
-
     try:
-        wait_until(lambda: still_s() > 0.5)
-        wait_until(lambda: still_s() < 0.5, 30)  # less than the thread waits for
+        wait_until(lambda: still_s(progress) < 0.5, 30)  # less than the thread waits for
         ours.send(True)
         assert ours.recv()
-        wait_until(lambda: still_s() > 3)  # it is idle
+        wait_until(lambda: still_s(progress) > 3)  # it is idle
     finally:
         worker.kill()
         worker.join()
         thread.end()
 
 
+def test_a_rank_that_waits_for_a_command_that_computes_moves(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    command = f"sh -c 'while [ ! -e {done} ]; do :; done; sleep 600'; :"  # "; :": else the shell becomes the command
+
+    def runs_a_command(thread: Thread) -> None:
+        with subprocess.Popen(["sh", "-c", command], start_new_session=True) as process:
+            thread.process = process
+            process.wait()
+
+    thread = Thread(runs_a_command)
+    progress = progress_of(thread)
+    try:
+        wait_until(lambda: still_s(progress) < 0.5, 30)
+        done.touch()
+        wait_until(lambda: still_s(progress) > 3)
+    finally:
+        os.killpg(thread.process.pid, signal.SIGKILL)
+        thread.end()
+
+
+@pytest.mark.parametrize("is_one_wait", [True, False])
+def test_a_thread_that_has_not_run_at_all_is_in_one_wait_and_one_that_polls_is_not(is_one_wait: bool) -> None:
+    def work(thread: Thread) -> None:
+        while not thread.stopped.wait(600 if is_one_wait else 0.05):
+            pass
+
+    thread = Thread(work)
+    progress = progress_of(thread)
+    try:
+        if is_one_wait:
+            wait_until(lambda: still_s(progress) > 0 and progress.sleeps, 30)
+        for _ in range(30):
+            still_s(progress)
+            assert progress.sleeps == is_one_wait
+            time.sleep(PAUSE_S)
+    finally:
+        thread.end()
+
+
 def test_where_collectives_are_not_counted_it_is_said_once(alone_in_a_group: None) -> None:
     said, notes = Said(), TrainingNotes()
     said.setLevel(0)
-    notes.last = LastCall(calls=2, since=100.0)
     progress, world = Progress(notes), dist.group.WORLD
     dist.group.WORLD = dist.ProcessGroup(dist.HashStore(), 0, 1)  # type: ignore[misc]
     try:
         for now in range(3):
-            progress.look(110.0 + now, at_the_stack=True)
+            progress.look(time.monotonic() + 10 + now, LIMIT_S)
     finally:
         dist.group.WORLD = world  # type: ignore[misc]
     assert progress.begun == NOT_COUNTED
     assert len([line for line in said.lines if "collectives that this rank begins are not counted" in line]) == 1
+
+
+def test_a_workers_files_are_those_that_it_reads(tmp_path: Path) -> None:
+    read, written = tmp_path / "shard.tar", tmp_path / "worker.log"
+    read.touch()
+    with read.open(), written.open("w"), (tmp_path / "both").open("w+"):
+        assert loader_workers._open_files(Path("/proc/self")) == [str(tmp_path / "both"), str(read)]

@@ -15,18 +15,17 @@ import msgspec
 import pytest
 import torch.distributed as dist
 from interpreters import CHECKOUT, environment, run
+from rank_states import state
 from simulated_traces import Setup, file_name, header
-from test_heartbeats import BEAT
 
 from nemo_patches.channel import keys
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.channel.safe_text import first_line, safe
 from nemo_patches.channel.side_channel import RoundFailed, SideChannel
 from nemo_patches.channel.store import JobStore
-from nemo_patches.stall.missing_query import Answer
+from nemo_patches.channel.store_client import StoreClient
+from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
-from nemo_patches.stall.rank_text import first_line
-from nemo_patches.stall.store_client import StoreClient
-from nemo_patches.stall.wire import decode_heartbeat, decode_texts, encode_texts
+from nemo_patches.stall.rank_state import answer_of, groups_of
 from nemo_patches.sync import rank_log
 from nemo_patches.tools.doctor import ranks
 from nemo_patches.tracing import records
@@ -83,7 +82,7 @@ def test_what_keeps_another_rank_from_taking_part_is_printed_safely(text: str) -
     rounds = channel.rounds("encoder")
     rounds.issue(5)
     part = dist.PrefixStore("0", dist.PrefixStore(keys.PREFIX, store))
-    part.set(keys.PLACE.format(rank=1), json.dumps(["host", "rank 1 cannot take part: " + text]))
+    part.set(keys.PLACE.format(rank=1), json.dumps(["host", "rank 1 cannot take part: " + text, 1, 1]))
     with pytest.raises(RoundFailed) as caught:
         rounds.wait(timedelta(seconds=60))
     channel.join(timedelta(seconds=10))
@@ -93,23 +92,20 @@ def test_what_keeps_another_rank_from_taking_part_is_printed_safely(text: str) -
 
 @evil
 def test_what_another_rank_says_of_itself_is_printed_safely(text: str) -> None:
-    fields = ("host", "versions", "settings", "phase", "encoder", "where")
-    data = json.dumps({**vars(BEAT), **dict.fromkeys(fields, text), "rounds": {text: 1}}).encode()
-    heartbeat = decode_heartbeat(data)
-    if heartbeat is None:  # too long
-        assert len(text) > 1000
-        heartbeat = replace(BEAT, host=safe(text))
-    missing = MissingRank(3, ELSEWHERE, heartbeat.host, 1, 1, 1.0, heartbeat.where)
+    (entry,) = answer_of(state(3))
+    fields = ("host", "versions", "settings", "phase", "encoder", "where", "caller", "hook", "batch", "collective")
+    entry["state"] |= {**dict.fromkeys(fields, text), "rounds": {text: 1}, "apart": {text: text}}
+    ((_, told),) = groups_of(json.loads(json.dumps([entry])), 4)
+    missing = MissingRank(3, ELSEWHERE, told.host, 1, 1, 1.0, told.where, batch=told.batch)
     assert is_harmless(Answer((missing,) * 4, safe(text)).text(8))
-    assert all(map(is_harmless, (heartbeat.versions, heartbeat.settings, *heartbeat.rounds)))
-    assert all(map(is_harmless, decode_texts(encode_texts({"incident": text, "where": text})).values()))
+    assert all(map(is_harmless, (*(getattr(told, field) for field in fields), *told.rounds, *told.apart.values())))
 
 
 @evil
 def test_figures_of_another_rank_are_printed_safely(text: str, said: list[str]) -> None:
     lightning = pytest.importorskip("nemo_patches.lightning")
     store = dist.HashStore()
-    client = StoreClient(JobStore(store, 0))
+    client = StoreClient(JobStore(store, 0), print)
     with client.asking() as part:
         part.set(keys.FIGURES.format(rank=1), json.dumps([text] * 5))
         part.set(keys.FIGURES.format(rank=2), json.dumps(text))

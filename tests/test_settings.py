@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 def test_defaults() -> None:
     second = timedelta(seconds=1)
     assert resolve(environment={}) == Settings("bounded", 10 * second, "fallback")
-    assert resolve_stall(environment={}) == StallSettings(60 * second, 60 * second, 0 * second, "", "on")
+    assert resolve_stall(environment={}) == StallSettings(60 * second, 60 * second, 0 * second, "")
 
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
@@ -30,14 +30,13 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         "NEMO_PATCHES_TIMEOUT": "2.5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
         "NEMO_PATCHES_CALL_TIMEOUT": "0",
-        "NEMO_PATCHES_STALL_PORT": "off",
     }
     seconds = timedelta(seconds=1)
     assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise")
     assert resolve("local", 4, "fallback", environment) == Settings("local", 4 * seconds, "fallback")
-    assert resolve_stall(environment=environment) == StallSettings(0 * seconds, stall_port="off")
-    given = resolve_stall(7, 8, 9, "page --me", "on", environment)
-    assert given == StallSettings(7 * seconds, 8 * seconds, 9 * seconds, "page --me", "on")
+    assert resolve_stall(environment=environment) == StallSettings(0 * seconds)
+    given = resolve_stall(7, 8, 9, "page --me", environment)
+    assert given == StallSettings(7 * seconds, 8 * seconds, 9 * seconds, "page --me")
     assert resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
@@ -49,7 +48,6 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         ("on_timeout", "abort", "'fallback', 'raise'"),
         ("timeout", 0, "0.001 to 86400"),
         ("timeout", -1, "seconds"),
-        ("stall_port", "0", "'on', 'off'"),
         ("call_timeout", -1, "0.001 to 86400, or 0 (never)"),
         ("stall_timeout", 0.0001, "0.001 to 86400, or 0 (never)"),
         ("stall_exit", "an hour", "seconds"),
@@ -79,7 +77,7 @@ def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
     assert str(Settings(timeout=timedelta(seconds=2.5))) == "sync=bounded, timeout=2.5 s, on_timeout=fallback"
     assert str(StallSettings()) == "call_timeout=60 s, stall_timeout=60 s"
-    assert str(StallSettings(on_stall="page me", stall_port="off")).endswith(", on_stall='page me', stall_port=off")
+    assert str(StallSettings(on_stall="page me")).endswith(", on_stall='page me'")
 
 
 @pytest.mark.parametrize("given", [{"stall_exit": 5}, {"on_stall": "page"}])
@@ -93,7 +91,6 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
     others = {
         "sync": "local",
         "on_timeout": "raise",
-        "stall_port": "off",
         "on_stall": "page 'me now'",
         "trace": "/a",
         "trace_checks": "cuda",

@@ -101,8 +101,7 @@ def test_a_rank_ten_seconds_late(late_step: int) -> None:
             )
             assert f"call {calls_before + late_step + 1}:" in warning
             assert ". Missing: rank 1 of 3 | rank 1 " in warning
-            assert ("rank 1 has not announced itself" in warning) == (late_step == 0)
-            assert ("is elsewhere: late_once (" in warning) == (late_step > 0)
+            assert "is elsewhere: late_once (" in warning  # before its first call, too
             (recovery,) = result.lines("recovered")
             assert 8.0 <= float(recovery.split("came ")[1].split(" s late")[0]) <= 10 + REPORT_S
         for later in range(late_step + 1, late_step + 4):

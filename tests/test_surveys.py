@@ -15,9 +15,10 @@ import pytest
 from light_ranks import LONG, SOON_S, Rank, reset_some, run
 from ranks import wait_until
 
+from nemo_patches.channel.links import VANISHED
 from nemo_patches.channel.side_channel import SideChannel
 from nemo_patches.channel.store import JobStore
-from nemo_patches.channel.survey import HELD_UP, LOST, SILENT, Verdict, combined
+from nemo_patches.channel.survey import HELD_UP, LOST, SILENT, Combined, Verdict, combined
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
@@ -32,7 +33,7 @@ class Places:
         self.replies, self.merges = True, True
         self.rank = -1
 
-    def asked(self, question: Any, reply: Callable[[Any], None]) -> None:
+    def asked(self, id_: str, reply: Callable[[Any], None]) -> None:
         if self.replies:
             reply({self.place: [self.rank]})
 
@@ -54,37 +55,37 @@ def connect(rank: Rank, place: str = "barrier") -> Places:
     places = Places(place)
     places.rank = rank.number
     job_store = JobStore(rank.store, rank.number)
-    rank.channel = SideChannel(job_store, rank.number, rank.size, rank.said.append, places)  # type: ignore[misc]
+    rank.channel = SideChannel(job_store, rank.number, rank.size, rank.said.append)  # type: ignore[misc]
+    assert rank.channel.take_surveys(places)
     rank.hold_rounds()
     wait_until(lambda: all(links.is_whole() for links in rank.channel._trees))
     rank.meet("both trees are whole")
     return places
 
 
-def told(rank: Rank, places: Places, question: Any, is_enough: Callable[[Verdict], bool]) -> Verdict:
-    """Both trees' verdicts on a question together, once they are enough."""
-    verdicts: list[Verdict] = []
+def told(rank: Rank, places: Places, is_enough: Callable[[Combined], bool]) -> Combined:
+    """The latest verdict of each tree, together, once they are enough."""
+    latest: dict[bool, Verdict] = {}
     while True:
         verdict = places.verdicts.get(timeout=LONG.total_seconds())
-        if verdict.question == question:
-            verdicts.append(verdict)
-            both, unheard = combined(verdicts, rank.size, places.merge)
-            if not unheard and is_enough(both):
-                return both
+        latest[verdict.is_mirrored] = verdict
+        both = combined(latest.values(), rank.size, places.merge)
+        if not both.behind and is_enough(both):
+            return both
 
 
-def everybody(rank: Rank) -> list[list[int]]:
-    return [[0, rank.size - 1]]
+def everybody(rank: Rank) -> set[int]:
+    return set(range(rank.size))
 
 
 def healthy(rank: Rank, askers: str) -> float:
     places = connect(rank, "barrier" if rank.number % 2 else f"place {rank.number % 6}")
     began = time.monotonic()
     if askers == "all" or rank.number == min(rank.size // 2 + 1, rank.size - 1):
-        rank.channel.ask("where?")
-    verdict = told(rank, places, "where?", lambda both: both.heard == everybody(rank))
+        rank.channel.ask()
+    verdict = told(rank, places, lambda both: both.heard == everybody(rank))
     took = time.monotonic() - began
-    assert verdict.silent == ()
+    assert verdict.silent == {}
     assert verdict.answer["barrier"] == list(range(1, rank.size, 2))
     assert sorted(one for ranks in verdict.answer.values() for one in ranks) == list(range(rank.size))
     rank.meet("told")
@@ -111,11 +112,11 @@ def stopped(rank: Rank, victim: int) -> float:
         pid = int(rank.store.get("pid"))
         wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         began = time.monotonic()
-        rank.channel.ask("who?")
+        rank.channel.ask()
         without = set(range(rank.size)) - {victim}
-        verdict = told(rank, places, "who?", lambda both: _ranks(both) == without)
+        verdict = told(rank, places, lambda both: both.heard == without)
         took = time.monotonic() - began
-        assert [(one.rank, one.how) for one in verdict.silent] == [(victim, SILENT)]
+        assert {rank_: one.how for rank_, one in verdict.silent.items()} == {victim: SILENT}
         rank.meet("told", rank.size - 1)
         if rank.number == (0 if victim else 1):
             os.kill(pid, signal.SIGCONT)
@@ -124,14 +125,10 @@ def stopped(rank: Rank, victim: int) -> float:
     while not places.verdicts.empty():
         places.verdicts.get()
     if rank.number == 1:
-        rank.channel.ask("and now?")
-    assert told(rank, places, "and now?", lambda both: both.heard == everybody(rank)).silent == ()
+        rank.channel.ask()
+    assert told(rank, places, lambda both: both.heard == everybody(rank)).silent == {}
     rank.meet("the end")
     return took
-
-
-def _ranks(verdict: Verdict) -> set[int]:
-    return {rank for first, last in verdict.heard for rank in range(first, last + 1)}
 
 
 @pytest.mark.parametrize(("size", "victim"), [(8, 5), (8, 0), (64, 40), (64, 1), (64, 0), (64, 63)])
@@ -148,10 +145,10 @@ def killed(rank: Rank, victim: int) -> None:
     wait_until(lambda: not any(links.away for links in rank.channel._trees))
     rank.meet("by all", rank.size - 1)
     if rank.number == (1 if victim == 2 else 2):
-        rank.channel.ask("who?")
+        rank.channel.ask()
     without = set(range(rank.size)) - {victim}
-    verdict = told(rank, places, "who?", lambda both: _ranks(both) == without)
-    assert [(one.rank, one.how) for one in verdict.silent] == [(victim, "gone")]
+    verdict = told(rank, places, lambda both: both.heard == without)
+    assert {rank_: one.how for rank_, one in verdict.silent.items()} == {victim: VANISHED}
     rank.meet("the end", rank.size - 1)
 
 
@@ -168,14 +165,14 @@ def holds_the_lock(rank: Rank) -> None:
     else:
         rank.store.wait(["held"], LONG)
         time.sleep(0.1)  # for the call to begin: else it answers, and nothing is tried
-        rank.channel.ask("who?")
-        verdict = told(rank, places, "who?", lambda both: _ranks(both) == set(range(rank.size)) - {1})
-        assert [(one.rank, one.how) for one in verdict.silent] == [(1, SILENT)]
+        rank.channel.ask()
+        verdict = told(rank, places, lambda both: both.heard == set(range(rank.size)) - {1})
+        assert {rank_: one.how for rank_, one in verdict.silent.items()} == {1: SILENT}
     rank.meet("it goes on")
     rank.hold_rounds()
     if rank.number == 0:
-        rank.channel.ask("and now?")
-    assert told(rank, places, "and now?", lambda both: both.heard == everybody(rank)).silent == ()
+        rank.channel.ask()
+    assert told(rank, places, lambda both: both.heard == everybody(rank)).silent == {}
     rank.meet("the end")
 
 
@@ -188,9 +185,9 @@ def monitor_is_held_up(rank: Rank) -> None:
     places.replies = rank.number != 1
     rank.meet("set")
     if rank.number == 3:
-        rank.channel.ask("who?")
-    verdict = told(rank, places, "who?", lambda both: _ranks(both) == set(range(rank.size)) - {1})
-    assert [(one.rank, one.how) for one in verdict.silent] == [(1, HELD_UP)]
+        rank.channel.ask()
+    verdict = told(rank, places, lambda both: both.heard == set(range(rank.size)) - {1})
+    assert {rank_: one.how for rank_, one in verdict.silent.items()} == {1: HELD_UP}
     rank.hold_rounds()
     rank.meet("the end")
 
@@ -204,7 +201,7 @@ def error_of_a_survey(rank: Rank) -> None:
     places.merges = rank.number != 1
     rank.meet("set")
     if rank.number == 3:
-        rank.channel.ask("who?")
+        rank.channel.ask()
     if rank.number == 1:
         wait_until(lambda: rank.said)
         (line,) = rank.said
@@ -222,7 +219,7 @@ def surveys_and_resets_in_rounds(rank: Rank) -> None:
     places = connect(rank)
     for number in range(30):
         if rank.number == number % rank.size:
-            rank.channel.ask(number)
+            rank.channel.ask()
         if number % 5 == 0:
             reset_some(rank.channel)
         rank.hold_rounds(10)
@@ -231,9 +228,9 @@ def surveys_and_resets_in_rounds(rank: Rank) -> None:
     rank.meet("whole")
     while True:  # a survey of before may be under way
         if rank.number == 0:
-            rank.channel.ask("at last")
+            rank.channel.ask()
         verdict = places.verdicts.get(timeout=LONG.total_seconds())
-        if verdict.question == "at last" and not [one for one in verdict.silent if one.how != LOST]:
+        if not [one for one in verdict.silent if one.how != LOST]:
             break
     rank.meet("the end")
 

@@ -57,11 +57,11 @@ def seen(done: subprocess.CompletedProcess[str]) -> Any:
 @pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])
 def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(hooked: bool, entry_point: Path) -> None:
     path = (entry_point, *([CHECKOUT] if hooked else []))
-    assert seen(started(*path)) == [[[], False], [[True, False]], [[True, True]], [], False]
+    assert seen(started(*path)) == [[[], hooked], [[True, False]], [[True, True]], [], False]  # hooked: stall reports
 
 
 def test_a_checkout_that_is_not_installed_has_the_import_hook(tmp_path: Path) -> None:
     metadata = tmp_path / "nemo_patches-9.dist-info"  # first on the path: no entry points, whatever is installed
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
-    assert seen(started(tmp_path, CHECKOUT)) == [[[], False], [[True, False]], [[True, True]], [], False]
+    assert seen(started(tmp_path, CHECKOUT)) == [[[], True], [[True, False]], [[True, True]], [], False]

@@ -11,14 +11,9 @@ HOSTS = "hosts"  # of all ranks: rank 0's, once all have said where they are
 DOOR = "door/{rank}"  # where an inner rank of the tree listens for its children, and the token that admits them
 MIRRORED_DOOR = "mirrored door/{rank}"  # the same, in the tree that is upside down
 GONE = "gone"  # a rank that has gone, where who knows it has no connection to some of the others
-# Of the roll call and of stall reports:
-ANNOUNCED = "announced"  # how many ranks have announced themselves
+# Of who is here, and of stall reports while there are no surveys of all ranks:
 PRESENT = "present/{block}"  # one bit for each rank of a block, in a number that ranks add to: every store can add
+NOTED = "noted/{block}"  # the same: who has left a note
 RANKS_PER_BLOCK = 62
-PEERS = "peers"  # where each rank's process is, and where it listens: rank 0's, once all have announced themselves
-HEARTBEAT = "beat/{rank}"
-QUERY = "stall/{encoder}/{round}/{repeat}.{attempt}"  # who finds out who is missing, and what that rank has found
-CENSUS_NUMBER = "census"  # of the last one that has been taken of where all ranks are
-CENSUS = "census/{number}.{attempt}"  # who takes it, and its groups
-WAITED_FOR = "waited_for/{rank}"  # what the ranks that waited for this one have left for it
+NOTE = "note/{rank}"  # what a rank says of itself, as it would in a survey; empty once it has gone on
 FIGURES = "figures/{rank}"  # for the Lightning callback

@@ -7,22 +7,25 @@ A neighbour whose connection was lost is away until it comes back, is known to h
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .keys import GONE
 from .process import Process
-from .tree import FAN_OUT, FORMAT, Connection, Place, is_silence, make_room
+from .tree import FAN_OUT, Connection, Door, Place, is_silence, make_room
 
 # In place of a round's number; the value is the format and pid of who lets this rank in, or the rank that has gone, or
 # that has left in good order.
 WELCOME, HAS_GONE, HAS_LEFT = -1, -2, -3
+VANISHED, LEFT = "vanished", "left"  # how a rank has ended: its process is no more; it has said that it leaves
 _PID_BITS = 32
 _PID = (1 << _PID_BITS) - 1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
@@ -68,6 +71,9 @@ class Owner(Protocol):
     def store_failed(self) -> None:
         """The store's connection is of no use any more."""
 
+    def ask_store(self, place: Place, ask: Callable[[Any], Any], then: Callable[[Any], None] | None = None) -> None:
+        """Have the place's part of the store asked, without waiting for it; `then` takes the answer, if one comes."""
+
     def say(self, text: str) -> None:
         """Log what keeps this rank from connecting."""
 
@@ -89,14 +95,14 @@ class Links:
         self.connections: dict[int, Connection] = {}  # by rank: the children, and the parent
         self.parent: Connection | None = None  # also before it has let this rank in
         self.away: dict[int, Away] = {}  # by rank: that were connected
-        self.ended: dict[int, str] = {}  # by rank: that are not waited for any more: "gone" or "left"
+        self.ended: dict[int, str] = {}  # by rank: that are not waited for any more: VANISHED or LEFT
         self.next_look = 0.0
         self._owner = owner
         self._longest_pause_s = _LONGEST_PAUSE_S + owner.size * _PAUSE_PER_RANK_S
         self._pause_s = _FIRST_PAUSE_S
         self._next_question = 0.0
         self._listener: socket.socket | None = None
-        self._troubles: dict[str, int] = {}  # how often something has kept this rank from connecting
+        self._troubles: dict[str, float] = {}  # since when something keeps this rank from connecting; inf: it is said
         self._return_is_said = False
         self._chance = (
             random.Random()
@@ -171,7 +177,7 @@ class Links:
     def _let_in(self, child: Connection) -> None:
         if (before := self.connections.get(child.rank)) is not None:
             self.drop(before)
-        child.send(self.place.machine, WELCOME, FORMAT << _PID_BITS | os.getpid())
+        child.send(self.place.machine, WELCOME, self.place.format << _PID_BITS | os.getpid())
         self._connected(child)
 
     def _connected(self, connection: Connection) -> None:
@@ -248,7 +254,7 @@ class Links:
     def _knock(self) -> None:
         away = self.away.get(self.place.parent)
         if away is None:
-            self.place.find_door(self._owner.store(self.place))
+            self.place.take_door(self.place.find_door(self._owner.store(self.place)))
         try:
             self.parent = self.place.knock()
         except OSError as error:
@@ -262,7 +268,7 @@ class Links:
         for rank, away in list(self.away.items()):
             if away.is_given_up(now, self.place.machine):
                 del self.away[rank]
-                self.ended[rank] = "gone"
+                self.ended[rank] = VANISHED
                 self._owner.gone(self, rank, is_own_finding=True)
             elif now - away.since > _SAY_AFTER_S and not away.is_said and not self._owner.error:
                 away.is_said = True
@@ -277,22 +283,27 @@ class Links:
         longest_away_s = max(now - away.since for away in self.away.values())
         pause_s = min(max(_ASK_AFTER_S, longest_away_s / 4), _ASK_AGAIN_S)
         self._next_question = now + max(pause_s, self._longest_pause_s) * self._chance.uniform(0.5, 1.0)
-        try:
-            store = self._owner.store(self.place)
+        place = self.place
+
+        def ask(store: Any) -> tuple[int, Door | None]:
             gone = int(store.get(GONE)) if store.check([GONE]) else -1
-            has_moved = self.place.parent in self.away and self.place.find_door(store)
-        except Exception:  # it is asked again; what is lost is said without it
-            self._owner.store_failed()
-            return
+            return gone, place.find_door(store) if place.parent >= 0 else None
+
+        self._owner.ask_store(place, ask, lambda told: self._heard_of_those_away(*told))
+
+    def _heard_of_those_away(self, gone: int, door: Door | None) -> None:
+        has_moved = self.place.parent in self.away and self.place.take_door(door)
         if gone >= 0:
             if self.away.pop(gone, None) is not None:
-                self.ended[gone] = "gone"
+                self.ended[gone] = VANISHED
             self._owner.gone(self, gone, is_own_finding=False)
         elif has_moved and self.parent is not None:
             with self._owner.lock:
                 self.drop(self.parent)  # at the old door is somebody else
 
     def _tell_trouble(self, text: str) -> None:
-        self._troubles[text] = self._troubles.get(text, 0) + 1
-        if self._troubles[text] == 2:  # at the end of a job the store may go first, which is nobody's concern
+        now = time.monotonic()
+        # At the end of a job the store may go first, which is nobody's concern.
+        if now - self._troubles.setdefault(text, now) > _SAY_AFTER_S:
+            self._troubles[text] = math.inf
             self._owner.say(f"the length sync is not connected yet, this rank tries again: {text}")

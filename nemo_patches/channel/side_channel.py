@@ -15,6 +15,7 @@ import functools
 import hashlib
 import math
 import os
+import queue
 import selectors
 import socket
 import threading
@@ -25,9 +26,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .keys import GONE
-from .links import HAS_GONE, HAS_LEFT, WELCOME, Links
+from .links import HAS_GONE, HAS_LEFT, LEFT, VANISHED, WELCOME, Links
+from .store_client import StoreClient
 from .survey import ACK, Subject, Surveys
-from .tree import CUT_OFF_S, Connection, Place
+from .tree import CUT_OFF_S, FORMAT, Connection, Place, Resident
 
 if TYPE_CHECKING:
     from .store import JobStore, StoreConnection
@@ -93,37 +95,69 @@ class Rounds:
 
 
 class SideChannel:
-    """This rank's part of the tree. Its thread begins with the first round, and ends with the process group.
+    """This rank's part of the tree. Its thread begins with the first round or with surveys, and ends with the process
+    group.
 
     Connections outlive the rounds: where a rank has gone, the others have none any more, and stay connected.
     """
 
-    def __init__(
-        self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None], subject: Subject | None = None
-    ) -> None:
-        """say: logs what keeps this rank from connecting. subject: of surveys, for which there is a second tree."""
+    def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
+        """say: logs what keeps this rank from connecting."""
         self.rank, self.size = rank, size
         self.by_key, self.kept = dict[bytes, Rounds](), set[Rounds]()  # kept: not to be forgotten
-        self.error, self.left = "", -1  # why there are no more rounds; the rank that ended them in good order
+        self.error = ""  # why there are no more rounds
+        self.ended_by: tuple[int, str] | None = None  # the rank that ended them, and how: LEFT or VANISHED
         self.lock = threading.RLock()  # held for arithmetic, and for sends that do not block
         self.say = say
         self.selector = selectors.PollSelector()  # which is no file: this process may have none left
         self.links = Links(self, Place(job_store.server, rank, size))  # which the rounds travel on
-        self._trees = [self.links]  # and one that is upside down: who hides others in one hides nobody in the other
+        self._trees = [self.links]  # of surveys, another one upside down: who hides others in one hides nobody there
         self._surveys: dict[Links, Surveys] = {}
         self._wakes = -1  # a file that wakes the thread
-        if subject is not None:
-            self._trees.append(Links(self, Place(job_store.server, rank, size)))
-            self._surveys = {links: Surveys(self, links, subject) for links in self._trees}
-            self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self.selector.register(self._wakes, selectors.EVENT_READ)
         self._leaves = False  # this one ends, or its process group, and tells the others
         self._is_over = False  # and its thread is to end
         self._end: tuple[int, int] | None = None  # HAS_GONE or HAS_LEFT, and the rank: what ended the rounds
         self._job_store = job_store
         self._store: StoreConnection | None = None  # while this rank needs it
+        self._client = StoreClient(job_store, say)
+        self._store_answers = queue.SimpleQueue[Callable[[], None]]()
         self._thread: threading.Thread | None = None
         _channels.add(self)
+
+    def take_surveys(self, subject: Subject) -> bool:
+        """Surveys about this subject from now on; False where it is too late: the other ranks know that it has none.
+
+        Raises OSError where there is no file left.
+        """
+        with self.lock:
+            if self._thread is None and not self.error and not self._surveys:
+                self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self.selector.register(self._wakes, selectors.EVENT_READ)
+                self.links.place.format = FORMAT
+                self._trees.append(Links(self, Place(self._job_store.server, self.rank, self.size)))
+                self._surveys = {links: Surveys(self, links, subject) for links in self._trees}
+                self.start()
+            return self.has_surveys
+
+    @property
+    def has_surveys(self) -> bool:
+        """Whether this rank can ask, and answers; any thread may look."""
+        return bool(self._surveys) and not self._is_over
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether all ranks have said where they are, and this one knows it."""
+        return self.links.place.is_known
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank is connected to all its neighbours, but for those that have ended."""
+        return all(links.is_whole() for links in self._trees)
+
+    @property
+    def residents(self) -> list[Resident]:
+        """Who the ranks are, by rank; empty while not all have said where they are."""
+        return self.links.place.residents
 
     def rounds(self, name: str) -> Rounds:
         """The rounds of this name, which is the same on all ranks. Time to forget those that nobody wants."""
@@ -157,19 +191,17 @@ class SideChannel:
     def join(self, limit: timedelta) -> None:
         """At exit: wait for the thread's end, for a short while."""
         if (thread := self._thread) is not None and thread.ident is not None:  # None: interrupted before it started
-            thread.join(limit.total_seconds())
-            if thread.is_alive():  # in a request to the store
-                self._job_store.outlive_interpreter()
+            self._client.join([thread], limit)
 
     def forget(self) -> None:
         """In a forked child: its copies would keep the connections open after this rank's death."""
         self.lock, self.error = threading.RLock(), "this process was forked from the rank's own"
         self._close()
 
-    def ask(self, question: Any) -> None:
-        """Any thread: have every rank answer, and be told the verdicts of both trees. JSON carries the question."""
+    def ask(self) -> None:
+        """Any thread: have every rank answer, and be told the verdicts of both trees."""
         for surveys in list(self._surveys.values()):
-            surveys.ask(question)
+            surveys.ask()
 
     def wake(self) -> None:
         """The thread looks at once, where there are surveys."""
@@ -241,7 +273,7 @@ class SideChannel:
         self._end = (reason, rank)
         for connection in self.links.connections.values():
             connection.send(bytes(8), reason, rank)
-        self.left = rank if reason == HAS_LEFT else -1
+        self.ended_by = (rank, LEFT if reason == HAS_LEFT else VANISHED)
         self._end_rounds(f"rank {rank} {_REASONS[reason]}")
         return True
 
@@ -250,7 +282,7 @@ class SideChannel:
             self._of_surveys(links, lambda surveys: surveys.acknowledged(connection))
         elif number in (HAS_GONE, HAS_LEFT):
             if value == connection.rank:  # of itself
-                links.ended[value] = "left" if number == HAS_LEFT else "gone"
+                links.ended[value] = LEFT if number == HAS_LEFT else VANISHED
             self._fail(number, value)
         elif number == WELCOME and connection is links.parent:
             links.welcomed(connection, key, value)
@@ -278,8 +310,7 @@ class SideChannel:
         with self.lock:
             is_news = self._fail(HAS_GONE, rank)
         if is_news and is_own_finding and (rank == self.links.place.parent or self.links.away):
-            with contextlib.suppress(Exception):  # the others find it out in the end
-                self.store(links.place).set(GONE, str(rank))
+            self.ask_store(links.place, lambda store: store.set(GONE, str(rank)))  # else they find it out in the end
 
     def store(self, place: Place) -> Any:
         """The part of the store of the place's attempt; of the present one, while the place is not known."""
@@ -289,6 +320,18 @@ class SideChannel:
     def store_failed(self) -> None:
         """It is connected anew, where it is needed."""
         self._store = None
+
+    def ask_store(self, place: Place, ask: Callable[[Any], Any], then: Callable[[Any], None] | None = None) -> None:
+        """A store that does not answer holds up nothing that goes over the connections. `then` is called by the
+        channel's thread; not where the store owes too many answers."""
+
+        def run(store: Any) -> None:
+            answer = ask(store)
+            if then is not None:
+                self._store_answers.put(functools.partial(then, answer))
+                self.wake()
+
+        self._client.ask(run, place.attempt)
 
     def find(self, place: Place) -> bool:
         """Whether the place is known, by what the store has; False: not yet."""
@@ -310,7 +353,9 @@ class SideChannel:
             self._close()
 
     def _serve(self) -> None:
-        while not self._is_over and not all(links.is_over() for links in self._trees):
+        while not self._is_over and (self._surveys or not all(links.is_over() for links in self._trees)):
+            while not self._store_answers.empty():
+                self._store_answers.get()()
             until, now, is_whole = math.inf, time.monotonic(), True
             for links in self._trees:
                 if links.is_whole():

@@ -1,6 +1,6 @@
-"""Surveys: one question to all ranks, down a tree and back, merged on the way up; the verdict is told to all.
+"""Surveys: where every rank is, asked down a tree and back, merged on the way up; the verdict is told to all.
 
-Who wants to know asks its parent, which says at once that it is there and asks its own. The root sends the question
+Who wants to know asks its parent, which says at once that it is there and asks its own. The root sends a question
 down; each rank gives its answer; an inner rank merges them, and says of a child that does not answer in time that it is
 silent, and who is behind it. The root's verdict goes down to all. Where a parent does not say that it is there, its
 child judges for its own subtree. Nothing is sent while nobody asks. An error here ends surveys, never rounds.
@@ -19,16 +19,19 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
-from .links import Links
-from .tree import Connection
+from .links import LEFT, VANISHED, Links
+from .tree import FORMAT, Connection
 
 ACK = -6  # in place of a round's number
 _ACK_S = 0.8  # for a parent to say that it is there
 _OWN_S = 1.0  # for this rank's own answer, which another thread gives
 _LEAF_S, _HOP_S = 1.2, 0.2  # for a leaf's answer; and for each level above the leaves
 _GAP_S = 0.5  # between two surveys of one root: who asks meanwhile shares the next
+_PER_RANK_S = 0.0005  # the same for each rank of the job, of the leaf's and of the gap: many may share a machine
 _MOST_OPEN = 4
 SILENT, HELD_UP, LOST, NOT_THERE = "silent", "held up", "lost", "not there yet"
+NO_SURVEYS = "no surveys"  # it has rounds in common with the others, and no more
+_SUREST_FIRST = (LEFT, VANISHED, NO_SURVEYS, HELD_UP, SILENT, LOST, NOT_THERE)
 Runs = list[list[int]]
 
 
@@ -36,7 +39,7 @@ class Silent(NamedTuple):
     """A rank that has not answered."""
 
     rank: int
-    how: str  # one of the above, or how it has ended: "gone" or "left"
+    how: str  # one of the above, or how it has ended: of links.py
     seconds: float  # for which nothing at all has come from it
     behind: Runs  # the ranks below it, of whom nothing is heard in this tree
 
@@ -44,7 +47,8 @@ class Silent(NamedTuple):
 class Verdict(NamedTuple):
     """What one tree, or one subtree of it, has found."""
 
-    question: Any
+    id: str  # of the survey, as this rank was asked in it
+    is_mirrored: bool  # of the second tree
     root: int
     above: Silent | None  # where the root is none: its parent, which does not answer
     heard: Runs
@@ -55,20 +59,21 @@ class Verdict(NamedTuple):
 class Subject(Protocol):
     """What surveys are about. All is called on the channel's thread: it takes no time, and waits for nothing."""
 
-    def asked(self, question: Any, reply: Callable[[Any], None]) -> None:
-        """Have `reply` called soon, on any thread, with this rank's answer, which JSON can carry."""
+    def asked(self, id_: str, reply: Callable[[Any], None]) -> None:
+        """Have `reply` called soon, on any thread, with this rank's answer, which JSON can carry. id_: the survey's."""
 
     def merge(self, answers: list[Any]) -> Any:
         """One answer, of bounded size, of several; an answer may be in two of them. Others' answers are only data."""
 
     def told(self, verdict: Verdict) -> None:
-        """A verdict has come: of one of both trees, and of a question that may have been another rank's."""
+        """A verdict has come: of one of both trees, and of a survey that another rank may have asked for."""
 
 
 class Channel(Protocol):
     """What surveys need of the side channel."""
 
     rank: int
+    size: int
 
     def send(self, connection: Connection, number: int) -> None:
         """A message that is none of a round's."""
@@ -85,7 +90,6 @@ class _Survey:
     """One that is under way at this rank. origin: who wants the answer; None: this rank judges."""
 
     id: str
-    question: Any
     origin: Connection | None
     above: Silent | None
     deadline: float
@@ -100,38 +104,39 @@ class Surveys:
 
     def __init__(self, channel: Channel, links: Links, subject: Subject) -> None:
         self._channel, self._links, self._subject = channel, links, subject
-        self._wanted = queue.SimpleQueue[Any]()  # questions of this rank's own
+        self._wanted = queue.SimpleQueue[None]()  # an entry for each time that this rank itself wants to know
         self._replies = queue.SimpleQueue[tuple[str, Any]]()  # this rank's own answers, by the survey's id
         self._open: dict[str, _Survey] = {}
         self._number = 0
         self._began_at = -math.inf
-        self._due: list[Any] = []  # one question, or none: this rank is to judge for its subtree
-        self._asked: Any = None  # the question that the parent was asked
-        self._ack_by = self._verdict_by = math.inf  # for that
+        self._is_due = False  # this rank is to judge for its subtree
+        self._ack_by = self._verdict_by = math.inf  # for what the parent was asked
+        self._leaf_s, self._gap_s = (each + channel.size * _PER_RANK_S for each in (_LEAF_S, _GAP_S))
         self._silent_at: dict[int, float] = {}  # neighbours that were silent: not waited for until they speak
         self._heights: dict[int, int] = {}  # of ranks, in the tree
 
-    def ask(self, question: Any) -> None:
+    def ask(self) -> None:
         """Any thread: every rank is to be told a verdict soon. Where another is under way, it is that one."""
-        self._wanted.put(question)
+        self._wanted.put(None)
         self._channel.wake()
 
     def tick(self, now: float) -> float:
         """What is due; when to look again."""
         while not self._wanted.empty():
-            self._want(self._wanted.get(), now)
+            self._wanted.get()
+            self._want(now)
         while not self._replies.empty():
             self._replied(*self._replies.get(), now)
         parent = self._links.place.parent
         if now >= min(self._ack_by, self._verdict_by):  # the parent is silent, or has become so
             self._ack_by = self._verdict_by = math.inf
             self._silent_at[parent] = now
-            self._begin(self._asked, self._silence(parent, now), now)
-        if self._due and now >= self._began_at + _GAP_S:
-            self._begin(self._due.pop(), self._silence(parent, now) if parent >= 0 else None, now)
+            self._begin(self._silence(parent, now), now)
+        if self._is_due and now >= self._began_at + self._gap_s:
+            self._begin(self._silence(parent, now) if parent >= 0 else None, now)
         for survey in [one for one in self._open.values() if now >= one.deadline]:
             self._conclude(survey, now)
-        gap = self._began_at + _GAP_S if self._due else math.inf
+        gap = self._began_at + self._gap_s if self._is_due else math.inf
         return min(self._ack_by, self._verdict_by, gap, *(one.deadline for one in self._open.values()), math.inf)
 
     def acknowledged(self, connection: Connection) -> None:
@@ -146,14 +151,14 @@ class Surveys:
             kind = note["is"]
             if kind == "ask" and not from_parent:
                 self._channel.send(connection, ACK)
-                self._want(note["question"], now)
+                self._want(now)
             elif kind == "question" and from_parent:
                 self._ack_by = self._verdict_by = math.inf
-                self._spread(_Survey(str(note["id"]), note["question"], connection, None, self._deadline(now)), now)
+                self._spread(_Survey(str(note["id"])[:40], connection, None, self._deadline(now)), now)
             elif kind == "answer" and not from_parent:
                 self._answered(connection.rank, note, now)
             elif kind == "verdict" and from_parent:
-                self._tell(data, _verdict_of(note))
+                self._tell(data, _verdict_of(note, self._links.place.is_mirrored))
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, AttributeError):
             return  # no rank of this format sends it
 
@@ -167,33 +172,30 @@ class Surveys:
                     survey.deadline = 0.0
         if rank == self._links.place.parent and min(self._ack_by, self._verdict_by) < math.inf:
             self._ack_by = self._verdict_by = math.inf
-            self._due = [self._asked]
+            self._is_due = True
 
-    def _want(self, question: Any, now: float) -> None:
+    def _want(self, now: float) -> None:
         if self._open or self._verdict_by < math.inf:
             return  # a verdict is under way
         place = self._links.place
         parent = self._links.connections.get(place.parent)
-        note = json.dumps({"is": "ask", "question": question}).encode()
-        if parent is None or self._is_silent(parent) or not self._channel.send_note(parent, note):
-            self._due = [question]
+        if parent is None or self._is_silent(parent) or not self._channel.send_note(parent, _ASK):
+            self._is_due = True
             return
-        self._asked = question
         self._ack_by = now + _ACK_S
-        self._verdict_by = now + _ACK_S + 2 * self._patience_s(place.all_parents.index(-1)) + _GAP_S
+        self._verdict_by = now + _ACK_S + 2 * self._patience_s(place.all_parents.index(-1)) + self._gap_s
 
-    def _begin(self, question: Any, above: Silent | None, now: float) -> None:
+    def _begin(self, above: Silent | None, now: float) -> None:
         self._number += 1
-        self._began_at = now
-        id_ = f"{self._channel.rank}.{self._number}"
-        self._spread(_Survey(id_, question, None, above, self._deadline(now)), now)
+        self._began_at, self._is_due = now, False
+        self._spread(_Survey(f"{self._channel.rank}.{self._number}", None, above, self._deadline(now)), now)
 
     def _spread(self, survey: _Survey, now: float) -> None:
         """To the children, and to this rank itself."""
         while len(self._open) >= _MOST_OPEN:
             del self._open[next(iter(self._open))]
         self._open[survey.id] = survey
-        note = json.dumps({"is": "question", "id": survey.id, "question": survey.question}).encode()
+        note = json.dumps({"is": "question", "id": survey.id}).encode()
         for rank in self._links.place.children:
             child = self._links.connections.get(rank)
             was_silent = child is not None and self._is_silent(child)
@@ -202,7 +204,7 @@ class Surveys:
             else:
                 survey.silent[rank] = self._silence(rank, now)
         survey.pending[self._channel.rank] = now
-        self._subject.asked(survey.question, functools.partial(self._reply, survey.id))
+        self._subject.asked(survey.id, functools.partial(self._reply, survey.id))
 
     def _reply(self, id_: str, answer: Any) -> None:
         """Any thread."""
@@ -221,7 +223,7 @@ class Surveys:
         survey = self._open.get(note["id"])
         if survey is None:
             return
-        heard, silent = _ranks_of(note["heard"]), [_silent_of(one) for one in note["silent"]]
+        heard, silent = ranks_of(note["heard"]), [_silent_of(one) for one in note["silent"]]
         if survey.pending.pop(rank, None) is None:
             return
         survey.answers.append(note["answer"])
@@ -242,13 +244,14 @@ class Surveys:
             found = {
                 "is": "answer",
                 "id": survey.id,
-                "heard": _runs_of(survey.heard),
+                "heard": runs_of(survey.heard),
                 "silent": silent,
                 "answer": answer,
             }
             self._channel.send_note(survey.origin, json.dumps(found).encode())
             return
-        verdict = Verdict(survey.question, self._channel.rank, survey.above, _runs_of(survey.heard), silent, answer)
+        is_mirrored, heard = self._links.place.is_mirrored, runs_of(survey.heard)
+        verdict = Verdict(survey.id, is_mirrored, self._channel.rank, survey.above, heard, silent, answer)
         self._tell(json.dumps({"is": "verdict", **verdict._asdict()}).encode(), verdict)
 
     def _tell(self, data: bytes, verdict: Verdict) -> None:
@@ -261,11 +264,17 @@ class Surveys:
     def _silence(self, rank: int, now: float) -> Silent:
         if rank == self._channel.rank:
             return Silent(rank, HELD_UP, _OWN_S, [])
-        connection = self._links.connections.get(rank)
-        how = self._links.ended.get(rank) or (LOST if rank in self._links.away else NOT_THERE)
+        links, place = self._links, self._links.place
+        connection = links.connections.get(rank)
+        if place.residents[rank].format != FORMAT:
+            how = NO_SURVEYS
+        elif connection is not None:
+            how = SILENT
+        else:
+            how = links.ended.get(rank) or (LOST if rank in links.away else NOT_THERE)
         seconds = now - connection.heard_at if connection is not None else 0.0
-        below = _below(self._links.place.all_parents, rank) if rank in self._links.place.children else set[int]()
-        return Silent(rank, SILENT if connection is not None else how, round(seconds, 1), _runs_of(below))
+        below = _below(place.all_parents, rank) if rank in place.children else set[int]()
+        return Silent(rank, how, round(seconds, 1), runs_of(below))
 
     def _is_silent(self, neighbour: Connection) -> bool:
         """Whether it was, at the last survey, and nothing has come from it since."""
@@ -281,42 +290,56 @@ class Surveys:
             while level := {other for other, parent in enumerate(parents) if parent in level}:
                 height += 1
             self._heights[rank] = height
-        return _LEAF_S + _HOP_S * (height - 1) if height else 0.0
+        return self._leaf_s + _HOP_S * (height - 1) if height else 0.0
 
 
-def combined(verdicts: Iterable[Verdict], size: int, merge: Callable[[list[Any]], Any]) -> tuple[Verdict, Runs]:
-    """Of one question, of both trees: and the ranks that are neither heard nor silent, but behind somebody who is."""
+_ASK = json.dumps({"is": "ask"}).encode()
+
+
+class Combined(NamedTuple):
+    """Of both trees' verdicts. silent: by rank. behind: who is neither heard nor silent, but behind somebody who is."""
+
+    heard: set[int]
+    silent: dict[int, Silent]
+    behind: set[int]
+    answer: Any
+
+
+def combined(verdicts: Iterable[Verdict], size: int, merge: Callable[[list[Any]], Any]) -> Combined:
+    """Of a rank that one tree has not heard, what the other has heard; of one that neither has, the surer reason."""
     all_ = list(verdicts)
-    heard = set[int]().union(*(_ranks_of(one.heard) for one in all_))
+    heard = set[int]().union(*(ranks_of(one.heard) for one in all_))
     silent: dict[int, Silent] = {}
     for one in all_:
         for other in (*one.silent, *filter(None, [one.above])):
-            if other.rank not in heard and other.rank not in silent:
+            before = silent.get(other.rank)
+            if other.rank not in heard and (before is None or _sureness(other) < _sureness(before)):
                 silent[other.rank] = other
-    answer = merge([one.answer for one in all_])
-    told = tuple(silent[rank] for rank in sorted(silent))
-    return Verdict(all_[0].question, all_[0].root, None, _runs_of(heard), told, answer), _runs_of(
-        set(range(size)) - heard - silent.keys()
-    )
+    behind = set(range(size)) - heard - silent.keys()
+    return Combined(heard, silent, behind, merge([one.answer for one in all_]))
 
 
-def _verdict_of(note: dict[str, Any]) -> Verdict:
+def _sureness(silent: Silent) -> int:
+    return _SUREST_FIRST.index(silent.how) if silent.how in _SUREST_FIRST else len(_SUREST_FIRST)
+
+
+def _verdict_of(note: dict[str, Any], is_mirrored: bool) -> Verdict:
     """Raises what malformed JSON raises."""
     above = _silent_of(note["above"]) if note["above"] is not None else None
     silent = tuple(_silent_of(one) for one in note["silent"])
-    heard = _runs_of(_ranks_of(note["heard"]))
-    return Verdict(note["question"], int(note["root"]), above, heard, silent, note["answer"])
+    heard = runs_of(ranks_of(note["heard"]))
+    return Verdict(str(note["id"])[:40], is_mirrored, int(note["root"]), above, heard, silent, note["answer"])
 
 
 def _silent_of(told: list[Any]) -> Silent:
     rank, how, seconds, behind = told
-    return Silent(int(rank), str(how)[:40], float(seconds), _runs_of(_ranks_of(behind)))
+    return Silent(int(rank), str(how)[:40], float(seconds), runs_of(ranks_of(behind)))
 
 
 _MOST_RANKS = 1 << 20
 
 
-def _runs_of(ranks: Iterable[int]) -> Runs:
+def runs_of(ranks: Iterable[int]) -> Runs:
     """Ranks as [first, last] of each run."""
     found = []
     for _, pairs in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
@@ -325,7 +348,7 @@ def _runs_of(ranks: Iterable[int]) -> Runs:
     return found
 
 
-def _ranks_of(runs: Runs) -> set[int]:
+def ranks_of(runs: Runs) -> set[int]:
     """Raises ValueError where these are no ranks of any job."""
     found = set[int]()
     for first, last in runs:

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .keys import DOOR, HOSTS, MIRRORED_DOOR, PLACE, ROOT
+from .keys import DOOR, HOSTS, MIRRORED_DOOR, PLACE, PRESENT, ROOT
+from .presence import add_bit
 from .process import Process, this_machine
 from .safe_text import safe
 
 FAN_OUT = 16  # children of a rank, at most
-FORMAT = 1  # of what is said over connections: ranks of another one have rounds in common, and no notes
+# Of what is said over connections. Ranks of other formats have rounds in common, and no surveys.
+ROUNDS_ONLY, FORMAT = 0, 1
 _HELLO = struct.Struct("<16sqII8s")  # token, rank, format, pid, machine
 _HELLO_S = 0.005
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value
@@ -78,8 +80,8 @@ class Connection:
         self.flush()
 
     def send_note(self, note: bytes) -> bool:
-        """Whether it is on its way: not while an earlier one is not sent, nor to a format without notes."""
-        if self._frames or self.format != FORMAT or len(note) > LONGEST_NOTE:
+        """Whether it is on its way: not while too much of earlier ones is not sent, nor to a format without notes."""
+        if len(self._frames) * _FRAME_BYTES >= LONGEST_NOTE or self.format != FORMAT or len(note) > LONGEST_NOTE:
             return False
         for start in range(0, len(note), _FRAME_BYTES) or (0,):
             part = note[start : start + _FRAME_BYTES]
@@ -153,18 +155,29 @@ class Door(NamedTuple):
     token: bytes
 
 
+class Resident(NamedTuple):
+    """Who a rank is: its process, by the host's name and number, and what it understands."""
+
+    host: str
+    pid: int
+    format: int
+
+
 class Place:
     """Where this rank is in the tree. Nothing here waits for another rank. All raise OSError and the store's errors."""
 
     def __init__(self, server: tuple[str, int] | None, rank: int, size: int) -> None:
         """server: the store's, if it has one."""
         self.parent, self.children, self.is_known = -1, frozenset[int](), False  # parent -1: rank 0 has none
-        self.neighbours = frozenset[int]()  # the children, and the parent
+        self.neighbours = frozenset[int]()  # the children, and the parent; of the second tree, who takes surveys
+        self.is_mirrored = False  # whether it is the second tree, which is upside down
         self.machine = this_machine()
         self._server, self._rank, self._hosts = server, rank, [rank] * size
-        self.attempt = -1  # in which this rank has said where it is
+        self.present_in = self.attempt = -1  # in which this rank has said that it is here; and where it is
         self.problem = self._address = self._store_address = ""  # why there is no tree; this host's, and the store's
         self.all_parents: list[int] = []  # of all ranks, by rank
+        self.format = ROUNDS_ONLY  # this rank's; before it says where it is
+        self.residents: list[Resident] = []  # of all ranks, by rank
         self._door_key = DOOR
         self._own_door: Door | None = None
         self._parents_door: Door | None = None
@@ -174,6 +187,9 @@ class Place:
 
         Ranks say so once rank 0 has come: what was left before that may be of processes that have died since.
         """
+        if attempt != self.present_in:
+            add_bit(store, PRESENT, self._rank)
+            self.present_in = attempt
         if attempt != self.attempt:
             if self._rank > 0 and not store.check([ROOT]):
                 return False
@@ -181,24 +197,32 @@ class Place:
                 self.problem, (self._address, self._store_address) = "", here_and_store(self._server)
             except ValueError as error:
                 self.problem = f"rank {self._rank} cannot take part: {error}"
-            store.set(PLACE.format(rank=self._rank), json.dumps([socket.gethostname(), self.problem]))
+            own = [socket.gethostname(), self.problem, os.getpid(), self.format]
+            store.set(PLACE.format(rank=self._rank), json.dumps(own))
             store.set(ROOT, "")
             self.attempt = attempt
         if self._rank == 0 and store.check(keys := [PLACE.format(rank=rank) for rank in range(len(self._hosts))]):
-            hosts, problems = zip(*map(json.loads, store.multi_get(keys)), strict=True)
-            store.set(HOSTS, json.dumps([[hosts.index(host) for host in hosts], max(problems)]))
+            hosts, problems, *others = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+            names = sorted(set(hosts))
+            store.set(HOSTS, json.dumps([[names.index(host) for host in hosts], max(problems), names, *others]))
         # Of another size: an earlier attempt's, which had no such rank.
         if store.check([HOSTS]) and len((told := json.loads(store.get(HOSTS)))[0]) == len(self._hosts):
-            self._hosts, self.problem = told[0], safe(told[1])
+            self._hosts, self.problem, names, pids, formats = told
+            self.problem = safe(self.problem)
+            self.residents = [
+                Resident(safe(names[host]), int(pid), int(format_))
+                for host, pid, format_ in zip(self._hosts, pids, formats, strict=True)
+            ]
             self._settle(parents(self._hosts, FAN_OUT))
         return self.is_known
 
     def find_mirrored(self, place: Place) -> None:
         """By what is known of the place in the first tree: this one has the same ranks, upside down."""
         self._hosts, self._address, self._store_address = place._hosts, place._address, place._store_address
-        self.attempt = place.attempt
-        self._door_key = MIRRORED_DOOR
+        self.attempt, self.format, self.residents = place.attempt, place.format, place.residents
+        self.is_mirrored, self._door_key = True, MIRRORED_DOOR
         self._settle(mirrored(self._hosts, FAN_OUT))
+        self.neighbours -= {rank for rank in self.neighbours if self.residents[rank].format != FORMAT}
 
     def _settle(self, found: list[int]) -> None:
         self.all_parents = found
@@ -242,13 +266,17 @@ class Place:
                 return Connection(visitor, rank, Process(pid, machine), format_)
         return None
 
-    def find_door(self, store: Any) -> bool:
-        """Look where the parent listens; whether that is news."""
+    def find_door(self, store: Any) -> Door | None:
+        """Where the parent listens; None: it has not said it yet. Any thread."""
         if not store.check([key := self._door_key.format(rank=self.parent)]):
-            return False
+            return None
         address, port, token = json.loads(store.get(key))
+        return Door(address, port, bytes.fromhex(token))
+
+    def take_door(self, door: Door | None) -> bool:
+        """Knock there from now on; whether that is news."""
         before = self._parents_door
-        self._parents_door = Door(address, port, bytes.fromhex(token))
+        self._parents_door = door or before
         return self._parents_door != before
 
     def knock(self) -> Connection | None:
@@ -257,7 +285,7 @@ class Place:
             return None
         is_apart = self._is_loopback_apart(door.address, [self.parent])
         own = socket.create_connection((self._store_address if is_apart else door.address, door.port), _CONNECT_S)
-        own.sendall(_HELLO.pack(door.token, self._rank, FORMAT, os.getpid(), self.machine))
+        own.sendall(_HELLO.pack(door.token, self._rank, self.format, os.getpid(), self.machine))
         return Connection(own, self.parent)
 
     def _is_loopback_apart(self, address: str, ranks: Iterable[int]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission
+from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission
 from nemo_patches.patching.give_back import give_back_all
 from nemo_patches.patching.process_status import Skipped, Status, chosen_text, settings_text
 from nemo_patches.patching.replacements import Replacements
@@ -123,6 +123,9 @@ class Patching:
     def _on_import(self, name: str) -> None:
         if not self._follows_imports:
             return
+        if name == CALLBACK_CONNECTOR:
+            self._watch()
+            return
         if name == COLLECTION:
             drift = self._metric_drift(self._uneven) if self._in_force else {}
             if drift:
@@ -158,6 +161,21 @@ class Patching:
         self._patch_all({target: module}, trace)
         if self._collection_complete:
             self._say_patched((target,))
+
+    def _watch(self) -> None:
+        """Report the stalls of a job that trains with Lightning, as all of NeMo's do, also where it has no encoder."""
+        try:
+            if self._in_force or admission.disabled():
+                return
+            settings, stall, trace = resolve(), stall_settings.resolve(), trace_settings.resolve()
+        except SettingsError as error:
+            self._refuse(None, error)
+            return
+        length_sync.use(settings)
+        subscriber.use(stall)
+        subscriber.subscribe()
+        if trace.folder in (None, trace_settings.STDERR):
+            dumps.start(trace.dump)
 
     def revert(self) -> None:
         """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
@@ -342,6 +360,8 @@ class Patching:
     def _leave_alone(self, built_in: str, trace: TraceSettings, uneven: UnevenSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
         self._follows_imports = False
+        subscriber.encoders_were_reverted()
+        dumps.stop()
         self._say_misspelt()
         reason = _built_in_text(built_in)
         self._skipped.clear()
@@ -349,9 +369,9 @@ class Patching:
         missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(uneven))))
         _say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
 
-    def _refuse(self, target: Target, error: Exception) -> None:
+    def _refuse(self, target: Target | None, error: Exception) -> None:
         """What the import hook does where apply() would raise."""
-        if self._in_force and self._collection_complete:  # training may run, and what it runs with stays
+        if target is not None and self._in_force and self._collection_complete:  # training may run: it goes on so
             self._skipped[target] = str(error)
             report(logging.ERROR, f"not patched: {error}")
             return
@@ -360,7 +380,11 @@ class Patching:
         self._skipped.update(dict.fromkeys(TARGETS, self._refused))
         subscriber.use(StallSettings())
         length_sync.use(Settings())  # a variable that is not allowed is said here, and not again by status()
-        report(logging.ERROR, f"not patched, NeMo {admission.nemo_version()} runs as stock: {error}")
+        try:
+            nemo = admission.nemo_version()
+        except ModuleNotFoundError:  # Lightning is here without it
+            nemo = "itself"
+        report(logging.ERROR, f"not patched, NeMo {nemo} runs as stock: {error}")
 
     def _say_collection_complete(self) -> None:
         """Say in one line, and once, what was patched and what was not."""
@@ -385,7 +409,7 @@ class Patching:
             _say(f"patched {self._what(targets)}" + (f"; {_NOT_INHERITED}" if self._by_hand else ""))
 
     def _say_all_patched(self, event: AllAnnounced) -> None:
-        """On the roll call's thread. Once: a new process group has the same ranks, or is said to lack some."""
+        """On the stall monitor's thread. Once: a new process group has the same ranks, or is said to lack some."""
         if not self._said_for_all:
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
@@ -400,7 +424,7 @@ class Patching:
             differs = "" if configured in ("false", "?") else f" (in the config that it was made from: {configured})"
             _say(
                 f"patched: {event.sync.title} grows privately, and has no length sync: its own "
-                f"sync_max_audio_length is false{differs}"
+                f"sync_max_audio_length is false{differs}; stall reports watch the job all the same"
             )
 
     def _what(self, targets: Iterable[Target]) -> str:

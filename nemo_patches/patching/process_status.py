@@ -29,7 +29,7 @@ class Status:
 
     state: "on", "off here" or "cannot be". why: for a person, with what switches it on.
     trace_file: the file that is being written, or why there is none; empty without a trace.
-    unannounced: ranks without a sign of nemo_patches: not patched, or not at their first encoder call yet.
+    unannounced: ranks without a sign of nemo_patches: not patched, or not started.
     stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
     loaders: what StopTogether and stop_together() have done on this rank.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
@@ -65,7 +65,7 @@ class Status:
             *map(str, self.loaders),
         ]
         if self.unannounced:
-            lines.append(f"not patched, or not at a first encoder call yet: {named(self.unannounced)}")
+            lines.append(f"not patched, or not started: {named(self.unannounced)}")
         return "\n".join((*lines, *map(str, self.stalls)))
 
 

@@ -58,7 +58,6 @@ class _Finder:
                 from nemo_patches.patching import trainer_callbacks
 
                 trainer_callbacks.hook(sys.modules[name])
-                return
             from nemo_patches.patching import monkeypatch
 
             monkeypatch.this_process.on_import(name)

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ..sync.events import Report, Round, WaitTimedOut, bus
+from .answer import Answer, Question, answered
+from .found import Found
 from .log_line import report
-from .missing_query import PATIENCE_S, Answer, MissingQuery, Question, Surroundings
 from .missing_rank import MissingRank, Stall, StallReported
+from .rank_survey import Look
 from .rank_text import LATE, named
 from .training_notes import EncoderNotes
 
+_PATIENCE_S, _PATIENCE_PER_RANK_S = 2.6, 0.002  # for a look that is not done when its report is due
 _RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
 FIRST_REPEAT_S = 60.0
 
@@ -24,9 +27,19 @@ FIRST_REPEAT_S = 60.0
 class EncoderWatch:
     """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
 
-    def __init__(self, notes: EncoderNotes, surroundings: Surroundings, send_heartbeat: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        notes: EncoderNotes,
+        rank: int,
+        size: int,
+        begin_look: Callable[[], Look],
+        may_be_uneven: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """may_be_uneven: whether the user allows ranks fewer batches of an evaluation."""
         self._notes, self._sync = notes, notes.sync
-        self._surroundings, self._send_heartbeat = surroundings, send_heartbeat
+        self._rank, self._size = rank, size
+        self._begin_look, self._may_be_uneven = begin_look, may_be_uneven
+        self._patience_s = _PATIENCE_S + size * _PATIENCE_PER_RANK_S
         self._late: _LateRound | None = None
         self._said_at = 0.0  # time.monotonic() of the last report
         self._seen: WaitTimedOut | None = None  # the timeout that was taken last
@@ -45,11 +58,7 @@ class EncoderWatch:
             return None
         since = timedelta(seconds=time.monotonic() - late.round.issued_at)
         answer = late.answer
-        size = self._surroundings.size
-        return Stall(self._sync.title, late.round.call, since, answer.missing, size, answer.unknown)
-
-    def queries(self) -> list[MissingQuery]:
-        return [self._late.query] if self._late is not None and self._late.query is not None else []
+        return Stall(self._sync.title, late.round.call, since, answer.missing, self._size, answer.unknown)
 
     def look(self, now: float, timeout_s: float, is_last: bool) -> None:
         """is_last: this process ends, or its process group: say what is due, and ask nobody any more."""
@@ -61,20 +70,14 @@ class EncoderWatch:
                 return
             if pending is None and (self._is_over(round_) or now - round_.issued_at < timeout_s / 2):
                 return
-            self._send_heartbeat()  # with this round, before anybody is asked
             # An open incident was reported already: then it takes the whole timeout to make another one.
-            late = self._late = _LateRound(round_, not self._incident_open(round_), pending)
-            if not is_last:
-                late.query = self._ask(late, timeout_s, 0)
+            question = self._question(round_)
+            late = self._late = _LateRound(round_, not self._incident_open(round_), question, pending)
+            if not is_last and now < late.due_at(timeout_s):
+                late.early = self._begin_look()
         if pending is not None and pending.round is late.round:
             late.timed_out, self._pending = pending, None
         self._step(late, time.monotonic(), timeout_s, is_last)
-
-    def _drop(self) -> None:
-        """The round has come, or nobody waits for it any more."""
-        if self._late is not None and self._late.query is not None:
-            self._late.query.cancel()
-        self._late = None
 
     def _take_timeout(self) -> None:
         timed_out = self._notes.timed_out
@@ -93,15 +96,12 @@ class EncoderWatch:
     def _is_over(self, round_: Round) -> bool:
         return self._sync.has_come(round_) or self._sync.has_failed() or self._sync.rounds.closed
 
-    def _ask(self, late: _LateRound, timeout_s: float, repeat: int) -> MissingQuery:
-        due_at, number = late.due_at(timeout_s), late.round.number
+    def _question(self, round_: Round) -> Question:
         latest, clock = self._notes.latest
-        call = (self._sync.title, clock) if latest == late.round.call else None
-        is_uneven = not late.round.training and self._surroundings.may_be_uneven()
+        call = (self._sync.title, clock) if latest == round_.call else None
+        is_uneven = not round_.training and self._may_be_uneven()
         evaluation = (self._sync.title, clock[0]) if is_uneven else None
-        incident = self._sync.call_title(late.round)
-        question = Question(self._sync.key, number, due_at, repeat, incident, call=call, evaluation=evaluation)
-        return MissingQuery(self._surroundings, question)
+        return Question(self._sync.key, round_.number, call, evaluation)
 
     def _step(self, late: _LateRound, now: float, timeout_s: float, is_last: bool) -> None:
         came = self._sync.has_come(late.round)
@@ -112,39 +112,38 @@ class EncoderWatch:
         is_anybodys = came or not over or late.timed_out is not None  # else its failure is reported by itself
         due = is_anybodys and due_at <= (late.came_at or now)
         if over and not due:
-            self._drop()
+            self._late = None
             return
-        query = late.query
+        if due and late.look is None and not is_last:
+            late.look = self._begin_look()  # now: who was not there at the early one may have come
         if due and not late.said_at:
-            waited_s, patience_s = now - due_at, PATIENCE_S
-            if late.promise() is not None:
-                patience_s = _RAISE_PATIENCE_S
-            elif query is not None:  # a process that was stopped asks when the report is long due
-                waited_s = min(waited_s, query.age_s)
-            if query is None or query.done or waited_s >= patience_s or is_last:
+            patience_s = _RAISE_PATIENCE_S if late.promise() is not None else self._patience_s
+            if late.look is None or late.look.is_done or now - late.look.began >= patience_s or is_last:
                 self._say(late, now)
         if late.said_at and over:
             if came and not late.answer.is_allowed:
                 self._say_recovered(late)
-            self._drop()
+            self._late = None
         elif late.said_at and now >= late.said_at + FIRST_REPEAT_S * 2**late.repeats:
-            if query is None or query.question.repeat <= late.repeats:
-                late.query = self._ask(late, timeout_s, late.repeats + 1)
-            elif query.done or query.age_s > PATIENCE_S + self._surroundings.period_s * 2:
+            if late.look is None or late.look.began <= late.said_at:
+                late.look = self._begin_look()
+            elif late.look.is_done or now - late.look.began >= self._patience_s:
                 late.repeats += 1
                 self._say(late, now)
 
     def _say(self, late: _LateRound, now: float) -> None:
-        round_, query = late.round, late.query
-        answer = query.answer() if query is not None else Answer(unknown="this process ends")
-        if answer.unknown and not answer.missing and self._surroundings.size == 2:
+        round_, early = late.round, late.early.found if late.early is not None else None
+        answer = Answer(unknown="this process ends")
+        if (found := late.found()) is not None:
+            answer = answered(late.question, found, early)
+        if answer.unknown and not answer.missing and self._size == 2:
             # Whatever else is not known: it is the other one.
-            answer = replace(answer, missing=(MissingRank(1 - self._surroundings.rank, LATE),))
+            answer = replace(answer, missing=(MissingRank(1 - self._rank, LATE),))
         late.answer = answer
         late.said_at = self._said_at = now  # after the answer: `stall` may be looking
         waited_s = (round_.gave_up_at or late.came_at or now) - round_.issued_at
         still = f"still (after {timedelta(seconds=round(now - round_.issued_at))}) " if late.repeats else ""
-        missing = answer.text(self._surroundings.size)
+        missing = answer.text(self._size)
         text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
         _keep(late.promise(), Report(text, answer.missing))
         if answer.is_allowed:
@@ -178,8 +177,10 @@ class _LateRound:
 
     round: Round
     heeds_wait: bool  # whether a wait that timed out makes it one to report, or only the whole timeout
+    question: Question
     timed_out: WaitTimedOut | None = None  # its wait, as soon as it has run out of time
-    query: MissingQuery | None = None  # None at exit, when nobody is asked any more
+    early: Look | None = None  # at half the timeout
+    look: Look | None = None  # for the report; None at exit, when nobody is asked any more
     answer: Answer = Answer()  # noqa: RUF009  # frozen; replaced as a whole, other threads read it
     came_at: float = 0.0  # as soon as the monitor or the training thread has seen it
     said_at: float = 0.0
@@ -188,6 +189,14 @@ class _LateRound:
     def promise(self) -> Future[Report] | None:
         """For the exception of on_timeout="raise"."""
         return self.timed_out.report if self.timed_out is not None else None
+
+    def found(self) -> Found | None:
+        """What is known by now."""
+        looks = [look for look in (self.look, self.early) if look is not None]
+        # The latest that has heard anybody.
+        return next((look.found for look in looks if look.is_done or len(look.found.heard) > 1), None) or (
+            looks[0].found if looks else None
+        )
 
     def due_at(self, timeout_s: float) -> float:
         end = self.round.issued_at + timeout_s

@@ -1,4 +1,4 @@
-"""Says where all ranks are when this one has begun no encoder call for long: a stall anywhere in the job."""
+"""Says where all ranks are when this one has not moved for long: a stall anywhere in the job."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed
 
+from ..channel.links import LEFT, VANISHED
+from ..channel.safe_text import first_line
+from ..channel.survey import NOT_THERE
 from ..sync.events import bus
-from .census import Census, CensusQuestion, Counted
-from .heartbeat import Heartbeat
+from .found import Found
 from .log_line import report
-from .missing_query import Surroundings
 from .missing_rank import MissingRank, Stall
-from .occupation import is_guess
 from .progress import Progress
-from .rank_groups import Verdict, judged
-from .rank_text import LEFT, SILENT, UNANNOUNCED, first_line, named
+from .rank_groups import grouped
+from .rank_survey import Look
+from .rank_text import named
 from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
+from .verdict import Verdict, judged
 
 EXIT_CODE = 83  # of a process that stall_exit has ended
-_FIRST_CALLS = 2  # before these have begun, set-up and compilation may take any time
-_PATIENCE_S = 2.5  # for a census that is not done when it is due
+_LONG_FACTOR = 10  # times stall_timeout: what may end by itself, or is no more than a guess, is given that long
+_FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)  # times stall_timeout, while the job has not begun its steps
+_MOST_INFOS = 2  # lines at INFO, of ranks of which none moves; then it is a warning
+_LEAD_S = 0.3  # a rank begins to look so long before its report is due
 _COMMAND_LIMIT_S = 60.0  # for on_stall
 _HELD_UP_S, _HELD_UP_PART = 2.0, 1 / 4  # of stall_timeout: after such a pause, whichever is longer, time has no count
-_LEAD_PART = 1 / 3  # of stall_exit, at most: for what is told a heartbeat's period before
+_SLACK_PART, _MOST_SLACK_S = 1 / 8, 1.0  # of stall_exit: ranks are not asked all at the same moment
+_TOGETHER_S = 2.0  # for the other ranks to come to the same decision: who ends first breaks their connections
 _EXIT_LIMIT_S, _FLUSH_LIMIT_S = 5.0, 1.0  # for on_stall to end, and for the streams, where stall_exit ends the process
 
 
@@ -48,7 +53,7 @@ class JobStalled(NamedTuple):
     """An event: this rank has logged where all ranks are. missing: those that the others wait for, as far as known.
 
     level: logging.WARNING where somebody waits for what is not known to end by itself, else logging.INFO. since:
-    time.monotonic() of the last encoder call's begin: the same for all reports of one stall.
+    time.monotonic() of the last encoder call's begin, or of the last collective's: the same for all reports of a stall.
     """
 
     since: float
@@ -65,91 +70,106 @@ class JobStallWatch:
     """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
 
     def __init__(
-        self,
-        notes: TrainingNotes,
-        surroundings: Surroundings,
-        progress: Progress,
-        make_heartbeat: Callable[[], Heartbeat],
-        send_heartbeat: Callable[[], None],
+        self, notes: TrainingNotes, rank: int, size: int, progress: Progress, begin_look: Callable[[], Look]
     ) -> None:
-        self._notes, self._surroundings, self._progress = notes, surroundings, progress
+        self._notes, self._rank, self._size, self._progress = notes, rank, size, progress
         world = torch.distributed.group.WORLD  # outlives its destruction in a DDP module; None: destroyed just now
         self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
-        self._make_heartbeat, self._send_heartbeat = make_heartbeat, send_heartbeat
+        self._begin_look = begin_look
         self._last = LastCall()  # the one that the fields below are of
-        self._census: Census | None = None
+        self._stepped_at = progress.stepped_at  # the same
+        self._look: Look | None = None  # the one that is under way, and what it is for
+        self._due_at = 0.0
+        self._is_for_exit = self._is_for_report = False
         self._verdict: Verdict | None = None  # the last that was found
-        self._said = ""  # the last line
-        self._looks = 0  # reports that are over
+        self._told: tuple[int, str] | None = None  # the last line
+        self._looks = self._infos = 0  # reports that are over; lines at INFO
         self._exit_look_at = 0.0  # the next, where it is later than stall_exit says
-        self._silent_since: dict[int, float] = {}  # ranks without a heartbeat, and when that was first seen
+        self._moved_at: dict[int, float] = {}  # by rank: when it was last seen to move, or first seen to be silent
         self._have_waited: set[int] = set()  # ranks that were seen in a collective
         self._is_paged = False
         self._command: threading.Thread | None = None  # of this stall
         self._looked_at = math.inf
         self._anew_at = 0.0  # when this thread went on after it had been held up
+        self._leaves_at, self._leaves_since = 0.0, 0.0  # the process ends then; decided when this rank had last moved
 
     def stall(self) -> Stall | None:
-        """Where the ranks were at the last census, if somebody waits for others."""
-        verdict, last = self._verdict, self._last
-        if verdict is None or verdict.level < logging.WARNING or last.sync is None:
+        """Where the ranks were at the last look, if somebody waits for others."""
+        verdict, last, told = self._verdict, self._last, self._told
+        if verdict is None or told is None or told[0] < logging.WARNING:
             return None
-        since = timedelta(seconds=time.monotonic() - last.since)
-        title, size = last.sync.title, self._surroundings.size
-        return Stall(title, last.call, since, verdict.missing, size, verdict.remark, text=verdict.text())
+        since = timedelta(seconds=time.monotonic() - (last.since or self._stepped_at))
+        title = last.sync.title if last.sync is not None else ""
+        return Stall(title, last.call, since, verdict.missing, self._size, verdict.remark, text=told[1])
 
-    def censuses(self) -> list[Census]:
-        return [self._census] if self._census is not None else []
+    @property
+    def leaves(self) -> bool:
+        """Whether stall_exit has decided that this process is to end."""
+        return self._leaves_at > 0
 
     def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
         """is_last: this process ends, or its process group: nobody stalls any more."""
         is_last = is_last or torch.distributed.group.WORLD is not self._world()
-        last, limit_s = self._notes.last, settings.stall_timeout.total_seconds()
-        if last is not self._last or is_last or not limit_s:
-            self._forget(now, last)
+        limit_s = settings.stall_timeout.total_seconds()
+        progress, last = self._progress, self._notes.last
         if is_last or not limit_s:
+            self._forget(now, last)
             return
         if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
             self._begin_anew(now)  # stopped and continued, with the job or alone, or without Python's lock
         self._looked_at = now
-        self._progress.look(now, at_the_stack=last.calls > 0 and now - last.since >= limit_s / 2)
-        if last.calls < _FIRST_CALLS:
+        progress.look(now, limit_s)
+        if progress.stepped_at != self._stepped_at:
+            self._forget(now, last)
+        if self.leaves:
+            self._leave_or_stay(now)
             return
-        began, exit_s = max(last.since, self._anew_at), max(settings.stall_exit.total_seconds(), limit_s)
-        report_at = began + limit_s * 2**self._looks
-        exit_at = max(began + exit_s, self._exit_look_at) if settings.stall_exit else math.inf
-        lead_s = min(2 * self._surroundings.period_s + 0.5, limit_s / 2)
-        due_at = exit_at if exit_at < report_at + lead_s else report_at  # one look for both
-        if self._census is None and now >= due_at - lead_s:
-            self._send_heartbeat()  # whoever takes the census is to know where this rank is
-            self._census = Census(CensusQuestion(self._surroundings, self._make_heartbeat, due_at, limit_s / 2))
-        elif self._census is not None and now >= due_at:
-            counted = self._census.counted
-            # Its beginning counts, too: a process that was stopped asks when the report is long due.
-            if counted is not None or now >= max(due_at, self._census.began) + lead_s + _PATIENCE_S:
-                census, self._census = self._census, None
-                census.cancel()
-                self._looks += report_at <= due_at
-                verdict = self._report(census, counted, now, settings, is_again=due_at < exit_at)
-                if exit_at <= due_at:
-                    self._exit_or_look_again(verdict, now, exit_s, limit_s, lead_s)
+        moved_at = max(progress.moved_at, self._anew_at)
+        exit_s = max(settings.stall_exit.total_seconds(), limit_s)
+        report_at = moved_at + limit_s * self._times()
+        exit_at = max(moved_at + exit_s, self._exit_look_at) if settings.stall_exit else math.inf
+        if self._look is None:
+            due_at = min(report_at, exit_at)
+            if now >= due_at - _LEAD_S:
+                self._look, self._due_at = self._begin_look(), due_at
+                self._is_for_report = report_at <= due_at + limit_s / 8  # one look for both
+                self._is_for_exit = exit_at <= due_at + limit_s / 8
+        elif moved_at > self._look.began:
+            self._look = None  # it has moved meanwhile
+        elif self._look.is_done and now >= self._due_at:
+            found, self._look = self._look.found, None
+            self._looks += self._is_for_report
+            verdict = self._judge(found, now)
+            self._report(found, verdict, now, settings)
+            if self._is_for_exit:
+                self._exit_or_look_again(found, verdict, now, exit_s, limit_s)
+
+    def _times(self) -> int:
+        """stall_timeout, until the next report."""
+        if self._progress.has_started:
+            return int(2**self._looks)
+        looks = len(_FIRST_LOOKS)
+        return _FIRST_LOOKS[self._looks] if self._looks < looks else int(_LONG_FACTOR * 2 ** (self._looks - looks + 1))
 
     def _forget(self, now: float, last: LastCall) -> None:
-        """An encoder call has begun, or nobody wants to know."""
-        if self._said and last is not self._last and last.calls:
-            report(logging.INFO, f"encoder calls go on, after {now - self._last.since:.0f} s{self._been()}")
-        if self._census is not None:
-            self._census.cancel()
-        self._last, self._census, self._verdict, self._said, self._looks = last, None, None, "", 0
-        self._exit_look_at, self._is_paged, self._command = 0.0, False, None
-        self._silent_since, self._have_waited = {}, set()
+        """This rank has taken a step, or nobody wants to know."""
+        if self._told is not None and self._progress.stepped_at != self._stepped_at:
+            what = "encoder calls go on" if last is not self._last else "this rank's collectives go on"
+            began = self._last.since or self._stepped_at
+            report(logging.INFO, f"{what}, after {now - began:.0f} s{self._been()}")
+        self._last, self._stepped_at = last, self._progress.stepped_at
+        self._look = self._verdict = self._told = self._command = None
+        self._looks = self._infos = 0
+        self._exit_look_at = self._leaves_at = 0.0
+        self._is_paged = False
+        self._moved_at, self._have_waited = {}, set()
 
     def _begin_anew(self, now: float) -> None:
         """This thread was held up, and so may the others have been: what was seen until now is no evidence."""
-        if self._census is not None:
-            self._census.cancel()
-        self._census, self._verdict, self._looks = None, None, 0
-        self._silent_since, self._have_waited = {}, set()
+        self._look = self._verdict = None
+        self._looks = self._infos = 0
+        self._exit_look_at = self._leaves_at = 0.0
+        self._moved_at, self._have_waited = {}, set()
         self._anew_at = now
         self._progress.begin_anew(now)
 
@@ -158,99 +178,112 @@ class JobStallWatch:
         places = [f"{named([rank.rank])} had been in {rank.where}" for rank in missing if rank.where]
         return "".join(f"; {place}" for place in places[:2])
 
-    def _report(
-        self, census: Census, counted: Counted | None, now: float, settings: StallSettings, is_again: bool
-    ) -> Verdict | None:
-        """is_again: also what is known is said; else it is a look for stall_exit."""
-        idle = f"no encoder call for {now - self._last.since:.0f} s"
-        if counted is None:
-            why = census.trouble() or "it was not found out in time"
-            if is_again or not self._said:
-                self._say(logging.WARNING, f"{idle}; where the ranks are cannot be told: {why}")
-            return None
-        before, verdict = self._verdict, judged(counted.groups)
-        self._verdict = verdict
+    def _judge(self, found: Found, now: float) -> Verdict:
+        verdict = judged(grouped(found))
+        if verdict.level < logging.WARNING and not verdict.goes_on and self._infos >= _MOST_INFOS:
+            still_s = now - max(self._progress.moved_at, self._anew_at)
+            remark = "; ".join(filter(None, [verdict.remark, f"no rank has moved for {still_s:.0f} s"]))
+            verdict = replace(verdict, level=logging.WARNING, remark=remark)
         self._have_waited |= verdict.waiting_for_sure
-        self._see_silent(verdict, now if counted.trouble else census.began)  # who was asked was asked once
-        is_known = before is not None and _outline(before) == _outline(verdict) and not is_again
-        if is_known or (verdict.level == logging.INFO and self._said):
-            return verdict  # once is enough
-        directly = f" | {counted.trouble}; the ranks themselves were asked" if counted.trouble else ""
-        text = f"{idle}. {verdict.text()}{directly}"
-        self._say(verdict.level, text)
-        bus.publish(JobStalled(self._last.since, verdict.level, text, verdict.missing))
-        if verdict.level >= logging.WARNING and not self._is_paged:
-            self._is_paged = True  # by the rank that has taken this census
-            if counted.taken_here and settings.on_stall:
-                self._command = _start_command(settings.on_stall, self._as_json(verdict, text, now))
+        for rank, state in found.states.items():
+            self._moved_at[rank] = now - max(state.still, 0.0)
+        for rank in found.silent:
+            self._moved_at.setdefault(rank, now)
         return verdict
 
-    def _see_silent(self, verdict: Verdict, since: float) -> None:
-        silent = [rank for group in verdict.groups if group.kind == SILENT for rank in group.ranks]
-        self._silent_since = {rank: self._silent_since.get(rank, since) for rank in silent}
+    def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings) -> None:
+        """What is known, unless it has been said."""
+        may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
+        if may_be_slow and not verdict.is_sure_at_the_start:
+            return
+        before, self._verdict = self._verdict, verdict
+        is_known = before is not None and before.outline() == verdict.outline() and before.level == verdict.level
+        if is_known and not self._is_for_report:
+            return
+        if verdict.level == logging.INFO and self._told is not None and (verdict.goes_on or not self._is_for_report):
+            return  # once is enough
+        self._infos += verdict.level == logging.INFO
+        trouble = f" | {found.trouble}" if found.trouble else ""
+        text = f"{self._idle(now)}. {verdict.text()}{trouble}"
+        self._told = (verdict.level, text)
+        report(verdict.level, text)
+        bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
+        if verdict.level >= logging.WARNING and not self._is_paged:
+            self._is_paged = True  # by the first that is heard
+            if settings.on_stall and self._rank == min(found.heard):
+                self._command = _start_command(settings.on_stall, self._as_json(verdict, text, now))
 
-    def _say(self, level: int, text: str) -> None:
-        self._said = text
-        report(level, text)
+    def _idle(self, now: float) -> str:
+        what = "no encoder call" if self._last.since else "no step"
+        return f"{what} for {now - (self._last.since or self._stepped_at):.0f} s"
+
+    def answer(self, found: Found, now: float) -> str:
+        """For whoever asks this rank now: JSON, as on_stall gets it."""
+        verdict = judged(grouped(found))
+        return self._as_json(verdict, f"{self._idle(now)}. {verdict.text()}", now)
 
     def _as_json(self, verdict: Verdict, text: str, now: float) -> str:
-        """For on_stall; docs/stalls.md tells of the fields."""
-        groups = [{"ranks": group.ranks, **asdict(group)} for group in verdict.groups]
+        """docs/stalls.md tells of the fields."""
+        groups: list[dict[str, Any]] = [{"ranks": group.ranks, **asdict(group)} for group in verdict.groups]
         for group in groups:
             del group["runs"]
         return json.dumps(
             {
-                "rank": self._surroundings.rank,
-                "world_size": self._surroundings.size,
-                "idle_s": round(now - self._last.since, 1),
+                "rank": self._rank,
+                "world_size": self._size,
+                "level": logging.getLevelName(verdict.level),
+                "idle_s": round(now - (self._last.since or self._stepped_at), 1),
                 "text": text,
                 "remark": verdict.remark,
-                "missing": [asdict(rank) for rank in verdict.missing],
+                "missing": [asdict(one) for one in verdict.missing],
                 "groups": groups,
             }
         )
 
-    def _exit_or_look_again(
-        self, verdict: Verdict | None, now: float, exit_s: float, limit_s: float, lead_s: float
-    ) -> None:
+    def _exit_or_look_again(self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float) -> None:
         """By what was seen just now, and by what this rank itself does at this moment."""
-        own = self._make_heartbeat()
-        stood_still_s = min(own.still, self._stood_still_s(verdict, now))
-        if stood_still_s < exit_s - min(lead_s, _LEAD_PART * exit_s):  # told before the look, by most
-            self._exit_look_at = now + exit_s - stood_still_s
+        ended = {rank for rank, silent in found.silent.items() if silent.how in (LEFT, VANISHED)}
+        moved_at = max((at for rank, at in self._moved_at.items() if rank not in ended), default=now)
+        stood_still_s = now - max(moved_at, self._progress.moved_at, self._anew_at)
+        slack_s = min(_SLACK_PART * exit_s, _MOST_SLACK_S)
+        if verdict.goes_on or stood_still_s < exit_s - slack_s:
+            self._exit_look_at = now + max(exit_s - stood_still_s, limit_s / 4)
             return
-        if verdict is not None:
-            evidence = "some wait in a collective" if verdict.is_certain else self._those_who_waited(verdict)
-        else:  # nobody can be asked
-            waits = own.collective and not is_guess(own.collective)
-            evidence = f"this rank waits in {own.collective}, and the others cannot be asked" if waits else ""
-        if not evidence or self._notes.last is not self._last:
-            self._exit_look_at = now + limit_s
+        evidence, is_alone = self._evidence(found, verdict), self._is_alone(found)
+        may_wait = not is_alone or bool(verdict.waiting_for_sure)
+        if not evidence and (not may_wait or stood_still_s < max(_LONG_FACTOR * limit_s, exit_s) - slack_s):
+            self._exit_look_at = now + max(_LONG_FACTOR * limit_s - stood_still_s, limit_s / 4)
             return
-        self._exit(
-            f"no encoder call for {now - self._last.since:.0f} s, more than stall_exit={exit_s:g} s. No rank has been "
-            f"seen to move for {stood_still_s:.0f} s, and {evidence}: this process ends now with exit code "
-            f"{EXIT_CODE}, so that its launcher can start the job again"
-        )
+        self._leaves_at, self._leaves_since = now + _TOGETHER_S, self._progress.moved_at
+        why = f"more than stall_exit={exit_s:g} s, and {evidence or 'whatever it is, it has not ended'}"
+        report(logging.ERROR, f"{self._idle(now)}, {why}: this process ends with exit code {EXIT_CODE}")
 
-    def _those_who_waited(self, verdict: Verdict) -> str:
-        """stall_exit may have ended them a moment ago: whom they waited for is to end as well."""
-        gone = self._have_waited & self._silent_since.keys()
-        return "" if verdict.is_busy or not gone else f"{named(sorted(gone))} waited in a collective, and is gone now"
+    def _is_alone(self, found: Found) -> bool:
+        """Whether nobody can be asked."""
+        return found.heard == {self._rank} and all(silent.how == NOT_THERE for silent in found.silent.values())
 
-    def _stood_still_s(self, verdict: Verdict | None, now: float) -> float:
-        """Seconds for which no rank has been seen to move, of those that can be seen to."""
-        shortest_s = math.inf
-        for group in verdict.groups if verdict is not None else ():
-            if group.kind == SILENT:  # it said so before it fell silent
-                silent_s = now - max(self._silent_since[rank] for rank in group.ranks)
-                shortest_s = min(shortest_s, max(group.still, 0.0) + silent_s)
-            elif group.kind not in (LEFT, UNANNOUNCED) and group.still >= 0:
-                shortest_s = min(shortest_s, group.still)
-        return shortest_s
+    def _evidence(self, found: Found, verdict: Verdict) -> str:
+        """Why it will not end by itself; empty where it may."""
+        if self._is_alone(found):
+            waits = verdict.waiting_for_sure and self._progress.has_started
+            collective = found.states[self._rank].collective
+            return f"this rank waits in {collective}, and the others cannot be asked" if waits else ""
+        if verdict.is_certain and (self._progress.has_started or verdict.is_sure_at_the_start):
+            return "no rank moves" if verdict.lead else "some wait in a collective"
+        # stall_exit may have ended them a moment ago: whom they waited for is to end as well.
+        gone = {rank for rank in self._have_waited & found.silent.keys() if found.silent[rank].how in (LEFT, VANISHED)}
+        is_slow = verdict.is_busy or not self._progress.has_started
+        return "" if is_slow or not gone else f"{named(sorted(gone))} waited in a collective, and is gone now"
 
-    def _exit(self, text: str) -> None:
-        report(logging.ERROR, text)
+    def _leave_or_stay(self, now: float) -> None:
+        if self._progress.moved_at > self._leaves_since:
+            self._leaves_at = 0.0
+            report(logging.INFO, "this rank goes on: stall_exit does not end it")
+        elif now >= self._leaves_at:
+            self.leave()
+
+    def leave(self) -> None:
+        """End this process."""
         bus.publish(StallExits())
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
@@ -259,11 +292,6 @@ class JobStallWatch:
             flushing.start()
             flushing.join(_FLUSH_LIMIT_S)  # the training thread may hold a stream's lock
         os._exit(EXIT_CODE)  # the training thread is in a collective, which Python cannot interrupt
-
-
-def _outline(verdict: Verdict) -> list[tuple[object, ...]]:
-    """What it says, but for where in their code the ranks are."""
-    return [(group.runs, group.kind, group.collective, group.activity) for group in verdict.groups]
 
 
 def _start_command(command: str, text: str) -> threading.Thread | None:

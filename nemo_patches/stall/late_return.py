@@ -1,69 +1,74 @@
-"""Says, on a rank that comes back from a long time without encoder calls, that other ranks have waited for it."""
+"""Says, on a rank that comes back to the encoder, that other ranks have waited for it, and gave up."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
 
-from ..channel import keys
+from ..sync.events import Group, Round, SyncHandle
+from .answer import Question
+from .found import Found
 from .log_line import report
-from .store_client import StoreClient
+from .rank_state import RankState
+from .rank_text import ELSEWHERE
 from .training_notes import TrainingNotes
-from .wire import decode_texts
-
-_LOOKS_S = (0.0, 1.0, 3.0)  # after it came back: the others may still be finding out
 
 
 class LateReturn:
-    """The stall monitor's thread calls `look` and `cancel`; each question has its own thread."""
+    """The stall monitor's thread calls `heard` and `look`, and alone writes the fields."""
 
-    def __init__(self, rank: int, client: StoreClient, notes: TrainingNotes) -> None:
-        self._rank, self._client, self._notes = rank, client, notes
-        self._seen_calls, self._seen_since = 0, 0.0
-        self._cancelled = threading.Event()  # of the latest question
-        self._said: set[str] = set()  # incidents; the questions' threads say them, one thread after the other
+    def __init__(self, group: Group, notes: TrainingNotes) -> None:
+        self._group, self._notes = group, notes
+        self._waited_for: dict[str, tuple[int, str]] = {}  # by encoder: a round, and where this rank was then
+        self._said: dict[str, int] = {}  # by encoder: the last round
 
-    def look(self, away_after_s: float, where: str) -> bool:
-        """Whether this rank calls an encoder again, or for the first time, after at least `away_after_s`.
+    def heard(self, found: Found) -> None:
+        """A survey tells of ranks that have given up a round: was it for this one?"""
+        now, own = time.monotonic(), found.states.get(self._group.rank)
+        for key, (number, gave_up_at) in _given_up(found, now).items():
+            if own is None or number <= self._said.get(key, 0):
+                continue
+            sync = self._sync_of(key)
+            round_ = _round_of(sync, number) if sync is not None else None
+            if own.rounds.get(key, 0) < number and self._is_missing(key, number, own):
+                self._waited_for.setdefault(key, (number, own.where))
+            elif round_ is not None and round_.issued_at > gave_up_at:
+                self._waited_for.setdefault(key, (number, ""))
 
-        where: what its training thread did when it last said so.
-        """
-        last = self._notes.last
-        if last.calls == self._seen_calls:
-            return False
-        away_s = last.since - self._seen_since
-        self._seen_calls, self._seen_since = last.calls, last.since
-        if away_s < away_after_s:
-            return False
-        self.cancel()
-        self._cancelled = cancelled = threading.Event()
-        self._client.ask_in_thread(lambda: self._ask(where, cancelled))
-        return True
+    def look(self) -> None:
+        """Whether this rank has come to a round that others had waited for."""
+        for key, (number, where) in list(self._waited_for.items()):
+            sync = self._sync_of(key)
+            if sync is None or (latest := sync.round) is None or latest.number < number:
+                continue
+            del self._waited_for[key]
+            self._said[key] = number
+            been = f"; it had been in {where}" if where else ""
+            call = sync.call_title(_round_of(sync, number) or latest)
+            report(logging.WARNING, f"other ranks waited for this one, and gave up ({call}){been}")
 
-    def cancel(self) -> None:
-        self._cancelled.set()
+    def _is_missing(self, key: str, number: int, own: RankState) -> bool:
+        """Not where it has ended an evaluation, of which the user allows it fewer batches, or takes no part."""
+        evaluation = (own.encoder, own.clock[0]) if self._notes.may_be_uneven and own.clock else None
+        return Question(key, number, None, evaluation).kind_of(own) == ELSEWHERE
 
-    def _ask(self, where: str, cancelled: threading.Event) -> None:
-        # Errors are nobody's concern: a store that is gone is the waiting ranks' to report.
-        with contextlib.suppress(Exception):
-            began, key = time.monotonic(), keys.WAITED_FOR.format(rank=self._rank)
-            for seconds in _LOOKS_S:
-                if cancelled.wait(began + seconds - time.monotonic()):  # the store may end with this process
-                    break
-                with self._client.asking() as store:
-                    data = store.get(key) if store.check([key]) else b""
-                if cancelled.is_set() or (data and self._say(decode_texts(data), where)):
-                    break
+    def _sync_of(self, key: str) -> SyncHandle | None:
+        syncs = (notes.sync for notes in self._notes.encoders(self._group))
+        return next((sync for sync in syncs if sync.key == key), None)
 
-    def _say(self, texts: dict[str, str], where: str) -> bool:
-        """False where it was said before: the store keeps the last incident."""
-        if texts.get("id", "") in self._said:
-            return False
-        self._said.add(texts.get("id", ""))
-        place = texts.get("where") or where
-        been = f"; it had been in {place}" if place else ""
-        report(logging.WARNING, f"other ranks waited for this one, and gave up ({texts.get('incident', '')}){been}")
-        return True
+
+def _round_of(sync: SyncHandle, number: int) -> Round | None:
+    """None where this rank has not come to it, or has long left it behind."""
+    return next((round_ for round_ in list(sync.latest_rounds) if round_.number == number), None)
+
+
+def _given_up(found: Found, now: float) -> dict[str, tuple[int, float]]:
+    """By encoder: the round that others have given up, and when the first of them had."""
+    rounds: dict[str, tuple[int, float]] = {}
+    for group in found.groups:
+        for key, seconds in group.state.given_up.items():
+            number, at = group.state.rounds.get(key, 0), now - seconds
+            before = rounds.get(key, (0, at))
+            rounds[key] = (number, min(at, before[1])) if number >= before[0] else before
+    return rounds

@@ -14,7 +14,7 @@ _ENDED = {"Z", "X"}
 _NOT_DATA = ("/dev/", "/proc/", "/sys/", "/memfd:")
 _BETWEEN_LOOKS_S, _BUSY_PART = 1.0, 0.02  # of a core; an idle worker looks for its parent every few seconds
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_LONGEST_PATH, _MOST_DESCRIBED, _MOST_FILES = 120, 8, 2
+_LONGEST_PATH, _MOST_DESCRIBED, _MOST_FILES, _MOST_DESCENDANTS = 120, 8, 2, 200
 
 
 def loader_workers() -> tuple[int, ...]:
@@ -31,20 +31,38 @@ def described(workers: tuple[int, ...]) -> tuple[str, ...]:
 
 
 class WorkerMotion:
-    """Whether a data loader's worker of this process computes. One thread calls `moved`."""
+    """Whether a data loader's worker of this process computes, or a process that its training thread has started and
+    waits for. One thread calls `moved`."""
 
     def __init__(self) -> None:
         self._looked_at = -math.inf
         self._ran_s: dict[int, float] = {}  # by process id, at the latest look
 
-    def moved(self, now: float) -> bool:
-        """Since the look before; the first, and one that is too soon after another: no."""
+    def moved(self, now: float, waits_for_process: bool = False) -> bool:
+        """Since the look before; the first, and one that is too soon after another: no.
+
+        waits_for_process: whether the training thread does: then all descendants count, else a logger's process beside
+        it would.
+        """
         passed_s = now - self._looked_at
         if passed_s < _BETWEEN_LOOKS_S:
             return False
-        before, self._ran_s, self._looked_at = self._ran_s, {pid: _ran_s(pid) for pid in loader_workers()}, now
+        watched = {*loader_workers(), *(_descendants() if waits_for_process else ())}
+        before, self._ran_s, self._looked_at = self._ran_s, {pid: _ran_s(pid) for pid in watched}, now
         least_s = _BUSY_PART * passed_s
         return any(ran_s - before[pid] >= least_s for pid, ran_s in self._ran_s.items() if pid in before)
+
+
+def _descendants() -> list[int]:
+    """Of this process; none where the kernel does not tell."""
+    found, rest = list[int](), [os.getpid()]
+    while rest and len(found) < _MOST_DESCENDANTS:
+        with contextlib.suppress(OSError, ValueError):
+            for tasks in Path(f"/proc/{rest.pop()}/task").iterdir():
+                children = list(map(int, (tasks / "children").read_text().split()))
+                found += children
+                rest += children
+    return found
 
 
 def _ran_s(pid: int) -> float:
@@ -71,12 +89,25 @@ def _text(index: int, pid: int) -> str:
     return f"{who} " + ", ".join(said) if said else ""
 
 
+def _is_only_written(process: Path, number: int) -> bool:
+    """A log, or what another process reads: no data that a worker waits for."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        flags = (process / "fdinfo" / str(number)).read_text().partition("flags:")[2].split()[0]
+        return int(flags, 8) & os.O_ACCMODE == os.O_WRONLY
+    return False
+
+
 def _open_files(process: Path) -> list[str]:
-    """The regular files that it has open, the last opened first; nothing is opened or asked of a file system."""
+    """The regular files that it has open to read, the last opened first. Nothing is opened, no file system is asked."""
+    numbers = list[int]()
     with contextlib.suppress(OSError):
         numbers = sorted(map(int, os.listdir(process / "fd")), reverse=True)
-        targets = (os.readlink(process / "fd" / str(number)) for number in numbers if number > 2)
-        return [
-            target[-_LONGEST_PATH:] for target in targets if target.startswith("/") and not target.startswith(_NOT_DATA)
-        ][:_MOST_FILES]
-    return []
+    found = list[str]()
+    for number in numbers:
+        target = ""
+        with contextlib.suppress(OSError):  # closed just now
+            target = os.readlink(process / "fd" / str(number)) if number > 2 else ""
+        is_data = target.startswith("/") and not target.startswith(_NOT_DATA)
+        if is_data and not _is_only_written(process, number):
+            found.append(target[-_LONGEST_PATH:])
+    return found[:_MOST_FILES]

@@ -26,7 +26,7 @@ class MissingRank:
     kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "evaluation ended": it had fewer batches than
     the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length sync. The rest is what
     it last said of itself: empty, 0 and -1 where it said nothing, or where too many ranks are missing to describe each.
-    idle: seconds since its last encoder call began. where: what its training thread does, only if its heart beats.
+    idle: seconds since its last encoder call began. where: what its training thread does, only if it answers.
     workers: process ids of its data loader's workers. collective: what it waits in itself, for others; empty: in none
     that is known. batch: which one it is at, or was at last: "1041: cuts a, b, +30".
     """
@@ -45,17 +45,17 @@ class MissingRank:
     def __str__(self) -> str:
         place = [*([self.host] if self.host else []), *([f"pid {self.pid}"] if self.pid else [])]
         who = f"rank {self.rank}" + (f" ({', '.join(place)})" if place else "")
-        least = "at least " if self.kind in (SILENT, LATE) else ""  # said up to a heartbeat's period ago
+        least = "at least " if self.kind in (SILENT, LATE) else ""  # it said so when it was last heard
         last = f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago" if self.idle >= 0 else ""
         last += f"; last batch {self.batch}" if self.batch else ""
         workers = f"; its data loader's workers: pids {', '.join(map(str, self.workers))}" if self.workers else ""
         if self.kind == UNANNOUNCED:
-            return f"{who} has not announced itself: not patched, not started, or not yet at a first encoder call"
+            return f"{who} has not announced itself: not patched, or not started"
         if self.kind == LEFT:
             return f"{who} has left: it ended, or destroyed its process group{last}"
         if self.kind == SILENT:
             meaning = "stopped, killed, its host unreachable, or something in it holds Python's lock (GIL)"
-            return f"{who} has no heartbeat: {meaning}{last}"
+            return f"{who} has no heartbeat: {self.where or meaning}{last}"
         if self.kind in APART:
             why = f"its encoder's {self.kind}" if self.kind == FLAG_IS_OFF else f"{self.kind} there"
             return f"{who}: {why}: it takes no part in the length sync{last}"
@@ -77,11 +77,11 @@ class Stall:
     missing: tuple[MissingRank, ...]
     size: int  # ranks in all
     unknown: str  # why `missing` is not known; empty where it is
-    text: str = ""  # where all ranks are, for a stall outside the encoder
+    text: str = ""  # the line, for a stall outside the encoder
 
     def __str__(self) -> str:
         if self.text:
-            return f"no encoder call for {self.since.total_seconds():.0f} s. {self.text}"
+            return self.text
         who = f"not told: {self.unknown}" if self.unknown else described(self.missing, self.size)
         return f"{self.encoder}: call {self.call}, {self.since.total_seconds():.0f} s ago, missing: {who}"
 

@@ -81,6 +81,11 @@ class StackMotion:
         computes = self._computes(tuple(instructions))
         return (self._has_new_functions(tuple(stack)) or tells or computes) and not is_first
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the thread has run at all between the last two looks, or may have."""
+        return self._sleep.has_run
+
     def _computes(self, instructions: tuple[tuple[CodeType, int], ...]) -> bool:
         """Whether it goes on in its code without waiting for anything: that it will not end would be a guess."""
         goes_on = instructions != self._instructions
@@ -112,6 +117,7 @@ class _Sleep:
         self._file = Path(f"/proc/self/task/{native_thread}/schedstat")
         self._looked_at = time.monotonic()
         self._running_s = self._ready_s = 0.0
+        self.has_run = True  # since it was asked before, or may have
 
     def share(self) -> float:
         """Of the time since it was asked last, 0 to 1, without that in which it had to wait for a core; 1 where it
@@ -119,9 +125,11 @@ class _Sleep:
         try:
             running_ns, ready_ns, _ = self._file.read_text().split()
         except (OSError, ValueError):  # the thread has ended; no such file, or no file left to read it with
+            self.has_run = True
             return 1.0
         now, running_s, ready_s = time.monotonic(), int(running_ns) / 1e9, int(ready_ns) / 1e9
         ran_s = running_s - self._running_s
+        self.has_run = ran_s > 0
         slept_s = max(now - self._looked_at - ran_s - (ready_s - self._ready_s), 0.0)
         self._looked_at, self._running_s, self._ready_s = now, running_s, ready_s
         return slept_s / (slept_s + ran_s) if ran_s > 0 else 1.0

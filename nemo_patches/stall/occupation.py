@@ -9,13 +9,13 @@ from __future__ import annotations
 import dis
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from types import CodeType
 from typing import NamedTuple
 
 import torch
 
-CHECKPOINT, DEBUGGER, COMPILATION, EXPORT = "a checkpoint", "a debugger", "a compilation", "an export"
-PERHAPS = "perhaps "  # how a guess begins
+from .rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
 
 # What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions begin.
 _TORCH = os.path.dirname(torch.__file__).replace(os.sep, "/") + "/"
@@ -23,6 +23,7 @@ _C10D = _TORCH + "distributed/distributed_c10d.py"
 _WAITS = (
     ("nn/parallel/distributed.py", ("_distributed_broadcast_coalesced", "_sync_"), "DDP's buffer broadcast"),
     ("nn/parallel/distributed.py", ("__init__", "_ddp_init_helper"), "DDP's construction"),
+    ("nn/parallel/distributed.py", ("_pre_forward",), "DDP's second step, which makes its buckets anew"),
     ("distributed/utils.py", ("_sync_module_states", "_verify_param_shape"), "DDP's construction"),
     ("autograd/graph.py", ("_engine_run_backward",), "backward, which reduces the gradients"),
     ("distributed/_functional_collectives.py", ("",), "a functional collective"),
@@ -31,7 +32,10 @@ _WAITS = (
     ("cuda/", ("synchronize",), PERHAPS + "the GPU"),
 )
 _NO_COLLECTIVES = {"wrapper", "_wrapper", "init_process_group", "destroy_process_group", "new_group"}
-_DEVICE_WAITS = {"item", "tolist", "cpu", "numpy", "synchronize"}
+_DEVICE_WAITS = {
+    *("item", "tolist", "cpu", "numpy", "synchronize", "to", "cuda", "copy_", "equal"),
+    *("nonzero", "masked_select", "unique", "repeat_interleave"),
+}
 _WORK_WAIT = "wait"
 _CHECKPOINT_FUNCTIONS = {"save_checkpoint", "_save_checkpoint", "save_to", "_save_to_state"}
 _CHECKPOINT_FILES = (_TORCH + "serialization.py", _TORCH + "distributed/checkpoint/")
@@ -47,12 +51,12 @@ _ACTIVITIES = (
     ("jit/_freeze.py", ("freeze", "optimize_for_inference"), EXPORT),
 )
 _NEMO_EXPORT = ("/nemo/core/classes/exportable.py", ("export", "_export"))
+SAVING = "saving a checkpoint"
+# Functions of Lightning's (2.0 to 2.6) that call hooks of the user's and of NeMo's.
+_HOOK_CALLS = {"_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook"}
+_HOOK_CALLS |= {"_call_lightning_datamodule_hook", "_call_callbacks_on_save_checkpoint"}
+_LIGHTNING = ("/lightning/pytorch/", "/pytorch_lightning/")
 _DEBUGGER_FILES = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/core/debugger")
-
-
-def is_guess(collective: str) -> bool:
-    """Whether that a thread waits there is a guess, by a method's name."""
-    return collective.startswith(PERHAPS)
 
 
 class Frame(NamedTuple):
@@ -69,16 +73,28 @@ class Frame(NamedTuple):
 class Occupation(NamedTuple):
     """collective: what it waits in, empty where that is nothing known.
 
-    activity: what it does that ends by itself: CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty.
+    activity: what it does that ends by itself: CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty. caller: where in the
+    user's code, or in NeMo's. hook: of Lightning's, or SAVING.
     """
 
     collective: str = ""
     activity: str = ""
+    caller: str = ""
+    hook: str = ""
 
 
 def occupation(frames: Sequence[Frame]) -> Occupation:
-    """Of the thread whose stack this is, innermost first."""
-    return Occupation(_collective(frames), _activity(frames))
+    """Of the thread whose stack this is, innermost first; but for the caller."""
+    activity = _activity(frames)
+    return Occupation(_collective(frames), activity, hook=SAVING if activity == CHECKPOINT else _hook(frames))
+
+
+def _hook(frames: Sequence[Frame]) -> str:
+    """The innermost of Lightning's hooks that is being run."""
+    for frame, caller in pairwise(frames):
+        if caller.code.co_name in _HOOK_CALLS and any(part in caller.file for part in _LIGHTNING):
+            return frame.code.co_name
+    return ""
 
 
 def _collective(frames: Sequence[Frame]) -> str:

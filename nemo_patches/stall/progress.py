@@ -6,54 +6,82 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import subprocess
+import time
 from typing import Any
 
 import torch.distributed
 
+from ..channel.safe_text import first_line
 from . import stacks
 from .loader_workers import WorkerMotion
 from .log_line import report
 from .motion import StackMotion
-from .rank_text import first_line
 from .training_notes import LastCall, TrainingNotes
 
 NOT_COUNTED = -1
+_FIRST_CALLS, _FIRST_RISES = 2, 10  # encoder calls; looks at which more collectives had begun
+_BETWEEN_LOOKS_S = 0.2
+_DEAD_PART = 1 / 4  # of stall_timeout
 
 
 class Progress:
-    """The stall monitor's thread calls `look` and `begin_anew`, and alone writes the fields; any thread may read."""
+    """What this rank has begun, and when it was last seen to move.
+
+    stepped_at: time.monotonic() at which an encoder call or a collective has last begun; at first that of the making.
+    moved_at: the same, or of a motion that its stack or its loaders show. has_started: whether it steps, as training
+    does: else it may still be in its set-up. sleeps: whether the training thread has not run at all for long: it is in
+    one wait.
+    The stall monitor's thread calls `look` and `begin_anew`, and alone writes the fields; any thread may read.
+    """
 
     def __init__(self, notes: TrainingNotes) -> None:
         self.begun = NOT_COUNTED  # operations that this rank has begun, in all its process groups
+        self.stepped_at = self.moved_at = time.monotonic()  # the last of these, or encoder call; the last motion
+        self.has_started = self.sleeps = False
+        self._rises = 0
         self._notes = notes
         self._last = LastCall()  # the one that `_motion` comes after
-        self._moved_at = 0.0  # time.monotonic(); an encoder call may be later
         self._motion: StackMotion | None = None
         self._workers = WorkerMotion()
+        self._looked_at = 0.0  # at the stack; a thread that polls is not to be seen again and again as it wakes
+        self._ran_at = self.moved_at  # the training thread, for however short a moment
         self._uncounted = ""  # why the operations cannot be counted
 
     def still_s(self, now: float) -> float:
-        """Seconds since this rank has last been seen to move; -1 before its first encoder call."""
-        last = self._notes.last
-        return max(now - max(self._moved_at, last.since), 0.0) if last.since else -1.0
+        """Seconds since this rank has last been seen to move."""
+        return max(now - self.moved_at, 0.0)
 
-    def look(self, now: float, at_the_stack: bool) -> None:
-        """at_the_stack: the last encoder call is long ago."""
-        last, begun = self._notes.last, self._count(at_the_stack)
-        if begun != self.begun:
-            self.begun, self._moved_at = begun, now
+    def look(self, now: float, limit_s: float) -> None:
+        last = self._notes.last
+        begun = self._count(now - self.stepped_at >= limit_s / 2)
+        if begun > self.begun:
+            self._rises += self.begun >= 0
+            self.stepped_at = now
+        self.begun = begun
+        self.stepped_at = max(self.stepped_at, last.since)
+        self.has_started = self.has_started or last.calls >= _FIRST_CALLS or self._rises >= _FIRST_RISES
+        self.moved_at = max(self.moved_at, self.stepped_at)
+        at_the_stack = limit_s > 0 and now - self.stepped_at >= limit_s / 2
         if last is not self._last or not at_the_stack:
             self._last, self._motion = last, None
-        if at_the_stack:
+        if at_the_stack and now - self._looked_at >= min(_BETWEEN_LOOKS_S, limit_s / 8):
+            self._looked_at = now
             thread = stacks.training_thread(last.thread, last.native_thread)
             native_thread = last.native_thread if thread == last.thread else os.getpid()  # the main thread's
             self._motion = self._motion or StackMotion(native_thread)
-            if self._workers.moved(now) | self._motion.moved(stacks.frames(thread)):
-                self._moved_at = now
+            waits = any(frame.f_code.co_filename == subprocess.__file__ for frame in stacks.frames(thread))
+            if self._workers.moved(now, waits) | self._motion.moved(stacks.frames(thread)):
+                self.moved_at = now
+            if self._motion.has_run:
+                self._ran_at = now
+            self.sleeps = now - self._ran_at >= _DEAD_PART * limit_s
+        elif not at_the_stack:
+            self.sleeps, self._ran_at = False, now
 
     def begin_anew(self, now: float) -> None:
         """Nobody has looked for long: what this rank did meanwhile is not known."""
-        self._moved_at, self._motion, self._workers = now, None, WorkerMotion()
+        self.moved_at, self._motion, self._workers = now, None, WorkerMotion()
 
     def _count(self, is_wanted: bool) -> int:
         """Of all process groups: ranks that go on in one of their own move, too. 0.2 us each."""

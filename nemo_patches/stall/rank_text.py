@@ -1,4 +1,4 @@
-"""Format rank lists, kinds of missing ranks and errors for log lines; needs no torch, so tools use it too."""
+"""Format rank lists, kinds of missing ranks and other words for log lines; needs no torch, so tools use it too."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -6,22 +6,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from ..channel.safe_text import safe
 from ..sync.protocol import APART
 
-ELSEWHERE = "elsewhere"  # its heart beats: it is alive, and not in the call that the others are in
-SILENT = "no heartbeat"
+ELSEWHERE = "elsewhere"  # it is alive, and not in the call that the others are in
+SILENT = "no heartbeat"  # it does not answer
+GONE = "its process has gone"  # why it does not, where that is known
 LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # no sign of nemo_patches
 LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
 EVALUATED = "evaluation ended"  # it has had fewer batches of it than the others; nobody is to wait for it
+# What a thread does that ends by itself, or may:
+CHECKPOINT, DEBUGGER, COMPILATION, EXPORT = "a checkpoint", "a debugger", "a compilation", "an export"
+PERHAPS = "perhaps "  # how a guess begins
+LENGTH_SYNC = "length sync"  # what a rank may wait in, as any collective
+ROUNDS_OF = "the rounds of "  # how the name of other rounds begins
 KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE, EVALUATED, *APART)
 
 
-def first_line(error: BaseException) -> str:
-    """An error in one line: torch's go on with a C++ stack."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {safe(text.splitlines()[0])}" if text else type(error).__name__
+def is_guess(collective: str) -> bool:
+    """Whether that a thread waits there is a guess, by a method's name."""
+    return collective.startswith(PERHAPS)
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..sync.settings import Setting, SettingsError, seconds_setting, word_setting
+from ..sync.settings import Setting, SettingsError, seconds_setting
 
 
 def _command_line(value: Any) -> str:
@@ -23,7 +23,7 @@ def _command_line(value: Any) -> str:
 
 CALL_TIMEOUT = seconds_setting("call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True)
 STALL_TIMEOUT = seconds_setting(
-    "stall_timeout", 60, "Seconds without an encoder call, after which every rank says where all are; 0: never.", True
+    "stall_timeout", 60, "Seconds without a step, after which every rank says where all are; 0: never.", True
 )
 STALL_EXIT = seconds_setting(
     "stall_exit", 0, "Seconds of a stall, after which the process ends with exit code 83; 0: never.", True
@@ -36,8 +36,7 @@ ON_STALL = Setting(
     "A command, run once per stall by one rank, with the report as JSON on its standard input.",
     lambda command: command or "none",
 )
-STALL_PORT = word_setting("stall_port", ("on", "off"), "on: ranks ask each other where the store fails; off: no port.")
-SETTINGS: tuple[Setting[Any], ...] = (CALL_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ON_STALL, STALL_PORT)
+SETTINGS: tuple[Setting[Any], ...] = (CALL_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ON_STALL)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class StallSettings:
     stall_timeout: timedelta = STALL_TIMEOUT.default
     stall_exit: timedelta = STALL_EXIT.default
     on_stall: str = ON_STALL.default
-    stall_port: str = STALL_PORT.default
 
     def items(self) -> Iterable[tuple[Setting[Any], Any]]:
         """Each setting of the table, with its value here."""
@@ -68,11 +66,10 @@ def resolve(
     stall_timeout: float | str | None = None,
     stall_exit: float | str | None = None,
     on_stall: str | None = None,
-    stall_port: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> StallSettings:
     """From keywords (times in seconds), else the environment, else the defaults. Raises SettingsError."""
-    given = (call_timeout, stall_timeout, stall_exit, on_stall, stall_port)
+    given = (call_timeout, stall_timeout, stall_exit, on_stall)
     settings = StallSettings(
         *(setting.value(keyword, environment) for setting, keyword in zip(SETTINGS, given, strict=True))
     )

@@ -18,10 +18,12 @@ from .occupation import occupation as occupation_of
 
 LONGEST = 600  # characters
 _OWN_FRAMES, _FOLDS = 5, 4
+_NOT_CALLERS = {"torch", "nemo_patches", "python"}
+_FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _LIBRARIES = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OURS = tuple(os.path.join(_PACKAGE, room) for room in ("sync", "stall", "tracing", "uneven"))
+_OURS = tuple(os.path.join(_PACKAGE, room) for room in ("channel", "sync", "stall", "tracing", "uneven"))
 _ENCODER_METHODS = os.path.join(_PACKAGE, "sync", "encoder_methods.py")
 
 
@@ -48,7 +50,19 @@ def where(thread: int) -> str:
 
 def occupation(thread: int) -> Occupation:
     """What this thread is occupied with; nothing known where there is no such thread."""
-    return occupation_of([Frame(frame.f_code, frame.f_lasti) for frame in frames(thread)])
+    stack = list(frames(thread))
+    found = occupation_of([Frame(frame.f_code, frame.f_lasti) for frame in stack])
+    return found._replace(caller=_caller(stack))
+
+
+def _caller(stack: list[FrameType]) -> str:
+    """The innermost frame in the user's code or in NeMo's: "file_exists (nemo_model_checkpoint.py:540)"."""
+    others = [(frame, _library(frame.f_code.co_filename)[0]) for frame in stack]
+    others = [(frame, library) for frame, library in others if library not in _NOT_CALLERS]
+    best = next((frame for frame, library in others if library not in _FRAMEWORKS), others[0][0] if others else None)
+    if best is None:
+        return ""
+    return f"{best.f_code.co_name} ({os.path.basename(best.f_code.co_filename)}:{best.f_lineno})"
 
 
 def training_thread(caller: int, native_id: int) -> int:

@@ -1,38 +1,44 @@
-"""Sees that this rank waits, or is waited for, and says who is missing and what it does: one daemon thread per process.
+"""The watch of one process group: sees that this rank waits, or is waited for, and says who is missing and where.
 
 The thread itself never calls the job's store, because an answer may take minutes where a network is cut, and so may
-what has no answer: queries run in short-lived threads and heartbeats leave from another (store_client.py), and what is
-not answered in time is reported without it.
+what has no answer: requests run in short-lived threads (channel/store_client.py), and what is not answered in time is
+reported without it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import logging
 import os
+import select
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
+from ..channel.safe_text import first_line
+from ..channel.side_channel import SideChannel
+from ..channel.store_client import StoreClient
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from .call_watchdog import CallWatchdog
-from .census import Census
 from .encoder_watch import EncoderWatch
-from .heartbeat import PERIOD_ON_A_FILE_S, Heartbeat, period_for_s
+from .found import Found
+from .job_socket import JobSocket
 from .job_stall import JobStallWatch
 from .late_return import LateReturn
 from .log_line import report
-from .missing_query import MissingQuery, Surroundings
 from .missing_rank import Stall
-from .own_heartbeat import OwnHeartbeat
-from .rank_text import LEFT
+from .own_state import OwnState
+from .progress import Progress
+from .rank_survey import Look, RankSurvey
 from .roll_call import RollCall
 from .settings import StallSettings
-from .store_client import StoreClient
 from .sync_end_report import SyncEndReport
 from .training_notes import EncoderNotes, TrainingNotes
 
@@ -41,62 +47,74 @@ _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
 
 
 class StallMonitor:
-    """The monitor of one process group on this rank; it ends with the group. Its thread alone writes the fields."""
+    """The monitor of one process group on this rank; it ends with the group. One thread calls `run`, and alone writes
+    the fields."""
 
-    def __init__(self, group: Group, notes: TrainingNotes, settings: Callable[[], StallSettings]) -> None:
-        self._settings = settings
-        self.client = StoreClient(group.store)
-        self._group, self._notes = group, notes
-        self._own_heartbeat = OwnHeartbeat(group, notes, settings)
-        self.roll_call = RollCall(group, self.client, self._own_heartbeat, settings, self._has_stall)
-        period_s = PERIOD_ON_A_FILE_S if group.store.is_file else period_for_s(group.size)
-        self._surroundings = Surroundings(
-            group.rank,
-            group.size,
-            period_s,
-            self.client,
-            lambda: self.roll_call.introduction,
-            lambda: notes.may_be_uneven,
+    def __init__(
+        self, group: Group, channel: SideChannel, notes: TrainingNotes, settings: Callable[[], StallSettings]
+    ) -> None:
+        self.group, self.channel = group, channel
+        self._notes, self._settings = notes, settings
+        self.client = StoreClient(group.store, functools.partial(report, logging.WARNING))
+        self.progress = Progress(notes)
+        self._own_state = OwnState(group, notes, self.progress, settings)
+        rank, size, look = group.rank, group.size, self._begin_look
+        self._late_return = LateReturn(group, notes)
+        self.survey = RankSurvey(
+            group, channel, self.progress, self.client, self._own_state.make, self._wake, self._heard
         )
+        self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_stall)
         self._watches: dict[EncoderNotes, EncoderWatch] = {}
-        self._end_report = SyncEndReport(self._surroundings, notes.end_promises)
-        self._late_return = LateReturn(group.rank, self.client, notes)
+        self._end_report = SyncEndReport(channel, size, look, notes.end_promises)
         self._watchdog = CallWatchdog(notes)
-        progress = self._own_heartbeat.progress
-        self._job_stall = JobStallWatch(notes, self._surroundings, progress, self._make_heartbeat, self._send_heartbeat)
-        self._next_heartbeat_at = 0.0
-        self.latest: Heartbeat | None = None  # of this rank
-        self._roll_call_thread = threading.Thread()  # the latest; `ident` is None until one has started
+        self.job_stall = JobStallWatch(notes, rank, size, self.progress, look)
+        self._socket: JobSocket | None = None
+        self._visitors: list[tuple[socket.socket, Look]] = []
+        self._wakes = -1  # a file that wakes the thread
+        try:
+            self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            channel.take_surveys(self.survey)  # here: the training thread may be about to issue its first round
+        except OSError as error:
+            report(logging.WARNING, f"this rank's stall reports know little of the others: {first_line(error)}")
         self._exiting = False  # written at exit, and in a forked child
-        self._thread = threading.Thread(target=self._loop, name="nemo_patches stall monitor", daemon=True)
+        self._thread: threading.Thread | None = None  # that runs this
         _monitors.add(self)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stalls(self) -> tuple[Stall, ...]:
         """The rounds that were reported and have not come; where one has failed, who has gone; a job that stalls."""
         reports = [
             self._end_report.stall(),
-            self._job_stall.stall(),
+            self.job_stall.stall(),
             *(watch.stall() for watch in list(self._watches.values())),
         ]
         return tuple(stall for stall in reports if stall is not None)
 
     def stop(self) -> None:
-        """End the threads at their next look."""
+        """End the thread at its next look."""
         self._exiting = True
+        self._wake()
 
     def join(self, limit: timedelta) -> None:
         """At exit: wait for the threads' ends, for a short while."""
-        self.client.join([self._thread], limit)
+        self.client.join([self._thread] if self._thread is not None else [], limit)
 
-    def stop_listening(self) -> None:
-        if (listener := self.roll_call.listener) is not None:
-            listener.close()
+    def forget(self) -> None:
+        """In a forked child, whose files are copies of its parent's."""
+        self._exiting = True
+        if self._socket is not None:
+            self._socket.forget()
+        if self._wakes >= 0:
+            os.close(self._wakes)
+            self._wakes = -1
+
+    def _wake(self) -> None:
+        """Any thread: have the monitor's look at once."""
+        with contextlib.suppress(OSError):  # closed just now
+            if self._wakes >= 0:
+                os.eventfd_write(self._wakes, 1)
 
     def _stopped(self) -> bool:
-        return self._exiting or self._group.closed
+        return self._exiting or self.group.closed
 
     def _has_stall(self) -> bool:
         """Whether a round is late enough to be looked into."""
@@ -104,94 +122,111 @@ class StallMonitor:
 
     # What follows runs in the monitor's thread.
 
-    def _call_roll(self) -> None:
-        roll_call = self.client.ask_in_thread(lambda: self.roll_call.run(self._stopped), "nemo_patches roll call")
-        self._roll_call_thread = roll_call
-
-    def _loop(self) -> None:
+    def run(self) -> None:
+        """Until the process group ends."""
+        self._thread = threading.current_thread()
         try:
+            self._begin()
             while not self._stopped():
                 self._tick()
-                time.sleep(self._pause_s())
+                self._wait(self._pause_s())
             self._tick(is_last=True)
-            self._send_heartbeat(LEFT)
         except Exception as error:
             bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
             report(logging.ERROR, f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}")
         finally:
-            self._late_return.cancel()
-            for query in self._queries():
-                query.cancel()
-            self.stop_listening()
-            self.client.disconnect()
+            self.survey.cancel()
+            self._end()
+
+    def _begin(self) -> None:
+        server = self.group.store.server
+        try:
+            self._socket = JobSocket(self.group.rank, server[1] if server is not None else 0)
+        except OSError as error:
+            report(logging.INFO, f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}")
+
+    def _end(self) -> None:
+        for visitor, _ in self._visitors:
+            visitor.close()
+        if self._socket is not None:
+            self._socket.close()
+        if self._wakes >= 0:
+            wakes, self._wakes = self._wakes, -1
+            os.close(wakes)
+
+    def _wait(self, pause_s: float) -> None:
+        """Until somebody asks, or an answer has come, and no longer than this."""
+        poll = select.poll()
+        if self._wakes >= 0:
+            poll.register(self._wakes, select.POLLIN)
+        if self._socket is not None:
+            poll.register(self._socket.listener, select.POLLIN)
+        if poll.poll(1000 * pause_s):
+            with contextlib.suppress(BlockingIOError, OSError):
+                os.eventfd_read(self._wakes)
 
     def _pause_s(self) -> float:
         timeout, settings = current().timeout, self._settings()
         limits = (settings.call_timeout, settings.stall_timeout)
         shortest = min([timeout, *(limit for limit in limits if limit)]).total_seconds()
-        return max(min(_TICK_IN_A_STALL_S if self._has_stall() else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
+        is_busy = self._has_stall() or self.survey.is_busy
+        return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:
         now, settings = time.monotonic(), self._settings()
         timeout_s = current().timeout.total_seconds()
-        where = self.latest.where if self.latest is not None else ""
-        came_back = not is_last and self._late_return.look(timeout_s / 2, where)
-        for query in self._queries():
-            query.look_after_the_store()
-        if not is_last and (self.roll_call.is_outdated or self._roll_call_thread.ident is None):
-            self._call_roll()
-        if now >= self._next_heartbeat_at or came_back:
-            self._send_heartbeat()
+        self.survey.tick(now)
+        self._late_return.look()
+        if not is_last:
+            self.roll_call.look(now)
         self._watch_encoders(now, timeout_s, is_last)
-        self._end_report.look(is_last)
-        if (listener := self.roll_call.listener) is not None:
-            listener.answer(self._make_heartbeat)
+        self._end_report.look(now, is_last)
         self._watchdog.look(now, settings.call_timeout.total_seconds())
-        self._job_stall.look(time.monotonic(), settings, is_last)
+        self.job_stall.look(time.monotonic(), settings, is_last or self._notes.is_reverted)
+        self._answer_visitors()
 
-    def _queries(self) -> list[MissingQuery | Census]:
-        in_watches = [query for watch in self._watches.values() for query in watch.queries()]
-        return [*self._end_report.queries(), *in_watches, *self._job_stall.censuses()]
+    def _begin_look(self) -> Look:
+        return self.survey.look()
+
+    def _heard(self, found: Found) -> None:
+        self._late_return.heard(found)
 
     def _watch_encoders(self, now: float, timeout_s: float, is_last: bool) -> None:
-        known = self._notes.encoders(self._group)
+        known = self._notes.encoders(self.group)
         for notes in known:
             if notes not in self._watches:
-                self._watches[notes] = EncoderWatch(notes, self._surroundings, self._send_heartbeat)
+                uneven = self._notes.allows_uneven
+                self._watches[notes] = EncoderWatch(notes, self.group.rank, self.group.size, self._begin_look, uneven)
         forgotten = set(self._watches).difference(known)
         for notes, watch in list(self._watches.items()):
             if notes.sync.has_failed() and not is_last:
-                self._end_report.ended(notes.sync, now)
+                self._end_report.ended(notes.sync)
             watch.look(now, timeout_s, is_last)
             if notes in forgotten and not watch.busy:
                 del self._watches[notes]
 
-    def _make_heartbeat(self, phase: str = "") -> Heartbeat:
-        return self._own_heartbeat.make(self.roll_call.listener, phase)
-
-    def _send_heartbeat(self, phase: str = "") -> None:
-        if not self.roll_call.has_announced:  # else one from before the port may hide the first
-            return
-        self.latest = heartbeat = self._make_heartbeat(phase)
-        self.client.send(heartbeat)
-        self._next_heartbeat_at = time.monotonic() + self._surroundings.period_s
+    def _answer_visitors(self) -> None:
+        if self._socket is not None:
+            self._visitors += [(visitor, self.survey.look()) for visitor in self._socket.visitors()]
+        for visitor, look in [one for one in self._visitors if one[1].is_done]:
+            answer = self.job_stall.answer(look.found, time.monotonic())
+            self._socket.answer(visitor, answer.encode()) if self._socket is not None else visitor.close()
+            self._visitors.remove((visitor, look))
 
 
 _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
+    # Where another rank was faster, this one's collective has failed for that.
+    leaving = [monitor for monitor in list(_monitors) if monitor.job_stall.leaves]
     for monitor in list(_monitors):
         monitor.stop()
     for monitor in list(_monitors):
         monitor.join(timedelta(seconds=0.6))
-
-
-def _in_forked_child() -> None:
-    for monitor in list(_monitors):
-        monitor.stop()
-        monitor.stop_listening()  # the parent's port
+    for monitor in leaving:
+        monitor.job_stall.leave()
 
 
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(after_in_child=lambda: list(map(StallMonitor.forget, list(_monitors))))

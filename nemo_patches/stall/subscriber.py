@@ -1,10 +1,20 @@
-"""Stall reports for this process: subscribes to the sync's events, and has a stall monitor for the process group."""
+"""Stall reports for this process: a thread that watches the process group, whenever there is one.
+
+It begins with the process group, not with an encoder; nothing of torch is patched for that. In a daemonic process, as a
+data loader's worker is, and in one that a rank has forked it begins with the first encoder call: few of them are ranks.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
+import os
+import threading
+import time
 
+from ..sync import length_sync
 from ..sync.events import GroupBegan, bus
 from ..sync.rank_log import report
 from ..sync.settings import SettingsError
@@ -14,18 +24,24 @@ from .settings import StallSettings, resolve
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
+_LOOK_S = 0.25  # between two looks for a process group
+
 
 class StallSubscriber:
-    """From the first encoder call on, a monitor watches the process group."""
+    """From the process group's beginning on, a monitor watches it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._monitor: StallMonitor | None = None
+        self._thread: threading.Thread | None = None
         self._settings: StallSettings | None = None
         self._notes = TrainingNotes()
 
     def subscribe(self) -> None:
         """Report stalls from now on; a second time: nothing more."""
+        self._notes.is_reverted = False
         bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
+        self._start()
 
     def use(self, settings: StallSettings, others: str = "", may_be_uneven: bool = False) -> None:
         """These settings hold from the monitor's next look on. others: what ranks are to have alike, too.
@@ -36,6 +52,7 @@ class StallSubscriber:
 
     def encoders_were_reverted(self) -> None:
         """Their calls are not seen any more, which is no stall."""
+        self._notes.is_reverted = True
         self._notes.forget_calls()
 
     def settings_in_force(self) -> StallSettings:
@@ -49,7 +66,7 @@ class StallSubscriber:
         return self._settings
 
     def monitor(self) -> StallMonitor | None:
-        """The monitor of the present (or last) process group; None before its first encoder call."""
+        """The monitor of the present (or last) process group; None before there was one."""
         return self._monitor
 
     def stalls(self) -> tuple[Stall, ...]:
@@ -58,19 +75,60 @@ class StallSubscriber:
 
     def unannounced(self) -> tuple[int, ...]:
         """The ranks that have not announced themselves under that process group: unpatched, or not here yet."""
-        own = self._monitor.latest if self._monitor is not None else None
-        return () if self._monitor is None or (own and own.tells_that_all_sync()) else self._monitor.roll_call.missing
+        return () if self._monitor is None else self._monitor.roll_call.missing
+
+    def in_forked_child(self) -> None:
+        """There is no thread. The child may become a rank, unless its parent is one."""
+        has_subscribed = self._thread is not None
+        self._lock, self._thread, self._monitor = threading.Lock(), None, None
+        if has_subscribed and length_sync.process.present_group() is None:
+            self._start()
 
     def _group_began(self, event: GroupBegan) -> None:
-        self._monitor = StallMonitor(event.group, self._notes, self.settings_in_force)
-        try:
-            self._monitor.start()
-        except RuntimeError as error:  # as many threads as this user or container may have
-            bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
-            report(logging.WARNING, f"there are no stall reports of this rank, training goes on: {error}")
+        self._monitor = StallMonitor(event.group, event.channel, self._notes, self.settings_in_force)
+        self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return
+            thread = threading.Thread(target=self._run, name="nemo_patches stall monitor", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # as many threads as this user or container may have
+                bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+                report(logging.WARNING, f"there are no stall reports of this rank, training goes on: {error}")
+            else:
+                self._thread = thread
+
+    def _run(self) -> None:
+        """In the thread."""
+        watched: StallMonitor | None = None
+        while threading.main_thread().is_alive():
+            with contextlib.suppress(Exception):  # the process group is made, or destroyed, at this moment
+                # Publishes a new one. Whose encoders are as stock again has none to come watched.
+                group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
+                if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
+                    self._group_began(GroupBegan(group_syncs.group, group_syncs.channel))  # from before `subscribe`
+            if (monitor := self._monitor) is not None and monitor is not watched:
+                watched = monitor
+                monitor.run()
+            elif self._is_not_needed():
+                return
+            else:
+                time.sleep(_LOOK_S)
+
+    def _is_not_needed(self) -> bool:
+        """Whether this is hardly a rank: then the thread ends, and an encoder's call begins another."""
+        with self._lock:
+            if self._monitor is None and multiprocessing.current_process().daemon:
+                self._thread = None
+                return True
+            return False
 
 
 process = StallSubscriber()
 subscribe, use, settings_in_force = process.subscribe, process.use, process.settings_in_force
 monitor, stalls, unannounced = process.monitor, process.stalls, process.unannounced
 encoders_were_reverted = process.encoders_were_reverted
+os.register_at_fork(after_in_child=process.in_forked_child)

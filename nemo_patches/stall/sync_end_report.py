@@ -5,56 +5,77 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 
+from ..channel.side_channel import SideChannel
+from ..channel.survey import Silent
 from ..sync.events import Report, SyncHandle, bus
+from .answer import Answer, ended
+from .found import Found
 from .log_line import report
-from .missing_query import END, PATIENCE_S, Answer, MissingQuery, Question, Surroundings
 from .missing_rank import Stall, StallReported
+from .rank_survey import Look
+
+PATIENCE_S = 2.6  # for a look that is not done when its report is due
 
 
 class SyncEndReport:
-    """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
+    """The stall monitor's thread calls `ended` and `look`, and alone writes the fields; any thread may read `stall`."""
 
-    def __init__(self, surroundings: Surroundings, promises: queue.SimpleQueue[Future[Report]]) -> None:
+    def __init__(
+        self,
+        channel: SideChannel,
+        size: int,
+        begin_look: Callable[[], Look],
+        promises: queue.SimpleQueue[Future[Report]],
+    ) -> None:
         """promises: of the exceptions that wait for the answer (on_timeout="raise")."""
-        self._surroundings, self._promises = surroundings, promises
+        self._channel, self._size, self._begin_look, self._promises = channel, size, begin_look, promises
         self._title = ""  # of the encoder whose sync ended first
-        self._query: MissingQuery | None = None
+        self._look: Look | None = None
         self._answer: Answer | None = None  # once it is said
 
-    def queries(self) -> list[MissingQuery]:
-        return [self._query] if self._query is not None else []
-
     def stall(self) -> Stall | None:
-        query, answer = self._query, self._answer
-        if query is None or answer is None or not answer.missing:
+        look, answer = self._look, self._answer
+        if look is None or answer is None or not answer.missing:
             return None
-        return Stall(self._title, 0, timedelta(seconds=query.age_s), answer.missing, self._surroundings.size, "")
+        since = timedelta(seconds=time.monotonic() - look.began)
+        return Stall(self._title, 0, since, answer.missing, self._size, "")
 
-    def ended(self, sync: SyncHandle, now: float) -> None:
+    def ended(self, sync: SyncHandle) -> None:
         """A sync has no more rounds: ask who has gone, unless that was asked already."""
-        if self._query is None:
+        if self._look is None:
             self._title = sync.title
-            incident = f"{sync.title}: its length sync has ended"
-            self._query = MissingQuery(self._surroundings, Question(END, 0, now, 0, incident, sync.rounds.channel.left))
+            self._look = self._begin_look()
 
-    def look(self, is_last: bool) -> None:
-        query = self._query
-        if query is not None and self._answer is None:
-            patience_s = PATIENCE_S + 2 * self._surroundings.period_s
-            if query.done or is_last or query.age_s > patience_s:
-                self._say(query.answer(), is_last)
+    def look(self, now: float, is_last: bool) -> None:
+        look = self._look
+        if look is not None and self._answer is None:
+            has_promised = not self._promises.empty()  # the training thread waits
+            known = has_promised and self._channel.ended_by is not None
+            if known or look.is_done or is_last or now - look.began > PATIENCE_S:
+                self._say(self._answer_of(look.found), is_last)
         if self._answer is not None:
             while not self._promises.empty():
                 self._promises.get().set_result(Report(missing=self._answer.missing))
+
+    def _answer_of(self, found: Found) -> Answer:
+        silent = dict(found.silent)
+        if (ended_by := self._channel.ended_by) is not None:  # as the rank itself has said, or its neighbour
+            rank, how = ended_by
+            silent[rank] = Silent(rank, how, 0.0, [])
+        seen = Found(found.size, found.groups, silent, residents=tuple(self._channel.residents))
+        gone = ended(seen)
+        return Answer(tuple(gone[rank] for rank in sorted(gone)), "" if gone else self._channel.error)
 
     def _say(self, answer: Answer, is_last: bool) -> None:
         self._answer = answer
         if answer.missing or (answer.unknown and not is_last):
             bus.publish(StallReported(self._title, 0, answer.missing, answer.unknown))
-        text = answer.text(self._surroundings.size)
+        text = answer.text(self._size)
         if answer.missing:
             report(logging.WARNING, f"{self._title}: gone: {text}")
         elif answer.unknown and not is_last:

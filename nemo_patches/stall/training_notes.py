@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from ..sync import events
 from ..sync.events import Group, Report, SyncHandle, WaitTimedOut
 from . import stacks
+from .rank_text import LENGTH_SYNC
 
-LENGTH_SYNC = "length sync"
 GROWTH = "growth of the positional encoding"
 FORWARD = "forward, after the length sync"
-ROUNDS_OF = "the rounds of "  # how the name of other rounds begins
 
 
 class LastCall(NamedTuple):
@@ -61,6 +60,7 @@ class TrainingNotes:
         self.last = LastCall()
         self.other_settings = ""  # of who is above: what ranks are to have alike, too
         self.may_be_uneven = False  # whether the user allows ranks to have fewer batches of an evaluation than others
+        self.is_reverted = False  # NeMo is as stock again: what is not seen is no stall
         self._growing = False
         self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
         self._encoders: dict[SyncHandle, EncoderNotes] = {}
@@ -68,6 +68,9 @@ class TrainingNotes:
     def encoders(self, group: Group) -> list[EncoderNotes]:
         """Those of one process group, also of encoders that have gone just now."""
         return [notes for notes in list(self._encoders.values()) if notes.sync.group is group]
+
+    def allows_uneven(self) -> bool:
+        return self.may_be_uneven
 
     def forget_calls(self) -> None:
         """As before the first."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..channel.side_channel import Rounds
+from ..channel.side_channel import Rounds, SideChannel
 from ..channel.store import JobStore
 from .rank_log import raised_by_signal_handler, report
+
+_ROUNDS_KEPT = 16  # of an encoder: more than a rank comes to between two looks of who watches
 
 
 class Group:
@@ -43,10 +46,15 @@ class SyncHandle:
         """title: for people, "ConformerEncoder #2". key: the same on all ranks. late_text: the format of `late`."""
         self.title, self.key, self.group = title, key, group
         self.round: Round | None = None  # the latest that was issued
+        self.latest_rounds = deque[Round](maxlen=_ROUNDS_KEPT)  # with it
         self.ended = ""  # why there are no more rounds
         self.apart = ""  # why the latest call took no part in them: of protocol.py's APART; empty where it did
         self.in_call, self.in_time_at = False, 0.0  # a call is in its length sync; when a round last came in time
         self.rounds, self._late_text = rounds, late_text  # rounds.closed: the encoder is gone, or its process group
+
+    def issued(self, round_: Round) -> None:
+        self.latest_rounds.append(round_)
+        self.round = round_
 
     def call_title(self, round_: Round) -> str:
         return f"{self.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"
@@ -72,9 +80,13 @@ class Report(NamedTuple):
 
 
 class GroupBegan(NamedTuple):
-    """The first encoder call under this process group, also of an encoder that takes no part in a length sync."""
+    """This process has another default process group, of several ranks; published on the thread that has seen it first.
+
+    channel: nothing is sent over it yet.
+    """
 
     group: Group
+    channel: SideChannel
 
 
 class CallBegan(NamedTuple):

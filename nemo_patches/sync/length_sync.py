@@ -114,7 +114,23 @@ class ProcessSync:
             return group_syncs.sync_of(encoder) if (group_syncs := self.present_group()) else None
 
     def present_group(self) -> GroupSyncs | None:
-        """What syncs under the present process group; None without other ranks, or after an error of ours."""
+        """What syncs under the present process group; None without other ranks, or after an error of ours. Any thread.
+
+        Who sees another process group first publishes that it has begun.
+        """
+        with self._lock:
+            before, group_syncs = self.group_syncs, self._of_present_group()
+            if group_syncs is not None and group_syncs is not before:
+                bus.publish(events.GroupBegan(group_syncs.group, group_syncs.channel))
+            return group_syncs
+
+    def forget(self) -> None:
+        """In a forked child, which is no rank of its parent's process group, also where the parent knows none yet."""
+        self._lock = threading.RLock()  # a thread may have held it
+        if (group_syncs := self._of_present_group()) is not None:
+            group_syncs.channel.forget()
+
+    def _of_present_group(self) -> GroupSyncs | None:
         default_group = torch.distributed.group.WORLD if is_distributed() else None
         if default_group is None or default_group is self._given_up():
             return None
@@ -123,13 +139,6 @@ class ProcessSync:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
         return group_syncs if group_syncs.group.size > 1 else None
-
-    def forget(self) -> None:
-        """In a forked child, which is no rank, also where its parent has not called an encoder yet."""
-        self._lock = threading.RLock()  # a thread may have held it
-        if (group_syncs := self.present_group()) is not None:
-            group_syncs.channel.forget()
-            group_syncs.has_begun = True  # nor does it announce itself
 
 
 class GroupSyncs:
@@ -149,7 +158,7 @@ class GroupSyncs:
         self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
         self.first_rounds: dict[EncoderSync, float] = {}  # of which nothing is known yet: issued when
         self._passed_over: list[EncoderSync] = []  # encoders that only this rank has called
-        self.has_begun = self.end_said = False
+        self.end_said = False
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
         if (sync := self.by_encoder.get(encoder)) is not None:
@@ -182,12 +191,6 @@ class GroupSyncs:
                 self._passed_over.append(other)
         self.channel.kept = {other.rounds for other in self._passed_over}  # another encoder may take its place
 
-    def begin(self) -> None:
-        """At the first encoder call, in every mode, and with the flag off: a rank of stock NeMo would wait."""
-        if not self.has_begun:
-            self.has_begun = True
-            bus.publish(events.GroupBegan(self.group))
-
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
         self.group.closed = True
@@ -219,7 +222,6 @@ class EncoderSync:
             bus.publish(events.CallBegan(self.handle, protocol.calls + 1, protocol.clock, encoder.training))
             wanted = getattr(encoder, "sync_max_audio_length", True)
             self.handle.apart = FLAG_IS_OFF if not wanted else IS_LOCAL if settings.sync == "local" else ""
-            self.group_syncs.begin()
             if not wanted and protocol.calls == 0:
                 bus.publish(events.FlagIsOff(encoder, self.handle))
             if self.handle.apart or self.handle.ended:
@@ -264,7 +266,7 @@ class EncoderSync:
             self.rounds.issue(self.protocol.value())
         finally:  # also where a signal handler has raised: its number is the channel's, on all ranks the same
             if self.rounds.issued > before:
-                self.handle.round = round_  # after issue(): `handle.has_come` takes the rounds' state for this round's
+                self.handle.issued(round_)  # after issue(): `handle.has_come` takes the rounds' state for this round's
             elif self.protocol.outstanding:
                 self.protocol.withdraw()
         return round_

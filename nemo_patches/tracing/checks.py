@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import torch
 
+from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall.missing_rank import described
-from nemo_patches.stall.rank_text import first_line
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.length_sync import EncoderSync, LengthSyncTimeout
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
@@ -81,7 +81,6 @@ class EncoderChecks:
         barrier = self._barrier_beside(sync)
         if barrier.handle.ended:
             return
-        sync.group_syncs.begin()
         bounded = replace(length_sync.current(), sync="bounded", on_timeout="raise")
         try:
             barrier.take_part(inputs.frames or 0, self._encoder.training, bounded, time.monotonic())

@@ -20,14 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall import stacks
+from nemo_patches.stall.job_folder import dump_folder
 from nemo_patches.stall.job_stall import JobStalled, StallExits
 from nemo_patches.stall.missing_rank import StallReported
-from nemo_patches.stall.rank_text import first_line
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import bus
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.dump_folder import dump_folder
 from nemo_patches.tracing.part_files import file_name
 from nemo_patches.tracing.process_end import ExceptionHooks, StackOnSignal
 from nemo_patches.tracing.recent_calls import RecentCalls
@@ -101,6 +101,7 @@ class Dumps:
 
     def process_ends(self, error: BaseException | None) -> None:
         """An exception ends the process, or stall_exit (None): wait until the dump is written, within a limit."""
+        self._recent.look_for_group()
         if self._recent.group is not None:
             request = _Request("stall_exit" if error is None else "an exception ended the process", error)
             self._ask(request)
@@ -113,7 +114,7 @@ class Dumps:
         self._recent.forget()
 
     def _group_began(self) -> None:
-        """On the training thread: from now on there is something to dump."""
+        """On the thread that has seen it first: from now on there is something to dump."""
         if self._hooks is None:  # a forked child that is a rank
             self._hook()
         if self._hooks is not None:
@@ -144,6 +145,7 @@ class Dumps:
         return self._recent.group is None or self._recent.group.closed
 
     def _ask(self, request: _Request) -> None:
+        self._recent.look_for_group()
         self._requests.put(request)
         hooks = self._hooks
         if hooks is not None and self._listens(hooks):
@@ -192,7 +194,8 @@ class Dumps:
         self.file, self._failed = file, ""
         if request.incident != self._said:
             self._said = request.incident
-            text = f"{request.why}: the last {count} encoder calls of this rank are in {file}"
+            what = f"the last {count} encoder calls of this rank are" if count else "where this rank is, is"
+            text = f"{request.why}: {what} in {file}"
             report(logging.INFO, f"{text}; `nemo-patches diagnose {folder}` reads those of all ranks on this host")
 
 

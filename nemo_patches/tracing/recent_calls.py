@@ -19,7 +19,8 @@ import torch
 from nemo_patches.stall import stacks
 from nemo_patches.stall.job_stall import JobStalled
 from nemo_patches.stall.missing_rank import StallReported
-from nemo_patches.sync.events import CallBegan, CallLeft, Group, Grown, SyncHandle
+from nemo_patches.sync import length_sync
+from nemo_patches.sync.events import CallBegan, CallLeft, Group, GroupBegan, Grown, SyncHandle
 from nemo_patches.tracing import records
 from nemo_patches.tracing.encoder_facts import active_ddp, facts
 from nemo_patches.tracing.recorder import EncoderState, missing_record, stalled_record
@@ -80,7 +81,22 @@ class RecentCalls:
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """For the event bus."""
-        return {CallBegan: self._call_began, CallLeft: self._call_left, Grown: self._grown}
+        return {
+            GroupBegan: self._process_group_began,
+            CallBegan: self._call_began,
+            CallLeft: self._call_left,
+            Grown: self._grown,
+        }
+
+    def look_for_group(self) -> None:
+        """Any thread: the process group may have begun before anybody listened to that."""
+        if self.group is None and (group_syncs := length_sync.process.group_syncs) is not None:
+            self._begin_anew(group_syncs.group)
+
+    def _process_group_began(self, event: GroupBegan) -> None:
+        if self.group is not event.group:
+            self._begin_anew(event.group)
+            self._group_began()
 
     def forget(self) -> None:
         """In a forked child: the calls were the parent's."""

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
 from nemo_patches.stall.missing_rank import MissingRank, StallReported
-from nemo_patches.stall.rank_text import first_line
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report

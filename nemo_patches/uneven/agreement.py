@@ -48,7 +48,6 @@ class Agreement:
 
     def __init__(self, group_syncs: GroupSyncs, kind: str, number: int, contents: str) -> None:
         """contents: for people, what is in the loader."""
-        group_syncs.begin()  # whoever is late is to be named
         self._rounds = ExtremesRounds(group_syncs.channel, key := f"loader {kind} {number}")
         self.title = f"{kind} loader {number} ({contents})"
         self.handle = _LoaderHandle(self.title, key, group_syncs.group, self._rounds.last, _LATE)

@@ -19,7 +19,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
-from nemo_patches.tools.diagnose.job_address import address_of
+from nemo_patches.tools.diagnose.live import diagnose_job
 from nemo_patches.tools.diagnose.nccl_ras import diagnose_ras, diagnose_saved, is_ras
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.watch import follow, once
@@ -48,9 +48,7 @@ def run(
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
     if (len(paths) > 0) + (job is not None) + (ras is not None) != 1:
-        raise DiagnoseError(
-            "give a folder or logs, or --job HOST:PORT or its folder, or --ras HOST or a file; one of them"
-        )
+        raise DiagnoseError("give a folder or logs, or --job and its folder, or --ras HOST or a file; one of them")
     if job is not None or ras is not None:
         if watch or plot or perfetto or launch is not None:
             raise DiagnoseError("--job and --ras take only --json beside them")
@@ -85,15 +83,7 @@ def run(
 
 def _ask(job: str | None, ras: str, json: bool) -> int:
     try:
-        if job is None:
-            report = diagnose_ras(ras)
-        else:
-            address = address_of(job)  # first: a wrong one is wrong without torch, too
-            from nemo_patches.tools.diagnose.live import diagnose_job
-
-            report = diagnose_job(address)
-    except ImportError as error:  # also where torch is there and cannot be loaded, for want of a library
-        raise DiagnoseError(f"--job needs torch: {error}; run it in the job's own environment") from error
+        report = diagnose_ras(ras) if job is None else diagnose_job(Path(job))
     except UnreadableError as error:
         raise DiagnoseError(safe(str(error))) from error
     _print(report, json)

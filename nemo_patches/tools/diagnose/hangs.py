@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.rank_text import ELSEWHERE, LATE, LEFT, SILENT, UNANNOUNCED, named
+from nemo_patches.stall.rank_text import ELSEWHERE, GONE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, usual_call, whom
 from nemo_patches.tools.diagnose.endings import Ending
@@ -188,9 +188,10 @@ def _why(case: Case, ending: Ending, others: list[Ending], reports: StallReports
         return ids.EXCEPTION
     if ending.process.ordinary:
         return ids.ENDED
-    if kind == SILENT:
+    has_gone = kind == LEFT or reports.where.get(ending.rank) == GONE
+    if kind == SILENT and not has_gone:
         return ids.SILENT
-    gone = kind == LEFT or (kind is None and (went_on or _closed(case) or _not_told(case, ending)))
+    gone = has_gone or (kind is None and (went_on or _closed(case) or _not_told(case, ending)))
     if gone and ending.rank not in case.job.alive:
         return ids.KILLED
     return ids.SOME_INSIDE if ending.inside and not ending.unsure else ids.BEFORE_ENCODER

@@ -1,199 +1,194 @@
-"""A running job, asked through its store and at its ranks' ports: the heartbeats that its stall monitors send anyway.
+"""A running job, asked through the Unix socket of one of its ranks on this host: where all ranks are. Needs no torch.
 
-Nothing is written. Each rank is asked once, by the token that the store has; who does not answer is looked at twice in
-the store, so that a heart that stands still is seen. All of it is bounded in time. Needs torch, for the store's client.
+Nothing is written. Whichever rank answers first has asked all others, as it does for a stall report.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import logging
-import multiprocessing
+import contextlib
+import json
+import os
+import socket
 import time
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-
-from nemo_patches.channel import keys
 from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.heartbeat import Heartbeat, period_for_s
-from nemo_patches.stall.missing_query import PERIODS_TO_SEE
-from nemo_patches.stall.peers import ask
-from nemo_patches.stall.rank_groups import CALLING, RankGroup, grouped, judged
-from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, first_line, named
-from nemo_patches.stall.store_client import read_heartbeats
-from nemo_patches.stall.wire import Peer, decode_peers
+from nemo_patches.stall.job_folder import private_folders
+from nemo_patches.stall.job_socket import ENDING, near, process_of
+from nemo_patches.stall.rank_state import CALLING
+from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
-from nemo_patches.tools.diagnose.job_address import CONNECT_S, Address
 
-GOES_ON = timedelta(seconds=30)  # so long after its last encoder call a rank goes on: half of stall_timeout's default
-_LIMIT = timedelta(seconds=40)  # of the store's answers in all
-_START_LIMIT = timedelta(minutes=5)  # to import torch
-_ANSWER_S = 2.0
-_MOST_BLOCKS = 1 << 12  # of the ranks' signs
-_ATTEMPT_KEYS = ("default_pg/0//", "0//", *(f"/worker/attempt_{restart}/default_pg/0//" for restart in range(64)))
-_SIZE_UNKNOWN = (
-    " | how many ranks the job has is not told: not all have announced themselves (not patched, not started, or not "
-    "yet at a first encoder call), or rank 0 has not counted them"
-)
+_ANSWER_S = 15.0  # a rank waits some seconds itself, for others that do not answer
+_LONGEST_ANSWER = 1 << 20  # bytes
+_MOST_RANKS = 1 << 20
 _IDS = {ELSEWHERE: ids.BEFORE_ENCODER, SILENT: ids.SILENT, LEFT: ids.ENDED, UNANNOUNCED: ids.MISSING_RANK}
+_HERE = "run it on a host of the job, as the same user; nemo_patches must be on there"
 
 
 @dataclass(frozen=True)
-class Seen:
-    """size: 0 if the job does not tell. silent: ranks whose heart stands still. unreached: that did not answer."""
+class Group:
+    """Ranks at one place, as the job tells of them."""
+
+    ranks: tuple[int, ...]
+    kind: str
+    host: str
+    pid: int
+    calls: int
+    idle_s: float
+    place: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """A rank's answer."""
 
     size: int
-    heartbeats: dict[int, Heartbeat]
-    silent: set[int]
-    unreached: set[int]
+    level: str
+    text: str
+    missing: tuple[int, ...]
+    groups: tuple[Group, ...]
 
 
-def diagnose_job(job: Address, goes_on: timedelta = GOES_ON) -> Report:
-    """Raises UnreadableError."""
-    seen = _answer_of_a_child(job.server, job.port)
-    if isinstance(seen, str):
-        raise UnreadableError(f"--job={job.text}: {seen}")
-    return report_on(job.text, seen, goes_on)
+def diagnose_job(folder: Path) -> Report:
+    """folder: the job's own, or one that its processes work in, or that their dumps go to. Raises UnreadableError."""
+    sockets = _sockets(folder)
+    problems: list[str] = []
+    for file in sockets:
+        try:
+            return _report(folder, _told(_ask(file)), tuple(problems))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            problems.append(f"{file.name}: {_why(error)}")
+    raise UnreadableError(f"--job={folder}: no rank of the job answers here: {'; '.join(problems)}")
 
 
-def _answer_of_a_child(server: str, port: int) -> Seen | str:
-    """What was seen, or why nothing was. c10d's client may wait without end, and cannot be ended within a process."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(theirs, server, port))
-    child.start()
-    theirs.close()
-    try:
-        answer: Seen | str = (
-            f"no answer within {_LIMIT.total_seconds():.0f} s; if that is the job's store, look at the process that "
-            "has it, rank 0 or torchrun: it may be stopped itself"
-        )
-        if ours.poll(_START_LIMIT.total_seconds()) and ours.recv() and ours.poll(_LIMIT.total_seconds()):
-            answer = ours.recv()
-    except EOFError:
-        answer = "the process that asks has died; its stderr says why"
-    finally:
-        child.kill()
-        child.join()
-    return answer
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror or error)
+    return "what it says cannot be read"
 
 
-def _answer(pipe: Connection, server: str, port: int) -> None:
-    pipe.send(True)  # torch is imported
-    try:
-        pipe.send(look(server, port))
-    except Exception as error:
-        pipe.send(str(error) if isinstance(error, UnreadableError) else first_line(error))
+def _sockets(folder: Path) -> list[Path]:
+    """Of the one job that is meant, in the order of the ranks. Raises UnreadableError."""
+    if not os.path.isdir(folder):  # Path's own raises for a name that is too long
+        raise UnreadableError(f"--job={folder} is no folder; wanted is the job's: {_HERE}")
+    found: dict[Path, list[Path]] = {}
+    with contextlib.suppress(OSError):
+        for file in private_folders().glob(f"*/*{ENDING}"):
+            if _means(folder, file):
+                found.setdefault(file.parent, []).append(file)
+    for file in folder.glob(f"*{ENDING}"):
+        found.setdefault(folder.resolve(), []).append(file)
+    jobs = {each.resolve(): sorted(set(files), key=_rank_of) for each, files in found.items()}
+    if not jobs:
+        raise UnreadableError(f"--job={folder}: no rank of a running job works there or has its dumps there; {_HERE}")
+    if len(jobs) > 1:
+        raise UnreadableError(f"--job={folder}: several jobs; give one of {', '.join(map(str, sorted(jobs)))}")
+    return jobs.popitem()[1]
 
 
-def look(server: str, port: int) -> Seen:
-    """Ask the store at that address, and the ranks. Raises UnreadableError, and the store's errors; may wait long."""
-    patience = timedelta(seconds=CONNECT_S)
-    store = dist.TCPStore(server, port, is_master=False, wait_for_workers=False, timeout=patience)
-    base = _base(store)
-    part = dist.PrefixStore(f"{base}/{int(store.get(f'{base}/{keys.ATTEMPT}'))}", store)
-    ranks = _announced(part)
-    heartbeats = read_heartbeats(part, ranks)
-    began = time.monotonic()
-    peers: dict[int, Peer] = {}
-    token = b""
-    if part.check([keys.PEERS]):
-        peers, token = decode_peers(part.get(keys.PEERS), _MOST_BLOCKS * keys.RANKS_PER_BLOCK)
-    reachable = {rank: _from_here(peer, server) for rank, peer in peers.items() if peer.address}
-    answered = ask(reachable, token, _ANSWER_S, lambda: False)
-    silent: set[int] = set()
-    if unheard := heartbeats.keys() - answered.keys():
-        time.sleep(max(0.0, began + PERIODS_TO_SEE * period_for_s(len(heartbeats)) - time.monotonic()))
-        later = read_heartbeats(part, unheard)
-        silent = {rank for rank, heartbeat in later.items() if heartbeat.number == heartbeats[rank].number}
-        heartbeats |= later
-    return Seen(len(peers), heartbeats | answered, silent, reachable.keys() - answered.keys())
+def _means(folder: Path, file: Path) -> bool:
+    """Whether the process of this socket works in the folder, or has its dumps there."""
+    process = Path(f"/proc/{process_of(file)}")
+    with contextlib.suppress(OSError):
+        if (process / "cwd").samefile(folder):
+            return True
+        variables = (process / "environ").read_bytes().split(b"\0")
+        dumps = [one.partition(b"=")[2] for one in variables if one.startswith(b"NEMO_PATCHES_DUMP=")]
+        return any(one and Path(os.fsdecode(one)).samefile(folder) for one in dumps)
+    return False
 
 
-def _base(store: dist.TCPStore) -> str:
-    """Below which key nemo_patches is in this store: what c10d puts before it depends on torch and the launcher."""
-    own = f"{keys.PREFIX}/{keys.ATTEMPT}"
-    if hasattr(store, "list_keys"):
-        found = [key for key in store.list_keys() if key.endswith(own)]
-    else:
-        found = [prefix + own for prefix in _ATTEMPT_KEYS if store.check([prefix + own])]
-    if not found:
-        raise UnreadableError(
-            "no sign of nemo_patches in this store: no rank is patched, or none has called an encoder"
-        )
-    latest: str = max(found, key=lambda key: (len(key), key))
-    return latest.removesuffix(f"/{keys.ATTEMPT}")
+def _rank_of(file: Path) -> int:
+    number = file.name.removeprefix("rank_").partition(".")[0]
+    return int(number) if number.isdecimal() else _MOST_RANKS
 
 
-def _announced(store: dist.Store) -> set[int]:
-    """As store_client.announced_ranks, without making a key that is not there."""
-    wanted = int(store.get(keys.ANNOUNCED)) if store.check([keys.ANNOUNCED]) else 0
-    ranks: set[int] = set()
-    for block in range(_MOST_BLOCKS):
-        if len(ranks) >= wanted:
-            break
-        key, first = keys.PRESENT.format(block=block), block * keys.RANKS_PER_BLOCK
-        bits = int(store.get(key)) if store.check([key]) else 0
-        ranks.update(first + bit for bit in range(keys.RANKS_PER_BLOCK) if bits >> bit & 1)
-    return ranks
+def _ask(file: Path) -> bytes:
+    """Raises OSError."""
+    if _is_stopped(process_of(file)):
+        raise TimeoutError(0, "its process is stopped")
+    deadline = time.monotonic() + _ANSWER_S
+    with socket.socket(socket.AF_UNIX) as own, near(file.parent, file.name) as path:
+        own.settimeout(_ANSWER_S)
+        own.connect(path)
+        data = b""
+        while len(data) <= _LONGEST_ANSWER and (left := deadline - time.monotonic()) > 0:
+            own.settimeout(left)
+            if not (more := own.recv(1 << 16)):
+                return data
+            data += more
+    raise TimeoutError(0, "no whole answer in time")
 
 
-def _from_here(peer: Peer, server: str) -> Peer:
-    """A rank with a loopback address is on the store's host."""
-    return peer._replace(address=server) if ipaddress.ip_address(peer.address).is_loopback else peer
+def _is_stopped(process: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
-def report_on(address: str, seen: Seen, goes_on: timedelta = GOES_ON) -> Report:
-    size = seen.size or max(seen.heartbeats, default=-1) + 1
-    groups = grouped(size, seen.heartbeats, seen.silent, goes_on.total_seconds())
-    verdict = judged(groups)
-    accused = {rank.rank for rank in verdict.missing}
-    told = verdict.text() if seen.heartbeats else "no rank has announced itself"
-    told += "" if seen.size else _SIZE_UNKNOWN
-    findings = [_finding(group, told, groups) for group in groups if accused & set(group.ranks)]
-    if not findings and verdict.level >= logging.WARNING:
-        findings = [
-            Finding(ids.OUTSIDE, WARNING, (), told, "`py-spy dump --pid PID` on the hosts of two of the ranks.")
-        ]
-    who = named(sorted(seen.heartbeats)) if seen.heartbeats else "the ranks"
-    unreached = f"{named(sorted(seen.unreached))}: no answer at the port that the job's store names"
+def _told(data: bytes) -> Told:
+    """Raises what JSON of another form raises."""
+    content = json.loads(data)
+    groups = tuple(_group(group) for group in content["groups"][:1000])
+    missing = tuple(int(one["rank"]) for one in content["missing"])
+    return Told(int(content["world_size"]), str(content["level"]), str(content["text"]), missing, groups)
+
+
+def _group(content: dict[str, Any]) -> Group:
+    ranks = tuple(int(rank) for rank in content["ranks"])
+    place = str(content["collective"] or content["where"])
+    process = str(content["host"]), int(content["pid"])
+    return Group(ranks, str(content["kind"]), *process, int(content["calls"]), float(content["idle"]), place)
+
+
+def _report(folder: Path, told: Told, problems: tuple[str, ...]) -> Report:
+    accused = [group for group in told.groups if set(told.missing) & set(group.ranks)]
+    findings = [_finding(group, told) for group in accused]
+    if not findings and told.level == "WARNING":
+        next_step = "`py-spy dump --pid PID` on the hosts of two of the ranks."
+        findings = [Finding(ids.OUTSIDE, WARNING, (), told.text, next_step)]
+    who = named(range(told.size)) if told.size else "the ranks"
     return Report(
-        folder=safe(address),
-        world_size=seen.size,
-        moving=any(group.kind == CALLING for group in groups),
-        verdict=findings[0].text if findings else f"Nothing found: of {who} none is known to wait for another. {told}",
+        folder=safe(str(folder)),
+        world_size=told.size,
+        moving=any(group.kind == CALLING for group in told.groups),
+        verdict=findings[0].text
+        if findings
+        else f"Nothing found: of {who} none is known to wait for another. {told.text}",
         next_step=findings[0].next_step if findings else "",
         findings=tuple(findings),
-        ranks=tuple(
-            _summary(heartbeat, heartbeat.rank in seen.silent) for _, heartbeat in sorted(seen.heartbeats.items())
-        ),
-        problems=(unreached,) if seen.unreached else (),
+        ranks=tuple(_summary(rank, group) for rank, group in _by_rank(told)),
+        problems=problems,
         earlier=(),
         runs=True,
     )
 
 
-def _finding(group: RankGroup, text: str, groups: tuple[RankGroup, ...]) -> Finding:
+def _by_rank(told: Told) -> list[tuple[int, Group]]:
+    return sorted(((rank, group) for group in told.groups for rank in group.ranks), key=lambda one: one[0])
+
+
+def _finding(group: Group, told: Told) -> Finding:
     who = f"process {group.pid} on {group.host}" if group.pid else "this rank's stderr"
     return Finding(
         id=_IDS.get(group.kind, ids.BEFORE_ENCODER),
         severity=CRITICAL,
-        ranks=tuple(group.ranks),
-        text=text,
+        ranks=group.ranks,
+        text=told.text,
         next_step=f"Look at {who}: `py-spy dump`, its data loader's workers, the end of its stderr.",
-        evidence=tuple(str(one) for one in groups[:8]),
+        evidence=tuple(f"{named(one.ranks)}: {one.kind}: {one.place}" for one in told.groups[:8]),
     )
 
 
-def _summary(heartbeat: Heartbeat, is_silent: bool) -> RankSummary:
-    place = f": {heartbeat.collective or heartbeat.where}" if heartbeat.collective or heartbeat.where else ""
-    state = "no heartbeat" if is_silent else f"{heartbeat.phase}{place}"
-    ago = heartbeat.idle if heartbeat.idle >= 0 else None
-    return RankSummary(
-        heartbeat.rank, heartbeat.host, heartbeat.pid, heartbeat.calls, state, None, ago, None, None, None
-    )
+def _summary(rank: int, group: Group) -> RankSummary:
+    """Of all ranks of a group the first one's words, which are its own alone where it tells of a process."""
+    is_first = rank == group.ranks[0]
+    process = (group.host, group.pid) if is_first else ("", 0)
+    state = f"{group.kind}: {group.place}" if group.place else group.kind
+    ago = group.idle_s if group.idle_s >= 0 else None
+    return RankSummary(rank, *process, group.calls, state, None, ago, None, None, None)

@@ -53,12 +53,11 @@ def apply(
     on_timeout: str | None = None,
     call_timeout: float | None = None,
     stall_timeout: float | None = None,
-    stall_port: str | None = None,
 ) -> None:
     length_sync.use(resolve(sync, timeout, on_timeout))
     if subscriber:
         settings = importlib.import_module("nemo_patches.stall.settings")
-        subscriber.use(settings.resolve(call_timeout, stall_timeout, stall_port=stall_port))
+        subscriber.use(settings.resolve(call_timeout, stall_timeout))
 
 
 def status() -> Status:

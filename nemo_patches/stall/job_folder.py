@@ -1,4 +1,5 @@
-"""The folder that dumps go to: the user's, or the job's own in the system's temporary one, which nobody else reads."""
+"""The job's folder: the user's, for dumps, or its own in the system's temporary one, which nobody else enters."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
@@ -16,11 +17,21 @@ def dump_folder(given: str | None, store_port: int) -> Path:
     if given is not None:
         Path(given).mkdir(parents=True, exist_ok=True)
         return Path(given)
-    mine = Path(tempfile.gettempdir()) / f"nemo_patches-{os.getuid()}"
+    return private_folder(store_port)
+
+
+def private_folder(store_port: int) -> Path:
+    """The job's own on this host, made if need be. Raises OSError."""
+    mine = private_folders()
     folder = mine / job_name(os.environ, store_port, os.getppid())
     for each in (mine, folder):
         _make_private(each)
     return folder
+
+
+def private_folders() -> Path:
+    """Where this user's jobs have theirs."""
+    return Path(tempfile.gettempdir()) / f"nemo_patches-{os.getuid()}"
 
 
 def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> str:

@@ -1,0 +1,98 @@
+"""A rank's Unix socket, by which `nemo-patches diagnose --job` asks it where all ranks are; its owner's alone.
+
+No torch, no port: who may enter the folder, and has this user's id, is answered.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .job_folder import private_folder
+
+ENDING = ".ask"  # of "rank_3.4711.ask": the rank and the process
+_MOST_WAITING = 8
+_ROOT = 0  # the user
+
+
+class JobSocket:
+    """One thread uses it; `forget` is for a forked child."""
+
+    def __init__(self, rank: int, store_port: int) -> None:
+        """store_port: 0 if the job's store has none. Raises OSError."""
+        self._folder = private_folder(store_port)
+        remove_left(self._folder)
+        self._name = f"rank_{rank}.{os.getpid()}{ENDING}"
+        self.listener = socket.socket(socket.AF_UNIX)
+        try:
+            self.listener.setblocking(False)
+            with near(self._folder, self._name) as path:
+                self.listener.bind(path)
+                os.chmod(path, 0o600)
+            self.listener.listen(_MOST_WAITING)
+        except BaseException:
+            self.listener.close()
+            raise
+
+    def visitors(self) -> list[socket.socket]:
+        """Those that wait for an answer, and may have one."""
+        found = []
+        with contextlib.suppress(OSError):  # nobody more, or no more files
+            for _ in range(_MOST_WAITING):
+                visitor, _ = self.listener.accept()
+                visitor.setblocking(False)
+                if _user_of(visitor) in (os.getuid(), _ROOT):
+                    found.append(visitor)
+                else:
+                    visitor.close()
+        return found
+
+    def answer(self, visitor: socket.socket, data: bytes) -> None:
+        """As much as the socket takes, without waiting; and the end."""
+        with visitor, contextlib.suppress(OSError):  # it has gone
+            visitor.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(data))
+            visitor.send(data)
+
+    def close(self) -> None:
+        self.listener.close()
+        with contextlib.suppress(OSError):
+            (self._folder / self._name).unlink()
+
+    def forget(self) -> None:
+        """In a forked child: the socket is the parent's."""
+        self.listener.close()
+
+
+@contextmanager
+def near(folder: Path, name: str) -> Iterator[str]:
+    """A short path of what is in a folder: a socket's own may have 107 bytes. Raises OSError."""
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{opened}/{name}"
+    finally:
+        os.close(opened)
+
+
+def process_of(socket_file: Path) -> int:
+    """The process that has made it; 0 if its name does not tell."""
+    number = socket_file.name.removesuffix(ENDING).rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def remove_left(folder: Path) -> None:
+    """What processes have left that ended without a word."""
+    for file in folder.glob(f"rank_*{ENDING}"):
+        if not os.path.exists(f"/proc/{process_of(file)}"):
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def _user_of(visitor: socket.socket) -> int:
+    _, user, _ = struct.unpack("iII", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)

@@ -1,0 +1,91 @@
+"""Makes what this rank says of itself, from what the training thread has noted and where it is now."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from ..sync import __version__
+from ..sync.events import Group
+from ..sync.length_sync import current
+from . import stacks
+from .last_batch import last_batch
+from .loader_workers import described, loader_workers
+from .occupation import Occupation
+from .progress import Progress
+from .rank_state import CALLING, MOVING, RankState
+from .rank_text import LENGTH_SYNC, ROUNDS_OF
+from .settings import StallSettings
+from .training_notes import FORWARD, TrainingNotes
+
+_CALLING_PART, _MOVING_PART = 1 / 2, 1 / 4  # of stall_timeout: so long after it a rank still goes on
+
+
+class OwnState:
+    """The stall monitor's thread has one made."""
+
+    def __init__(
+        self, group: Group, notes: TrainingNotes, progress: Progress, settings: Callable[[], StallSettings]
+    ) -> None:
+        self._group, self._notes, self._progress, self._settings = group, notes, progress, settings
+
+    def make(self) -> RankState:
+        """As of now."""
+        now, settings, last = time.monotonic(), self._settings(), self._notes.last
+        idle = now - last.since if last.since else -1.0
+        phase = self._notes.phase()
+        if phase == FORWARD and not last.in_forward():
+            phase = "between encoder calls"
+        timeout = current().timeout
+        stall_timeout = settings.stall_timeout or timeout  # without stall reports there is still `diagnose --job`
+        away_after = min(timeout, stall_timeout) / 2
+        away = timedelta(seconds=idle if last.since else now - self._progress.stepped_at) >= away_after
+        workers = loader_workers() if away else ()
+        thread = stacks.training_thread(last.thread, last.native_thread)
+        # Who has ended an evaluation waits for the others from its end on, and is not missing meanwhile.
+        occupation = stacks.occupation(thread) if away or not last.training else Occupation()
+        syncs = [notes.sync for notes in self._notes.encoders(self._group)]
+        waits_in = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
+        open_ = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
+        in_order = sorted(open_, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
+        given_up = {
+            sync.key: now - (round_.gave_up_at or round_.issued_at + timeout.total_seconds())
+            for sync, round_ in open_
+            if not sync.has_come(round_) and (round_.gave_up_at or now - round_.issued_at >= timeout.total_seconds())
+        }
+        still, limit_s = self._progress.still_s(now), stall_timeout.total_seconds()
+        goes_on = MOVING if still < _MOVING_PART * limit_s else ""
+        goes_on = CALLING if 0 <= idle < _CALLING_PART * limit_s else goes_on
+        nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
+        return RankState(
+            rank=self._group.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            versions=f"nemo_patches {__version__}, nemo {nemo}",
+            settings="; ".join(filter(None, (f"{current()}, {settings}", self._notes.other_settings))),
+            phase=phase,
+            encoder=last.sync.title if last.sync is not None else "",
+            calls=last.calls,
+            clock=last.clock,
+            idle=idle,
+            rounds={sync.key: round_.number for sync, round_ in in_order},
+            given_up=given_up,
+            apart={sync.key: sync.apart for sync in syncs if sync.apart},
+            training=last.training,
+            goes_on=goes_on,
+            still=still,
+            sleeps=self._progress.sleeps,
+            where=stacks.where(thread) if away else "",
+            collective=LENGTH_SYNC if phase == LENGTH_SYNC else waits_in or occupation.collective,
+            caller=occupation.caller,
+            hook=occupation.hook,
+            activity=occupation.activity,
+            workers=workers,
+            worker_states=described(workers),
+            batch=last_batch(stacks.frames(thread)) if away else "",
+        )

@@ -1,0 +1,123 @@
+"""Which ranks the others wait for, as far as the places of all tell: the verdict on a job that stands still.
+
+A rank that waits in a collective is never blamed for it, nor one that goes on, nor one of which nothing is known. Where
+the evidence does not decide, the verdict says so. Needs no torch.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from .missing_rank import DETAILED, UNPATCHED, MissingRank
+from .rank_groups import UNHEARD, WAITING, RankGroup
+from .rank_state import CALLING, MOVING
+from .rank_text import ELSEWHERE, SILENT, UNANNOUNCED, is_guess, named
+
+_NO_RANK_MOVES = "no rank moves: "
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """level: WARNING where ranks wait, for nothing known to end by itself, and none moves; or where all ranks are in
+    one dead wait or the other. Else INFO. remark: how to read it. lead: what to say first.
+    """
+
+    level: int
+    remark: str
+    groups: tuple[RankGroup, ...]  # the suspects first, and of these the smallest
+    lead: str = ""
+
+    @property
+    def missing(self) -> tuple[MissingRank, ...]:
+        """The suspects, where somebody waits for them, and no other rank moves that they may have waited for."""
+        kinds = {group.kind for group in self.groups}
+        if self.lead or (self.level < logging.WARNING and (WAITING not in kinds or MOVING in kinds)):
+            return ()
+        return tuple(rank for group in self.groups if group.is_suspect for rank in group.missing())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether some rank does."""
+        return any(group.kind in (CALLING, MOVING) for group in self.groups)
+
+    @property
+    def waiting_for_sure(self) -> set[int]:
+        """The ranks in a collective, where that is no guess."""
+        waiting = (group for group in self.groups if group.kind == WAITING and not is_guess(group.collective))
+        return {rank for group in waiting for rank in group.ranks}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a suspect is at what ends by itself."""
+        return any(group.is_suspect and group.activity for group in self.groups)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether some rank waits in a collective, which is no guess, and none is at what ends by itself; or all are
+        in a dead wait."""
+        if self.level < logging.WARNING or self.is_busy:
+            return False
+        return bool(self.lead or self.waiting_for_sure)
+
+    @property
+    def is_sure_at_the_start(self) -> bool:
+        """Whether it holds before the job's first steps too, in which a rank may take any time over anything."""
+        suspects = [group for group in self.groups if group.is_suspect]
+        stand = all(group.sleeps or group.kind != ELSEWHERE for group in suspects)
+        return self.is_certain and stand and not self.lead and not any(group.kind == UNHEARD for group in self.groups)
+
+    def outline(self) -> list[tuple[object, ...]]:
+        """What it says, but for where in their code the ranks are."""
+        return [(group.runs, group.kind, group.collective, group.activity) for group in self.groups]
+
+    def text(self) -> str:
+        """The groups in one line."""
+        suspects = [group for group in self.groups if group.is_suspect]
+        others = [group for group in self.groups if not group.is_suspect]
+        only_collectives = not suspects and len(others) > 1
+        lines = [*(group.text() for group in suspects[:DETAILED]), *_rest(suspects)]
+        lines += [group.text(with_calls=only_collectives) for group in others[:DETAILED]]
+        lines += _rest(others)
+        lines += [UNPATCHED] if any(group.kind == UNANNOUNCED for group in suspects) else []
+        return self.lead + " | ".join([*lines, *([self.remark] if self.remark else [])])
+
+
+def judged(groups: tuple[RankGroup, ...]) -> Verdict:
+    """Who is waited for, as far as the groups tell."""
+    suspects = [group for group in groups if group.is_suspect]
+    waiting = [group for group in groups if group.kind == WAITING]
+    are_guesses = all(is_guess(group.collective) for group in waiting)
+    if any(group.kind == MOVING for group in groups):
+        return Verdict(logging.INFO, "who waits may wait for a rank that goes on" if waiting else "", groups)
+    if waiting and suspects:
+        slow = [group for group in suspects if not group.has_ended]
+        ends_by_itself = bool(slow) and all(group.activity for group in slow)
+        guess = "that they wait is a guess, by a method's name" if are_guesses else ""
+        return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
+    if waiting and any(group.kind == CALLING for group in groups):
+        return Verdict(logging.INFO, "the ranks that wait may have had fewer batches", groups)
+    if waiting:
+        return Verdict(logging.INFO if are_guesses else logging.WARNING, _of_waiting(waiting, groups), groups)
+    if any(group.kind == SILENT for group in suspects):
+        return Verdict(logging.WARNING, "", groups)
+    if suspects and len(suspects) == len(groups) and all(group.sleeps and not group.activity for group in suspects):
+        return Verdict(logging.WARNING, "", groups, _NO_RANK_MOVES)
+    return Verdict(logging.INFO, "no rank is known to wait for another", groups)
+
+
+def _of_waiting(waiting: list[RankGroup], groups: tuple[RankGroup, ...]) -> str:
+    if unheard := sorted(rank for group in groups if group.kind == UNHEARD for rank in group.ranks):
+        return f"where {named(unheard)} {'is' if len(unheard) == 1 else 'are'}, nobody knows"
+    if len({group.collective for group in waiting}) > 1:
+        return "the ranks wait in different collectives; which of them is wrong cannot be told"
+    if len(waiting) > 1:
+        return "the ranks wait at different places; which of them is wrong cannot be told"
+    return "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
+
+
+def _rest(groups: list[RankGroup]) -> list[str]:
+    rest = groups[DETAILED:]
+    ranks = sorted(rank for group in rest for rank in group.ranks)
+    return [f"{len(rest)} more groups: {named(ranks)}"] if rest else []

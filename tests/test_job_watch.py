@@ -1,0 +1,137 @@
+"""Hangs of real NeMo, Lightning and DDP with the checkout on PYTHONPATH and nothing else: none is silent.
+
+Whatever the config is, and whenever it hangs: a line on every rank that can speak, dumps, the page, exit code 83.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreters import CHECKOUT, environment
+from ranks import free_port
+
+from nemo_patches.stall.job_stall import EXIT_CODE
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+STALL_TIMEOUT, STALL_EXIT = 4.0, 6.0
+LINE_S = 5.0  # after stall_timeout, on an idle machine
+ROOM_S = 15.0  # what a busy one may add
+JOB_S = 150  # then its ranks are killed
+LIMITS = {
+    "NEMO_PATCHES_STALL_TIMEOUT": f"{STALL_TIMEOUT:g}",
+    "NEMO_PATCHES_STALL_EXIT": f"{STALL_EXIT:g}",
+    "NEMO_PATCHES_ON_STALL": "sh -c 'cat >> $JOB_FOLDER/page.json'",
+}
+READS = r"rank 1 \(.*\): read_audio \(tests/watched_jobs.py:\d+\)"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """line: what every rank that can speak says; those in `mute` cannot. codes: exit codes that differ from ours."""
+
+    line: str
+    mute: tuple[int, ...] = ()
+    codes: tuple[tuple[int, int], ...] = ()
+    level: str = "WARNING"
+
+
+EXPECTED = {
+    "the flag is false": Expected(READS + r".* \| rank 0 \(.*\): DDP's buffer broadcast, in run \(encoders.py:"),
+    "sync=local": Expected(READS),
+    "no encoder": Expected(READS + r".* \| rank 0 \(.*\): backward, which reduces the gradients, in train \("),
+    "before the first step": Expected(READS + r".* \| rank 0 \(.*\): DDP's buffer broadcast"),
+    "before the second step": Expected(READS + r".* \| rank 0 \(.*\): DDP's second step, which makes its buckets anew"),
+    "a checkpoint on a dead mount": Expected(
+        r"rank 0 \(.*\) writes a checkpoint: .* \| rank 1 \(.*\): barrier, in .*, while saving a checkpoint",
+        level="INFO",
+    ),
+    "all ranks read": Expected(r"no rank moves: ranks 0-1: read_audio \(tests/watched_jobs.py:\d+\)"),
+    "the store's host is gone": Expected(
+        r"rank 0 .*has no heartbeat: its process has gone", (0,), ((0, -signal.SIGKILL),)
+    ),
+    "ports are blocked": Expected(READS),
+    "the root is stopped": Expected(r"rank 0 \(.*\) has no heartbeat: stopped", (0,), ((0, -signal.SIGKILL),)),
+    "an inner rank is stopped": Expected(r"rank 1 \(.*\) has no heartbeat: stopped", (1,), ((1, -signal.SIGKILL),)),
+}
+
+
+class Ended:
+    """A job that is over: its ranks' exit codes, and what they have written."""
+
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.folder, self.codes = folder, codes
+        self.logs = [(folder / f"stderr.{rank}").read_text(errors="replace") for rank in range(len(codes))]
+
+    def stalls(self, rank: int) -> list[str]:
+        return [line for line in self.logs[rank].splitlines() if re.search(r" no (encoder call|step) for ", line)]
+
+    def hang_began(self) -> float:
+        return max(float(file.read_text()) for file in self.folder.glob("hangs.*"))
+
+
+class Server:
+    """tests/watched_jobs.py, with these variables."""
+
+    def __init__(self, dumps: Path, **variables: str) -> None:
+        command = [sys.executable, "-u", str(Path(__file__).parent / "watched_jobs.py")]
+        pipe = subprocess.PIPE
+        all_ = {**LIMITS, "NEMO_PATCHES_DUMP": str(dumps), **variables}
+        self.dumps = dumps
+        self.process = subprocess.Popen(
+            command, env=environment(CHECKOUT, **all_), stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+
+    def run(self, name: str, folder: Path) -> Ended:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([name, free_port(), str(folder), JOB_S]), file=self.process.stdin, flush=True)
+        return Ended(folder, next(json.loads(line) for line in self.process.stdout if line.startswith("[")))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """By what NEMO_PATCHES_SYNC is."""
+    made: dict[str, Server] = {}
+
+    def server(sync: str) -> Server:
+        if sync not in made:
+            made[sync] = Server(tmp_path_factory.mktemp("dumps"), NEMO_PATCHES_SYNC=sync)
+        return made[sync]
+
+    yield server
+    for each in made.values():
+        each.end()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_no_hang_is_silent_whatever_the_config(name: str, servers: Callable[[str], Server], tmp_path: Path) -> None:
+    server, expected = servers("local" if name == "sync=local" else "bounded"), EXPECTED[name]
+    job = server.run(name, tmp_path)
+    speak = [rank for rank in range(len(job.codes)) if rank not in expected.mute]
+    for rank in speak:
+        assert job.stalls(rank), job.logs[rank][-3000:]
+        first = job.stalls(rank)[0]
+        assert f" {expected.level} " in first and re.search(expected.line, first), first
+        after_s = datetime.strptime(first[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() - job.hang_began()
+        assert after_s < STALL_TIMEOUT + LINE_S + ROOM_S, (after_s, first)
+        print(f"{name}: rank {rank} said it after {after_s:.1f} s")
+        assert any(" WARNING " in line for line in job.stalls(rank))
+    codes = dict(expected.codes)
+    assert job.codes == [codes.get(rank, EXIT_CODE) for rank in range(len(job.codes))], "\n".join(job.logs)[-5000:]
+    page: Any = json.loads((job.folder / "page.json").read_text())  # one rank for all
+    assert re.search(expected.line, page["text"]) and page["level"] == "WARNING"
+    pids = [(job.folder / f"pid.{rank}").read_text() for rank in speak]
+    assert all(any(server.dumps.glob(f"rank-*.{pid}.*.jsonl")) for pid in pids), list(server.dumps.iterdir())

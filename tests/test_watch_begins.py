@@ -1,0 +1,150 @@
+"""The watch of the job: what begins it, which processes have none, and what it costs while nobody asks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from interpreters import CHECKOUT, python
+from ranks import run_ranks, stall_monitor, wait_until
+from store_proxy import Proxy, proxy  # noqa: F401  # a fixture
+
+import nemo_patches
+from nemo_patches.stall import subscriber
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+THREAD = "nemo_patches stall monitor"
+THREADS = f"""
+import sys, threading
+{{}}
+print([thread.name for thread in threading.enumerate()].count({THREAD!r}), "nemo_patches.stall" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "variables", "said"),
+    [
+        ("import torch.distributed", {}, "0 False"),
+        ("import lightning.pytorch", {}, "1 True"),
+        ("import lightning.pytorch", {"NEMO_PATCHES_DISABLE": "1"}, "0 False"),
+    ],
+)
+def test_lightning_begins_it_where_the_checkout_is_on_pythonpath(
+    imports: str, variables: dict[str, str], said: str
+) -> None:
+    done = python("-c", THREADS.format(imports), path=(CHECKOUT,), **variables)
+    assert done.stdout.strip() == said, done.stderr
+    assert "nemo_patches" not in done.stderr
+
+
+def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> None:
+    program = THREADS.format("import lightning.pytorch, nemo.collections.asr")
+    done = python("-c", program, path=(CHECKOUT,), NEMO_PATCHES_STALL_TIMEOUT="soon")
+    assert len([line for line in done.stderr.splitlines() if "NEMO_PATCHES_STALL_TIMEOUT='soon'" in line]) == 1
+
+
+FORKED = f"""
+import os, sys, threading, time
+import torch.distributed as dist
+import lightning.pytorch
+from nemo_patches.stall import subscriber
+
+def rank(number):
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=number, world_size=2)
+    end = time.monotonic() + 100
+    while time.monotonic() < end and not ((own := subscriber.monitor()) and own.channel.is_whole):
+        time.sleep(0.01)
+    dist.barrier()
+    os._exit(0 if time.monotonic() < end else 1)
+
+children = [os.fork() or rank(number) for number in range(2)]
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+
+import multiprocessing
+
+def of_a_pool(pipe):
+    end = time.monotonic() + 100
+    while any(one.name == {THREAD!r} for one in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    pipe.send(time.monotonic() < end)
+
+ours, theirs = multiprocessing.Pipe()
+process = multiprocessing.get_context("fork").Process(target=of_a_pool, args=(theirs,), daemon=True)
+process.start()
+print(ours.recv())
+process.join(100)
+"""
+
+
+def test_ranks_that_are_forked_before_their_process_group_have_it_and_a_loaders_workers_do_not(tmp_path: Path) -> None:
+    done = python("-c", FORKED, str(tmp_path / "store"), path=(CHECKOUT,))
+    assert done.stdout.splitlines() == ["[0, 0]", "True"], done.stderr
+
+
+QUIET_S = 3.0
+MOST_OF_A_CORE = 0.01  # 0.002 is what an idle machine shows
+
+
+def stays_quiet(rank: int, size: int, port: int, counter: str) -> tuple[float, int, list[int]]:
+    """The part of a core that the monitor takes; bytes to and from the store, by the proxy; ports that listen."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    nemo_patches.apply()
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    dist.barrier()  # over Gloo's own connections
+    (thread,) = (one for one in threading.enumerate() if one.name == THREAD)
+    time.sleep(1.0)  # requests that were under way
+    before, moved = ran_s(thread), Path(counter).stat().st_size
+    time.sleep(QUIET_S)  # nothing is to happen: that is no event to wait for
+    took, moved = ran_s(thread) - before, Path(counter).stat().st_size - moved
+    listening = listening_ports()
+    dist.barrier()
+    return took / QUIET_S, moved, listening
+
+
+def ran_s(thread: threading.Thread) -> float:
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+
+
+def listening_ports() -> list[int]:
+    """Of this process's own sockets, but torch's: Gloo's pairs listen as well."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            own = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with own:
+            if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                found.append(own.getsockname()[1])
+    return found
+
+
+def test_a_job_that_goes_on_costs_no_request_no_port_and_next_to_no_time(
+    proxy: Proxy,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    counter = tmp_path / "moved"
+    proxy.count_in(counter)
+    without = run_ranks(only_gloo, 2, proxy.port, group=False)
+    results = run_ranks(stays_quiet, 2, proxy.port, str(counter), group=False)
+    for stock, result in zip(without, results, strict=True):
+        share, moved, listening = result.value
+        assert share < MOST_OF_A_CORE
+        assert moved == 0
+        assert len(listening) == len(stock.value)  # Gloo's
+
+
+def only_gloo(rank: int, size: int, port: int) -> list[Any]:
+    store = dist.PrefixStore("stock", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.barrier()
+    return listening_ports()
