@@ -1,0 +1,99 @@
+"""The one judge: who is waited for, by the collectives that each rank has entered. Needs no torch.
+
+Every source (places of a running job, stacks, Flight Recorder dumps, watchdogs' lines, RAS, traces) becomes Seats. What
+is odd about a source, its reader tells by leaving a rank out.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+# Ids of verdicts.
+MISSING = "missing-rank"  # others are in a collective that these ranks have not entered
+OUT_OF_STEP = "out-of-step"  # ranks are in unlike collectives of the same number
+SIZES = "sizes-differ"  # likewise, in alike ones of unlike sizes
+CROSSED = "crossed-groups"  # each that has not entered one waits in another group's
+ALL_IN = "all-in"  # all are in the same one, and nobody has come out
+OLDER = "older"  # the records were not made at one time: someone has come out of it
+
+_ANY_SIZE = ("coalesced", "alltoall", "gather", "scatter", "send", "recv")  # of these, ranks may give unlike sizes
+
+
+class Seat(NamedTuple):
+    """One collective that a rank has entered.
+
+    number: of its group, rising by one. kind, size: empty where not known; both are compared as they are. done: the
+    rank has come out of it, or given it up. completed: all ranks had entered it.
+    """
+
+    rank: int
+    group: str
+    number: int
+    kind: str = ""
+    size: str = ""
+    done: bool = False
+    completed: bool = False
+
+
+class Judgement(NamedTuple):
+    """accused: nobody, where the seats do not decide. waiting: who is in `seat`, as far as is known."""
+
+    id: str
+    accused: tuple[int, ...]
+    waiting: tuple[int, ...]
+    seat: Seat
+
+
+def judge(
+    seats: Iterable[Seat], members: Mapping[str, Iterable[int]], begins: Mapping[tuple[str, int], int] | None = None
+) -> list[Judgement]:
+    """For each group the first collective in which its ranks are not alike; the groups in the order of their names.
+
+    members: by group the ranks of which anything is known. begins: by group and rank the number from which on its
+    record is whole, where that is not the first one in it.
+    """
+    of_group: dict[str, dict[int, dict[int, Seat]]] = {
+        group: {rank: {} for rank in ranks} for group, ranks in sorted(members.items())
+    }
+    pending: dict[int, set[str]] = defaultdict(set)  # by rank the groups in whose collectives it is
+    for seat in seats:
+        of_group[seat.group][seat.rank][seat.number] = seat
+        if not seat.done:
+            pending[seat.rank].add(seat.group)
+    found = [one for group, ranks in of_group.items() if (one := _of_group(group, ranks, begins or {}))]
+    missing = [one for one in found if one.id == MISSING]
+    return [_spared(one, missing, pending) if one.id == MISSING else one for one in found]
+
+
+def _of_group(
+    group: str, entered: Mapping[int, Mapping[int, Seat]], begins: Mapping[tuple[str, int], int]
+) -> Judgement | None:
+    if len(entered) < 2:
+        return None
+    tops = {rank: max(of_rank, default=-1) for rank, of_rank in entered.items()}
+    firsts = (begins.get((group, rank), min(of_rank)) for rank, of_rank in entered.items() if of_rank)
+    first = max(firsts, default=0)
+    for number in sorted({number for of_rank in entered.values() for number in of_rank if number >= first}):
+        there = {rank: of_rank[number] for rank, of_rank in entered.items() if number in of_rank}
+        some, who = next(iter(there.values())), tuple(sorted(there))
+        if len({seat.kind for seat in there.values()} - {""}) > 1:
+            return Judgement(OUT_OF_STEP, (), who, some)
+        sizes = {seat.size for seat in there.values()} - {""}
+        if len(sizes) > 1 and not any(word in some.kind.lower().replace("_", "") for word in _ANY_SIZE):
+            return Judgement(SIZES, (), who, some)
+        if absent := tuple(sorted(rank for rank, top in tops.items() if top < number)):
+            is_older = any(seat.completed for seat in there.values())
+            return Judgement(OLDER if is_older else MISSING, () if is_older else absent, who, some)
+    last = max(tops.values())
+    stuck = [of_rank[last] for of_rank in entered.values() if last in of_rank and not of_rank[last].done]
+    return Judgement(ALL_IN, (), tuple(sorted(entered)), stuck[0]) if len(stuck) == len(entered) else None
+
+
+def _spared(one: Judgement, missing: list[Judgement], pending: Mapping[int, set[str]]) -> Judgement:
+    """Who waits in a collective of another group is not to blame."""
+    waits = {rank for other in missing if other is not one for rank in other.waiting}
+    accused = tuple(rank for rank in one.accused if rank not in waits and not pending[rank] - {one.seat.group})
+    return one._replace(id=MISSING if accused else CROSSED, accused=accused)

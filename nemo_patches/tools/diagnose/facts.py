@@ -1,0 +1,122 @@
+"""Facts: what one source tells of one rank, with where it says so. Readers return these and judge nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose.findings import Finding, RankSummary
+
+# How a rank's process ended, or is held up. The first two explain what other ranks say after them.
+RAISED = "raised"  # an exception of its own, or a CUDA error; one that nobody else brought about
+KILLED = "killed"  # a signal but SIGTERM, SIGINT, SIGHUP and SIGABRT; or for want of memory
+STOPPED = "stopped"  # state T: SIGSTOP, Ctrl-Z
+TRACED = "traced"  # a debugger holds it
+ENDED = "ended"  # its interpreter came to its end, or it left its process group
+GONE = "gone"  # it is there no more, and how it ended is not known
+FAILED = "failed"  # its launcher tells an exit code, which may be that of a rank that waited
+WAITED = "waited"  # a collective's time-out, a closed connection, the store's: another rank is the reason
+TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
+RUNS = "runs"  # it is there
+UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
+
+
+@dataclass(frozen=True)
+class Fate:
+    """text: "ValueError: stack expects each tensor...", "SIGKILL", "Timed out waiting 1800000 ms". where: the innermost
+    frames of the user's own code, as in a Place. details: lines that show it, such as a traceback's last.
+    """
+
+    kind: str
+    text: str = ""
+    where: str = ""
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's training thread is: it explains, and accuses nobody.
+
+    where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, as a stall report calls it; empty: in
+    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: as stall/rank_text.py has
+    them, or facts' own. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python
+    frames, outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)".
+    """
+
+    where: str = ""
+    collective: str = ""
+    caller: str = ""
+    activity: str = ""
+    worker: str = ""
+    details: tuple[str, ...] = ()
+    way: tuple[str, ...] = ()
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def seat(self) -> str:
+        """What makes two ranks' waits the same."""
+        return f"{self.collective} of {self.caller}" if self.caller else self.collective
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Whether it went on between two looks. by: "i of train went from 55 to 99". still_s: so long it has not."""
+
+    moved: bool
+    by: str = ""
+    still_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """That it is a rank of the job. world_size: 0 where not told. whole_job_here: all ranks are of this host."""
+
+    world_size: int = 0
+    pid: int = 0
+    job: str = ""
+    launch: str = ""
+    whole_job_here: bool = False
+
+
+Value: TypeAlias = Seat | Fate | Place | Motion | Member
+
+
+@dataclass(frozen=True)
+class Fact:
+    """cite: printed as it is: "train.log:4711", "rank 3's dump", "node7, pid 4711".
+
+    at: seconds since 1970 by the clock of `host`, 0 where not told; compared only with the same host's. own: its own
+    process or the kernel says it; False: another rank, or the launcher, does.
+    """
+
+    rank: int
+    value: Value
+    cite: str
+    at: float = 0.0
+    host: str = ""
+    own: bool = True
+
+
+@dataclass
+class Evidence:
+    """All facts of a job, and what else its sources tell.
+
+    groups: by process group, as Seats name it, its ranks of which anything is known; begins: by group and rank from
+    which number on its record is whole. world_size: 0 where nothing tells it. findings: of what is no hang (a source's
+    own: stragglers, settings that differ). looked_for: what was looked for in files that told nothing.
+    """
+
+    facts: list[Fact] = field(default_factory=list)
+    groups: dict[str, set[int]] = field(default_factory=dict)
+    begins: dict[tuple[str, int], int] = field(default_factory=dict)
+    world_size: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    ranks: list[RankSummary] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    earlier: list[str] = field(default_factory=list)
+    looked_for: list[str] = field(default_factory=list)
+    moving: bool = False
+    runs: bool = False
