@@ -31,7 +31,8 @@ from nemo_patches.tools.diagnose.facts import (
     Motion,
     Place,
 )
-from nemo_patches.tools.diagnose.places import LOADER, LOCK, is_library, place, trunk
+from nemo_patches.tools.diagnose.places import is_library, place, trunk
+from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
 
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
 _MOST_FRAMES, _MOST_THREADS, _MOST_DUMPS = 300, 200, 1 << 17  # dumps: of a file
@@ -211,7 +212,8 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
         details += more
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
-    if not found.collective and share is not None and share > _BUSY_SHARE:
+    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
+    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
         details.append(f"it computes ({100 * share:.0f} % of a core)")
     return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
 
@@ -230,7 +232,7 @@ def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
 
 
 def _workers(last: Sample) -> tuple[str, list[str]]:
-    """Of a rank that waits for its data loader: where its worker is, and each place that workers are at."""
+    """Of a rank that waits for its data loader: where its worker is, and where others are."""
     pids_by_text: dict[str, list[int]] = {}
     died = [sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)]
     for sample in last.workers:
@@ -244,15 +246,11 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
             continue  # it waits for work
         at = f", at {safe(sample.file, 200)}" if sample.file else ""
         pids_by_text.setdefault(f"{place(inside).where}{at}", []).append(sample.pid)
-    details = [
-        f"its data loader's worker{'s' if len(pids) > 1 else ''} (pid {', '.join(map(str, pids[:4]))}): {text}"
-        for text, pids in pids_by_text.items()
-    ]
-    details += [f"its data loader's worker (pid {pid}) has died" for pid in died]
-    if died:
-        return f"its worker (pid {died[0]}) has died", details
-    text, pids = next(iter(pids_by_text.items()), ("", [0]))
-    return (f"its worker (pid {pids[0]}) is in {text}" if text else ""), details
+    told = [f"its worker (pid {pid}) has died" for pid in died]
+    for text, pids in pids_by_text.items():
+        many = f"s (pids {', '.join(map(str, pids[:4]))}) are" if len(pids) > 1 else f" (pid {pids[0]}) is"
+        told.append(f"its worker{many} in {text}")
+    return told[0] if told else "", told[1:]
 
 
 def _inside_worker(frames: Sequence[Frame]) -> tuple[Frame, ...] | None:
