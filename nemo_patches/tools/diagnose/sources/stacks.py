@@ -195,7 +195,7 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     main = last.main or Thread()
     is_in_futex = last.wait_channel.startswith("futex")
     found = place(main.frames, main.calls, is_in_futex, last.has_gpu)
-    found = replace(found, counters=dict(main.counters))
+    found = replace(found, counters=dict(main.counters), loops=dict(main.loops))
     details, worker = list[str](), ""
     stays = motion is not None and not motion.moved
     share = _share_of_core(samples)
@@ -433,7 +433,6 @@ def _of_json(content: bytes, name: str) -> _Dump | None:
         for frame in reversed(thread.frames[:_MOST_FRAMES]):
             for variable in frame.locals or ():
                 stack.counters |= counter(frame.name, frame.filename, variable.name, variable.repr or "")
-        stack.counters.pop("i of _wrap (spawn.py)", None)
         dump.stacks.append(stack)
     return dump if dump.stacks else None
 
@@ -556,7 +555,7 @@ def _of_dumped(rank: int, dumps: Sequence[_Dump]) -> Iterator[Fact]:
         yield Fact(rank, Member(pid=last.pid), last.cite)
     if main.kind != _FAULT:  # faulthandler writes when a process ends, too
         yield Fact(rank, Fate(RUNS), last.cite)
-    yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS]), counters=main.counters), last.cite)
+    yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS])), last.cite)
     before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.kind == main.kind), None)
     if before is not None:
         by = _went_on(before.main, main)
