@@ -1,0 +1,1 @@
+"""Readers: one for each source; they return facts and judge nothing."""
