@@ -19,12 +19,14 @@ from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
 
+LOOKED_FOR = 'Flight Recorder dumps: pickles, or JSON with "entries" or "pg_config"'
 _RANK_IN_NAME = re.compile(r"(\d{1,7})(?:\.\w{1,10})?$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _MOST_FILES, _MOST_ENTRIES, _MOST_FRAMES, _MOST_GROUPS = 10_000, 1_000_000, 64, 4096
 _OWN_FRAMES = 3
 _P2P = re.compile(r"\w+:(?:send|recv)\b")  # torch 2.3 has no is_p2p
 _GLOO = "gloo:"  # how the names of its collectives begin; its recorder never tells that one is completed
+_DEFAULT_GROUPS = ("0", "")
 _KEYS = (b'"entries"', b'"pg_config"', b'"comm_lib_version"')
 
 
@@ -63,8 +65,8 @@ def read(files: list[Path], evidence: Evidence) -> None:
         if dump.rank in dumps:
             evidence.problems.append(f"{safe(file.name)}: another dump of rank {dump.rank}")
         dumps.setdefault(dump.rank, dump)
-    members = {rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks} | dumps.keys()
-    evidence.world_size = max(evidence.world_size, max(members, default=-1) + 1)
+    of_all = (len(dump.groups.get(name, ())) for dump in dumps.values() for name in _DEFAULT_GROUPS)
+    evidence.world_size = max(evidence.world_size, *of_all, 0)
     for dump in dumps.values():
         evidence.facts.append(Fact(dump.rank, Member(evidence.world_size), dump.cite, host=dump.host))
     seats = {rank: _by_group(dump) for rank, dump in dumps.items()}
@@ -98,7 +100,9 @@ def _groups(
     for name in sorted({name for of_rank in seats.values() for name in of_rank}):
         told = {ranks for dump in dumps.values() if (ranks := dump.groups.get(name))}
         unknown = [
-            rank for rank in dumps if not any(rank in ranks for ranks in told) and (name == "0" or name in seats[rank])
+            rank
+            for rank in dumps
+            if not any(rank in ranks for ranks in told) and (name == _DEFAULT_GROUPS[0] or name in seats[rank])
         ]
         groups += [(name, sorted(ranks & dumps.keys())) for ranks in sorted(told, key=sorted)]
         if len(told) == 1:

@@ -33,6 +33,7 @@ _MOST_BYTES = 1 << 22
 _MOST_RANKS = 1 << 17
 _BEGINS = "Job summary"
 _TABLE = "Communicators..."
+LOOKED_FOR = f"answers of NCCL's RAS, by their lines {_BEGINS!r} and {_TABLE!r}"
 _WANTED = f"looked for RAS's lines {_BEGINS!r} and {_TABLE!r}"
 _ALLOWED = f"HOST or HOST:PORT is wanted, the port is {_PORT} by default; or a file with what ncclras has printed"
 _AGAIN = "Ask again in a while; if the numbers are the same, look at the ranks with the smaller one."
@@ -108,23 +109,44 @@ def read(files: list[Path], evidence: Evidence) -> None:
     """Files with what ncclras has printed, once or, better, twice with some time between."""
     for file in files:
         try:
-            text = _content(file).decode("utf-8", "replace").replace("\r\n", "\n")
-            _add([_BEGINS + answer for answer in text.split(_BEGINS)[1:]], safe(file.name), evidence)
-        except (OSError, UnreadableError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            evidence.problems.append(f"{safe(file.name)}: {why}")
+            _read(file, evidence)
+        except UnreadableError as error:
+            evidence.problems.append(f"{safe(file.name)}: {error}")
 
 
-def ask(address: str, evidence: Evidence, sleep: Callable[[float], None] = time.sleep) -> None:
-    """The RAS of a process at HOST or HOST:PORT; where counts differ, asked twice. Raises UnreadableError."""
-    host, colon, port = address.rpartition(":") if address.count(":") == 1 or "]" in address else (address, "", "")
+def ask(given: str, evidence: Evidence, sleep: Callable[[float], None] = time.sleep) -> None:
+    """The value of --ras: a file, or HOST or HOST:PORT of a process, which is asked twice where counts differ.
+
+    Raises UnreadableError.
+    """
+    try:
+        if os.path.isfile(given) or "/" in given:
+            _read(Path(given), evidence)
+            return
+        host, port = _host_and_port(given)
+        answers = [_answer(host, port)]
+        if "MISMATCH" in answers[0]:
+            sleep(_AGAIN_AFTER.total_seconds())
+            answers.append(_answer(host, port))
+        _add(answers, f"RAS at {safe(given)}", evidence)
+    except UnreadableError as error:
+        raise UnreadableError(f"--ras={safe(given, 100)}: {error}; {_ALLOWED}") from error
+
+
+def _read(file: Path, evidence: Evidence) -> None:
+    try:
+        text = _content(file).decode("utf-8", "replace").replace("\r\n", "\n")
+    except OSError as error:
+        raise UnreadableError(str(error.strerror)) from error
+    _add([_BEGINS + answer for answer in text.split(_BEGINS)[1:]], safe(file.name), evidence)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    has_port = address.count(":") == 1 or "]" in address
+    host, colon, port = address.rpartition(":") if has_port else (address, "", "")
     if (colon and not is_port(port)) or not host.strip("[]"):
-        raise UnreadableError(f"--ras={safe(address, 100)}: {_ALLOWED}")
-    answers = [_answer(address, host.strip("[]"), int(port or _PORT))]
-    if "MISMATCH" in answers[0]:
-        sleep(_AGAIN_AFTER.total_seconds())
-        answers.append(_answer(address, host.strip("[]"), int(port or _PORT)))
-    _add(answers, f"RAS at {safe(address)}", evidence)
+        raise UnreadableError("no address")
+    return host.strip("[]"), int(port or _PORT)
 
 
 def _content(path: Path) -> bytes:
@@ -141,7 +163,7 @@ def _content(path: Path) -> bytes:
     return data
 
 
-def _answer(address: str, host: str, port: int) -> str:
+def _answer(host: str, port: int) -> str:
     end, data = time.monotonic() + _LIMIT.total_seconds(), b""
     try:
         with socket.create_connection((host, port), 5.0) as client:
@@ -153,11 +175,10 @@ def _answer(address: str, host: str, port: int) -> str:
                 data += more
     except (OSError, UnicodeError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else "no host can have that name"
-        hint = f"RAS is in NCCL from 2.24, unless NCCL_RAS_ENABLE=0; {_ALLOWED}"
-        raise UnreadableError(f"--ras={address}: {why}; {hint}") from error
+        raise UnreadableError(f"{why}; RAS is in NCCL from 2.24, unless NCCL_RAS_ENABLE=0") from error
     text = data.decode("utf-8", "replace")
     if _BEGINS not in text or _TABLE not in text:
-        raise UnreadableError(f"--ras={address}: what answers is not NCCL's RAS, or has not told all; {_WANTED}")
+        raise UnreadableError(f"what answers is not NCCL's RAS, or has not told all; {_WANTED}")
     return text
 
 
