@@ -124,4 +124,4 @@ def test_a_regular_trace_is_taken_in_runs(monkeypatch: pytest.MonkeyPatch) -> No
     written = [record for record in regular(random.Random(0), 200) if not isinstance(record, records.Memory)]
     trace = read([records.encode(encoder(1)), *map(records.encode, written)], 10**6)
     assert (trace.tracks[1].last, trace.damage) == (200, "")
-    assert sum(singly) == 1  # the encoder
+    assert sum(singly) < len(written) / 10
