@@ -1,0 +1,1 @@
+"""Readers, one a source: each returns facts with citations, and judges nothing."""
