@@ -70,7 +70,7 @@ def process_end(trace: RankTrace) -> ProcessEnd:
     return ProcessEnd(error=safe(error), waited=waited, timed_out=waited and _TIMED_OUT.search(error) is not None)
 
 
-def is_of_a_collective(kind: str, message: str) -> bool:
+def is_of_a_collective(kind: str, message: str, traceback: str = "") -> bool:
     """Whether an exception is that of a rank which waited for others."""
     if _OWN_FAULT.search(message):
         return False
