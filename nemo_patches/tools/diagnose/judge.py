@@ -35,6 +35,7 @@ from nemo_patches.tools.diagnose.facts import (
     SILENT,
     STOPPED,
     STUCK,
+    TERMINATED,
     TRACED,
     UNREADABLE,
     UNSEEN,
@@ -51,6 +52,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     cited,
     evidence_of,
     finding,
+    is_for_memory,
     killed,
     kind_of_absent,
     raised,
@@ -191,9 +193,11 @@ def _causes(case: _Case) -> list[Finding]:
         alike = [fact.rank for fact in facts if _kind(fact) == RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in case.accounts.items() if rank not in alike]
         found.append(raised([case[rank] for rank in sorted(alike)], first, others[:4]))
-    of_kill = [case[fact.rank] for fact in firsts if _kind(fact) == KILLED]
-    if of_kill:
-        found.append(killed(of_kill, [one for one in case.accounts.values() if one not in of_kill][:4]))
+    of_kill = [fact for fact in firsts if _kind(fact) == KILLED]
+    for some in ([fact for fact in of_kill if is_for_memory(fact)], [f for f in of_kill if not is_for_memory(f)]):
+        if some:
+            others = [one for one in case.accounts.values() if one.fate not in some]
+            found.append(killed([case[fact.rank] for fact in some], some, others[:4]))
     return found
 
 
@@ -540,7 +544,8 @@ def _collective_of(waited: list[Account], case: _Case) -> tuple[str, str]:
     """What they waited in, if that is the same for all of which it is known; and what to do then."""
     facts = [fact for one in waited for fact in one.seats if isinstance(fact.value, Seat) and fact.value.kind]
     if not facts:
-        return "for others", ""
+        told = waited[0].fate_value.text if waited else ""
+        return f"for others ({told})" if told else "for others", ""
     seat = _most_told(facts)
     if len({fact.value.group for fact in facts if isinstance(fact.value, Seat)}) > 1:
         return "in collectives of several groups", ""
@@ -565,7 +570,7 @@ def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Findi
     facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in (FAILED, ABORTED)]
     firsts = [fact for fact in first_of(facts) if not fact.own]
     if not firsts:
-        return ()
+        return () if of_ranks_that_waited else _ended_by_others(case)
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]
     assert isinstance(first.value, Fate)
@@ -577,3 +582,13 @@ def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Findi
     if may_have_waited := _kind(first) == ABORTED or of_ranks_that_waited:
         text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
     return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, case[ranks[0]]),)
+
+
+def _ended_by_others(case: _Case) -> tuple[Finding, ...]:
+    facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) == TERMINATED and not fact.own]
+    if not facts:
+        return ()
+    text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record tells of "
+    text += "a failure before: a user, the scheduler, or another host's launcher ended the job."
+    lines = [cited(fact, fact.value.text) for fact in facts[:8] if isinstance(fact.value, Fate)]
+    return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

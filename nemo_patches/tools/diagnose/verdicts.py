@@ -240,20 +240,52 @@ def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) 
     ranks = [account.rank for account in accounts]
     where = f" in {inner(first.value.where)}" if first.value.where else ""
     evidence = [*first.value.details, *_cited(accounts), *_cited(others)]
-    return finding(ids.EXCEPTION, f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].", ranks, evidence)
+    return finding(
+        ids.EXCEPTION,
+        f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].",
+        ranks,
+        evidence,
+        next_step=_cure_of(first.value.text),
+    )
 
 
-def killed(accounts: Sequence[Account], others: Sequence[Account]) -> Finding:
+def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[Account]) -> Finding:
+    """facts: of each account the one that tells of it."""
+    first = facts[0]
+    assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
-    fate = accounts[0].fate_value
     at = accounts[0].place_value.where
-    how = f" ({fate.text})" if fate.text else ""
+    how = f" ({first.value.text})" if first.value.text else ""
     was = "was" if len(ranks) == 1 else "were"
     place = f", in {inner(at)}" if at else ""
-    cite = f" [{accounts[0].fate.cite}]" if accounts[0].fate is not None else ""
-    text = f"{who(ranks)} {was} killed{how}{place}{cite}."
-    kind = ids.OUT_OF_MEMORY if accounts[0].fate_value.text.startswith(FOR_MEMORY) else ids.KILLED
-    return finding(kind, text, ranks, [*_cited(accounts), *_cited(others)], accounts[0])
+    text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
+    kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
+    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *_cited(others)]
+    return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
+
+
+def is_for_memory(fact: Fact) -> bool:
+    """Whether it tells of a kill for want of memory."""
+    return _text_of(fact).startswith(FOR_MEMORY)
+
+
+def _text_of(fact: Fact) -> str:
+    return fact.value.text if isinstance(fact.value, Fate) else ""
+
+
+def _cure_of(error: str) -> str:
+    """What helps against an error that says so itself."""
+    return next((step for words, step in _CURES if words in error), "")
+
+
+_CURES = (
+    (
+        "shared memory",
+        "Give the container more shared memory (`docker run --shm-size`, /dev/shm), or the data loader fewer workers.",
+    ),
+    ("Bus error", "A full /dev/shm ends a process so: give the container more (`docker run --shm-size`)."),
+    ("Duplicate GPU", "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK), CUDA_VISIBLE_DEVICES."),
+)
 
 
 def title_of(seat: Seat) -> str:
