@@ -9,6 +9,7 @@ import numpy as np
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
 from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
@@ -75,6 +76,9 @@ def diagnose(job: Job) -> Report:
         skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
         findings += [skipped.finding] if skipped else []
         waiting = skipped.waiting if skipped else frozenset[int]()
+        if accumulation := unlike_accumulation(case):
+            findings += accumulation
+            waiting = frozenset(case.endings)
         hanging += [unlike_backwards(case, hang) for hang in hangs(case, set(explained) | waiting)]
         findings += [*sync_ended(case), *incidents(case)]
     gpus = gpu_utilisation(job)

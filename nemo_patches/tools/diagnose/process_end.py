@@ -17,7 +17,7 @@ _WAITED = re.compile(
 )
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _OWN_FAULT = re.compile(r"out of memory|device-side assert|illegal memory access|no kernel image")
-_BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
+BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
 _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Terminated")  # by the SIGTERM to all
 _FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
@@ -64,7 +64,7 @@ def process_end(trace: RankTrace) -> ProcessEnd:
         in_good_order = trace.end is not None and not trace.end.exit_code
         return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
     kind = error.partition(":")[0]
-    if kind in _BY_HAND or _ENDED_WITH_IT.search(error):
+    if kind in BY_HAND or _ENDED_WITH_IT.search(error):
         return ProcessEnd(error=safe(error), terminated=True)
     waited = is_of_a_collective(kind, error)
     return ProcessEnd(error=safe(error), waited=waited, timed_out=waited and _TIMED_OUT.search(error) is not None)
