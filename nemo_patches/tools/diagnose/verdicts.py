@@ -1,0 +1,299 @@
+"""The table of verdicts: for each id its text and what to do, whatever the source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nemo_patches.stall.judge import Seat
+from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.accounts import Account
+from nemo_patches.tools.diagnose.facts import (
+    CUT,
+    ENDED,
+    FAILED,
+    GONE,
+    KILLED,
+    RAISED,
+    SILENT,
+    STOPPED,
+    TERMINATED,
+    TRACED,
+    UNSEEN,
+    Fact,
+    Fate,
+)
+from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
+
+# Activities beside those of stall/rank_text.py; a stack's reader tells them.
+LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
+
+_MOST_RANKS = 64  # of a finding
+_MOST_EVIDENCE = 12
+_MOST_PLACES = 3  # that a sentence tells
+_LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
+
+_DOES = {
+    LOADER: "it waits for its data loader",
+    LOCK: "it waits for a lock or a thread of its own",
+    CHECKPOINT: "it writes a checkpoint",
+    DEBUGGER: "it is in a debugger",
+    COMPILATION: "it compiles",
+    EXPORT: "it exports a model",
+    ENDING: "its script has come to its end",
+}
+_NEXT_STEPS = {
+    ids.STOPPED: "`kill -CONT {pid}` on {host}, once you know who stopped it.",
+    ids.TRACED: "Detach the debugger from process {pid} on {host}.",
+    ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
+    "stderr; the job cannot go on without it.",
+    ids.OUT_OF_MEMORY: "Give the job more host memory, or use less: data loader workers, caches, pinned memory. Which "
+    "process was killed, the host's `dmesg` tells; ranks that time out after it waited for it.",
+    ids.ENDED: "Look at the end of this rank's stderr for an error; if there is none, it had fewer batches: make their "
+    "number equal on all ranks (drop_last, DistributedSampler).",
+    ids.EXCEPTION: "Mend what the traceback shows; the other ranks only waited for this one.",
+    ids.SILENT: "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
+    "shows a thread that holds Python's lock.",
+    ids.MISSING_RANK: "Look at what it does there; on {host}, with C frames: `py-spy dump --native --pid {pid}`. Then "
+    "its data, a checkpoint, the end of its stderr.",
+    ids.OUT_OF_STEP: "One rank has made a collective more or fewer: look for uneven batches, and for code that only "
+    "some ranks run. nemo_patches helps where the one too many is the encoder's length sync (uneven evaluation).",
+    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a "
+    "collective that only some ranks call.",
+    ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
+    "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
+    ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
+    "broadcast meets positional encodings of different sizes: nemo_patches keeps their shapes equal.",
+    ids.CROSSED: "Look for the ranks of which nothing is here, and for code that makes collectives of several groups "
+    "in an order that depends on the rank.",
+    ids.ALL_IN: "No rank is missing: look at the network and the GPUs (NCCL_DEBUG=INFO); Flight Recorder dumps "
+    "(TORCH_FR_BUFFER_SIZE=2000) tell which call each rank is in.",
+    ids.NO_RANK_MOVES: "They wait for something outside: a server, a file, a lock. Look at the place.",
+    ids.NOT_SEEN: "Collect on every host of the job (`nemo-patches stacks --json > $(hostname).json`), and give the "
+    "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
+    ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
+    "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
+    ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
+    ids.NOT_ENOUGH: "Give what there is of all ranks, taken while the job hangs: `nemo-patches stacks --json`, traces, "
+    "dumps, every rank's stderr.",
+}
+_SEVERITIES = {ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What the others wait in. title: for a person. seat: where records with numbers tell who has entered it."""
+
+    ranks: tuple[int, ...]
+    title: str
+    still_s: float | None = None
+    seat: Seat | None = None
+
+
+def finding(
+    kind: str,
+    text: str,
+    ranks: Iterable[int] = (),
+    evidence: Iterable[str] = (),
+    of: Account | None = None,
+    severity: str = "",
+    next_step: str = "",
+) -> Finding:
+    """One of the table. of: whose process and host the next step names."""
+    pid, host = (of.member_value.pid or "PID", of.host or "its host") if of is not None else ("PID", "its host")
+    return Finding(
+        id=kind,
+        severity=severity or _SEVERITIES.get(kind, CRITICAL),
+        ranks=tuple(ranks)[:_MOST_RANKS],
+        text=capital(text),
+        next_step=(next_step or _NEXT_STEPS[kind]).format(pid=pid, host=host),
+        evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
+    )
+
+
+def kind_of_absent(account: Account) -> str:
+    """The id for a rank that others wait for."""
+    return {
+        STOPPED: ids.STOPPED,
+        TRACED: ids.TRACED,
+        RAISED: ids.EXCEPTION,
+        KILLED: ids.KILLED,
+        GONE: ids.KILLED,
+        ENDED: ids.ENDED,
+        SILENT: ids.SILENT,
+    }.get(account.fate_kind, ids.MISSING_RANK)
+
+
+def absent(kind: str, accounts: Sequence[Account], wait: Wait | None, remark: str = "") -> Finding:
+    """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
+    ranks = [account.rank for account in accounts]
+    have = "has" if len(ranks) == 1 else "have"
+    head = named(ranks)
+    if wait is not None:
+        head += f" {have} not entered {wait.title}, which {named(wait.ranks)} {_are_in(wait)}"
+    doings: dict[str, list[int]] = {}
+    for account in accounts:
+        if text := doing(account):
+            doings.setdefault(text, []).append(account.rank)
+    several = len(doings) > 1
+    told = "; ".join(
+        f"rank {ranks_there[0]}: {text}"
+        if several and len(ranks_there) == 1
+        else f"{named(ranks_there)}: {text}"
+        if several
+        else text
+        if len(ranks) == 1
+        else _plural(text)
+        for text, ranks_there in list(doings.items())[:_MOST_PLACES]
+    )
+    text = f"{head}{': ' if told else ''}{told}.{f' {remark}' if remark else ''}"
+    return finding(kind, text, ranks, _cited(accounts), accounts[0])
+
+
+def doing(account: Account) -> str:
+    """What is known of a rank that others wait for: how it ended, or where it is."""
+    fate, place = account.fate_value, account.place_value
+    if fate.kind in _ENDS:
+        more = f", {fate.text}" if fate.text else ""
+        at = f"; last seen in {inner(place.where)}" if place.where else ""
+        return f"{_ENDS[fate.kind]}{more}{at}"
+    spot = place.worker or inner(place.where)
+    if place.activity in _DOES:
+        text = _DOES[place.activity] + (f": {spot}" if spot and place.activity != ENDING else "")
+    else:
+        text = f"it is in {spot}" if spot else ""
+    details = [detail for detail in place.details if detail not in text]
+    return "; ".join([*([text] if text else []), *details[:3]])
+
+
+_ENDS = {
+    STOPPED: "it is stopped (state T, SIGSTOP or Ctrl-Z)",
+    TRACED: "a debugger holds it",
+    RAISED: "it raised an exception",
+    KILLED: "it was killed",
+    GONE: "it was killed or crashed: no record tells of its end",
+    ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
+    FAILED: "its launcher saw it fail",
+    SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
+    UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
+    TERMINATED: "somebody ended it",
+}
+
+
+def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) -> Finding:
+    """An exception that ended ranks. first: the one that is told."""
+    assert isinstance(first.value, Fate)
+    ranks = [account.rank for account in accounts]
+    where = f" in {inner(first.value.where)}" if first.value.where else ""
+    evidence = [*first.value.details, *_cited(accounts), *_cited(others)]
+    return finding(ids.EXCEPTION, f"{named(ranks)} raised {first.value.text}{where} [{first.cite}].", ranks, evidence)
+
+
+def killed(accounts: Sequence[Account], others: Sequence[Account]) -> Finding:
+    ranks = [account.rank for account in accounts]
+    fate = accounts[0].fate_value
+    at = accounts[0].place_value.where
+    how = f" ({fate.text})" if fate.text else ""
+    was = "was" if len(ranks) == 1 else "were"
+    place = f", in {inner(at)}" if at else ""
+    cite = f" [{accounts[0].fate.cite}]" if accounts[0].fate is not None else ""
+    text = f"{named(ranks)} {was} killed{how}{place}{cite}."
+    return finding(ids.KILLED, text, ranks, [*_cited(accounts), *_cited(others)], accounts[0])
+
+
+def title_of(seat: Seat) -> str:
+    """A numbered collective, for a person; without a number where that is below 0."""
+    kind = seat.kind or "a collective"
+    size = f" {seat.size}" if seat.size.startswith("[") else f" of {seat.size}" if seat.size else ""
+    number = f", number {seat.number} of group {seat.group}" if seat.number >= 0 else ""
+    return f"{kind}{size}{number}"
+
+
+def same_kind(one: str, other: str) -> bool:
+    """Whether two sources may speak of the same collective: "nccl:all_reduce", "ALLREDUCE", "all_reduce of ..."."""
+    first, second = (re.sub(r"[^a-z]", "", text.lower().rpartition(":")[2]) for text in (one, other))
+    return bool(first and second) and (first.startswith(second) or second.startswith(first) or second in first)
+
+
+def inner(where: str) -> str:
+    """The innermost two places, of which the first may be a library's."""
+    return " < ".join(where.split(" < ")[:2])
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def cited(fact: Fact, text: str) -> str:
+    """One line of evidence."""
+    return f"rank {fact.rank} [{fact.cite}]: {text}"
+
+
+def _cited(accounts: Iterable[Account]) -> Iterable[str]:
+    """What is known of each, with where it is said."""
+    for account in accounts:
+        fate = account.fate
+        if fate is not None and account.fate_kind in (*_ENDS, CUT, "waited"):
+            text = account.fate_value.text
+            consequence = ": a consequence, it waited" if account.fate_kind in (CUT, "waited") else ""
+            yield cited(
+                fate,
+                f"{_FATES.get(account.fate_kind, account.fate_kind)}{consequence}" + (f" ({text})" if text else ""),
+            )
+        if account.place is not None:
+            yield cited(account.place, f"{_where(account)}{_when(account)}")
+
+
+_FATES = {CUT: "a connection closed", "waited": "a time-out", GONE: "no record of its end"}
+
+
+def evidence_of(accounts: Iterable[Account]) -> list[str]:
+    """A line for each group of ranks that are at one place, the smallest group first."""
+    groups: dict[tuple[str, str, bool], list[Account]] = {}
+    for account in accounts:
+        place = account.place_value
+        groups.setdefault((account.fate_kind, place.seat or place.where, account.moved), []).append(account)
+    ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
+    lines = []
+    for group in ordered:
+        first = group[0]
+        fact = first.place or first.fate
+        if fact is None:
+            continue
+        who = named([account.rank for account in group])
+        where = _where(first) if first.place is not None else _ENDS.get(first.fate_kind, first.fate_kind)
+        lines.append(f"{who} [{fact.cite}{', ...' if len(group) > 1 else ''}]: {where}{_when(first)}")
+        lines += [f"  {detail}" for account in group[:4] for detail in account.place_value.details]
+    return lines
+
+
+def _where(account: Account) -> str:
+    place = account.place_value
+    state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
+    if place.collective:
+        return f"{state}waits in {place.seat}"
+    return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
+
+
+def _when(account: Account) -> str:
+    if account.moved:
+        return f" (moved: {account.moved_by})"
+    steps = ", ".join(f"{name} = {value}" for name, value in list(account.place_value.counters.items())[:4])
+    still = f"has not moved for {account.still_s:.0f} s" if account.still_s else ""
+    told = "; ".join(filter(None, (still, steps)))
+    return f" ({told})" if told else ""
+
+
+def _are_in(wait: Wait) -> str:
+    if wait.still_s:
+        return f"{'has' if len(wait.ranks) == 1 else 'have'} waited in for {wait.still_s:.0f} s"
+    return "is in" if len(wait.ranks) == 1 else "are in"
+
+
+def _plural(text: str) -> str:
+    for one, more in (("it is ", "they are "), ("it has ", "they have "), ("it was ", "they were ")):
+        if text.startswith(one):
+            return more + text.removeprefix(one)
+    return text
