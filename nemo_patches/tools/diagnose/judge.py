@@ -108,7 +108,7 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         world_size=evidence.world_size,
         moving=evidence.moving,
         runs=evidence.runs,
-        verdict=findings[0].text if findings else ruling.text or "Nothing found.",
+        verdict=findings[0].text if findings else ruling.text or " ".join(("Nothing found.", *evidence.summary)),
         next_step=findings[0].next_step if findings else "",
         findings=findings,
         ranks=tuple(evidence.ranks),
