@@ -1,1 +1,1 @@
-"""Readers: one for each source; they return facts and judge nothing."""
+"""Readers: each turns one kind of file into facts, and judges nothing."""
