@@ -54,6 +54,11 @@ class Group:
     place: Place
 
     @property
+    def is_unsettled(self) -> bool:
+        """Whether it has called an encoder lately, or moved, and is away now: it may be stuck there, or not."""
+        return bool(self.place.collective or (self.place.where and self.kind == CALLING)) and self.kind in _GOES_ON
+
+    @property
     def text(self) -> str:
         return self.place.collective or self.place.where
 
@@ -177,23 +182,13 @@ def _group(content: dict[str, Any]) -> Group:
 
 
 def _report(folder: Path, told: Told, problems: tuple[str, ...]) -> Report:
-    """Whether ranks wait in vain the job tells: it knows what it counts as going on, and what ends by itself."""
     report = judge(_evidence(told), safe(str(folder)), stuck_after_s=0.0)
-    goes_on = [group for group in told.groups if group.kind in _GOES_ON]
-    unsettled = [group for group in goes_on if group.kind == CALLING or group.place.collective]
-    verdict, findings = "", report.findings
-    if told.level != "WARNING" and any(group.text for group in unsettled):
-        findings = (_too_early(unsettled),)
-    elif told.level != "WARNING" and goes_on:
-        who = named(range(told.size)) if told.size else "the ranks"
-        verdict, findings = f"Nothing found: of {who} none is known to wait for another. {told.text}", ()
-    elif told.level != "WARNING" and not any(group.kind == WAITING for group in told.groups):
-        findings = (_no_call(told),)
-    elif told.level != "WARNING":  # what ends by itself, or a guess
-        findings = tuple(replace(one, severity=WARNING) if one.severity == CRITICAL else one for one in findings)
+    findings = _findings(told, report.findings)
+    who = named(range(told.size)) if told.size else "the ranks"
+    fine = f"Nothing found: of {who} none is known to wait for another. {told.text}"
     return replace(
         report,
-        verdict=findings[0].text if findings else verdict,
+        verdict=findings[0].text if findings else fine,
         next_step=findings[0].next_step if findings else "",
         findings=findings,
         ranks=tuple(_summary(rank, group) for rank, group in _by_rank(told)),
@@ -202,6 +197,21 @@ def _report(folder: Path, told: Told, problems: tuple[str, ...]) -> Report:
         moving=any(group.kind == CALLING for group in told.groups),
         runs=True,
     )
+
+
+def _findings(told: Told, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Whether ranks wait in vain the job tells: it knows what it counts as going on, and what ends by itself."""
+    kinds = {group.kind for group in told.groups}
+    if told.level == "WARNING":
+        return judged if kinds & {WAITING, SILENT} else (finding(ids.NO_RANK_MOVES, told.text),)
+    unsettled = [group for group in told.groups if group.is_unsettled]
+    if unsettled:
+        return (_too_early(unsettled),)
+    if kinds & set(_GOES_ON):
+        return ()
+    if WAITING not in kinds:
+        return (_no_call(told),)
+    return tuple(replace(one, severity=WARNING) if one.severity == CRITICAL else one for one in judged)
 
 
 def _too_early(unsettled: list[Group]) -> Finding:
