@@ -20,7 +20,7 @@ from interpreters import CHECKOUT, python
 from simulated_traces import Setup, header
 
 from nemo_patches.stall.rank_text import named
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Place
+from nemo_patches.tools.diagnose.facts import Evidence, Fact
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
     FIRST_FAILURE,
@@ -31,13 +31,12 @@ from nemo_patches.tools.diagnose.findings import (
     OUT_OF_STEP,
     SIZES,
     SKIPPED,
-    STUCK_WATCHDOG,
     WAITED_IN_VAIN,
     Report,
 )
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises
+from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]

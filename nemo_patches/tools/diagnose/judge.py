@@ -116,7 +116,7 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         world_size=evidence.world_size,
         moving=evidence.moving,
         runs=evidence.runs,
-        verdict=findings[0].text if findings else ruling.text or "Nothing found.",
+        verdict=findings[0].text if findings else ruling.text or " ".join(("Nothing found.", *evidence.summary)),
         next_step=findings[0].next_step if findings else "",
         findings=findings,
         ranks=tuple(evidence.ranks),
@@ -384,7 +384,7 @@ def _by_places(case: _Case) -> Ruling:
         return _goes_on(moving)
     # Who moves from one collective to the next goes on; the others wait for nobody that is known.
     going = {one.rank for one in moving if one.place_value.collective}
-    unseen = set(case.unseen)
+    unseen = set(range(case.world_size)) - {one.rank for one in seen}
     members = [rank for rank in range(case.world_size) if rank not in going and rank not in unseen]
     kinds = {one.rank: "" if is_guess(one.place_value.collective) else one.place_value.seat for one in waiting}
     out = [rank for rank in members if rank not in kinds and accounts[rank] not in unreadable]
