@@ -8,6 +8,7 @@ CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 
 # Ids. ORDER has those that explain others first.
 EXCEPTION = "exception"
+START_UP = "start-up"
 DIFFERENT_SYNC = "different-sync"
 DIFFERENT_ORDER = "different-order"
 NO_BACKWARD = "no-backward"
@@ -36,6 +37,7 @@ THREAD_FAILED = "thread-failed"
 TIMEOUTS = "timeouts"
 ORDER = (
     EXCEPTION,
+    START_UP,
     DIFFERENT_SYNC,
     DIFFERENT_ORDER,
     NO_BACKWARD,
