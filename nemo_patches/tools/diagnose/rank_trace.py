@@ -460,7 +460,7 @@ def _keep(kept: list[_Kept], record: _Kept) -> None:
 
 
 def _kept(record: Any) -> Any:
-    """The record as a dataclass of tracing/records.py, its texts and lists of bounded length: of a traceback the end."""
+    """The record as a dataclass of tracing/records.py, texts and lists of bounded length: of a traceback the end."""
     fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
     bounded = {name: value[_KEPT[name]] if isinstance(value, str | list) else value for name, value in fields}
     return _DATACLASSES[type(record)](**bounded)
