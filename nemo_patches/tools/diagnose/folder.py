@@ -92,6 +92,7 @@ def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
                 trace.sigterm_stack.append(line.decode("utf-8", "replace"))
         else:
             kept.append(line)
+            trace.after_sigterm |= bool(trace.sigterm_stack and line)
     return b"\n".join(kept)
 
 
@@ -121,6 +122,9 @@ class Start:
                 self.trace.gap = f"part {part.header.part} cannot be read: {error.strerror}"
         pending = self.parts[-1].pending
         in_stack = self.trace.sigterm_stack is not None and not pending.startswith(b"{")
+        if in_stack and self.trace.sigterm_at is None and not self.trace.after_sigterm:
+            # Nothing was written after that stack: so the file's own time is the signal's.
+            self.trace.sigterm_at = max(self.written - self.trace.header.started, self.trace.last)
         self.trace.cut = (bool(pending) and not in_stack) or self.parts[-1].skips
         self._look_for_gaps()
         return self

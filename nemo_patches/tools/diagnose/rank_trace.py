@@ -46,7 +46,7 @@ _FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leav
 _Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory], structs[records.Finding]
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
 _Call, _Dumped = structs[records.Call], structs[records.Dumped]
-_Failed, _Stalled = structs[records.Failed], structs[records.Stalled]
+_Failed, _Stalled, _Sigterm = structs[records.Failed], structs[records.Stalled], structs[records.Sigterm]
 _Backward, _BackwardEnded = structs[records.Backward], structs[records.BackwardEnded]
 _Lengths, _OfAPartThatIsGone = structs[records.Lengths], structs[records.Kept]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
@@ -165,6 +165,8 @@ class RankTrace:
     ended: float | None = None
     end: records.End | None = None
     sigterm_stack: list[str] | None = None  # lines that faulthandler wrote on SIGTERM; None if that has not come
+    sigterm_at: float | None = None  # seconds since `started`; a file that was copied may tell a later time
+    after_sigterm: bool = False  # records follow that stack
     stopped: str = ""  # why the trace was stopped while the process went on; empty if it was not
     dumped: records.Dumped | None = None  # these are the last calls, kept in memory until then
     count: int = 0
@@ -480,6 +482,8 @@ class RankTrace:
             _keep(self.stalled, _kept(record))
         elif kind is _Failed:
             _keep(self.failed, _kept(record))
+        elif kind is _Sigterm:
+            self.sigterm_at = record.t
         elif kind is _Finding:
             _keep(self.findings, _kept(record))
         elif kind is _Lost:
