@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import random
+import re
 import string
 import subprocess
 import sys
@@ -231,7 +232,7 @@ def public_logs() -> list[tuple[str, str, str, str]]:
 
 
 # Where a wrap is in the word by which a message is recognised.
-WRAPPED_IN_A_WORD = {("dhcode-cpp/X-R1#23", 90)}
+WRAPPED_IN_A_WORD = {("dhcode-cpp/X-R1#23", 90), ("NVIDIA-NeMo/Speech#14399", 90)}
 
 
 @pytest.mark.parametrize(("issue", "finding", "ranks", "text"), public_logs(), ids=[one[0] for one in public_logs()])
@@ -244,7 +245,8 @@ def test_public_logs(issue: str, finding: str, ranks: str, text: str, tmp_path: 
         finding,
         ranks,
     ), report
-    assert report.world_size == (2 if "Starting with 2" in text else 0), "no line tells it"
+    told = re.findall(r"Starting with (\d+) processes|world_size=(\d+)|\d/(\d+) clients", text)
+    assert report.world_size == max((int("".join(one)) for one in told), default=0)
     # A terminal that has wrapped every line changes nothing, nor do Windows' line ends and quoting.
     file.write_bytes("".join(f"> {line}\r\n" for line in text.splitlines()).encode())
     assert diagnose_logs([file]).findings[0].ranks == first.ranks
@@ -497,7 +499,7 @@ def of_group_9(rank: int) -> str:
          f"{OTHERS}", OUT_OF_MEMORY, ()),
         ("srun: error: gpu-12: task 3: Out Of Memory", OUT_OF_MEMORY, ()),
         ("[12.3] Out of memory: Killed process 4711 (python) total-vm:9kB", OUT_OF_MEMORY, ()),
-        ("CUDA out of memory. Tried to allocate 2 GiB", WAITED_IN_VAIN, ()),  # perhaps caught; nobody's name
+        ("CUDA out of memory. Tried to allocate 2 GiB", NOT_ENOUGH, ()),  # perhaps caught; nobody's name
         ("loading gloomy data ... Connection closed by peer", NOT_ENOUGH, ()),
     ],
 )  # fmt: skip
