@@ -159,6 +159,9 @@ def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _is_healthy(evidence: Evidence) -> bool:
+    """Whether all ended in good order; or a source tells of the job, and of no rank that anything is amiss with."""
+    if not evidence.facts:
+        return bool(evidence.summary)
     kinds = {fact.value.kind for fact in evidence.facts if isinstance(fact.value, Fate)}
     return bool(kinds) and kinds <= {ENDED}
 
@@ -223,14 +226,21 @@ def _apart_by_error(facts: list[Fact]) -> list[Fact]:
 
 
 def _by_numbers(case: _Case) -> Ruling:
-    members = {group: ranks for group, ranks in case.evidence.groups.items() if len(ranks) > 1}
-    facts = {(f.value.group, f.value.number, f.rank): f for f in case.evidence.facts if isinstance(f.value, Seat)}
-    known = [fact.value for fact in facts.values() if isinstance(fact.value, Seat) and fact.value.group in members]
-    judged = seats.judge((seat for seat in known if seat.rank in members[seat.group]), members, case.evidence.begins)
+    groups = case.evidence.groups
+    facts = {
+        (seat.group, seat.number, fact.rank): fact
+        for fact in case.evidence.facts
+        if isinstance(seat := fact.value, Seat) and fact.rank in groups.get(seat.group, ())
+    }
+    known = (fact.value for fact in facts.values() if isinstance(fact.value, Seat))
+    judged = seats.judge(known, groups, case.evidence.begins)
     order = (seats.MISSING, seats.OUT_OF_STEP, seats.SIZES, seats.CROSSED, seats.ALL_IN, seats.OLDER)
     found = []
     for one in sorted(judged, key=lambda each: order.index(each.id)):
         found += _of_judgement(one, case, facts)
+    if found and case.unseen:
+        text = f"Nothing is known of {named(case.unseen)}: it left no record, or its files are elsewhere."
+        found.append(finding(ids.NOT_SEEN, text))
     return Ruling(tuple(found))
 
 
@@ -247,7 +257,7 @@ def _of_judgement(one: Judgement, case: _Case, facts: dict[tuple[str, int, int],
         ]
         if not accused and behind:
             return [_behind(behind, wait, case, evidence)]
-        found = _grouped(accused, wait, evidence)
+        found = _grouped(accused, wait, [*(_last_entered(account) for account in accused), *evidence])
         return [replace(each, next_step=f"{each.next_step} {step}".strip()) for each in found]
     if one.id == seats.OUT_OF_STEP:
         return [_out_of_step(_by_title(there), evidence)]
@@ -255,19 +265,30 @@ def _of_judgement(one: Judgement, case: _Case, facts: dict[tuple[str, int, int],
         told = "; ".join(f"{title} on {named(ranks)}" for title, ranks in _by_title(there).items())
         return [finding(ids.SIZES, f"The ranks give the same collective different sizes: {told}.", evidence=evidence)]
     if one.id == seats.CROSSED:
-        members = [rank for rank in case.evidence.groups[one.seat.group] if rank not in one.waiting]
+        have = "has" if len(one.absent) == 1 else "have"
         text = (
-            f"Ranks wait in collectives of different groups: {named(one.waiting)} in {title}, and "
-            f"{named(sorted(members))} in one of another group. Which rank is missing, this does not tell."
+            f"Ranks wait in collectives of different groups: {named(one.waiting)} in {title}, and {named(one.absent)}, "
+            f"which {have} not entered that, in one of another group. Which rank is missing, this does not tell."
         )
         return [finding(ids.CROSSED, text, evidence=evidence)]
     if one.id == seats.ALL_IN and one.seat.group in case.evidence.partly_known:
         return []  # that nobody is missing is not known
     if one.id == seats.ALL_IN:
-        text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it."
+        unseen = f"; nothing is known of {named(case.unseen)}" if case.unseen else ""
+        text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it{unseen}."
         return [finding(ids.ALL_IN, text, evidence=evidence)]
-    text = f"The records were not made at one time: {title} was completed, so others came to it after theirs."
+    came = f"{named(one.absent)} came to it after {'its' if len(one.absent) == 1 else 'their'} own"
+    text = f"The records were not made at one time: {title} was completed, so {came}."
     return [finding(ids.NOT_ENOUGH, text, next_step="Take the dumps of all ranks while the job hangs.")]
+
+
+def _last_entered(account: Account) -> str:
+    """What it has entered last, of any group."""
+    facts = [(fact.at, fact.value.number, fact) for fact in account.seats if isinstance(fact.value, Seat)]
+    if not facts:
+        return f"rank {account.rank}: no collective of it is known"
+    *_, last = max(facts, key=lambda one: one[:2])
+    return cited(last, f"its last collective: {title_of(last.value)}") if isinstance(last.value, Seat) else ""
 
 
 def _most_told(facts: Iterable[Fact]) -> Seat:
@@ -570,7 +591,8 @@ def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Findi
     facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in (FAILED, ABORTED)]
     firsts = [fact for fact in first_of(facts) if not fact.own]
     if not firsts:
-        return () if of_ranks_that_waited else _ended_by_others(case)
+        gone = [one for one in case.accounts.values() if one.fate_kind == GONE and one.fate and not one.fate.own]
+        return () if of_ranks_that_waited else tuple(_grouped(gone, None)) or _ended_by_others(case)
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]
     assert isinstance(first.value, Fate)

@@ -289,12 +289,12 @@ _CURES = (
 
 
 def title_of(seat: Seat) -> str:
-    """A numbered collective, for a person; without a number where that is below 0."""
+    """A numbered collective, for a person, and where it was called; without a number where that is below 0."""
     kind = seat.kind or "a collective"
     size = f" {seat.size}" if seat.size.startswith("[") else f" of {seat.size}" if seat.size else ""
     number = f", number {seat.number}" if seat.number >= 0 else ""
     number += f" of group {seat.group}" if seat.group and number else ""
-    return f"{kind}{size}{number}"
+    return f"{kind}{size}{number}{f', from {seat.caller}' if seat.caller else ''}"
 
 
 def same_kind(one: str, other: str) -> bool:

@@ -1,1 +1,1 @@
-"""Readers, one a source: each returns facts with citations, and judges nothing."""
+"""Readers: each turns one kind of file into facts, and judges nothing."""
