@@ -49,7 +49,7 @@ _JOINED = re.compile(r"\[([\d, -]{1,2000})\] joined but didn't finish collective
 _NOT_PASSED = re.compile(r"(?:\[Rank (\d{1,7})\]: )?Ranks? ([\d, ]{1,20000}) failed to pass monitoredBarrier")
 _REACHED = re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier")
 _SIGNAL = re.compile(
-    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from ?(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
+    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from {0,3}(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
     r"Last ?enqueued ?NCCL ?work: ?(-?\d{1,18}), ?last ?completed ?NCCL ?work: ?(-?\d{1,18})"
 )
 STUCK_WATCHDOG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")

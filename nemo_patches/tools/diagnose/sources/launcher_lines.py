@@ -34,7 +34,7 @@ _SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM
 _STALL_EXIT = 83
 _BY_OTHERS = frozenset({15, 2, 1})
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
-DEEPSPEED = re.compile(r"exits with return code = (-?\d{1,9})")
+DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(-?\d{1,9})")
 _SRUN = re.compile(r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): (Killed|Bus error|Segmentation fault)")
 _MPIRUN = re.compile(r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) exited on signal (\d{1,3})")
 _SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")

@@ -100,7 +100,9 @@ _NEEDLES = (
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
+_CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
 _SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
@@ -360,7 +362,9 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         if begun:
             yield begun_at, "".join(begun)
             begun = []
-        if line.endswith("[Rank") or (any(text in line for text in _BEGINNINGS) and not _is_whole(line)):
+        if line.endswith("[Rank") or (
+            any(text in line for text in _BEGINNINGS) and not _CPP_FRAME.search(line) and not _is_whole(line)
+        ):
             begun, begun_at = [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line], number
         else:
             yield number, line
