@@ -9,8 +9,8 @@ import numpy as np
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.absence import absent_ranks
+from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
 from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
 from nemo_patches.tools.diagnose.differences import (

@@ -70,11 +70,12 @@ _OUT = (*_HELD, GONE, ENDED, KILLED, RAISED, SILENT, MISSING, UNSEEN)
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the evidence comes to. goes_on: the job does, or it is too early to tell; `text` says so."""
+    """What it comes to. goes_on: the job does, as `text` says. is_too_early: its waits are young; look again."""
 
     findings: tuple[Finding, ...] = ()
     text: str = ""
     goes_on: bool = False
+    is_too_early: bool = False
 
 
 @dataclass
@@ -343,7 +344,7 @@ def _grouped(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[s
     for account in accused:
         by_kind[kind_of_absent(account)].append(account)
     found = [absent(kind, accounts, wait) for kind, accounts in by_kind.items()]
-    return [replace(one, evidence=(*one.evidence, *evidence)[:12]) for one in found]
+    return [replace(one, evidence=tuple(dict.fromkeys((*one.evidence, *evidence)))[:12]) for one in found]
 
 
 def _out_of_step(parties: dict[str, list[int]], evidence: Iterable[str], why: str = "") -> Finding:
@@ -485,7 +486,7 @@ def _aged(ruling: Ruling, waiting: list[Account], case: _Case) -> Ruling:
     least = _still_s(waiting)
     if least is not None and least < case.stuck_after_s and any(one.was_looked_at_twice for one in waiting):
         text = f"So far no hang: {first.text[0].lower()}{first.text[1:]} Look again if it lasts."
-        return Ruling(text=text, goes_on=True)
+        return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [case[rank] for rank in first.ranks]
     if (
         works

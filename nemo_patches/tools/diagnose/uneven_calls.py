@@ -75,7 +75,7 @@ def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
 
 
 def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
-    """Fewer training calls in a row are fewer in all only where the counts say so; else somebody evaluated elsewhere."""
+    """Fewer training calls in a row are fewer in all only where the counts say so; else somebody evaluated."""
     if not run.training:
         return run
     kinds = {rank: weighted_kinds(case.tracks[rank]) for rank in run.more | run.fewer}

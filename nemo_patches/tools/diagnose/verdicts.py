@@ -27,6 +27,7 @@ from nemo_patches.tools.diagnose.facts import (
     TERMINATED,
     TRACED,
     UNSEEN,
+    WAITED,
     Fact,
     Fate,
 )
@@ -198,7 +199,7 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None, remark: st
         for text, ranks_there in list(doings.items())[:_MOST_PLACES]
     )
     text = f"{head}{': ' if told else ''}{told}.{f' {remark}' if remark else ''}"
-    return finding(kind, text, ranks, _cited(accounts), accounts[0])
+    return finding(kind, text, ranks, evidence_of(accounts), accounts[0])
 
 
 def doing(account: Account) -> str:
@@ -232,6 +233,13 @@ _ENDS = {
     ABORTED: "it aborted, as ranks do that waited in vain",
     STUCK: "its NCCL watchdog got stuck",
 }
+# Of which a line of evidence tells.
+_FATES = {
+    **_ENDS,
+    WAITED: "a time-out: a consequence, it waited",
+    CUT: "a connection closed: a consequence, another rank had gone",
+    GONE: "no record tells of its end",
+}
 
 
 def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) -> Finding:
@@ -239,7 +247,7 @@ def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) 
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
     where = f" in {inner(first.value.where)}" if first.value.where else ""
-    evidence = [*first.value.details, *_cited(accounts), *_cited(others)]
+    evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
     return finding(
         ids.EXCEPTION,
         f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].",
@@ -260,7 +268,7 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     place = f", in {inner(at)}" if at else ""
     text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
     kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
-    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *_cited(others)]
+    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *evidence_of(others)]
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 
 
@@ -317,49 +325,32 @@ def cited(fact: Fact, text: str) -> str:
     return f"{who([fact.rank])} [{fact.cite}]: {text}"
 
 
-def _cited(accounts: Iterable[Account]) -> Iterable[str]:
-    """What is known of each, with where it is said."""
-    for account in accounts:
-        fate = account.fate
-        if fate is not None and account.fate_kind in (*_ENDS, CUT, "waited"):
-            text = account.fate_value.text
-            consequence = ": a consequence, it waited" if account.fate_kind in (CUT, "waited") else ""
-            yield cited(
-                fate,
-                f"{_FATES.get(account.fate_kind, account.fate_kind)}{consequence}" + (f" ({text})" if text else ""),
-            )
-        if account.place is not None:
-            yield cited(account.place, f"{_where(account)}{_when(account)}")
-
-
-_FATES = {CUT: "a connection closed", "waited": "a time-out", GONE: "no record of its end"}
-
-
 def evidence_of(accounts: Iterable[Account]) -> list[str]:
-    """A line for each group of ranks that are at one place, the smallest group first."""
-    groups: dict[tuple[str, str, bool], list[Account]] = {}
+    """What is known of ranks, a line for those that are at one place: in no collective first, then the fewest."""
+    groups: dict[tuple[str, str, str, bool], list[Account]] = {}
     for account in accounts:
-        place = account.place_value
-        groups.setdefault((account.fate_kind, place.seat or place.where, account.moved), []).append(account)
+        fate, place = account.fate_value, account.place_value
+        groups.setdefault((fate.kind, fate.text, place.seat or place.where, account.moved), []).append(account)
     ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
-    lines = []
-    for group in ordered:
-        first = group[0]
-        fact = first.place or first.fate
-        if fact is None:
-            continue
-        ranks = who(account.rank for account in group)
-        where = _where(first) if first.place is not None else _ENDS.get(first.fate_kind, first.fate_kind)
-        lines.append(f"{ranks} [{fact.cite}{', ...' if len(group) > 1 else ''}]: {where}{_when(first)}")
-        lines += [f"  {detail}" for account in group[:4] for detail in account.place_value.details]
-    return lines
+    return [line for group in ordered for line in _of_group(group)]
 
 
-def _where(account: Account) -> str:
+def _of_group(group: list[Account]) -> Iterable[str]:
+    first, ranks = group[0], who(account.rank for account in group)
+    others = ", ..." if len(group) > 1 else ""
+    if first.fate is not None and first.fate_kind in _FATES:
+        text = f" ({first.fate_value.text})" if first.fate_value.text else ""
+        yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
+    if first.place is not None:
+        yield f"{ranks} [{first.place.cite}{others}]: {_where(first, len(group))}{_when(first)}"
+        yield from (f"  {detail}" for account in group[:4] for detail in account.place_value.details)
+
+
+def _where(account: Account, ranks: int) -> str:
     place = account.place_value
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
     if place.collective:
-        return f"{state}waits in {place.seat}"
+        return f"{state}{'waits' if ranks == 1 else 'wait'} in {place.seat}"
     return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
 
 
