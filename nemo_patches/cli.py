@@ -357,6 +357,37 @@ def diagnose(
     raise typer.Exit(code)
 
 
+@app.command()
+def stacks(
+    json: Annotated[bool, typer.Option("--json", help="For `nemo-patches diagnose`, here or elsewhere.")] = False,
+    pids: Annotated[
+        str,
+        typer.Option(
+            metavar="PID,PID", help="Only these, in the order of the ranks.", show_default="found by their launcher"
+        ),
+    ] = "",
+    job: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only ranks that work in this folder.", show_default="all")
+    ] = None,
+) -> None:
+    """Collect where the ranks on this host are, of any job, by py-spy and /proc; nothing in the job is changed.
+
+    It is judged by `nemo-patches diagnose`: collect on every host, as `nemo-patches stacks --json > $(hostname).json`.
+    Exit code 0: collected. 2: there is nothing to collect.
+    """
+    from nemo_patches.tools.diagnose import stacks_command
+    from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError
+
+    try:
+        code = stacks_command.run(json, pids, job)
+    except NothingToLookAtError as error:
+        typer.echo(f"nemo-patches stacks: {error}", err=True)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
+
+
 def main() -> None:
     """Entry point of the console script. What was typed wrong, or is not installed, is one line; the exit code is 2."""
     if sys.stdout is None:  # closed, and not everything that prints can do without

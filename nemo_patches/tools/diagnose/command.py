@@ -16,14 +16,16 @@ from typing import Any
 from rich.console import Console
 
 from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import diagnose_job
 from nemo_patches.tools.diagnose.nccl_ras import diagnose_ras, diagnose_saved, is_ras
 from nemo_patches.tools.diagnose.report_text import show
+from nemo_patches.tools.diagnose.sources import logs
 from nemo_patches.tools.diagnose.watch import follow, once
-from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
 
 JSON_FORMAT = 1  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
@@ -67,7 +69,7 @@ def run(
         if not is_traces:
             is_dumps = _has_dumps(path)
             is_answer = not is_dumps and len(paths) == 1 and os.path.isfile(path) and is_ras(path)
-            report = diagnose_dumps(path) if is_dumps else diagnose_saved(path) if is_answer else diagnose_logs(paths)
+            report = diagnose_dumps(path) if is_dumps else diagnose_saved(path) if is_answer else _of_logs(paths)
         else:
             read, report = once(path, launch=launch)
             _draw(read, report, plot, perfetto)
@@ -79,6 +81,12 @@ def run(
         return 130
     _print(report, json)
     return report.exit_code
+
+
+def _of_logs(paths: list[Path]) -> Report:
+    evidence = Evidence()
+    logs.read(paths, evidence)
+    return judge(evidence, ", ".join(safe(str(path)) for path in paths[:4]))
 
 
 def _ask(job: str | None, ras: str, json: bool) -> int:

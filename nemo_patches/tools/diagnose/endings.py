@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
-from nemo_patches.tools.diagnose.process_end import BY_HAND, ProcessEnd, is_of_a_collective, process_end
+from nemo_patches.tools.diagnose.process_end import BY_HAND, ProcessEnd, error_of, is_of_a_collective, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,
@@ -142,12 +141,12 @@ def _ending(
         return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, process, unsure)
     calls = track.calls
     last_raised = next((r for r in reversed(trace.raised) if (r.e, r.n) == (track.info.e, calls.n[-1])), None)
-    if not process.error and last_raised is not None:
-        error = safe(f"{last_raised.type}: {last_raised.message}")
-        if is_of_a_collective(last_raised.type, last_raised.message):
-            process = replace(process, error=error, waited=True)
-        elif last_raised.type.rpartition(".")[2] in BY_HAND:  # a signal's handler raised it, wherever it found the rank
-            process = replace(process, error=error, terminated=True)
+    error = error_of(last_raised) if last_raised is not None else None
+    if not process.error and error is not None:
+        if is_of_a_collective(*error):
+            process = replace(process, error=error.line, waited=True)
+        elif error.type.rpartition(".")[2] in BY_HAND:  # a signal's handler raised it, wherever it found the rank
+            process = replace(process, error=error.line, terminated=True)
     if damaged_at_the_end(track):
         unsure = unsure or trace.damage
     elif (
