@@ -38,6 +38,7 @@ from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_LINES, _MOST_SUMMARIES = 20, 8
+_LEAST_WAITING = 0.01  # share of the time; whom less waiting is for, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 _HANGS = frozenset(
     {
@@ -228,6 +229,8 @@ def _all_ended(encoders: list[Case]) -> bool:
 def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
     main = encoders[0] if encoders else None
     times = waiting(main.rounds.from_ddp) if main else None
+    if times is not None and times.share < _LEAST_WAITING:
+        times = None
     summaries = []
     for rank, trace in sorted(job.traces.items()):
         ending = main.endings[rank] if main else None
