@@ -40,7 +40,7 @@ from nemo_patches.tools.diagnose.findings import (
 )
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read
+from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
