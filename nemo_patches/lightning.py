@@ -19,8 +19,6 @@ from nemo_patches.channel.store_client import StoreClient
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.dump import dumps
-from nemo_patches.tracing.recorder import tracing
 from nemo_patches.uneven.stop_together import StopTogether as StopTogether
 
 _MOST_RANKS = 64  # with more, every rank's own figures would be thousands of series
@@ -70,12 +68,6 @@ class LengthSyncCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         except Exception as error:
             self._given_up = True  # some figures less must not end a training run
             report(logging.ERROR, f"LengthSyncCallback has ended by an error of its own, please report it: {error!r}")
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """For the trace or the dump: Hydra, around the trainer, leaves no exception to the interpreter."""
-        dumps.process_ends(exception)
-        if tracing.recorder is not None:
-            tracing.recorder.note_failed(exception, "")
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         exchanged = self._exchange.exchanged if self._exchange is not None else None

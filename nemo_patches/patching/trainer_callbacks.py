@@ -1,4 +1,4 @@
-"""Gives Lightning's trainers a StopTogether where a setting asks for one.
+"""Gives Lightning's trainers what records their exceptions, and a StopTogether where a setting asks for one.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
 entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
@@ -23,14 +23,15 @@ def callbacks() -> list[Any]:
     if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
         return []
     from nemo_patches.patching.monkeypatch import this_process
+    from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
     from nemo_patches.uneven.settings import EVALUATION, TRAINING
 
     stages = this_process.uneven_settings().stop_together
     if not stages:
-        return []
+        return [TrainerExceptions()]
     from nemo_patches.uneven.stop_together import StopTogether
 
-    return [StopTogether(TRAINING in stages, EVALUATION in stages)]
+    return [TrainerExceptions(), StopTogether(TRAINING in stages, EVALUATION in stages)]
 
 
 def hook(connector: ModuleType) -> None:

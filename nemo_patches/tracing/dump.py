@@ -59,7 +59,7 @@ class Dumps:
     def __init__(self) -> None:
         self.file: Path | None = None  # the last dump
         self._folder: str | None = ""  # as TraceSettings.dump; empty: no dumps
-        self._recent = RecentCalls(self._group_began)
+        self._recent = self._new_recent_calls()
         self._hooks: _Hooks | None = None
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._said: object = None  # the latest incident
@@ -70,7 +70,7 @@ class Dumps:
         if folder == "":
             self.stop()
         elif self._folder == "":
-            self._recent = RecentCalls(self._group_began)
+            self._recent = self._new_recent_calls()
             bus.subscribe(_SUBSCRIBER, {**self._recent.handlers(), **self._stall_handlers()})
             self._hook()
         self._folder = folder
@@ -80,6 +80,10 @@ class Dumps:
         self._folder = ""
         bus.unsubscribe(_SUBSCRIBER)
         self._unhook()
+
+    def _new_recent_calls(self) -> RecentCalls:
+        went_on = _Request("training went on after an exception")
+        return RecentCalls(self._group_began, lambda: self._ask(went_on))
 
     def _stall_handlers(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -100,9 +104,16 @@ class Dumps:
         self._ask(_Request("a stall was reported", incident=(event.encoder, event.call)))
 
     def process_ends(self, error: BaseException | None) -> None:
-        """An exception ends the process, or stall_exit (None): wait until the dump is written, within a limit."""
+        """An exception ends the process or the trainer, or stall_exit (None): wait for the dump, within a limit.
+
+        Where training goes on after the exception, another dump takes its place.
+        """
+        with contextlib.suppress(Exception):  # it is destroyed at this moment
+            length_sync.process.present_group()  # it may have begun just now
         self._recent.look_for_group()
-        if self._recent.group is not None:
+        if self._folder != "" and self._recent.group is not None:
+            if error is not None:
+                self._recent.note_failed(error)
             request = _Request("stall_exit" if error is None else "an exception ended the process", error)
             self._ask(request)
             request.done.wait(_EXIT_LIMIT.total_seconds())

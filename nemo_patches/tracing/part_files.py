@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.process_end import StackOnSignal
-from nemo_patches.tracing.records import Encoder, Failed, Finding, Header, Kept, Raised, Record, encode
+from nemo_patches.tracing.records import Encoder, Failed, Finding, Header, Kept, Raised, Record, Sigterm, encode
 
 MOST_ENCODERS = 64  # at the head of a part; a script may make copies without end
 _MOST_KEPT = 64  # the first and the last exceptions and findings of what is gone
@@ -33,6 +33,15 @@ class _Contents:
             del self.kept[_MOST_KEPT // 2]
 
 
+@dataclass(frozen=True)
+class _Written:
+    """What we have written of the present part. at_s: since the trace began, at the end of the last write."""
+
+    bytes: int
+    mtime_ns: int
+    at_s: float
+
+
 class PartFiles:
     """The present part, open. header: of the first part; its `bound` is for two parts, each of half that."""
 
@@ -44,6 +53,9 @@ class PartFiles:
         self._sigterm = StackOnSignal(signal.SIGTERM, chain=True)
         self._named_after = header.started
         self._part = self._size = self._head = 0
+        self._began = time.monotonic()
+        self._written = _Written(0, 0, 0.0)
+        self._sigterm_noted = False
         self._lines: list[bytes] = []
         self._encoders: dict[int, Encoder] = {}
         self._gone, self._before, self._present = _Contents(), _Contents(), _Contents()
@@ -71,12 +83,29 @@ class PartFiles:
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []
-        left = memoryview(b"".join(lines))
+        content = self._sigterm_record() + b"".join(lines)
+        left = memoryview(content)
         while left:
             left = left[os.write(self._descriptor, left) :]
+        status = self._note_written(self._written.bytes + len(content))
         # Where the count of names is not kept, it is 0 too: then the folder is asked.
-        if self.file is not None and not os.fstat(self._descriptor).st_nlink and not self.file.exists():
+        if self.file is not None and not status.st_nlink and not self.file.exists():
             raise FileNotFoundError(errno.ENOENT, "it was removed", str(self.file))
+
+    def _note_written(self, count: int) -> os.stat_result:
+        status = os.fstat(self._descriptor)
+        self._written = _Written(count, status.st_mtime_ns, time.monotonic() - self._began)
+        return status
+
+    def _sigterm_record(self) -> bytes:
+        """When SIGTERM came, if its stack is in the file since the last write: nothing else has written there."""
+        status = os.fstat(self._descriptor)
+        if self._sigterm_noted or status.st_size <= self._written.bytes:
+            return b""
+        self._sigterm_noted = True
+        # By one clock only, be it a file server's: so long after our last write.
+        since_s = (status.st_mtime_ns - self._written.mtime_ns) / 1e9
+        return encode(Sigterm(round(self._written.at_s + max(since_s, 0.0), 6)))
 
     def close(self) -> None:
         """Also in a forked child: the files are its parent's."""
@@ -106,6 +135,7 @@ class PartFiles:
     def _begin_part(self) -> None:
         self.file = self._path(self._part)
         self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self._note_written(0)
         notes_sigterm = self._sigterm.place(self._descriptor)
         header = replace(self.header, part=self._part, notes_sigterm=notes_sigterm, gone=self._gone.count)
         kept = [encode(record) for record in self._gone.kept]

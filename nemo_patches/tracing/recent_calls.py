@@ -24,19 +24,10 @@ from nemo_patches.sync.events import CallBegan, CallLeft, Group, GroupBegan, Gro
 from nemo_patches.tracing import records
 from nemo_patches.tracing.encoder_facts import active_ddp, facts
 from nemo_patches.tracing.recorder import EncoderState, missing_record, stalled_record
-from nemo_patches.tracing.records import (
-    LONGEST_MESSAGE,
-    LONGEST_TRACEBACK,
-    Call,
-    Grow,
-    Missing,
-    Raised,
-    Record,
-    Stalled,
-)
+from nemo_patches.tracing.records import Call, Failed, Grow, Missing, Raised, Record, Stalled
 
 MOST_CALLS = 2000
-_MOST_GROWTHS, _MOST_REPORTS, _MOST_ENCODERS = 100, 16, 64
+_MOST_GROWTHS, _MOST_REPORTS, _MOST_FAILURES, _MOST_ENCODERS = 100, 16, 8, 64
 
 # t, e, n, training, outcome, round, waited, local, result: packed they take 200 KiB, as tuples 600 KiB.
 _ROW = struct.Struct("<dIq?Bqdqq")
@@ -58,8 +49,9 @@ class _Encoder(EncoderState):
 class RecentCalls:
     """Of one process group: the next one begins anew. The training thread writes; a dump is made on any thread."""
 
-    def __init__(self, group_began: Callable[[], object]) -> None:
-        self._group_began = group_began
+    def __init__(self, group_began: Callable[[], object], went_on: Callable[[], object]) -> None:
+        """went_on: called at the first encoder call after an exception that was to end the process."""
+        self._group_began, self._went_on = group_began, went_on
         self._begin_anew(None)
 
     def _begin_anew(self, group: Group | None) -> None:
@@ -73,6 +65,8 @@ class RecentCalls:
         self._rows: deque[bytes] = deque(maxlen=MOST_CALLS)
         self._growths: deque[Grow] = deque(maxlen=_MOST_GROWTHS)
         self._reports: deque[Missing | Stalled] = deque(maxlen=_MOST_REPORTS)
+        self._failures: deque[Failed] = deque(maxlen=_MOST_FAILURES)
+        self._ends = False  # by the last of them, unless an encoder is called again
 
     @property
     def in_length_sync(self) -> bool:
@@ -109,6 +103,9 @@ class RecentCalls:
         if sync.group is not self.group:
             self._begin_anew(sync.group)
             self._group_began()
+        if self._ends:
+            self._ends = False
+            self._went_on()
         encoder, thread = self._encoders.get(sync) or self._first_call(sync), threading.get_ident()
         self._latest, self.thread, self.native_thread = encoder, thread, threading.get_native_id()
         self._open[thread] = encoder, max(event.call, encoder.number + 1), time.monotonic()
@@ -162,6 +159,13 @@ class RecentCalls:
     def note_stalled(self, event: JobStalled) -> None:
         self._reports.append(stalled_record(self.now(), event))
 
+    def note_failed(self, error: BaseException) -> None:
+        """An exception that ends the process, as far as is known. The interpreter may tell of it after the trainer."""
+        failed = records.failed(self.now(), "", error)
+        if not self._ends or (self._failures[-1].type, self._failures[-1].message) != (failed.type, failed.message):
+            self._failures.append(failed)
+        self._ends = True
+
     def count(self) -> int:
         return len(self._rows)
 
@@ -172,8 +176,9 @@ class RecentCalls:
             if (module := encoder.reference()) is not None:
                 encoders[encoder.e] = encoder
                 infos.append(facts(module, 0.0, encoder.e, encoder.name, encoder.ddp))
-        rest: list[Call | Grow | Missing | Stalled] = [*self._calls(encoders, error), *self._growths, *self._reports]
-        rest = [record for record in rest if isinstance(record, Missing | Stalled) or record.e in encoders]
+        of_encoders: list[Call | Grow] = [*self._calls(encoders, error), *self._growths]
+        known = [record for record in of_encoders if record.e in encoders]
+        rest: list[Call | Grow | Missing | Stalled | Failed] = [*known, *self._reports, *self._failures]
         last = [self._raised(error)] if error is not None and self._raised_inside(error) else []
         return [*infos, *sorted(rest, key=lambda record: record.t), *last]
 
@@ -205,9 +210,8 @@ class RecentCalls:
     def _raised(self, error: BaseException) -> Raised:
         encoder, n, _ = self._open.get(self.thread, (self._latest, 0, 0.0))
         assert encoder is not None
-        text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-        message = str(error)[:LONGEST_MESSAGE]
-        return Raised(self.now(), encoder.e, n or encoder.number, type(error).__name__, message, text)
+        failed = records.failed(self.now(), "", error)
+        return Raised(failed.t, encoder.e, n or encoder.number, failed.type, failed.message, failed.traceback)
 
     def _seconds(self, monotonic: float) -> float:
         return round(monotonic - self._started_at, 6)

@@ -10,7 +10,6 @@ import logging
 import multiprocessing.util
 import os
 import time
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -34,17 +33,7 @@ from nemo_patches.tracing.checks import EncoderChecks, FindingError, say_once
 from nemo_patches.tracing.encoder_facts import active_ddp, facts, positions
 from nemo_patches.tracing.lengths_copy import LengthsCopies
 from nemo_patches.tracing.process_end import ExceptionHooks, exit_in_flight
-from nemo_patches.tracing.records import (
-    LONGEST_MESSAGE,
-    LONGEST_TRACEBACK,
-    End,
-    Failed,
-    Grow,
-    Lengths,
-    Memory,
-    Stalled,
-    Stopped,
-)
+from nemo_patches.tracing.records import End, Grow, Lengths, Memory, Stalled, Stopped
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
@@ -98,6 +87,7 @@ class Recorder:
         self._copies = LengthsCopies()
         self._hooks: ExceptionHooks | None = None
         self._failed = ""  # the exception that ends this process, unless an encoder is called again
+        self._uncaught = False  # it came to the interpreter: then the exit code is known
 
     def begin(self, encoder: torch.nn.Module) -> EncoderState | None:
         """A call begins; None where it is not recorded, or is part of one that is."""
@@ -130,7 +120,7 @@ class Recorder:
             error, code = exit_in_flight()
             if error is not None:
                 self.note_failed(error, "")
-            if self._failed and exit_code is None:
+            if self._uncaught and exit_code is None:
                 exit_code = code or 1
             writer.close(_CLOSE_LIMIT, End(writer.now(), self._failed, code if exit_code is None else exit_code))
 
@@ -138,11 +128,17 @@ class Recorder:
         """An exception that nobody catches in this thread; without a name: it ends the process, as far as is known."""
         said = first_line(error)
         if (writer := self.writer) is None or (not thread and said == self._failed):
-            return  # Lightning's callback has told of it, and now the interpreter does
+            return  # the trainer's callback has told of it, and now the interpreter does
         if not thread:
             self._failed = said
-        text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-        writer.put(Failed(writer.now(), thread, type(error).__name__, str(error)[:LONGEST_MESSAGE], text))
+        writer.put(records.failed(writer.now(), thread, error))
+
+    def trainer_failed(self, error: BaseException) -> None:
+        """An exception has come out of Lightning's trainer, perhaps before the first encoder call."""
+        with self.guard:
+            if self.writer is None and not self._over:
+                self._open(_process_group())
+            self.note_failed(error, "")
 
     def end(self, level: int, why: str) -> None:
         """Record nothing any more, and say why."""
@@ -192,6 +188,7 @@ class Recorder:
 
     def _guarded_failed(self, error: BaseException, thread: str) -> None:
         with self.guard:
+            self._uncaught |= not thread
             self.note_failed(error, thread)
 
     def _stall_reported(self, event: StallReported) -> None:
@@ -236,7 +233,7 @@ class Recorder:
     def _state_of(self, encoder: torch.nn.Module) -> EncoderState | None:
         if self._over or (self.writer is not None and self.writer.ended):
             return None
-        group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+        group = _process_group()
         is_new = group is not None and (self._group is None or self._group() is not group)
         if (self.writer is None or is_new) and not self._open(group):
             return None
@@ -288,6 +285,10 @@ class Recorder:
         # after the stall monitor's last words, since torch imports multiprocessing before there is a stall monitor.
         multiprocessing.util.Finalize(None, _close, exitpriority=0)
         return True
+
+
+def _process_group() -> Any:
+    return torch.distributed.group.WORLD if torch.distributed.is_available() else None
 
 
 def missing_record(t: float, event: StallReported) -> records.Missing:

@@ -8,6 +8,7 @@ number in this file, `n` the number of its call, from 1.
 from __future__ import annotations
 
 import json
+import traceback as tracebacks
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ FORMAT = 1
 NOT_SET = "NOT SET"
 PRE_ENCODE, BYPASS = "pre_encode", "bypass_pre_encode"
 LONGEST_MESSAGE, LONGEST_TRACEBACK = 2_000, 8_000  # characters of an exception
+_CUT = "\n...\n"
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Failed:
-    """An exception that nobody has caught, or that has ended Lightning's trainer."""
+    """An exception that nobody has caught, or that came out of Lightning's trainer: then the process may go on."""
 
     k: ClassVar[str] = "failed"
     t: float
@@ -280,6 +282,14 @@ class Failed:
     type: str
     message: str
     traceback: str
+
+
+@dataclass(frozen=True)
+class Sigterm:
+    """When SIGTERM came, the first one, by the time of the file that it left a stack in. Written after that stack."""
+
+    k: ClassVar[str] = "sigterm"
+    t: float
 
 
 @dataclass(frozen=True)
@@ -341,10 +351,21 @@ Record = (
     | Lost
     | Stopped
     | Failed
+    | Sigterm
     | End
     | Call
     | Dumped
 )
+
+
+def failed(t: float, thread: str, error: BaseException) -> Failed:
+    """The record of an exception. Of a long message both ends stay: a data loader's worker has its error at the end."""
+    message = str(error)
+    if len(message) > LONGEST_MESSAGE:
+        half = (LONGEST_MESSAGE - len(_CUT)) // 2
+        message = message[:half] + _CUT + message[-half:]
+    text = "".join(tracebacks.format_exception(error))[-LONGEST_TRACEBACK:]
+    return Failed(t, thread, type(error).__name__, message, text)
 
 
 def encode(record: Record) -> bytes:

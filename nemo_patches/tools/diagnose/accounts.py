@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
     CUT,
     ENDED,
     FAILED,
     GONE,
     KILLED,
+    MISSING,
     RAISED,
     RUNS,
     SILENT,
     STOPPED,
+    STUCK,
     TERMINATED,
     TRACED,
     UNREADABLE,
@@ -33,8 +36,8 @@ CAUSES = frozenset({RAISED, KILLED})
 CONSEQUENCES = frozenset({WAITED, CUT})
 # Causes before consequences, what is known before what is not.
 _RANKED = (
-    *(RAISED, KILLED, STOPPED, TRACED, WAITED, CUT, TERMINATED, ENDED, FAILED, GONE, SILENT, UNSEEN, UNREADABLE),
-    RUNS,
+    *(RAISED, KILLED, STOPPED, TRACED, WAITED, CUT, STUCK, ABORTED, TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING),
+    *(UNSEEN, UNREADABLE, RUNS),
 )
 
 
@@ -98,7 +101,7 @@ class Account:
 
     @property
     def has_gone(self) -> bool:
-        return self.fate_kind in (*CAUSES, *CONSEQUENCES, TERMINATED, ENDED, FAILED, GONE)
+        return self.fate_kind in (*CAUSES, *CONSEQUENCES, ABORTED, TERMINATED, ENDED, FAILED, GONE)
 
 
 _NO_FATE = Fate("")

@@ -15,7 +15,7 @@ from nemo_patches.tools.diagnose.alignment import Clocks
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.process_end import is_of_a_collective
+from nemo_patches.tools.diagnose.process_end import Error, ending_failure, error_of, is_of_a_collective
 from nemo_patches.tracing import records
 
 _NEXT_INPUT = (
@@ -23,6 +23,7 @@ _NEXT_INPUT = (
     "A NaN goes into every rank's gradients."
 )
 _MOST_FINDINGS = 8
+_INNERMOST = 3  # frames by which two ranks' exceptions are of one place
 _LEAST_SAMPLES = 8  # of memory
 _RUNAWAY_BYTES = 1 << 29
 _IDLE_PERCENT, _BUSY_PERCENT = 5, 95
@@ -34,20 +35,23 @@ _Fault = TypeVar("_Fault", records.Raised, records.Finding)
 
 @dataclass(frozen=True)
 class _Exception:
-    """An exception of a rank. at: on the clocks' common scale, if there is one. n: its call, or the last before."""
+    """An exception of a rank. t: by its trace. n: its call, or the last before."""
 
     case: Case
     rank: int
-    at: float
+    t: float
     n: int
     inside: bool
-    type: str
-    message: str
-    traceback: str
+    error: Error
+
+    @property
+    def alike(self) -> tuple[str, tuple[tuple[str, str, str], ...]]:
+        """What two ranks' exceptions have in common that were raised at one place."""
+        return self.error.type, self.error.frames[:_INNERMOST]
 
 
 def ending_exceptions(cases: list[Case], reported: set[int]) -> list[Finding]:
-    """The first exception that ended a rank, but for those of ranks that waited for others.
+    """The first exception that ended a rank, but for those of ranks that waited for others; and who has the same.
 
     reported: the ranks that the others' stall reports name; then who is not among them has not begun it.
     """
@@ -58,26 +62,47 @@ def ending_exceptions(cases: list[Case], reported: set[int]) -> list[Finding]:
             if found is not None and (rank not in raised or found.inside):
                 raised[rank] = found
     if not raised:
-        return []
+        return _start_up(cases[0]) if cases else []
     of_the_reported = [exception for rank, exception in raised.items() if rank in reported]
     first = _first_exception(of_the_reported or list(raised.values()))
-    alike = [one.rank for one in raised.values() if (one.n, one.type) == (first.n, first.type)]
-    ranks = tuple(sorted(alike)) if len(alike) == first.case.job.world_size else (first.rank,)
+    ranks = tuple(sorted(one.rank for one in raised.values() if one.alike == first.alike))
     where = f"in call {first.n}" if first.inside else f"outside the encoder, after call {first.n}"
     if not first.n:
         where = "before its first call"
+    where = f"{where} of {first.case.name}" if first.case.name else "before any encoder call"
     finding = Finding(
         id=ids.EXCEPTION,
-        severity=CRITICAL if of_the_reported or not reported else WARNING,
+        severity=CRITICAL if (of_the_reported or not reported) and _did_harm(first, set(raised)) else WARNING,
         ranks=ranks,
-        text=f"{named(ranks)} raised {safe(first.type)} {where} of {first.case.name}: {_one_line(first.message)}",
+        text=f"{named(ranks)} raised {safe(first.error.type)} {where}: {_one_line(first.error.message)}",
         next_step="Mend what the traceback shows; the other ranks only waited for this one.",
         encoder=first.case.name,
         call=first.n,
         phase=first.case.endings[first.rank].phase if first.inside else "",
-        evidence=(*_tail(first.traceback), f"exceptions in all: {len(raised)}, on {named(sorted(raised))}"),
+        evidence=(*_tail(first.error.traceback), f"exceptions in all: {len(raised)}, on {named(sorted(raised))}"),
     )
     return [finding]
+
+
+def _start_up(case: Case) -> list[Finding]:
+    """Ranks that waited for others before there was a process group."""
+    started = {rank: ending.process for rank, ending in case.endings.items() if ending.process.starting}
+    if not started:
+        return []
+    ranks = named(sorted(started))
+    rank, first = next(iter(sorted(started.items())))
+    return [
+        Finding(
+            id=ids.START_UP,
+            severity=CRITICAL,
+            ranks=(),
+            text=f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
+            f"Rank {rank} says: {first.error[:300]}.",
+            next_step="Look at the ranks that have no trace here, and at their stderr: a process that was not started, "
+            "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
+            evidence=tuple(f"rank {rank} was ended by {process.error[:200]}" for rank, process in started.items())[:8],
+        )
+    ]
 
 
 def _ending_exception(case: Case, rank: int) -> _Exception | None:
@@ -85,18 +110,21 @@ def _ending_exception(case: Case, rank: int) -> _Exception | None:
     for raised in reversed(trace.raised):
         track = case.tracks.get(rank)
         if ending.raised and track is not None and (raised.e, raised.n) == (track.info.e, ending.call):
-            return _Exception(
-                case, rank, _at(case, rank, raised.t), raised.n, True, raised.type, raised.message, raised.traceback
-            )
+            return _Exception(case, rank, raised.t, raised.n, True, error_of(raised))
     if not ending.process.own_error:
         return None
-    at = _at(case, rank, trace.last)
-    for failed in reversed(trace.failed):
-        if not failed.thread:
-            at = _at(case, rank, failed.t)
-            return _Exception(case, rank, at, ending.call, False, failed.type, failed.message, failed.traceback)
+    if (failed := ending_failure(trace)) is not None:
+        return _Exception(case, rank, failed.t, ending.call, False, error_of(failed))
     kind, _, message = ending.process.own_error.partition(": ")
-    return _Exception(case, rank, at, ending.call, False, kind, message, "")
+    return _Exception(case, rank, trace.last, ending.call, False, Error(kind, message, ""))
+
+
+def _did_harm(first: _Exception, raised: set[int]) -> bool:
+    """Whether the exception ended its process, or any other rank waited or was ended; else it may have been caught."""
+    end = first.case.job.traces[first.rank].end
+    if first.inside or end is None or end.exit_code:
+        return True
+    return any(not ending.process.ordinary for rank, ending in first.case.endings.items() if rank not in raised)
 
 
 def _at(case: Case, rank: int, t: float) -> float:
@@ -105,9 +133,13 @@ def _at(case: Case, rank: int, t: float) -> float:
 
 
 def _first_exception(raised: list[_Exception]) -> _Exception:
-    """By time; by call and rank where the ranks' clocks cannot be compared."""
-    comparable = all(one.case.clocks.common(one.rank, 0.0) is not None for one in raised)
-    return min(raised, key=lambda one: (one.at, one.n) if comparable else (one.n, one.rank))
+    """By time: that of the rounds, or of the one host; by call and rank where the clocks cannot be compared."""
+    if all(one.case.clocks.common(one.rank, 0.0) is not None for one in raised):
+        return min(raised, key=lambda one: (_at(one.case, one.rank, one.t), one.n))
+    headers = {one.rank: one.case.job.traces[one.rank].header for one in raised}
+    if len({header.host for header in headers.values()}) == 1:
+        return min(raised, key=lambda one: (headers[one.rank].started + one.t, one.n))
+    return min(raised, key=lambda one: (one.n, one.rank))
 
 
 def caught_exceptions(case: Case) -> list[Finding]:
@@ -121,19 +153,20 @@ def caught_exceptions(case: Case) -> list[Finding]:
                 for raised in trace.raised
                 if raised.e == track.info.e
                 and not (ending.raised and ending.call == raised.n)
-                and not is_of_a_collective(raised.type, raised.message)
+                and not is_of_a_collective(*error_of(raised))
             ]
     if not raises:
         return []
     raised, rank = _first(raises, case.clocks)
+    error = error_of(raised)
     ranks = sorted({rank for _, _, rank in raises})
     return [
         Finding(
             id=ids.CAUGHT,
             severity=WARNING,
             ranks=(rank,),
-            text=f"rank {rank} raised {safe(raised.type)} in call {raised.n} of {case.name}, and training went on "
-            f"after it: {_one_line(raised.message)}",
+            text=f"rank {rank} raised {safe(error.type)} in call {raised.n} of {case.name}, and training went on "
+            f"after it: {_one_line(error.message)}",
             next_step="Look for what caught it: that rank left a step out, and its memory may be in disorder (an "
             "out-of-memory error that was swallowed).",
             encoder=case.name,

@@ -24,14 +24,18 @@ from nemo_patches.tools.diagnose.accounts import (
     is_before,
 )
 from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
     CUT,
     ENDED,
     FAILED,
     GONE,
     KILLED,
+    MISSING,
     RAISED,
     SILENT,
     STOPPED,
+    STUCK,
+    TERMINATED,
     TRACED,
     UNREADABLE,
     UNSEEN,
@@ -48,26 +52,30 @@ from nemo_patches.tools.diagnose.verdicts import (
     cited,
     evidence_of,
     finding,
+    is_for_memory,
     killed,
     kind_of_absent,
     raised,
+    reading_of,
     same_kind,
     title_of,
+    who,
 )
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
 STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
 _HELD = (STOPPED, TRACED)
-_OUT = (*_HELD, GONE, ENDED, KILLED, RAISED, SILENT, UNSEEN)
+_OUT = (*_HELD, GONE, ENDED, KILLED, RAISED, SILENT, MISSING, UNSEEN)
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the evidence comes to. goes_on: the job does, or it is too early to tell; `text` says so."""
+    """What it comes to. goes_on: the job does, as `text` says. is_too_early: its waits are young; look again."""
 
     findings: tuple[Finding, ...] = ()
     text: str = ""
     goes_on: bool = False
+    is_too_early: bool = False
 
 
 @dataclass
@@ -108,7 +116,7 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         world_size=evidence.world_size,
         moving=evidence.moving,
         runs=evidence.runs,
-        verdict=findings[0].text if findings else ruling.text or "Nothing found.",
+        verdict=findings[0].text if findings else ruling.text or " ".join(("Nothing found.", *evidence.summary)),
         next_step=findings[0].next_step if findings else "",
         findings=findings,
         ranks=tuple(evidence.ranks),
@@ -152,6 +160,9 @@ def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _is_healthy(evidence: Evidence) -> bool:
+    """Whether all ended in good order; or a source tells of the job, and of no rank that anything is amiss with."""
+    if not evidence.facts:
+        return bool(evidence.summary)
     kinds = {fact.value.kind for fact in evidence.facts if isinstance(fact.value, Fate)}
     return bool(kinds) and kinds <= {ENDED}
 
@@ -169,13 +180,12 @@ def _not_enough(evidence: Evidence) -> Finding:
 
 def _causes(case: _Case) -> list[Finding]:
     """The first exception, and the ranks that have the same; else who was killed. None after others waited in vain."""
-    consequences = [
-        fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in CONSEQUENCES and fact.at
-    ]
+    # A closed connection is told of by whoever comes to write first, be it the rank that closed it or another.
+    time_outs = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) == WAITED and fact.at]
     facts = [
         one.fate
         for one in case.accounts.values()
-        if one.fate is not None and one.fate_kind in CAUSES and not any(is_before(c, one.fate) for c in consequences)
+        if one.fate is not None and one.fate_kind in CAUSES and not any(is_before(t, one.fate) for t in time_outs)
     ]
     if not facts:
         return []
@@ -186,9 +196,11 @@ def _causes(case: _Case) -> list[Finding]:
         alike = [fact.rank for fact in facts if _kind(fact) == RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in case.accounts.items() if rank not in alike]
         found.append(raised([case[rank] for rank in sorted(alike)], first, others[:4]))
-    of_kill = [case[fact.rank] for fact in firsts if _kind(fact) == KILLED]
-    if of_kill:
-        found.append(killed(of_kill, [one for one in case.accounts.values() if one not in of_kill][:4]))
+    of_kill = [fact for fact in firsts if _kind(fact) == KILLED]
+    for some in ([fact for fact in of_kill if is_for_memory(fact)], [f for f in of_kill if not is_for_memory(f)]):
+        if some:
+            others = [one for one in case.accounts.values() if one.fate not in some]
+            found.append(killed([case[fact.rank] for fact in some], some, others[:4]))
     return found
 
 
@@ -214,14 +226,21 @@ def _apart_by_error(facts: list[Fact]) -> list[Fact]:
 
 
 def _by_numbers(case: _Case) -> Ruling:
-    members = {group: ranks for group, ranks in case.evidence.groups.items() if len(ranks) > 1}
-    facts = {(f.value.group, f.value.number, f.rank): f for f in case.evidence.facts if isinstance(f.value, Seat)}
-    known = [fact.value for fact in facts.values() if isinstance(fact.value, Seat) and fact.value.group in members]
-    judged = seats.judge((seat for seat in known if seat.rank in members[seat.group]), members, case.evidence.begins)
+    groups = case.evidence.groups
+    facts = {
+        (seat.group, seat.number, fact.rank): fact
+        for fact in case.evidence.facts
+        if isinstance(seat := fact.value, Seat) and fact.rank in groups.get(seat.group, ())
+    }
+    known = (fact.value for fact in facts.values() if isinstance(fact.value, Seat))
+    judged = seats.judge(known, groups, case.evidence.begins)
     order = (seats.MISSING, seats.OUT_OF_STEP, seats.SIZES, seats.CROSSED, seats.ALL_IN, seats.OLDER)
     found = []
     for one in sorted(judged, key=lambda each: order.index(each.id)):
         found += _of_judgement(one, case, facts)
+    if found and case.unseen:
+        text = f"Nothing is known of {named(case.unseen)}: it left no record, or its files are elsewhere."
+        found.append(finding(ids.NOT_SEEN, text))
     return Ruling(tuple(found))
 
 
@@ -230,26 +249,71 @@ def _of_judgement(one: Judgement, case: _Case, facts: dict[tuple[str, int, int],
     there = [facts[one.seat.group, one.seat.number, rank] for rank in one.waiting]
     evidence = [cited(fact, title_of(fact.value)) for fact in there if isinstance(fact.value, Seat)]
     if one.id == seats.MISSING:
+        step = reading_of(_most_told(there), case.evidence.patched)[1]
         wait = Wait(one.waiting, title, seat=one.seat)
-        accused = [case[rank] for rank in one.accused if not _has_come_since(case, rank, one, there[0])]
-        return _grouped(accused, wait, evidence)
+        behind = [rank for rank in one.accused if _is_pending(case, rank, one.seat)]
+        accused = [
+            case[rank] for rank in one.accused if rank not in behind and not _has_come_since(case, rank, one, there[0])
+        ]
+        if not accused and behind:
+            return [_behind(behind, wait, case, evidence)]
+        found = _grouped(accused, wait, [*(_last_entered(account) for account in accused), *evidence])
+        return [replace(each, next_step=f"{each.next_step} {step}".strip()) for each in found]
     if one.id == seats.OUT_OF_STEP:
         return [_out_of_step(_by_title(there), evidence)]
     if one.id == seats.SIZES:
         told = "; ".join(f"{title} on {named(ranks)}" for title, ranks in _by_title(there).items())
         return [finding(ids.SIZES, f"The ranks give the same collective different sizes: {told}.", evidence=evidence)]
     if one.id == seats.CROSSED:
-        members = [rank for rank in case.evidence.groups[one.seat.group] if rank not in one.waiting]
+        have = "has" if len(one.absent) == 1 else "have"
         text = (
-            f"Ranks wait in collectives of different groups: {named(one.waiting)} in {title}, and "
-            f"{named(sorted(members))} in one of another group. Which rank is missing, this does not tell."
+            f"Ranks wait in collectives of different groups: {named(one.waiting)} in {title}, and {named(one.absent)}, "
+            f"which {have} not entered that, in one of another group. Which rank is missing, this does not tell."
         )
         return [finding(ids.CROSSED, text, evidence=evidence)]
+    if one.id == seats.ALL_IN and one.seat.group in case.evidence.partly_known:
+        return []  # that nobody is missing is not known
     if one.id == seats.ALL_IN:
-        text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it."
+        unseen = f"; nothing is known of {named(case.unseen)}" if case.unseen else ""
+        text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it{unseen}."
         return [finding(ids.ALL_IN, text, evidence=evidence)]
-    text = f"The records were not made at one time: {title} was completed, so others came to it after theirs."
+    came = f"{named(one.absent)} came to it after {'its' if len(one.absent) == 1 else 'their'} own"
+    text = f"The records were not made at one time: {title} was completed, so {came}."
     return [finding(ids.NOT_ENOUGH, text, next_step="Take the dumps of all ranks while the job hangs.")]
+
+
+def _last_entered(account: Account) -> str:
+    """What it has entered last, of any group."""
+    facts = [(fact.at, fact.value.number, fact) for fact in account.seats if isinstance(fact.value, Seat)]
+    if not facts:
+        return f"rank {account.rank}: no collective of it is known"
+    *_, last = max(facts, key=lambda one: one[:2])
+    return cited(last, f"its last collective: {title_of(last.value)}") if isinstance(last.value, Seat) else ""
+
+
+def _most_told(facts: Iterable[Fact]) -> Seat:
+    """Of one collective's seats the one that tells most."""
+    known = [fact.value for fact in facts if isinstance(fact.value, Seat)]
+    return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
+
+
+def _is_pending(case: _Case, rank: int, seat: Seat) -> bool:
+    """Whether it waits itself, in an earlier collective of that group."""
+    numbers = [
+        fact.value
+        for fact in case[rank].seats
+        if isinstance(fact.value, Seat) and fact.value.group == seat.group and fact.value.number < seat.number
+    ]
+    return bool(numbers) and not max(numbers, key=lambda one: one.number).done
+
+
+def _behind(behind: list[int], wait: Wait, case: _Case, evidence: list[str]) -> Finding:
+    earlier = [fact for fact in case[behind[0]].seats if isinstance(fact.value, Seat)]
+    titles = {title_of(fact.value) for fact in earlier if isinstance(fact.value, Seat)}
+    text = f"All wait, and their collectives have drifted apart: {named(behind)} in {sorted(titles)[0]}, "
+    text += f"{named(wait.ranks)} in {wait.title}."
+    lines = [cited(fact, title_of(fact.value)) for fact in earlier if isinstance(fact.value, Seat)]
+    return finding(ids.SKIPPED, text, evidence=[*lines, *evidence])
 
 
 def _has_come_since(case: _Case, rank: int, one: Judgement, there: Fact) -> bool:
@@ -280,7 +344,7 @@ def _grouped(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[s
     for account in accused:
         by_kind[kind_of_absent(account)].append(account)
     found = [absent(kind, accounts, wait) for kind, accounts in by_kind.items()]
-    return [replace(one, evidence=(*one.evidence, *evidence)[:12]) for one in found]
+    return [replace(one, evidence=tuple(dict.fromkeys((*one.evidence, *evidence)))[:12]) for one in found]
 
 
 def _out_of_step(parties: dict[str, list[int]], evidence: Iterable[str], why: str = "") -> Finding:
@@ -319,7 +383,7 @@ def _by_places(case: _Case) -> Ruling:
         return _goes_on(moving)
     # Who moves from one collective to the next goes on; the others wait for nobody that is known.
     going = {one.rank for one in moving if one.place_value.collective}
-    unseen = set(case.unseen)
+    unseen = set(range(case.world_size)) - {one.rank for one in seen}
     members = [rank for rank in range(case.world_size) if rank not in going and rank not in unseen]
     kinds = {one.rank: "" if is_guess(one.place_value.collective) else one.place_value.seat for one in waiting}
     out = [rank for rank in members if rank not in kinds and accounts[rank] not in unreadable]
@@ -422,7 +486,7 @@ def _aged(ruling: Ruling, waiting: list[Account], case: _Case) -> Ruling:
     least = _still_s(waiting)
     if least is not None and least < case.stuck_after_s and any(one.was_looked_at_twice for one in waiting):
         text = f"So far no hang: {first.text[0].lower()}{first.text[1:]} Look again if it lasts."
-        return Ruling(text=text, goes_on=True)
+        return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [case[rank] for rank in first.ranks]
     if (
         works
@@ -461,7 +525,9 @@ def _still_s(waiting: list[Account]) -> float | None:
     return min((one.still_s for one in waiting if one.still_s is not None), default=None)
 
 
-# 4. Ends alone: ranks whose connections closed, or whose time ran out, and nobody's seat is known.
+# 4. Ends alone: ranks whose connections closed, or whose time ran out, and nobody is known to be missing.
+
+_NOT_COME = (GONE, SILENT, UNSEEN, MISSING, ENDED)
 
 
 def _by_ends(case: _Case) -> Ruling:
@@ -469,35 +535,82 @@ def _by_ends(case: _Case) -> Ruling:
     cut = [one for one in case.accounts.values() if one.fate_kind == CUT]
     evidence = evidence_of(case.accounts.values())
     if not waited and not cut:
-        return _by_launcher(case)
-    kinds = (GONE, SILENT, UNSEEN, ENDED) if waited else (GONE, SILENT)
+        stuck = _stuck(case)
+        return Ruling((*stuck, *_by_launcher(case, of_ranks_that_waited=bool(stuck))))
+    kinds = _NOT_COME if waited else (GONE, SILENT, MISSING)
     suspects = [one for one in case.accounts.values() if one.fate_kind in kinds and one.waits is None]
     if suspects:
         ended = [one.rank for one in (waited or cut)]
         how = "waited until a time limit" if waited else "had their connections closed"
         found = _grouped(suspects, None, evidence)
-        more = f" {named(ended)} {how}."
+        more = f" {who(ended)} {how}."
         return Ruling(tuple(replace(one, text=one.text + more[:1] + more[1].upper() + more[2:]) for one in found))
-    launcher = _by_launcher(case)
+    what, step = _collective_of(waited, case)
     ends = "; ".join(
-        f"{named([one.rank for one in some])} {how}"
-        for some, how in ((waited, "waited for others until a time limit"), (cut, "had a connection closed"))
+        f"{who(one.rank for one in some)} {how}"
+        for some, how in ((waited, f"waited {what} until a time limit"), (cut, "had a connection closed"))
         if some
     )
-    text = f"{ends}: another rank did not come, or had gone before. Which one, this does not tell."
-    found = [finding(ids.WAITED_IN_VAIN, text[0].upper() + text[1:], evidence=evidence)]
-    return Ruling((*found, *launcher.findings))
+    unseen = f"; nothing is known of {named(case.unseen)}" if case.evidence.world_size and case.unseen else ""
+    text = f"{ends}: another rank did not come, or had gone before. Which one, this does not tell{unseen}."
+    seats_of = [
+        cited(fact, title_of(fact.value)) for one in waited for fact in one.seats if isinstance(fact.value, Seat)
+    ]
+    lines = [*seats_of[:8], *evidence]
+    found = [finding(ids.WAITED_IN_VAIN, text[0].upper() + text[1:], evidence=lines, next_step=step)]
+    return Ruling((*found, *_by_launcher(case, of_ranks_that_waited=True)))
 
 
-def _by_launcher(case: _Case) -> Ruling:
-    failed = [one for one in case.accounts.values() if one.fate_kind == FAILED]
-    if not failed:
-        return Ruling()
-    facts = first_of(one.fate for one in failed if one.fate is not None)
-    ranks = sorted({fact.rank for fact in facts if fact.rank >= 0})
-    told = case[ranks[0]].fate_value.text if ranks else ""
-    if len(ranks) == 1:
-        text = f"The launcher saw {named(ranks)} fail first, {told}."
-        return Ruling((finding(ids.FIRST_FAILURE, text, ranks, evidence_of(failed), failed[0]),))
-    text = f"The launcher saw {named(ranks)} fail in the same second, {told}: which was first, it does not tell."
-    return Ruling((finding(ids.FIRST_FAILURE, text, (), evidence_of(failed)),))
+def _collective_of(waited: list[Account], case: _Case) -> tuple[str, str]:
+    """What they waited in, if that is the same for all of which it is known; and what to do then."""
+    facts = [fact for one in waited for fact in one.seats if isinstance(fact.value, Seat) and fact.value.kind]
+    if not facts:
+        told = waited[0].fate_value.text if waited else ""
+        return f"for others ({told})" if told else "for others", ""
+    seat = _most_told(facts)
+    if len({fact.value.group for fact in facts if isinstance(fact.value, Seat)}) > 1:
+        return "in collectives of several groups", ""
+    remark, step = reading_of(seat, case.evidence.patched)
+    return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
+
+
+def _stuck(case: _Case) -> list[Finding]:
+    stuck = [one for one in case.accounts.values() if one.fate_kind == STUCK]
+    if not stuck:
+        return []
+    ranks = [one.rank for one in stuck]
+    text = (
+        f"The NCCL watchdog of {who(ranks)} got stuck, and no collective timed out: a call of CUDA or NCCL does not "
+        "return, or something holds Python's lock. Perhaps it waits for another rank."
+    )
+    return [finding(ids.STUCK_WATCHDOG, text, ranks, evidence_of(stuck), severity=CRITICAL)]
+
+
+def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:
+    """Who failed first by the launcher's tables. of_ranks_that_waited: a code of 1 may be that of such a rank."""
+    facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in (FAILED, ABORTED)]
+    firsts = [fact for fact in first_of(facts) if not fact.own]
+    if not firsts:
+        gone = [one for one in case.accounts.values() if one.fate_kind == GONE and one.fate and not one.fate.own]
+        return () if of_ranks_that_waited else tuple(_grouped(gone, None)) or _ended_by_others(case)
+    ranks = sorted({fact.rank for fact in firsts})
+    first = firsts[0]
+    assert isinstance(first.value, Fate)
+    lines = [cited(fact, fact.value.text) for fact in firsts if isinstance(fact.value, Fate)]
+    if len(ranks) > 1:
+        text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
+        return (finding(ids.FIRST_FAILURE, text, (), lines),)
+    text = f"{who(ranks)} failed first, {first.value.text} [{first.cite}]."
+    if may_have_waited := _kind(first) == ABORTED or of_ranks_that_waited:
+        text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
+    return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, case[ranks[0]]),)
+
+
+def _ended_by_others(case: _Case) -> tuple[Finding, ...]:
+    facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) == TERMINATED and not fact.own]
+    if not facts:
+        return ()
+    text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record tells of "
+    text += "a failure before: a user, the scheduler, or another host's launcher ended the job."
+    lines = [cited(fact, fact.value.text) for fact in facts[:8] if isinstance(fact.value, Fate)]
+    return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

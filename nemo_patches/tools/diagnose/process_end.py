@@ -1,31 +1,74 @@
-"""How a rank's process ended, as its own trace or dump tells: the evidence that comes after the stall reports."""
+"""How a rank's process ended, as its own trace or dump tells: the evidence that comes after the stall reports.
+
+Exceptions are told apart by their type and their innermost frames, and by words only where nothing else has them.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
+from nemo_patches.tracing import records
 
 # A rank that one of these ended was in a collective, or in the store: another rank is the reason.
-_WAITED_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError", "LengthSyncTimeout"})
-_WAITED = re.compile(
-    r"gloo|NCCL|Timed out waiting \d+ ?ms|Connection (?:closed|reset) by|Connection was likely closed|Broken pipe|"
-    r"[Aa]pplication timeout|monitoredBarrier|wait timeout after|Socket Timeout|"
+_WAITED_TYPES = frozenset(
+    {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "LengthSyncTimeout", "StopTogetherError"}
+)
+_RENDEZVOUS_TYPES = frozenset({"RendezvousClosedError", "RendezvousConnectionError", "RendezvousTimeoutError"})
+# What only torch's C++ says, under a RuntimeError as well; Gloo names the place: ".../gloo/transport/tcp/pair.cc:544".
+_OF_TORCH = re.compile(
+    r"gloo/|\bgloo\b|NCCL|monitoredBarrier|[Aa]pplication timeout|wait timeout after|Connection was likely closed|"
+    r"Timed out waiting \d+ ?ms|store based barrier|client socket has timed out|waiting for clients|"
     r"the ranks (?:cannot end together any more|are out of step)",  # StopTogetherError
 )
+# What downloads say as well: there it is the rank's own error.
+_OF_ANY_CONNECTION = re.compile(r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout")
+_OWN_FAULT = re.compile(
+    r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate GPU|ncclInvalid|"
+    r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use"
+)
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
-_OWN_FAULT = re.compile(r"out of memory|device-side assert|illegal memory access|no kernel image")
-_BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
+_STARTING = re.compile(
+    r"waiting for clients|store based barrier|client socket has timed out|while trying to connect to"
+)
+_STARTS = frozenset({"init_process_group", "_store_based_barrier", "_create_c10d_store", "rendezvous"})
+BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
 _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Terminated")  # by the SIGTERM to all
-_FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
+_SIGTERM_FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
+_FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$|/torch/nn/parallel/distributed\.py$")
+# A checkpoint may be read from the network, there too.
+_OF_COLLECTIVES = re.compile(r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)")
 _BACKWARD = frozenset({"_engine_run_backward"})
 _STALL_EXIT = 83  # stall/job_stall.py: every rank ends so, whoever is the reason
 _INNERMOST = 12  # frames of a stack in which a collective is looked for
+_RAISED_WITHIN = 3  # innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
 _OWN_FRAMES = 3
+# torch's, of what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
+_PASSED_ON = re.compile(r"Caught [\w.]{1,100} [^\n]{1,200}\.\nOriginal Traceback \(most recent call last\):\n")
+
+
+class Error(NamedTuple):
+    """An exception. Of one that a data loader's worker passed on: the worker's own."""
+
+    type: str  # without its module
+    message: str
+    traceback: str
+
+    @property
+    def line(self) -> str:
+        """In one line, as a person is told of it."""
+        first = next(iter(self.message.strip().splitlines()), "")
+        return safe(f"{self.type}: {first}" if first else self.type)
+
+    @property
+    def frames(self) -> tuple[tuple[str, str, str], ...]:
+        """File, line and function, innermost first."""
+        return tuple(reversed(_FRAME.findall(self.traceback)))
 
 
 @dataclass(frozen=True)
@@ -36,10 +79,12 @@ class ProcessEnd:
     error: str = ""  # the exception that ended it, in one line
     waited: bool = False  # that is one of a collective, which another rank did not come to, or left
     timed_out: bool = False  # likewise, which had lasted too long
+    starting: bool = False  # likewise, of the start-up: no process group was there yet
     terminated: bool = False  # by SIGTERM, or Ctrl-C: somebody else ended it
     where: str = ""  # where SIGTERM found it
     in_collective: bool = False  # likewise
     in_good_order: bool = False  # its interpreter came to its end, and no exception or exit code speaks against it
+    at: float | None = None  # when the exception or SIGTERM came, in seconds since the trace's `started`
 
     @property
     def own_error(self) -> str:
@@ -54,27 +99,85 @@ class ProcessEnd:
 
 def process_end(trace: RankTrace) -> ProcessEnd:
     """How this rank's process ended."""
-    if trace.sigterm_stack is not None:
-        frames = [match.groups() for match in map(_FRAME.fullmatch, trace.sigterm_stack) if match]
-        return ProcessEnd(terminated=True, where=_place(frames), in_collective=_in_collective(frames))
-    error = trace.dumped.error if trace.dumped is not None else trace.end.error if trace.end is not None else ""
+    failed = ending_failure(trace)
+    if trace.sigterm_stack is not None and not (failed is not None and _was_before_sigterm(failed, trace)):
+        frames = [match.groups() for match in map(_SIGTERM_FRAME.fullmatch, trace.sigterm_stack) if match]
+        in_collective = _in_collective(frames)
+        return ProcessEnd(terminated=True, where=_place(frames), in_collective=in_collective, at=trace.sigterm_at)
     if trace.end is not None and trace.end.exit_code == _STALL_EXIT:
         return ProcessEnd(error="stall_exit", terminated=True)
-    if not error:
+    said = trace.dumped.error if trace.dumped is not None else trace.end.error if trace.end is not None else ""
+    if failed is None and not said:
         in_good_order = trace.end is not None and not trace.end.exit_code
         return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
-    kind = error.partition(":")[0]
-    if kind in _BY_HAND or _ENDED_WITH_IT.search(error):
-        return ProcessEnd(error=safe(error), terminated=True)
-    waited = is_of_a_collective(kind, error)
-    return ProcessEnd(error=safe(error), waited=waited, timed_out=waited and _TIMED_OUT.search(error) is not None)
+    error, at = (error_of(failed), failed.t) if failed is not None else (_error_in(said), trace.ended)
+    if error.type in BY_HAND or _ENDED_WITH_IT.search(error.message):
+        return ProcessEnd(error=error.line, terminated=True, at=at)
+    waited = is_of_a_collective(*error)
+    timed_out = waited and _TIMED_OUT.search(error.line) is not None
+    starting = waited and is_of_the_start(*error)
+    return ProcessEnd(error=error.line, waited=waited, timed_out=timed_out, starting=starting, at=at)
 
 
-def is_of_a_collective(kind: str, message: str) -> bool:
-    """Whether an exception is that of a rank which waited for others."""
+def ending_failure(trace: RankTrace) -> records.Failed | None:
+    """The recorded exception that ended this process; None for one after which an encoder was called again."""
+    failed = next((failed for failed in reversed(trace.failed) if not failed.thread), None)
+    if failed is None or any(track.calls.n and track.calls.entered[-1] > failed.t for track in trace.tracks.values()):
+        return None
+    over = trace.end is not None and not trace.end.error
+    survived = trace.stopped or over or (trace.dumped is not None and not trace.dumped.error)
+    return None if survived else failed
+
+
+def _was_before_sigterm(failed: records.Failed, trace: RankTrace) -> bool:
+    """By one clock, of one file. Where older traces do not tell the signal's time, and records follow it: not known."""
+    return trace.sigterm_at is not None and failed.t <= trace.sigterm_at
+
+
+def error_of(record: records.Failed | records.Raised) -> Error:
+    """What was raised first: of torch's "Caught ... in DataLoader worker process 0" the worker's own exception."""
+    passed_on = _PASSED_ON.match(record.message)
+    for text in (record.message, record.traceback) if passed_on else ():
+        lines = text.splitlines()
+        frames = [index for index, line in enumerate(lines) if _FRAME.match(line)]
+        after = range(frames[-1] + 1, len(lines)) if frames else range(0)
+        if first := next((index for index in after if lines[index].strip(" ^~") and lines[index][0] != " "), None):
+            kind, _, message = "\n".join(lines[first:]).partition(": ")
+            return Error(kind.strip().rpartition(".")[2], message, "\n".join(lines[: first + 1]))
+    return Error(record.type, record.message, record.traceback)
+
+
+def _error_in(line: str) -> Error:
+    kind, _, message = line.partition(": ")
+    return Error(kind, message, "")
+
+
+def is_of_a_collective(kind: str, message: str, traceback: str = "") -> bool:
+    """Whether an exception is that of a rank which waited for others, in a collective or at the start.
+
+    traceback: empty where it is not known; then a RuntimeError that any connection may have is taken for torch's.
+    """
     if _OWN_FAULT.search(message):
         return False
-    return kind.rpartition(".")[2] in _WAITED_TYPES or _WAITED.search(message) is not None
+    name = kind.rpartition(".")[2]
+    if name in _WAITED_TYPES or name in _RENDEZVOUS_TYPES:
+        return True
+    if name == "RuntimeError" and _OF_TORCH.search(message):
+        return True
+    if not _OF_ANY_CONNECTION.search(message):
+        return False
+    innermost = Error(name, message, traceback).frames[:_RAISED_WITHIN]
+    if not innermost:
+        return name == "RuntimeError"
+    return any(_OF_COLLECTIVES.search(file) for file, _, _ in innermost)
+
+
+def is_of_the_start(kind: str, message: str, traceback: str = "") -> bool:
+    """Whether an exception of a rank that waited is of the start-up: the rendezvous, the store, init_process_group."""
+    if kind.rpartition(".")[2] in _RENDEZVOUS_TYPES or _STARTING.search(message):
+        return True
+    frames = Error(kind, message, traceback).frames
+    return any("/torch/distributed/" in file and function in _STARTS for file, _, function in frames)
 
 
 def _place(frames: list[tuple[str, ...]]) -> str:

@@ -11,17 +11,23 @@ from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPO
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
     CUT,
     ENDED,
     FAILED,
+    FOR_MEMORY,
     GONE,
     KILLED,
+    MISSING,
+    NOT_TOLD,
     RAISED,
     SILENT,
     STOPPED,
+    STUCK,
     TERMINATED,
     TRACED,
     UNSEEN,
+    WAITED,
     Fact,
     Fate,
 )
@@ -75,6 +81,8 @@ _NEXT_STEPS = {
     "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
     ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
     "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
+    ids.STUCK_WATCHDOG: "Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next "
+    "run tells whether all ranks came out of the encoder.",
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
     ids.NOT_ENOUGH: "Give what there is of all ranks, taken while the job hangs: `nemo-patches stacks --json`, traces, "
     "dumps, every rank's stderr.",
@@ -106,11 +114,53 @@ def finding(
     return Finding(
         id=kind,
         severity=severity or _SEVERITIES.get(kind, CRITICAL),
-        ranks=tuple(ranks)[:_MOST_RANKS],
+        ranks=tuple(rank for rank in ranks if rank != NOT_TOLD)[:_MOST_RANKS],
         text=capital(text),
         next_step=(next_step or _NEXT_STEPS[kind]).format(pid=pid, host=host),
         evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
     )
+
+
+def who(ranks: Iterable[int]) -> str:
+    """Ranks as a person reads them, of which one may not be told."""
+    ranks = sorted(set(ranks))
+    told = [rank for rank in ranks if rank != NOT_TOLD]
+    if not told:
+        return "a rank (which, is not told)"
+    return named(told) + (" and one that is not told" if len(told) < len(ranks) else "")
+
+
+def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
+    """What NeMo makes such a collective for, as far as its kind and size tell, and what to do then; both may be empty.
+
+    patched: nemo_patches is on, so it is not the length sync's.
+    """
+    kind, size = re.sub("[^a-z]", "", seat.kind.lower().rpartition(":")[2]), seat.size.strip("[]")
+    if seat.group not in ("", "0"):
+        return "", ""
+    if kind == "allreduce" and size == "1" and not patched:
+        return "as the encoder's length sync is", (
+            "The encoder's length sync is such a reduce, of one number: nemo_patches bounds this wait and names the "
+            "missing rank (`nemo-patches run -- COMMAND`). That rank is held up elsewhere; if it never comes, the "
+            "gradients' all-reduce waits for it all the same. (Other reduces of one number: a logged loss with "
+            "sync_dist, skip_nan_grad.)"
+        )
+    if kind == "allreduce" and size == "1":
+        return "and with nemo_patches on it is not the encoder's length sync", (
+            "Look for a logged value with sync_dist, skip_nan_grad, or an early stop: their reduces are of one number, "
+            "too. nemo_patches cannot bound those."
+        )
+    if kind == "allreduce" and not size:
+        return "", (
+            "The encoder's length sync is such an all-reduce, and so are DDP's gradients: a trace "
+            "(NEMO_PATCHES_TRACE) and its stall reports name the rank that does not come."
+        )
+    if kind == "broadcast" and size.isdigit() and int(size) >= _LARGE_BROADCAST:
+        return "as DDP makes of a model's buffers before each training step", (
+            "A rank has not come to that step: its data, or an evaluation that is longer on it. nemo_patches does not "
+            "bound DDP's broadcast; a trace (NEMO_PATCHES_TRACE) and its stall reports name the rank."
+        )
+    return "", ""
 
 
 def kind_of_absent(account: Account) -> str:
@@ -130,9 +180,9 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None, remark: st
     """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
     ranks = [account.rank for account in accounts]
     have = "has" if len(ranks) == 1 else "have"
-    head = named(ranks)
+    head = who(ranks)
     if wait is not None:
-        head += f" {have} not entered {wait.title}, which {named(wait.ranks)} {_are_in(wait)}"
+        head += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
     doings: dict[str, list[int]] = {}
     for account in accounts:
         if text := doing(account):
@@ -149,14 +199,14 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None, remark: st
         for text, ranks_there in list(doings.items())[:_MOST_PLACES]
     )
     text = f"{head}{': ' if told else ''}{told}.{f' {remark}' if remark else ''}"
-    return finding(kind, text, ranks, _cited(accounts), accounts[0])
+    return finding(kind, text, ranks, evidence_of(accounts), accounts[0])
 
 
 def doing(account: Account) -> str:
     """What is known of a rank that others wait for: how it ended, or where it is."""
     fate, place = account.fate_value, account.place_value
     if fate.kind in _ENDS:
-        more = f", {fate.text}" if fate.text else ""
+        more = f"{' ' if fate.kind == MISSING else ', '}{fate.text}" if fate.text else ""
         at = f"; last seen in {inner(place.where)}" if place.where else ""
         return f"{_ENDS[fate.kind]}{more}{at}"
     spot = place.worker or inner(place.where)
@@ -177,8 +227,18 @@ _ENDS = {
     ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
     FAILED: "its launcher saw it fail",
     SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
+    MISSING: "it had not come",
     UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
     TERMINATED: "somebody ended it",
+    ABORTED: "it aborted, as ranks do that waited in vain",
+    STUCK: "its NCCL watchdog got stuck",
+}
+# Of which a line of evidence tells.
+_FATES = {
+    **_ENDS,
+    WAITED: "a time-out: a consequence, it waited",
+    CUT: "a connection closed: a consequence, another rank had gone",
+    GONE: "no record tells of its end",
 }
 
 
@@ -187,28 +247,62 @@ def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) 
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
     where = f" in {inner(first.value.where)}" if first.value.where else ""
-    evidence = [*first.value.details, *_cited(accounts), *_cited(others)]
-    return finding(ids.EXCEPTION, f"{named(ranks)} raised {first.value.text}{where} [{first.cite}].", ranks, evidence)
+    evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
+    return finding(
+        ids.EXCEPTION,
+        f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].",
+        ranks,
+        evidence,
+        next_step=_cure_of(first.value.text),
+    )
 
 
-def killed(accounts: Sequence[Account], others: Sequence[Account]) -> Finding:
+def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[Account]) -> Finding:
+    """facts: of each account the one that tells of it."""
+    first = facts[0]
+    assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
-    fate = accounts[0].fate_value
     at = accounts[0].place_value.where
-    how = f" ({fate.text})" if fate.text else ""
+    how = f" ({first.value.text})" if first.value.text else ""
     was = "was" if len(ranks) == 1 else "were"
     place = f", in {inner(at)}" if at else ""
-    cite = f" [{accounts[0].fate.cite}]" if accounts[0].fate is not None else ""
-    text = f"{named(ranks)} {was} killed{how}{place}{cite}."
-    return finding(ids.KILLED, text, ranks, [*_cited(accounts), *_cited(others)], accounts[0])
+    text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
+    kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
+    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *evidence_of(others)]
+    return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
+
+
+def is_for_memory(fact: Fact) -> bool:
+    """Whether it tells of a kill for want of memory."""
+    return _text_of(fact).startswith(FOR_MEMORY)
+
+
+def _text_of(fact: Fact) -> str:
+    return fact.value.text if isinstance(fact.value, Fate) else ""
+
+
+def _cure_of(error: str) -> str:
+    """What helps against an error that says so itself."""
+    return next((step for words, step in _CURES if words in error), "")
+
+
+_CURES = (
+    (
+        "shared memory",
+        "Give the container more shared memory (`docker run --shm-size`, /dev/shm), or the data loader fewer workers.",
+    ),
+    ("Bus error", "A full /dev/shm ends a process so: give the container more (`docker run --shm-size`)."),
+    ("Duplicate GPU", "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK), CUDA_VISIBLE_DEVICES."),
+)
 
 
 def title_of(seat: Seat) -> str:
-    """A numbered collective, for a person; without a number where that is below 0."""
+    """A numbered collective, for a person, and where it was called; without a number where that is below 0."""
     kind = seat.kind or "a collective"
     size = f" {seat.size}" if seat.size.startswith("[") else f" of {seat.size}" if seat.size else ""
-    number = f", number {seat.number} of group {seat.group}" if seat.number >= 0 else ""
-    return f"{kind}{size}{number}"
+    number = f", number {seat.number}" if seat.number >= 0 else ""
+    number += f" of group {seat.group}" if seat.group and number else ""
+    return f"{kind}{size}{number}{f', from {seat.caller}' if seat.caller else ''}"
 
 
 def same_kind(one: str, other: str) -> bool:
@@ -228,52 +322,35 @@ def capital(text: str) -> str:
 
 def cited(fact: Fact, text: str) -> str:
     """One line of evidence."""
-    return f"rank {fact.rank} [{fact.cite}]: {text}"
-
-
-def _cited(accounts: Iterable[Account]) -> Iterable[str]:
-    """What is known of each, with where it is said."""
-    for account in accounts:
-        fate = account.fate
-        if fate is not None and account.fate_kind in (*_ENDS, CUT, "waited"):
-            text = account.fate_value.text
-            consequence = ": a consequence, it waited" if account.fate_kind in (CUT, "waited") else ""
-            yield cited(
-                fate,
-                f"{_FATES.get(account.fate_kind, account.fate_kind)}{consequence}" + (f" ({text})" if text else ""),
-            )
-        if account.place is not None:
-            yield cited(account.place, f"{_where(account)}{_when(account)}")
-
-
-_FATES = {CUT: "a connection closed", "waited": "a time-out", GONE: "no record of its end"}
+    return f"{who([fact.rank])} [{fact.cite}]: {text}"
 
 
 def evidence_of(accounts: Iterable[Account]) -> list[str]:
-    """A line for each group of ranks that are at one place, the smallest group first."""
-    groups: dict[tuple[str, str, bool], list[Account]] = {}
+    """What is known of ranks, a line for those that are at one place: in no collective first, then the fewest."""
+    groups: dict[tuple[str, str, str, bool], list[Account]] = {}
     for account in accounts:
-        place = account.place_value
-        groups.setdefault((account.fate_kind, place.seat or place.where, account.moved), []).append(account)
+        fate, place = account.fate_value, account.place_value
+        groups.setdefault((fate.kind, fate.text, place.seat or place.where, account.moved), []).append(account)
     ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
-    lines = []
-    for group in ordered:
-        first = group[0]
-        fact = first.place or first.fate
-        if fact is None:
-            continue
-        who = named([account.rank for account in group])
-        where = _where(first) if first.place is not None else _ENDS.get(first.fate_kind, first.fate_kind)
-        lines.append(f"{who} [{fact.cite}{', ...' if len(group) > 1 else ''}]: {where}{_when(first)}")
-        lines += [f"  {detail}" for account in group[:4] for detail in account.place_value.details]
-    return lines
+    return [line for group in ordered for line in _of_group(group)]
 
 
-def _where(account: Account) -> str:
+def _of_group(group: list[Account]) -> Iterable[str]:
+    first, ranks = group[0], who(account.rank for account in group)
+    others = ", ..." if len(group) > 1 else ""
+    if first.fate is not None and first.fate_kind in _FATES:
+        text = f" ({first.fate_value.text})" if first.fate_value.text else ""
+        yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
+    if first.place is not None:
+        yield f"{ranks} [{first.place.cite}{others}]: {_where(first, len(group))}{_when(first)}"
+        yield from (f"  {detail}" for account in group[:4] for detail in account.place_value.details)
+
+
+def _where(account: Account, ranks: int) -> str:
     place = account.place_value
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
     if place.collective:
-        return f"{state}waits in {place.seat}"
+        return f"{state}{'waits' if ranks == 1 else 'wait'} in {place.seat}"
     return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
 
 

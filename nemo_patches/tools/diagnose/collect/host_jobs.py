@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -55,6 +56,13 @@ class HostFile:
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
+
+
+def pids_in(text: str) -> list[int]:
+    """The value of --pids. Raises NothingToLookAtError."""
+    if not re.fullmatch(r"([0-9]{1,9}(,[0-9]{1,9})*)?", text):
+        raise NothingToLookAtError(f"--pids={text[:100]}: allowed are process ids with commas between: 4711,4712")
+    return [int(pid) for pid in text.split(",") if pid]
 
 
 def jobs_here(folder: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
@@ -136,9 +144,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pids", default="", metavar="P,P", help="only these processes")
     given = parser.parse_args(arguments)
     try:
-        pids = [int(pid) for pid in given.pids.split(",") if pid]
-        jobs = tuple(look(ranks, has_settled) for ranks in jobs_here(given.job, pids))
-    except (NothingToLookAtError, ValueError) as error:
+        jobs = tuple(look(ranks, has_settled) for ranks in jobs_here(given.job, pids_in(given.pids)))
+    except NothingToLookAtError as error:
         print(f"stacks.pyz: {error}", file=sys.stderr)
         return 2
     print(HostFile(WHAT, FORMAT, jobs).as_json())

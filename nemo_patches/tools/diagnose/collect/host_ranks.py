@@ -106,6 +106,11 @@ def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
     return _lightnings(process, among)
 
 
+def _is_told(process: Process) -> bool:
+    """Whether its variables tell its rank, as those of other launchers' ranks do."""
+    return any(process.variables.get(rank, "").isdecimal() for _, rank, _, _ in _LAUNCHERS)
+
+
 def _lightnings(process: Process, among: Mapping[int, Process]) -> HostRank | None:
     """Its launcher starts all ranks of a host but the first, which is their parent and has no variables of its own."""
     is_first = "LOCAL_RANK" not in process.variables
@@ -113,7 +118,7 @@ def _lightnings(process: Process, among: Mapping[int, Process]) -> HostRank | No
     started = [
         other.variables
         for other in among.values()
-        if other.parent == parent and other.is_python and "LOCAL_RANK" in other.variables
+        if other.parent == parent and other.is_python and "LOCAL_RANK" in other.variables and not _is_told(other)
     ]
     if not started:
         return None

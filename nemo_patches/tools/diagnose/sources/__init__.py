@@ -1,1 +1,1 @@
-"""One reader a source: each returns facts with where it says so, and judges nothing."""
+"""Readers: each turns one kind of file into facts, and judges nothing."""
