@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -63,6 +64,7 @@ def _run(scenario: Callable[[Rank], Any], rank: Rank, port: int) -> None:
     descriptor = os.open(rank.folder / f"rank{rank.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1), os.dup2(descriptor, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR2)
     import torch
 
     torch.set_num_threads(1)
@@ -387,3 +389,30 @@ def endless(rank: Rank, before: Callable[[int], object]) -> None:
         i += 1
         if i == STEP:
             rank.reached()
+
+
+# Scripts of their own, as launchers start them.
+
+
+def ends_with_a_collective_pending() -> None:
+    """`python stock_hangs.py FOLDER`, with a launcher's variables: rank 1 does not come to rank 0's last collective."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = Rank(dist.get_rank(), dist.get_world_size(), Path(sys.argv[1]))
+    dist.barrier()
+    rank.reached()
+    if rank.number == 1:
+        ask_metadata_server()
+    rank_0s_last = dist.all_reduce(torch.ones(1), async_op=True)
+    assert rank_0s_last is not None
+
+
+def spawned(index: int, folder: Path) -> None:
+    (folder / f"reached{index}").touch()
+    ask_metadata_server()
+
+
+if __name__ == "__main__":
+    ends_with_a_collective_pending()

@@ -37,6 +37,7 @@ from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
 _MOST_FRAMES, _MOST_THREADS, _MOST_DUMPS = 300, 200, 1 << 17  # dumps: of a file
 _MOST_RANK = 1 << 20
+_MOST_RANKS_OF_HOST = 1 << 12
 _MOST_DETAILS = 4
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _SERVICE_THREADS = (
@@ -56,6 +57,7 @@ _RANK_IN_NAME = re.compile(
     r"(?:^|[-_.])(\d{1,7})(?=\.(?:txt|log|json|err|out|stack|dump)$)",
     re.IGNORECASE,
 )
+_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # whose number follows: slurm-4711.out
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 _HEADING = re.compile(r"=+ ?Rank (\d{1,7})\b")  # of torch.distributed.debug: === Rank 3: host:port ===
 _MARK = re.compile(
@@ -145,12 +147,13 @@ def of_samples(job: HostJob) -> list[Fact]:
     """What the samples of a host's ranks tell."""
     whole_job = all(0 < one.rank.world_size == one.rank.local_world_size for one in job.ranks)
     facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job, whole_job)]
-    if whole_job and job.ranks:
+    if whole_job and job.ranks and job.ranks[0].rank.world_size <= _MOST_RANKS_OF_HOST:
         here = {one.rank.rank for one in job.ranks}
         gone = Fate(GONE, f"no process of it runs on {safe(job.host, 100)}")
-        world_size = min(job.ranks[0].rank.world_size, _MOST_RANK)
         facts += [
-            Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in range(world_size) if rank not in here
+            Fact(rank, gone, safe(job.host, 100), job.at, job.host)
+            for rank in range(job.ranks[0].rank.world_size)
+            if rank not in here
         ]
     return facts
 
@@ -376,7 +379,8 @@ def _name(file: Path) -> str:
 
 def _rank_in_name(name: str) -> int | None:
     folder, _, base = name.rpartition("/")
-    if found := _RANK_IN_NAME.search(base):
+    found = _RANK_IN_NAME.search(base)
+    if found and (found[1] or not _NO_RANK.search(base[: found.start()])):
         return int(found[1] or found[2])
     return int(folder) if folder.isdecimal() and int(folder) <= _MOST_RANK else None
 
@@ -477,10 +481,9 @@ class _Writer:
         if found := _GDB_THREAD.match(line):
             self.tid, self.stack = found[2], None
             return None
-        stack = self._begins(line)
+        self.stack = stack = self._begins(line)  # None: after a dump, a traceback has lines as faulthandler's
         if stack is None:
             return None
-        self.stack = stack
         is_new = self.dump is None or self.dump.stacks[-1].kind != stack.kind
         if is_new or self.dump is None or any(other.tid == stack.tid for other in self.dump.stacks):
             self.dump = _Dump(self.rank, self.pid, "", [stack])
