@@ -252,7 +252,7 @@ def _of_judgement(one: Judgement, case: _Case, facts: dict[tuple[str, int, int],
     if one.id == seats.MISSING:
         step = reading_of(_most_told(there), case.evidence.patched)[1]
         wait = Wait(one.waiting, title, seat=one.seat)
-        behind = [rank for rank in one.accused if _is_pending(case, rank, one.seat)]
+        behind = [rank for rank in one.accused if _is_pending(case, rank, one.seat, facts)]
         accused = [
             case[rank] for rank in one.accused if rank not in behind and not _has_come_since(case, rank, one, there[0])
         ]
@@ -298,14 +298,15 @@ def _most_told(facts: Iterable[Fact]) -> Seat:
     return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
 
 
-def _is_pending(case: _Case, rank: int, seat: Seat) -> bool:
-    """Whether it waits itself, in an earlier collective of that group."""
-    numbers = [
-        fact.value
-        for fact in case[rank].seats
-        if isinstance(fact.value, Seat) and fact.value.group == seat.group and fact.value.number < seat.number
-    ]
-    return bool(numbers) and not max(numbers, key=lambda one: one.number).done
+def _is_pending(case: _Case, rank: int, seat: Seat, facts: dict[tuple[str, int, int], Fact]) -> bool:
+    """Whether it waits itself, in an earlier collective of that group, which has not ended for anybody."""
+    own = (fact.value for fact in case[rank].seats if isinstance(fact.value, Seat))
+    earlier = (one for one in own if one.group == seat.group and one.number < seat.number)
+    last = max(earlier, key=lambda one: one.number, default=None)
+    if last is None or last.done is not False:
+        return False
+    there = (facts.get((last.group, last.number, other)) for other in case.evidence.groups[last.group])
+    return not any(fact and isinstance(fact.value, Seat) and fact.value.completed for fact in there)
 
 
 def _behind(behind: list[int], wait: Wait, case: _Case, evidence: list[str]) -> Finding:
