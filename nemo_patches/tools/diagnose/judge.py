@@ -180,13 +180,12 @@ def _not_enough(evidence: Evidence) -> Finding:
 
 def _causes(case: _Case) -> list[Finding]:
     """The first exception, and the ranks that have the same; else who was killed. None after others waited in vain."""
-    consequences = [
-        fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in CONSEQUENCES and fact.at
-    ]
+    # A closed connection is told of by whoever comes to write first, be it the rank that closed it or another.
+    time_outs = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) == WAITED and fact.at]
     facts = [
         one.fate
         for one in case.accounts.values()
-        if one.fate is not None and one.fate_kind in CAUSES and not any(is_before(c, one.fate) for c in consequences)
+        if one.fate is not None and one.fate_kind in CAUSES and not any(is_before(t, one.fate) for t in time_outs)
     ]
     if not facts:
         return []

@@ -49,7 +49,7 @@ _JOINED = re.compile(r"\[([\d, -]{1,2000})\] joined but didn't finish collective
 _NOT_PASSED = re.compile(r"(?:\[Rank (\d{1,7})\]: )?Ranks? ([\d, ]{1,20000}) failed to pass monitoredBarrier")
 _REACHED = re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier")
 _SIGNAL = re.compile(
-    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from ?(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
+    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from {0,3}(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
     r"Last ?enqueued ?NCCL ?work: ?(-?\d{1,18}), ?last ?completed ?NCCL ?work: ?(-?\d{1,18})"
 )
 STUCK_WATCHDOG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
@@ -68,14 +68,15 @@ _NCCL_GONE = re.compile(
     r"ncclRemoteError|remote process exited or there was a network error|Connection closed by remote peer"
 )
 # Start-up: each of these rank waits for others at the store.
-_BARRIER = re.compile(
+BARRIER = re.compile(
     r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?rank:? ?(\d{1,7}),.{0,20}"
     r"key: ?(\S{1,80}?) ?\(world_size=(\d{1,7}), ?(?:worker_count|num_workers_joined)=(\d{1,7})"
 )
+_DEFAULT_BARRIERS = (":1", ":0", ":default_pg")
 _BARRIER_PASSED = re.compile(r"Rank (\d{1,7}): Completed store-based barrier for (?:key:)?(\S{1,80})? ?with (\d{1,7})")
 _CLIENTS = re.compile(r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\. (\d{1,7})/(\d{1,7}) ")
-_CONNECTING = re.compile(r"client socket has timed out after \d{1,12} ?m?s while trying to connect to \(?([^)]{1,200})")
-_UNIQUE_ID = re.compile(
+CONNECTING = re.compile(r"client socket has timed out after \d{1,12} ?m?s while trying to connect to \(?([^)]{1,200})")
+UNIQUE_ID = re.compile(
     r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ncclUniqueId from \[(\d{1,7})\]"
 )
 _DEFAULT_KEY = re.compile(r"key: ?/?default_pg/0/(?:/cuda/)?/?0\b|keys: ?/?default_pg/0//(?:cuda//)?0\b")
@@ -303,7 +304,7 @@ class C10dLines:
     def _take_start_up(self, line: Line) -> None:
         text = line.text
         if "barrier" in text:
-            if barrier := _BARRIER.search(text):
+            if barrier := BARRIER.search(text):
                 self._take_barrier(barrier, line)
             elif passed := _BARRIER_PASSED.search(text):
                 for _, _, ranks, _ in self._barriers.values():
@@ -311,11 +312,11 @@ class C10dLines:
         if clients := _CLIENTS.search(text):
             self._found.has_size(clients[2])
             waits = Fate(WAITED, f"at start-up: {clients[1]} of {clients[2]} ranks had joined its store")
-            self._found.add(max(line.rank, 0), waits, line)  # the store is rank 0's
-        elif connecting := _CONNECTING.search(text):
+            self._found.add(line.rank, waits, line)
+        elif connecting := CONNECTING.search(text):
             at = shown(connecting[1])
             self._found.add(line.rank, Fate(WAITED, f"at start-up: it could not connect to the store at {at}"), line)
-        elif unique := _UNIQUE_ID.search(text):
+        elif unique := UNIQUE_ID.search(text):
             self._take_unique_id(unique, line)
         elif line.has_prefix and _STORE_WAIT.search(text) and "store" in text.lower():
             self._found.add(line.rank, Fate(WAITED, f"at the store: {shown(text)[-120:]}"), line)
@@ -338,7 +339,6 @@ class C10dLines:
         if len(ranks) < MOST_KEPT and rank < MOST_RANKS:
             ranks.add(rank)
         if barrier[1].startswith("Timed"):
-            self._found.is_over = True
             text = f"at start-up: {came} of {size} ranks had come to the store based barrier"
             self._found.add(rank, Fate(WAITED, text), line)
 
@@ -437,12 +437,14 @@ class C10dLines:
             self._found.add(NOT_TOLD, Fate(WAITED, "in a collective, by torch's report"), line, own=False)
 
     def _finish_barriers(self) -> None:
-        for size, came, ranks, line in self._barriers.values():
+        for key, (size, came, ranks, line) in self._barriers.items():
             for rank in ranks:
-                self._found.add(rank, Place(collective="the store based barrier of a process group's start"), line)
-            absent = set(range(min(size, MOST_KEPT))) - ranks
-            if 0 < len(ranks) == came < size and 2 * len(absent) < size:
-                for rank in absent:
+                if not self._found.has(rank, WAITED):  # it waits still, as far as the log goes
+                    place = Place(collective="the store based barrier of a process group's start")
+                    self._found.add(rank, place, line, own=False)
+            # Of another group its ranks are not told; where more have come than wait, some are those of an earlier job.
+            if key.endswith(_DEFAULT_BARRIERS) and len(ranks) == came < size <= MOST_KEPT:
+                for rank in set(range(size)) - ranks:
                     text = f"to the store based barrier of the start: {came} of {size} had"
                     self._found.add(rank, Fate(MISSING, text), line, own=False)
 

@@ -19,9 +19,17 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import header_in
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence
 from nemo_patches.tools.diagnose.folder import UnreadableError
-from nemo_patches.tools.diagnose.sources.c10d_lines import GLOO, STUCK_WATCHDOG, C10dLines, rank_in
+from nemo_patches.tools.diagnose.sources.c10d_lines import (
+    BARRIER,
+    CONNECTING,
+    GLOO,
+    STUCK_WATCHDOG,
+    UNIQUE_ID,
+    C10dLines,
+    rank_in,
+)
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
-from nemo_patches.tools.diagnose.sources.launcher_lines import FAILED_LINE, LauncherLines
+from nemo_patches.tools.diagnose.sources.launcher_lines import DEEPSPEED, FAILED_LINE, LauncherLines
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
@@ -75,7 +83,9 @@ _NEEDLES = (
     b"ncclUniqueId",
     b"Duplicate GPU",
     b"bus error encountered",
+    b"is killed by signal",
     b"exits with return code",
+    b"sigkill_handler",
     b"srun: error",
     b"exited on signal",
     b"forcefully exiting",
@@ -90,7 +100,9 @@ _NEEDLES = (
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
+_CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
 _SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
@@ -317,14 +329,22 @@ _BEGINNINGS = (
     "failed (exitcode",
     "Detected mismatch",
     "watchdog thread",
+    "store based barrier",
+    "client socket has timed",
+    "is setting up NCCL",
+    "sigkill_handler] [",
 )
-_LONG = ("Watchdog caught", "Detected mismatch", "dump signal")
+_LONG = ("Watchdog caught", "Detected mismatch", "dump signal", "is setting up NCCL", "sigkill_handler] [")
 _ENDS = ("before timing out", "timing out", "ng out.")
 _WHOLE = re.compile("before timing out|timed out in blocking wait")
 _WHOLE_MISMATCH = re.compile(
     r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}(?:\)|TensorDtypes)"
 )
 _COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
+
+
+_WHOLE_ONES = (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, BARRIER, CONNECTING, FAILED_LINE, DEEPSPEED)
+_KEYS = re.compile(r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout")
 
 
 def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -342,7 +362,9 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         if begun:
             yield begun_at, "".join(begun)
             begun = []
-        if line.endswith("[Rank") or (any(text in line for text in _BEGINNINGS) and not _is_whole(line)):
+        if line.endswith("[Rank") or (
+            any(text in line for text in _BEGINNINGS) and not _CPP_FRAME.search(line) and not _is_whole(line)
+        ):
             begun, begun_at = [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line], number
         else:
             yield number, line
@@ -353,6 +375,6 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 def _is_whole(line: str) -> bool:
     if "Detected mismatch" in line:
         return _WHOLE_MISMATCH.search(line) is not None
-    return line.endswith(_ENDS) or any(
-        pattern.search(line) for pattern in (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, FAILED_LINE)
-    )
+    if "is setting up NCCL" in line:
+        return UNIQUE_ID.search(line) is not None and _KEYS.search(line) is not None
+    return line.endswith(_ENDS) or any(pattern.search(line) for pattern in _WHOLE_ONES)
