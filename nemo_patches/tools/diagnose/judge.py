@@ -171,7 +171,10 @@ def _not_enough(evidence: Evidence) -> Finding:
     looked_for = f" Looked for: {'; '.join(evidence.looked_for)}." if evidence.looked_for else ""
     if not evidence.facts:
         return finding(ids.NOT_ENOUGH, f"Nothing is recognised.{looked_for}")
-    text = f"Of {named(sorted({fact.rank for fact in evidence.facts}))} something is told, and nothing that decides."
+    told = {fact.rank for fact in evidence.facts}
+    unseen = sorted(set(range(evidence.world_size)) - told)
+    of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
+    text = f"Of {named(sorted(told))} something is told, and nothing that decides{of_others}."
     return finding(ids.NOT_ENOUGH, text + looked_for, evidence=evidence_of(accounts_of(evidence).values()))
 
 
