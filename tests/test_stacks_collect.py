@@ -33,7 +33,18 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import RUNS, STOPPED, TRACED, UNREADABLE, Evidence, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import (
+    GONE,
+    RUNS,
+    STOPPED,
+    TRACED,
+    UNREADABLE,
+    Evidence,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
 from nemo_patches.tools.diagnose.sources import stacks as reader
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -95,6 +106,36 @@ def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
         assert found[0].launch == "2"
         assert len(found[0].workers) == 1
         assert found[1].workers == ()
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+    ],
+    ids=["srun torchrun", "a pod's torchrun"],
+)
+def test_torchruns_agent_is_no_rank_whatever_its_own_launcher_has_set(agent: dict[str, str], tmp_path: Path) -> None:
+    ranks = [{**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RUN_ID": "none"} for rank in (2, 3)]
+    with process(tmp_path, agent, ranks) as pid:
+        assert here(tmp_path) == [(rank, 8, 2, "node1:29500", "torchrun") for rank in (2, 3)]
+        assert pid not in {rank.pid for rank in jobs_here(str(tmp_path))[0]}
+
+
+def test_a_launcher_without_a_run_id_under_srun_is_no_rank(tmp_path: Path) -> None:
+    with process(tmp_path, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, [{**TORCHRUN, "RANK": "0"}]):
+        assert here(tmp_path) == [(0, 8, 2, "node1:29500", "torchrun")]
+
+
+def test_a_rank_that_is_not_there_has_ended(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "5"}) as pid:
+        [ranks] = jobs_here(str(tmp_path))
+        facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
+        assert [fact.rank for fact in facts if isinstance(fact.value, Fate) and fact.value.kind == GONE] == [4]
+        [ranks] = jobs_here(pids=[pid])  # who is given alone has others beside it
+        facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
+        assert {fact.rank for fact in facts} == {5}
 
 
 def test_lightnings_launcher_gives_its_first_rank_no_variables(tmp_path: Path) -> None:

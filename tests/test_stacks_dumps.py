@@ -85,7 +85,7 @@ def in_forms(job: tuple[Path, list[int], HostFile], out: Path) -> dict[str, list
     lines = [[f"[rank{rank}]: {line}" for line in text.splitlines()] for rank, text in enumerate(texts)]
     longest = max(map(len, lines))
     mixed = [of_rank[number] for number in range(longest) for of_rank in lines if number < len(of_rank)]
-    put("prefixes, mixed", "job.log", "\n".join(["12:30:01 begins", *mixed, "ends"]))
+    put("prefixes, mixed", "job.log", "\n".join(["[rank0]: begins", *mixed, "12:30:01 ends"]))
     put("own json", "node1.json", host_file.as_json())
     return made
 
@@ -302,7 +302,7 @@ def test_a_script_that_has_ended_with_a_collective_pending(tmp_path: Path) -> No
         real_ranks.wait_until(lambda: all((tmp_path / f"reached{rank}").exists() for rank in (0, 1)), 120)
         deadline = time.monotonic() + 90
         ending: list[Fact] = []
-        while time.monotonic() < deadline and not (ending and of(ending, 0, Place).activity == ENDING):
+        while time.monotonic() < deadline and not (ending and waits(ending, 0, 0.1)):
             ranks = [one for job in jobs_here(str(tmp_path)) for one in job]
             assert [one.pid for one in ranks] == pids
             assert {one.found_by for one in ranks} == {"torchrun"}
