@@ -18,6 +18,7 @@ from nemo_patches.patching import DISABLE_VARIABLE, admission
 from nemo_patches.stall.settings import STALL_TIMEOUT
 from nemo_patches.sync.settings import TIMEOUT
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.command import JSON_FORMAT
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.uneven.settings import ALL_SETTINGS
@@ -138,6 +139,7 @@ def test_every_verdict_has_its_row() -> None:
     page = (CHECKOUT / "docs" / "diagnose.md").read_text(encoding="utf-8")
     table = page.split("## What does a verdict mean?")[1].split("\n## ")[0]
     assert sorted(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == sorted(ids.ORDER)
+    assert f"| `format` | {JSON_FORMAT}; another number" in page
 
 
 def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
