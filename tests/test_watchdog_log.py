@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import lzma
 import os
 import random
@@ -24,6 +23,7 @@ from simulated_traces import Setup, header
 from nemo_patches.stall.rank_groups import RankGroup
 from nemo_patches.stall.rank_text import named, ranges
 from nemo_patches.stall.verdict import judged
+from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
@@ -48,9 +48,8 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 def diagnose_logs(paths: list[Path]) -> Report:
     """As the command does."""
-    evidence = Evidence()
-    read(paths, evidence)
-    return judge(evidence, ", ".join(map(str, paths)))
+    found = reading.find(paths)
+    return judge(reading.joined(reading.read(found), found.problems, found.earlier), ", ".join(map(str, paths)))
 
 
 def line(rank: int, sequence: int = 4711, kind: str = "ALLREDUCE", numel: int = 1, torch: str = "2.6") -> str:
@@ -555,7 +554,7 @@ def test_a_folder_of_several_attempts_and_of_files_that_cannot_be_read(tmp_path:
     (tmp_path / "job" / "rank.jsonl").write_bytes(records.encode(header(0, 1, 1.0, Setup())))
     report = diagnose_logs([tmp_path / "job"])
     assert (report.findings[0].id, report.findings[0].ranks) == (MISSING_RANK, (1,)), report
-    assert "attempt_0: an earlier attempt" in report.earlier[0] and len(report.problems) == 2
+    assert "attempt_0: an earlier attempt" in report.earlier[0] and len(report.problems) == 1
     first = diagnose_logs([tmp_path / "job" / "attempt_0"])
     assert first.findings[0].ranks == () and first.earlier == ()
 
