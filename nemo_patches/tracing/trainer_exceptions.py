@@ -6,7 +6,7 @@ import logging
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from nemo_patches.sync.rank_log import report
+from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
 
@@ -20,4 +20,6 @@ class TrainerExceptions(Callback):  # type: ignore[misc]  # Lightning is not loo
                 tracing.recorder.trainer_failed(exception)
             dumps.process_ends(exception)
         except Exception as error:  # the user's exception goes its way
+            if raised_by_signal_handler(error):
+                raise
             report(logging.ERROR, f"an exception was not recorded, by an error of its own, please report it: {error!r}")

@@ -1,4 +1,4 @@
-"""The verdict on gradients that ranks accumulate over unlike numbers of calls: they drift apart, step by step."""
+"""The verdict on gradients that ranks accumulate over unlike numbers of calls: the calls drift apart, step by step."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def run(
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
     if (len(paths) > 0) + (job is not None) + (ras is not None) + bool(pids) > 1:
-        raise DiagnoseError("give a folder or files, or --job and its folder, or --ras HOST, or --pids; one of them")
+        raise DiagnoseError("give files and folders, or --job DIR, or --ras HOST, or --pids: one of them, or none")
     is_of_files = bool(paths)
     if not is_of_files and (watch or plot or perfetto or launch is not None):
         raise DiagnoseError("--watch, --plot, --perfetto and --launch need a folder of traces")
@@ -73,8 +73,9 @@ def _of_files(
         raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
     if watch and len(paths) == 1 and os.path.isdir(paths[0]):  # also where no trace has come yet
         return _watch(paths[0], json, launch)
-    found = reading.find(paths)
     where = safe(str(paths[0]))
+    are_folders = all(map(os.path.isdir, paths))  # Path's own raises for a name that is too long
+    found = reading.find(paths) if are_folders or not (watch or plot or perfetto) else reading.Found()
     if not found.traces and (watch or plot or perfetto):
         raise DiagnoseError(f"{where} is no folder of traces: --watch, --plot and --perfetto need one")
     if not found.traces and launch is not None:

@@ -12,7 +12,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
-from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
+from nemo_patches.tools.diagnose.case import Case, cases, stall_reports, without_encoders
 from nemo_patches.tools.diagnose.differences import (
     different_batches,
     different_ranks,
@@ -38,6 +38,7 @@ from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_LINES, _MOST_SUMMARIES = 20, 8
+_LEAST_WAITING = 0.01  # share of the time; whom less waiting is for, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 _HANGS = frozenset(
     {
@@ -87,7 +88,7 @@ def diagnose(job: Job) -> Report:
     gpus = gpu_utilisation(job)
     findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in _foremost(hanging)]
     reported = {rank for case in encoders for rank in stall_reports(case).kinds}
-    findings += [*ending_exceptions(encoders, reported), *failed_threads(job)]
+    findings += [*ending_exceptions(encoders or [without_encoders(job)], reported), *failed_threads(job)]
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
     findings += different_batches(encoders)
@@ -228,6 +229,8 @@ def _all_ended(encoders: list[Case]) -> bool:
 def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
     main = encoders[0] if encoders else None
     times = waiting(main.rounds.from_ddp) if main else None
+    if times is not None and times.share < _LEAST_WAITING:
+        times = None
     summaries = []
     for rank, trace in sorted(job.traces.items()):
         ending = main.endings[rank] if main else None

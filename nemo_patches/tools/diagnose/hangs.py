@@ -409,9 +409,7 @@ def _ended_by_nobody_known(case: Case) -> list[Finding]:
     who = "somebody ended the job, or a part of it" if terminated else "the network was lost, or a rank left unseen"
     if no_end := sorted(ending.rank for ending in endings if ending.process.unknown):
         each = "one of them" if len(no_end) > 1 else "it"
-        who += (
-            f". {named(no_end)[0].upper()}{named(no_end)[1:]} left no end: perhaps {each} was killed or crashed first"
-        )
+        who += f", or {each} was killed or crashed first: {whom(no_end, 'has', 'have')} no end"
     return [
         Finding(
             id=ids.STOPPED_AT_ONCE,

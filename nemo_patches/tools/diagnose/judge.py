@@ -116,7 +116,7 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         world_size=evidence.world_size,
         moving=evidence.moving,
         runs=evidence.runs,
-        verdict=findings[0].text if findings else ruling.text or "Nothing found.",
+        verdict=findings[0].text if findings else ruling.text or " ".join(("Nothing found.", *evidence.summary)),
         next_step=findings[0].next_step if findings else "",
         findings=findings,
         ranks=tuple(evidence.ranks),
@@ -171,7 +171,10 @@ def _not_enough(evidence: Evidence) -> Finding:
     looked_for = f" Looked for: {'; '.join(evidence.looked_for)}." if evidence.looked_for else ""
     if not evidence.facts:
         return finding(ids.NOT_ENOUGH, f"Nothing is recognised.{looked_for}")
-    text = f"Of {named(sorted({fact.rank for fact in evidence.facts}))} something is told, and nothing that decides."
+    told = {fact.rank for fact in evidence.facts}
+    unseen = sorted(set(range(evidence.world_size)) - told)
+    of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
+    text = f"Of {named(sorted(told))} something is told, and nothing that decides{of_others}."
     return finding(ids.NOT_ENOUGH, text + looked_for, evidence=evidence_of(accounts_of(evidence).values()))
 
 
@@ -251,12 +254,12 @@ def _of_judgement(one: Judgement, case: _Case, facts: dict[tuple[str, int, int],
     if one.id == seats.MISSING:
         step = reading_of(_most_told(there), case.evidence.patched)[1]
         wait = Wait(one.waiting, title, seat=one.seat)
-        behind = [rank for rank in one.accused if _is_pending(case, rank, one.seat)]
+        behind = {rank: last for rank in one.accused if (last := _pending(case, rank, one.seat, facts))}
         accused = [
             case[rank] for rank in one.accused if rank not in behind and not _has_come_since(case, rank, one, there[0])
         ]
         if not accused and behind:
-            return [_behind(behind, wait, case, evidence)]
+            return [_behind(behind, wait, evidence)]
         found = _grouped(accused, wait, [*(_last_entered(account) for account in accused), *evidence])
         return [replace(each, next_step=f"{each.next_step} {step}".strip()) for each in found]
     if one.id == seats.OUT_OF_STEP:
@@ -297,22 +300,26 @@ def _most_told(facts: Iterable[Fact]) -> Seat:
     return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
 
 
-def _is_pending(case: _Case, rank: int, seat: Seat) -> bool:
-    """Whether it waits itself, in an earlier collective of that group."""
-    numbers = [
-        fact.value
+def _pending(case: _Case, rank: int, seat: Seat, facts: dict[tuple[str, int, int], Fact]) -> Fact | None:
+    """The earlier collective of that group in which it waits itself, if it does: one that has ended for nobody."""
+    own = [
+        fact.value.number
         for fact in case[rank].seats
-        if isinstance(fact.value, Seat) and fact.value.group == seat.group and fact.value.number < seat.number
+        if isinstance(fact.value, Seat) and fact.value.group == seat.group
     ]
-    return bool(numbers) and not max(numbers, key=lambda one: one.number).done
+    last = facts.get((seat.group, max((number for number in own if number < seat.number), default=-1), rank))
+    if last is None or not isinstance(last.value, Seat) or last.value.done is not False:
+        return None
+    there = (facts.get((seat.group, last.value.number, other)) for other in case.evidence.groups[seat.group])
+    has_ended = any(fact and isinstance(fact.value, Seat) and fact.value.completed for fact in there)
+    return None if has_ended else last
 
 
-def _behind(behind: list[int], wait: Wait, case: _Case, evidence: list[str]) -> Finding:
-    earlier = [fact for fact in case[behind[0]].seats if isinstance(fact.value, Seat)]
-    titles = {title_of(fact.value) for fact in earlier if isinstance(fact.value, Seat)}
-    text = f"All wait, and their collectives have drifted apart: {named(behind)} in {sorted(titles)[0]}, "
+def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding:
+    titles = {rank: title_of(fact.value) for rank, fact in behind.items() if isinstance(fact.value, Seat)}
+    text = f"All wait, and their collectives have drifted apart: {named(behind)} in {next(iter(titles.values()))}, "
     text += f"{named(wait.ranks)} in {wait.title}."
-    lines = [cited(fact, title_of(fact.value)) for fact in earlier if isinstance(fact.value, Seat)]
+    lines = [cited(fact, titles[rank]) for rank, fact in behind.items()]
     return finding(ids.SKIPPED, text, evidence=[*lines, *evidence])
 
 
@@ -383,7 +390,7 @@ def _by_places(case: _Case) -> Ruling:
         return _goes_on(moving)
     # Who moves from one collective to the next goes on; the others wait for nobody that is known.
     going = {one.rank for one in moving if one.place_value.collective}
-    unseen = set(case.unseen)
+    unseen = set(range(case.world_size)) - {one.rank for one in seen}
     members = [rank for rank in range(case.world_size) if rank not in going and rank not in unseen]
     kinds = {one.rank: "" if is_guess(one.place_value.collective) else one.place_value.seat for one in waiting}
     out = [rank for rank in members if rank not in kinds and accounts[rank] not in unreadable]

@@ -57,28 +57,29 @@ def find(paths: Sequence[Path]) -> Found:
     if len(files) > _MOST_FILES:
         found.problems.append(f"{len(files)} files; only the first {_MOST_FILES} were looked at")
     for path, file in files[:_MOST_FILES]:
-        name, head = str(file), b""
-        if file != STANDARD_INPUT and (os.path.isfile(file) or file == path):  # a pipe in a folder never ends
-            try:
-                head = _head(file)
-            except OSError as error:
-                if file == path:
-                    raise UnreadableError(f"{path}: {error.strerror}") from error
-                found.problems.append(f"{safe(file.name)}: {error.strerror}")
-                continue
-        elif file != STANDARD_INPUT:
-            continue
         if _TRACE.search(file.name):
             if file == path:
                 raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
             found.traces += [file.parent] if file.parent not in found.traces else []
-            continue
-        readers = [reader for reader in _READERS if reader.recognises(name, head)]
-        if not readers or logs.recognises(name, head):
-            readers.append(_LOGS)
-        for reader in readers:
-            found.by_reader.setdefault(reader.name, []).append(file)
+        elif file == path or os.path.isfile(file):  # a pipe in a folder never ends
+            _sort_in(file, path, found)
     return found
+
+
+def _sort_in(file: Path, given: Path, found: Found) -> None:
+    """To the readers that recognise a file. Raises UnreadableError where it was given itself, and cannot be read."""
+    try:
+        head = _head(file)
+    except OSError as error:
+        if file == given:
+            raise UnreadableError(f"{given}: {error.strerror}") from error
+        found.problems.append(safe(f"{file}: {error.strerror}"))
+        return
+    readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
+    if not readers or logs.recognises(str(file), head):
+        readers.append(_LOGS)
+    for reader in readers:
+        found.by_reader.setdefault(reader.name, []).append(file)
 
 
 def _files(path: Path, found: Found) -> list[Path]:
@@ -110,7 +111,7 @@ def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
 
 def _head(file: Path) -> bytes:
     """Nothing of a pipe (`diagnose <(COMMAND)`): what is read from one is gone."""
-    if not os.path.isfile(file):
+    if file == STANDARD_INPUT or (os.path.exists(file) and not os.path.isfile(file)):
         return b""
     with file.open("rb") as opened:
         return opened.read(_HEAD_BYTES)

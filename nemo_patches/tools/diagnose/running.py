@@ -14,7 +14,7 @@ from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import STUCK_AFTER_S, judge, rule
-from nemo_patches.tools.diagnose.sources import stacks
+from nemo_patches.tools.diagnose.sources import nccl_ras, stacks
 from nemo_patches.tools.diagnose.watch import once
 
 _MOST_SHOWN = 6
@@ -23,21 +23,43 @@ _MOST_SHOWN = 6
 def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Report:
     """Look until the ranks go on, or wait for longer than this; then read what lies beside them."""
     job = look(ranks, lambda seen: not rule(_seen(seen), stuck_after_s).is_too_early, at_most_s=stuck_after_s + 5.0)
-    beside, problems = _beside(job.belongings)
-    evidence = reading.joined([("stacks", _seen(job)), *beside], problems)
+    problems: list[str] = []
+    parts = [("stacks", _seen(job)), *_beside(job.belongings, problems)]
+    report = _judged(job, parts, problems, stuck_after_s)
+    addresses = [one.path for one in job.belongings if one.kind == RAS]
+    if addresses and report.findings and not any(one.ranks for one in report.findings):
+        # On a GPU a stack does not tell for which collective a rank waits; NCCL's numbers may.
+        parts += _asked(addresses[0], problems)
+        report = _judged(job, parts, problems, stuck_after_s)
+    return report
+
+
+def _judged(
+    job: HostJob, parts: Sequence[tuple[str, Evidence]], problems: Sequence[str], stuck_after_s: float
+) -> Report:
+    evidence = reading.joined(parts, problems)
     evidence.summary += _how(job)
     evidence.runs = True
     return judge(evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s)
+
+
+def _asked(address: str, problems: list[str]) -> list[tuple[str, Evidence]]:
+    evidence = Evidence()
+    try:
+        nccl_ras.ask(address, evidence)
+    except UnreadableError as error:
+        problems.append(safe(str(error)))
+        return []
+    return [("NCCL's RAS", evidence)]
 
 
 def _seen(job: HostJob) -> Evidence:
     return Evidence(stacks.of_samples(job), world_size=max(one.rank.world_size for one in job.ranks))
 
 
-def _beside(belongings: Sequence[Belonging]) -> tuple[list[tuple[str, Evidence]], list[str]]:
-    """What each thing tells that lies there; a thing that cannot be read is a problem, and no more."""
+def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[str, Evidence]]:
+    """What each thing tells that lies there; one that cannot be read is a problem, and no more."""
     parts: list[tuple[str, Evidence]] = []
-    problems: list[str] = []
     for one in belongings:
         if one.kind == RAS:
             continue
@@ -47,7 +69,7 @@ def _beside(belongings: Sequence[Belonging]) -> tuple[list[tuple[str, Evidence]]
             parts += [("traces", reading.of_traces(*once(folder))) for folder in found.traces]
         except (UnreadableError, OSError) as error:
             problems.append(safe(f"{one.kind} {one.path}: {error}"))
-    return parts, problems
+    return parts
 
 
 def _how(job: HostJob) -> list[str]:

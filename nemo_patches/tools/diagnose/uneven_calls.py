@@ -75,7 +75,7 @@ def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
 
 
 def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
-    """Fewer training calls in a row are fewer in all only where the counts say so; else somebody evaluated."""
+    """Fewer training calls in a row are fewer in all only if the counts say so; else somebody evaluated elsewhere."""
     if not run.training:
         return run
     kinds = {rank: weighted_kinds(case.tracks[rank]) for rank in run.more | run.fewer}
@@ -87,7 +87,10 @@ def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
         return run
     who, others = named(sorted(run.fewer)), named(sorted(run.more))
     place = f"training call {run.call} of {case.name}"
-    if not once_more or any(kinds[rank][0][-1] != 1 for rank in run.fewer):
+    kind, weights = kinds[min(run.more)]
+    here = np.array(case.tracks[min(run.more)].calls.n) < run.call
+    trained_by_then = int(weights[here & (kind == 1)].sum())
+    if not once_more or any(trained[rank] <= trained_by_then for rank in run.fewer):
         text = f"{who} evaluated where {others} made {place}: fewer batches, or an evaluation at another step."
         return replace(run, elsewhere=text)
     text = f"{who} evaluated once more than {others}, which made {place} there"

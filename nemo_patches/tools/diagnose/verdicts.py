@@ -87,6 +87,15 @@ _NEXT_STEPS = {
     ids.NOT_ENOUGH: "Give what there is of all ranks, taken while the job hangs: `nemo-patches stacks --json`, traces, "
     "dumps, every rank's stderr.",
 }
+# Of a missing rank, by what it does.
+_NEXT_STEPS_AT = {
+    LOADER: "Look at what its data loader waits for there: a file, a mount, a server; then at that batch. On {host}, "
+    "with C frames: `py-spy dump --native --pid PID` of its worker.",
+    LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
+    "`py-spy dump --native --pid {pid}`.",
+    CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
+    DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
+}
 _SEVERITIES = {ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}
 
 
@@ -176,30 +185,30 @@ def kind_of_absent(account: Account) -> str:
     }.get(account.fate_kind, ids.MISSING_RANK)
 
 
-def absent(kind: str, accounts: Sequence[Account], wait: Wait | None, remark: str = "") -> Finding:
+def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding:
     """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
     ranks = [account.rank for account in accounts]
-    have = "has" if len(ranks) == 1 else "have"
-    head = who(ranks)
+    text = who(ranks)
     if wait is not None:
-        head += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
+        have = "has" if len(ranks) == 1 else "have"
+        text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
+    told = _doings(accounts)
+    step = _NEXT_STEPS_AT.get(accounts[0].place_value.activity, "") if kind == ids.MISSING_RANK else ""
+    text += f": {told}." if told else "."
+    return finding(kind, text, ranks, evidence_of(accounts), accounts[0], next_step=step)
+
+
+def _doings(accounts: Sequence[Account]) -> str:
+    """What is known of each; where that differs, with their ranks."""
     doings: dict[str, list[int]] = {}
     for account in accounts:
         if text := doing(account):
             doings.setdefault(text, []).append(account.rank)
-    several = len(doings) > 1
-    told = "; ".join(
-        f"rank {ranks_there[0]}: {text}"
-        if several and len(ranks_there) == 1
-        else f"{named(ranks_there)}: {text}"
-        if several
-        else text
-        if len(ranks) == 1
-        else _plural(text)
-        for text, ranks_there in list(doings.items())[:_MOST_PLACES]
-    )
-    text = f"{head}{': ' if told else ''}{told}.{f' {remark}' if remark else ''}"
-    return finding(kind, text, ranks, evidence_of(accounts), accounts[0])
+    if len(doings) == 1 and len(accounts) > 1:
+        return _plural(next(iter(doings)))
+    if len(doings) < 2:
+        return next(iter(doings), "")
+    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in list(doings.items())[:_MOST_PLACES])
 
 
 def doing(account: Account) -> str:
@@ -214,7 +223,8 @@ def doing(account: Account) -> str:
         text = _DOES[place.activity] + (f": {spot}" if spot and place.activity != ENDING else "")
     else:
         text = f"it is in {spot}" if spot else ""
-    details = [detail for detail in place.details if detail not in text]
+    told = "worker" if place.worker else text  # what the sentence has already
+    details = [detail for detail in place.details if detail not in text and told not in detail]
     return "; ".join([*([text] if text else []), *details[:3]])
 
 

@@ -31,11 +31,13 @@ from nemo_patches.tools.diagnose.facts import (
     Motion,
     Place,
 )
-from nemo_patches.tools.diagnose.places import LOADER, LOCK, is_library, place, trunk
+from nemo_patches.tools.diagnose.places import is_library, place, trunk
+from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
 
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
 _MOST_FRAMES, _MOST_THREADS, _MOST_DUMPS = 300, 200, 1 << 17  # dumps: of a file
 _MOST_RANK = 1 << 20
+_MOST_RANKS_OF_HOST = 1 << 12
 _MOST_DETAILS = 4
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _SERVICE_THREADS = (
@@ -55,6 +57,7 @@ _RANK_IN_NAME = re.compile(
     r"(?:^|[-_.])(\d{1,7})(?=\.(?:txt|log|json|err|out|stack|dump)$)",
     re.IGNORECASE,
 )
+_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # whose number follows: slurm-4711.out
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 _HEADING = re.compile(r"=+ ?Rank (\d{1,7})\b")  # of torch.distributed.debug: === Rank 3: host:port ===
 _MARK = re.compile(
@@ -144,12 +147,13 @@ def of_samples(job: HostJob) -> list[Fact]:
     """What the samples of a host's ranks tell."""
     whole_job = all(0 < one.rank.world_size == one.rank.local_world_size for one in job.ranks)
     facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job, whole_job)]
-    if whole_job and job.ranks:
+    if whole_job and job.ranks and job.ranks[0].rank.world_size <= _MOST_RANKS_OF_HOST:
         here = {one.rank.rank for one in job.ranks}
         gone = Fate(GONE, f"no process of it runs on {safe(job.host, 100)}")
-        world_size = min(job.ranks[0].rank.world_size, _MOST_RANK)
         facts += [
-            Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in range(world_size) if rank not in here
+            Fact(rank, gone, safe(job.host, 100), job.at, job.host)
+            for rank in range(job.ranks[0].rank.world_size)
+            if rank not in here
         ]
     return facts
 
@@ -194,7 +198,7 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     main = last.main or Thread()
     is_in_futex = last.wait_channel.startswith("futex")
     found = place(main.frames, main.calls, is_in_futex, last.has_gpu)
-    found = replace(found, counters=dict(main.counters))
+    found = replace(found, counters=dict(main.counters), loops=dict(main.loops))
     details, worker = list[str](), ""
     stays = motion is not None and not motion.moved
     share = _share_of_core(samples)
@@ -211,7 +215,8 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
         details += more
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
-    if not found.collective and share is not None and share > _BUSY_SHARE:
+    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
+    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
         details.append(f"it computes ({100 * share:.0f} % of a core)")
     return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
 
@@ -230,7 +235,7 @@ def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
 
 
 def _workers(last: Sample) -> tuple[str, list[str]]:
-    """Of a rank that waits for its data loader: where its worker is, and each place that workers are at."""
+    """Of a rank that waits for its data loader: where its worker is, and where others are."""
     pids_by_text: dict[str, list[int]] = {}
     died = [sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)]
     for sample in last.workers:
@@ -244,15 +249,11 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
             continue  # it waits for work
         at = f", at {safe(sample.file, 200)}" if sample.file else ""
         pids_by_text.setdefault(f"{place(inside).where}{at}", []).append(sample.pid)
-    details = [
-        f"its data loader's worker{'s' if len(pids) > 1 else ''} (pid {', '.join(map(str, pids[:4]))}): {text}"
-        for text, pids in pids_by_text.items()
-    ]
-    details += [f"its data loader's worker (pid {pid}) has died" for pid in died]
-    if died:
-        return f"its worker (pid {died[0]}) has died", details
-    text, pids = next(iter(pids_by_text.items()), ("", [0]))
-    return (f"its worker (pid {pids[0]}) is in {text}" if text else ""), details
+    told = [f"its worker (pid {pid}) has died" for pid in died]
+    for text, pids in pids_by_text.items():
+        many = f"s (pids {', '.join(map(str, pids[:4]))}) are" if len(pids) > 1 else f" (pid {pids[0]}) is"
+        told.append(f"its worker{many} in {text}")
+    return told[0] if told else "", told[1:]
 
 
 def _inside_worker(frames: Sequence[Frame]) -> tuple[Frame, ...] | None:
@@ -378,7 +379,8 @@ def _name(file: Path) -> str:
 
 def _rank_in_name(name: str) -> int | None:
     folder, _, base = name.rpartition("/")
-    if found := _RANK_IN_NAME.search(base):
+    found = _RANK_IN_NAME.search(base)
+    if found and (found[1] or not _NO_RANK.search(base[: found.start()])):
         return int(found[1] or found[2])
     return int(folder) if folder.isdecimal() and int(folder) <= _MOST_RANK else None
 
@@ -435,7 +437,6 @@ def _of_json(content: bytes, name: str) -> _Dump | None:
         for frame in reversed(thread.frames[:_MOST_FRAMES]):
             for variable in frame.locals or ():
                 stack.counters |= counter(frame.name, frame.filename, variable.name, variable.repr or "")
-        stack.counters.pop("i of _wrap (spawn.py)", None)
         dump.stacks.append(stack)
     return dump if dump.stacks else None
 
@@ -480,10 +481,9 @@ class _Writer:
         if found := _GDB_THREAD.match(line):
             self.tid, self.stack = found[2], None
             return None
-        stack = self._begins(line)
+        self.stack = stack = self._begins(line)  # None: after a dump, a traceback has lines as faulthandler's
         if stack is None:
             return None
-        self.stack = stack
         is_new = self.dump is None or self.dump.stacks[-1].kind != stack.kind
         if is_new or self.dump is None or any(other.tid == stack.tid for other in self.dump.stacks):
             self.dump = _Dump(self.rank, self.pid, "", [stack])
@@ -558,7 +558,7 @@ def _of_dumped(rank: int, dumps: Sequence[_Dump]) -> Iterator[Fact]:
         yield Fact(rank, Member(pid=last.pid), last.cite)
     if main.kind != _FAULT:  # faulthandler writes when a process ends, too
         yield Fact(rank, Fate(RUNS), last.cite)
-    yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS]), counters=main.counters), last.cite)
+    yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS])), last.cite)
     before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.kind == main.kind), None)
     if before is not None:
         by = _went_on(before.main, main)
