@@ -111,7 +111,7 @@ class ExceptionLines:
 
     def take(self, line: Line) -> None:
         text = line.text
-        prefix = _PREFIX.search(text)
+        prefix = _PREFIX.search(text) if "[rank" in text else None
         if prefix is not None:
             self._take(line.rank, line, text[prefix.end() :])
         else:

@@ -21,6 +21,8 @@ from nemo_patches.tools.diagnose.facts import (
 )
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
+# One of which each line has that tells something here, but for torchrun's table.
+_WORDS = ("emory", "oom_kill", "bus error", "killed by", "return", "srun: ", "on signal", "with signal", "died")
 CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _HOST = re.compile(r"\bhost      : (\S{1,255})")
@@ -87,6 +89,8 @@ class LauncherLines:
             self._in_lines.append((int(failed[1]), int(failed[2]), int(failed[3]), line))
         if "forcefully" in text and (forced := _FORCED.search(text)) and len(self._forced) < MOST_KEPT:
             self._forced.add(int(forced[1]))
+        if self._ray is None and not any(words in text for words in _WORDS):
+            return
         if _OUT_OF_MEMORY.search(text):
             self._lacks_memory(line)
         elif _SHARED_MEMORY.search(text):
