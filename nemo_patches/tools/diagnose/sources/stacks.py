@@ -199,7 +199,7 @@ def _fate(last: Sample) -> Fate:
     if last.tracer:
         return Fate(TRACED, f"traced by pid {last.tracer} (gdb, strace)")
     if last.state in ("T", "t"):
-        return Fate(STOPPED, "state T")
+        return Fate(STOPPED)
     return Fate(RUNS) if last.main is not None else Fate(UNREADABLE, safe(last.error, 300))
 
 
