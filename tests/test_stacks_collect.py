@@ -273,6 +273,34 @@ def test_what_lies_beside_a_rank(tmp_path: Path) -> None:
     ]
 
 
+AT = """
+import os, socket, sys
+print(os.getpid(), flush=True)
+if {to!r}:
+    reader = socket.create_connection(("127.0.0.1", {to!r}))
+    reader.recv(1)
+sys.stdout.buffer.write(bytes(1 << 20))
+"""
+
+
+@needs_py_spy
+def test_the_connection_or_the_pipe_that_a_rank_is_at(tmp_path: Path) -> None:
+    def details(text: str, word: str) -> str:
+        with process(tmp_path, {**TORCHRUN, "RANK": "0"}, text=text) as pid:
+            deadline = time.monotonic() + 60
+            while word not in samples.read(f"/proc/{pid}/wchan"):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            [ranks] = jobs_here(str(tmp_path))
+            job = look(ranks, lambda _: True, between_s=0.1)
+            return "; ".join(of(job, Place).details)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert details(AT.format(to=port), "wait") == f"its system call is at a connection to 127.0.0.1:{port}"
+    assert details(AT.format(to=0), "pipe").startswith("its system call is at its standard output (pipe:[")
+
+
 def of(job: Any, kind: type[Any]) -> Any:
     return next((fact.value for fact in reader.of_samples(job) if isinstance(fact.value, kind)), None)
 

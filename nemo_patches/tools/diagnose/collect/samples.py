@@ -1,6 +1,7 @@
-"""Samples of processes from outside: what /proc tells, and their Python stacks by py-spy. Nothing in them is changed.
+"""Samples of processes from outside: what /proc tells, and their Python stacks by py-spy, which stops them for that.
 
-Of their variables, only whole numbers leave a process, and only those with a name of _COUNTERS: how far its loops are.
+Some 0.1 s each. A write() that waits for its reader returns then with what it has written; Python's files go on, a bare
+os.write() does not. Of their variables, only whole numbers leave a process, and only those with a name of _COUNTERS: how far its loops are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     CLOCK_TICKS_PER_S,
     link,
     number_in,
+    peer,
     read,
     stat_fields,
     uptime_s,
@@ -39,11 +41,12 @@ _PY_SPY_S = 20.0
 _NOT_ALLOWED = re.compile(r"permission denied|operation not permitted|ptrace", re.IGNORECASE)
 _AT_ONCE = 8  # processes
 _MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
+_STANDARD = {0: "standard input", 1: "standard output", 2: "standard error"}
 _DRIVERS = ("libcuda.so", "libamdhip64.so")
 
 
 class _SystemCalls(NamedTuple):
-    """Their numbers. of_file: whose first argument is an open file: read, write, flock, fsync and the like."""
+    """Their numbers. of_file: whose first argument is an open file: read, recvfrom, flock and the like."""
 
     of_file: frozenset[str]
     open: str
@@ -52,8 +55,12 @@ class _SystemCalls(NamedTuple):
 
 
 _SYSTEM_CALLS = {
-    "x86_64": _SystemCalls(frozenset(("0", "1", "17", "18", "19", "20", "73", "74", "75")), "2", "257", "202"),
-    "aarch64": _SystemCalls(frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83")), "", "56", "98"),
+    "x86_64": _SystemCalls(
+        frozenset(("0", "1", "17", "18", "19", "20", "44", "45", "73", "74", "75")), "2", "257", "202"
+    ),
+    "aarch64": _SystemCalls(
+        frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83", "206", "207")), "", "56", "98"
+    ),
 }.get(os.uname().machine, _SystemCalls(frozenset(), "", "", ""))
 
 
@@ -188,13 +195,16 @@ def _kernels(pid: int, offset: float | None) -> Sample:
 
 
 def _file_of_call(pid: int, call: Sequence[str]) -> str:
-    """The file that its read() or write() is at, or that its open() names."""
+    """The file, pipe or connection that its read() or write() is at, or what its open() names."""
     if len(call) < 3:
         return ""
     number, first, second = call[:3]
     if number in _SYSTEM_CALLS.of_file:
-        path = link(f"/proc/{pid}/fd/{int(first, 16)}")
-        return path if path.startswith("/") and not path.startswith("/dev/") else ""
+        descriptor = int(first, 16)
+        path = link(f"/proc/{pid}/fd/{descriptor}")
+        if path.startswith("socket:"):
+            return peer(pid, path[8:-1])
+        return f"its {_STANDARD[descriptor]} ({path})" if descriptor in _STANDARD else path
     if number not in (_SYSTEM_CALLS.open, _SYSTEM_CALLS.openat):
         return ""
     try:
