@@ -307,7 +307,10 @@ def doctor(
 def diagnose(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE); or logs: files, a folder, - (stdin)."),
+        typer.Argument(
+            help="Files and folders, whatever is in them: traces, dumps, stacks of hosts, logs, Flight Recorder dumps, "
+            "answers of RAS; - is standard input. None: the jobs that run on this host."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
@@ -343,12 +346,20 @@ def diagnose(
             show_default="none",
         ),
     ] = None,
+    pids: Annotated[
+        str,
+        typer.Option(
+            metavar="P,P",
+            help="The ranks' processes on this host, in their order, where nothing tells.",
+            show_default="found",
+        ),
+    ] = "",
 ) -> None:
     """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
     from nemo_patches.tools.diagnose import command
 
     try:
-        code = command.run(paths or [], json, watch, plot, perfetto, launch, job, ras)
+        code = command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids)
     except command.DiagnoseError as error:
         typer.echo(f"nemo-patches diagnose: {error}", err=True)
         if json:

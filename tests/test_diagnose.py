@@ -1276,7 +1276,7 @@ def test_the_command_prints_plain_text_and_gives_the_exit_code(tmp_path: Path) -
     assert (content["format"], set(content)) == (command.JSON_FORMAT, JSON_KEYS)
     nowhere = run(str(tmp_path / "nowhere"), "--json")
     assert json.loads(nowhere.stdout) == {
-        "format": 1,
+        "format": command.JSON_FORMAT,
         "error": nowhere.stderr.partition(": ")[2].strip(),
         "exit_code": 2,
     }
@@ -1304,7 +1304,7 @@ JSON_KEYS = {
     ("arguments", "said"),
     [
         (("nowhere",), "No such file or directory"),
-        ((".",), "no trace file in it"),
+        ((".",), "it is empty"),
         ((".", "--watch", "--plot", "x.png"), "--watch with --plot"),
         (("file.jsonl", "--plot", "x.png"), "no folder of traces"),
         (("file.jsonl",), "give the folder that it is in"),

@@ -130,8 +130,9 @@ def test_an_exception_that_nobody_catches(failure: str, finding: str, text: str,
 
 UNDER_HYDRA = """
 if rank == 1:
-    from nemo_patches.lightning import LengthSyncCallback
-    LengthSyncCallback().on_exception(None, None, ValueError("no such audio"))
+    from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
+    TrainerExceptions().on_exception(None, None, SystemExit(0))
+    TrainerExceptions().on_exception(None, None, ValueError("no such audio"))
     sys.exit(1)
 os._exit(0)
 """
@@ -143,7 +144,7 @@ def test_an_exception_that_hydra_turns_into_an_exit_is_dumped_by_the_callback(tm
     assert failed.returncode == 1, failed.stderr
     (file,) = traces.files(tmp_path)
     found = traces.records(file)
-    assert traces.kinds(found) == ["header", "encoder", "call", "call", "call", "dumped"]
+    assert traces.kinds(found) == ["header", "encoder", "call", "call", "call", "failed", "dumped"]
     assert found[-1]["error"] == "ValueError: no such audio"
 
 

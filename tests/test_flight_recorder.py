@@ -189,6 +189,20 @@ def test_rings_that_have_lost_their_beginning_are_compared_from_where_all_have_b
     assert (first.id, first.ranks) == (ids.MISSING_RANK, (2,))
 
 
+def test_who_is_in_a_collective_that_has_ended_for_nobody_is_not_missing_from_the_next(tmp_path: Path) -> None:
+    """On a GPU the host runs ahead: all are in number 6, and some have enqueued number 7 as well."""
+    in_six = [entry(6, state="started")]
+    done = [entry(number) for number in range(1, 6)]
+    ahead = [*done, *in_six, entry(7, state="scheduled")]
+    report = diagnose_dumps(write(tmp_path / "all_in", {0: ahead, 1: ahead, 2: [*done, *in_six], 3: ahead}))
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.SKIPPED, ())
+    assert "rank 2 in nccl:all_reduce [1], number 6 of group 0" in report.verdict
+    # For the others number 6 has ended: rank 2's dump only tells so late.
+    past = [*done, entry(6), entry(7, state="started")]
+    report = diagnose_dumps(write(tmp_path / "missing", {0: past, 1: past, 2: [*done, *in_six], 3: past}))
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
+
+
 HOSTILE = {
     "calls a function": b"cos\nsystem\n(S'touch {mark}'\ntR.",
     "calls one, protocol 4": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x0ctouch {mark}\x85R.",

@@ -536,7 +536,7 @@ ENDINGS = {  # the program's last lines, its exit code, and what the end record 
     "sys.exit": ("sys.exit(7)", 7, ("", None)),
     "exception": ("raise KeyError('the user\\'s own')", 1, ('KeyError: "the user\'s own"', 1)),
     "caught": (  # by whoever called Lightning's trainer: training goes on
-        "tracing.recorder.note_failed(ValueError('caught'), '')\ncall()",
+        "tracing.recorder.trainer_failed(ValueError('caught'))\ncall()",
         0,
         ("", None),
     ),
@@ -546,8 +546,14 @@ ENDINGS = {  # the program's last lines, its exit code, and what the end record 
         0,
         ("", None),
     ),
-    "hydra": (  # Lightning's callback is told, then Hydra makes an exit of it
-        "tracing.recorder.note_failed(ValueError('no such audio'), '')\nsys.exit(1)",
+    "hydra": (  # makes an exit of it, whose code nobody tells; somebody else may have caught it, and exit with 0
+        "tracing.recorder.trainer_failed(ValueError('no such audio'))\nsys.exit(1)",
+        1,
+        ("ValueError: no such audio", None),
+    ),
+    "before any call": (
+        "tracing.stop()\ntracing.start(TraceSettings(folder / 'again'))\n"
+        "tracing.recorder.trainer_failed(ValueError('no such audio'))\nraise ValueError('no such audio')",
         1,
         ("ValueError: no such audio", 1),
     ),
@@ -591,7 +597,7 @@ def test_every_exit_of_the_interpreter_ends_the_file_and_says_how(tmp_path: Path
         for file in traces.files(tmp_path / name):
             found = traces.records(file)
             call = ["encoder", "enter", "lengths", "memory", "layer", "leave"]
-            stopped = name in ("multiprocessing", "spawn") and found[0]["pid"] == process.pid
+            stopped = name in ("multiprocessing", "spawn", "before any call") and found[0]["pid"] == process.pid
             failed = traces.of_kind(found, "failed")
             last = ["failed"] * len(failed) + ["enter", "lengths", "layer", "leave"] * (name == "caught")
             assert traces.kinds(found) == ["header", *call, *last, "stopped" if stopped else "end"]

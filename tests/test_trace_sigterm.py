@@ -7,11 +7,19 @@ the interpreter is gone: there a signal meets whatever has been left as its hand
 from __future__ import annotations
 
 import ast
+import json
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import traces
 from test_trace_records import end, start
+
+from nemo_patches.tools.diagnose.folder import Folder
+from nemo_patches.tools.diagnose.process_end import ProcessEnd, process_end
+from nemo_patches.tools.diagnose.rank_trace import RankTrace
 
 pytestmark = [pytest.mark.one_nemo]
 
@@ -202,3 +210,96 @@ def test_sigterm_at_random_moments_of_the_end_never_crashes(tmp_path: Path) -> N
     codes = ast.literal_eval(output or "{}")
     assert sum(codes.values()) == 120, error
     assert set(codes) <= {0, 9, -signal.SIGTERM}, codes
+
+
+# What a traced process does before SIGTERM, and after it.
+NOTES = "signal.signal(signal.SIGTERM, lambda *_: came.append(1))"
+RAISES = "tracing.recorder.trainer_failed(ValueError('no such audio'))"
+CLOSED = "tracing.recorder.trainer_failed(ValueError('what teardown brings about'))"
+WHEN = {
+    "dies in C code": ("", ""),
+    "goes on": (NOTES, "call()"),
+    "raised before": (RAISES, ""),
+    "raises after": (NOTES, CLOSED),
+}
+AT = (
+    PROGRAM
+    + """
+import json
+from multiprocessing import Pipe
+times = {{}}
+for name, (before, after) in {when!r}.items():
+    ours, theirs = Pipe()
+    child = os.fork()
+    if not child:
+        quiet()
+        folder, came = folder / name, []
+        tracing.start(TraceSettings(folder))
+        exec(before)
+        call()  # SIGTERM's handler is ours from here on
+        recorded()
+        exec(before if "trainer" in before else "")
+        theirs.send("")
+        libc.pause()
+        theirs.send("")
+        theirs.poll(60)
+        exec(after)
+        sys.exit(0)
+    ours.recv()
+    sent = time.time()
+    os.kill(child, signal.SIGTERM)
+    if after:
+        ours.recv()
+    else:
+        os.waitpid(child, 0)
+    times[name] = sent, time.time()
+    if after:
+        time.sleep(0.5)  # so much later the next record is written
+        ours.send("")
+        os.waitpid(child, 0)
+print(json.dumps(times))
+"""
+)
+CLOCK_S = 0.1  # of the kernel's time for files, and for a record to be on its way
+
+
+def test_the_time_of_sigterm_is_known_and_what_was_raised_before_it_is_told_from_what_came_after(
+    tmp_path: Path,
+) -> None:
+    output, error = end(start(AT.format(when=WHEN), tmp_path))
+    times = json.loads(output or "{}")
+    assert set(times) == set(WHEN), error
+    found = {name: ended(tmp_path / name) for name in WHEN}
+    for name, (sent, came) in times.items():
+        trace, _ = found[name]
+        assert trace.sigterm_stack and trace.sigterm_at is not None
+        assert sent - CLOCK_S <= trace.header.started + trace.sigterm_at <= came + CLOCK_S, name
+    assert found["raised before"][1].own_error == "ValueError: no such audio"
+    for name in ("dies in C code", "goes on", "raises after"):
+        trace, process = found[name]
+        assert process.terminated and not process.error, name
+        assert process.at == trace.sigterm_at
+    kinds = traces.kinds(records_of(tmp_path / "goes on"))
+    assert kinds.count("sigterm") == 1
+    (copy := tmp_path / "copy").mkdir()
+    for name in WHEN:
+        (file,) = traces.files(tmp_path / name)
+        shutil.copyfile(file, copy / file.name)  # now
+        copied, process = ended(copy)
+        (copy / file.name).unlink()
+        if WHEN[name][1]:  # the record tells, whatever becomes of the file
+            assert copied.sigterm_at == found[name][0].sigterm_at
+        else:
+            assert copied.sigterm_at is not None and copied.sigterm_at >= (found[name][0].sigterm_at or 0)
+        assert process.own_error == found[name][1].own_error
+
+
+def ended(folder: Path) -> tuple[RankTrace, ProcessEnd]:
+    trace = Folder(folder).read().traces[0]
+    return trace, process_end(trace)
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    """All but the stack."""
+    (file,) = traces.files(folder)
+    return [json.loads(line) for line in file.read_bytes().splitlines() if line.startswith(b"{")]

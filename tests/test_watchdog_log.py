@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import random
+import re
 import string
 import subprocess
 import sys
@@ -19,8 +20,11 @@ from hypothesis import strategies as st
 from interpreters import CHECKOUT, python
 from simulated_traces import Setup, header
 
-from nemo_patches.stall.rank_text import named
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Place
+from nemo_patches.stall.rank_groups import RankGroup
+from nemo_patches.stall.rank_text import named, ranges
+from nemo_patches.stall.verdict import judged
+from nemo_patches.tools.diagnose import reading
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
     FIRST_FAILURE,
@@ -31,7 +35,6 @@ from nemo_patches.tools.diagnose.findings import (
     OUT_OF_STEP,
     SIZES,
     SKIPPED,
-    STUCK_WATCHDOG,
     WAITED_IN_VAIN,
     Report,
 )
@@ -45,9 +48,8 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 def diagnose_logs(paths: list[Path]) -> Report:
     """As the command does."""
-    evidence = Evidence()
-    read(paths, evidence)
-    return judge(evidence, ", ".join(map(str, paths)))
+    found = reading.find(paths)
+    return judge(reading.joined(reading.read(found), found.problems, found.earlier), ", ".join(map(str, paths)))
 
 
 def line(rank: int, sequence: int = 4711, kind: str = "ALLREDUCE", numel: int = 1, torch: str = "2.6") -> str:
@@ -231,7 +233,7 @@ def public_logs() -> list[tuple[str, str, str, str]]:
 
 
 # Where a wrap is in the word by which a message is recognised.
-WRAPPED_IN_A_WORD = {("dhcode-cpp/X-R1#23", 90)}
+WRAPPED_IN_A_WORD = {("dhcode-cpp/X-R1#23", 90), ("NVIDIA-NeMo/Speech#14399", 90)}
 
 
 @pytest.mark.parametrize(("issue", "finding", "ranks", "text"), public_logs(), ids=[one[0] for one in public_logs()])
@@ -244,7 +246,8 @@ def test_public_logs(issue: str, finding: str, ranks: str, text: str, tmp_path: 
         finding,
         ranks,
     ), report
-    assert report.world_size == (2 if "Starting with 2" in text else 0), "no line tells it"
+    told = re.findall(r"Starting with (\d+) processes|world_size=(\d+)|\d/(\d+) clients", text)
+    assert report.world_size == max((int("".join(one)) for one in told), default=0)
     # A terminal that has wrapped every line changes nothing, nor do Windows' line ends and quoting.
     file.write_bytes("".join(f"> {line}\r\n" for line in text.splitlines()).encode())
     assert diagnose_logs([file]).findings[0].ranks == first.ranks
@@ -400,6 +403,7 @@ def table(rank: int, code: int, time: str = "12:35", title: str = "Root Cause (f
 
 
 START = "Starting with 4 processes"
+FR = "collective: nccl:all_reduce\n"  # as fr_trace begins
 OTHERS = "\n".join(line(rank) for rank in (0, 1, 3))
 WRAPPED = status(2, 4711, 4711).replace(" GUID", "\nGUID").replace("at work", "at\nwork")
 MISMATCH = (
@@ -455,12 +459,12 @@ def of_group_9(rank: int) -> str:
         # Reports of torch itself: what they tell of who came counts too.
         (MISMATCH, SIZES, ()),
         (
-            "missing ranks: {0, 1}\nexpected ranks: {0, 1, 2, 3}\nmissing ranks: {2, 3}\nexpected ranks: {0, 1, 2, 3}",
+            f"{FR}missing ranks: {{0, 1}}\nexpected ranks: {{0, 1, 2, 3}}\nmissing ranks: {{2, 3}}\nexpected ranks: {{0, 1, 2, 3}}",
             WAITED_IN_VAIN,
             (),
         ),
         (
-            "missing ranks: {1}\nexpected ranks: {0, 1}\nmissing ranks: {5}\nexpected ranks: {4, 5}",
+            f"{FR}missing ranks: {{1}}\nexpected ranks: {{0, 1}}\nmissing ranks: {{5}}\nexpected ranks: {{4, 5}}",
             MISSING_RANK,
             (1, 5),
         ),
@@ -497,7 +501,7 @@ def of_group_9(rank: int) -> str:
          f"{OTHERS}", OUT_OF_MEMORY, ()),
         ("srun: error: gpu-12: task 3: Out Of Memory", OUT_OF_MEMORY, ()),
         ("[12.3] Out of memory: Killed process 4711 (python) total-vm:9kB", OUT_OF_MEMORY, ()),
-        ("CUDA out of memory. Tried to allocate 2 GiB", WAITED_IN_VAIN, ()),  # perhaps caught; nobody's name
+        ("CUDA out of memory. Tried to allocate 2 GiB", NOT_ENOUGH, ()),  # perhaps caught; nobody's name
         ("loading gloomy data ... Connection closed by peer", NOT_ENOUGH, ()),
     ],
 )  # fmt: skip
@@ -551,6 +555,396 @@ def test_a_folder_of_several_attempts_and_of_files_that_cannot_be_read(tmp_path:
     (tmp_path / "job" / "rank.jsonl").write_bytes(records.encode(header(0, 1, 1.0, Setup())))
     report = diagnose_logs([tmp_path / "job"])
     assert (report.findings[0].id, report.findings[0].ranks) == (MISSING_RANK, (1,)), report
-    assert "attempt_0: an earlier attempt" in report.earlier[0] and len(report.problems) == 2
+    assert "attempt_0: an earlier attempt" in report.earlier[0] and len(report.problems) == 1
     first = diagnose_logs([tmp_path / "job" / "attempt_0"])
     assert first.findings[0].ranks == () and first.earlier == ()
+
+
+# Our own lines, in the program's own words.
+
+
+def stall_line(reporter: int, world: int, *groups: RankGroup) -> str:
+    text = judged(groups).text()
+    return (
+        f"2025-05-13 12:00:00,1 nemo_patches WARNING [rank {reporter}/{world} node7] no encoder call for 60 s. {text}"
+    )
+
+
+def test_the_headline_line_names_the_missing_rank_and_its_place(tmp_path: Path) -> None:
+    """As the README has it."""
+    headline = (
+        "nemo_patches WARNING [rank 0/8 node7] no encoder call for 60 s. rank 5 (node8, pid 4711): read_audio "
+        "(my_asr/dataset.py:41) < main (my_asr/train.py:88) | ranks 0-4, 6-7: DDP's buffer broadcast"
+    )
+    for text in (headline, f"2025-05-13 12:00:00,1 {headline}", f"3: {headline}", f"INFO:x: {headline}"):
+        report = report_on(tmp_path, text)
+        first = report.findings[0]
+        assert (first.id, first.ranks, report.world_size) == (MISSING_RANK, (5,), 8), report
+        assert "DDP's buffer broadcast, which ranks 0-4, 6-7 are in" in first.text
+        assert (
+            "read_audio (my_asr/dataset.py:41) < main (my_asr/train.py:88)" in first.text and "4711" in first.next_step
+        )
+        assert "train.log:4" in "".join(first.evidence)
+
+
+def test_what_else_our_lines_say(tmp_path: Path) -> None:
+    ours = "12:00:00,1 nemo_patches WARNING [rank 0/8 node7] "
+    call = (
+        "ConformerEncoder: training call 72: not every rank's length came within 10.00 s; using this rank's own, 1176. "
+    )
+    missing = (
+        "Missing: rank 5 of 8 | rank 5 (node8, pid 7) is elsewhere: read (data.py:41); its last encoder call, 71, "
+    )
+    first = report_on(tmp_path, ours + call + missing + "began 12.0 s ago").findings[0]
+    assert (first.id, first.ranks) == (MISSING_RANK, (5,)) and "read (data.py:41)" in first.text
+    silent = f"{ours}{call}Missing: rank 5 of 8 | rank 5 (node8, pid 7) has no heartbeat: stopped, killed, its host"
+    assert report_on(tmp_path, silent).findings[0].ranks == (5,)
+    # It came late, and nobody waits any more.
+    late = report_on(tmp_path, ours + call + missing, f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late")
+    assert not any(one.ranks for one in late.findings)
+    # What is written where all is well names nobody.
+    for text in ("patched on all 8 ranks: ConformerEncoder", "settings changed: timeout=5"):
+        assert report_on(tmp_path, ours.replace("WARNING", "INFO") + text).findings[0].id == NOT_ENOUGH
+    gone = report_on(tmp_path, f"{ours}ConformerEncoder: gone: rank 5 of 8 | rank 5 (node8, pid 7) has left: it ended")
+    assert not any(set(one.ranks) - {5} for one in gone.findings)
+
+
+_PLACES = ("read_audio (my_asr/dataset.py:41) < main (my_asr/train.py:88)", "collate (c.py:3)", "")
+_COLLECTIVES = ("DDP's buffer broadcast", "all_gather", "the rounds of training loader 1 (train)")
+
+
+@st.composite
+def stalls(draw: st.DrawFn) -> tuple[tuple[RankGroup, ...], int]:
+    """What a job's ranks are at, and how many there are."""
+    world = draw(st.integers(2, 9))
+    kinds = draw(st.lists(st.sampled_from(["waiting", "waiting", "elsewhere", "moving", "left", "no heartbeat"]),
+                          min_size=world, max_size=world))  # fmt: skip
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, kind in enumerate(kinds):
+        what = draw(st.sampled_from(_COLLECTIVES if kind == "waiting" else _PLACES))
+        groups.setdefault((kind, what), []).append(rank)
+    made = [
+        RankGroup(
+            tuple(ranges(ranks)),
+            kind,
+            "node8",
+            4000 + ranks[0],
+            7,
+            61.0,
+            what if kind in ("elsewhere", "moving") else "",
+            what if kind == "waiting" else "",
+            draw(st.sampled_from(["", "run (train.py:88)", "file_exists (nemo_model_checkpoint.py:540)"]))
+            if kind == "waiting"
+            else "",
+        )
+        for (kind, what), ranks in groups.items()
+    ]
+    return tuple(made), world
+
+
+@settings(max_examples=300)
+@given(stalls())
+def test_nobody_whom_a_stall_report_shows_waiting_or_moving_is_accused(
+    tmp_path_factory: pytest.TempPathFactory, made: tuple[tuple[RankGroup, ...], int]
+) -> None:
+    groups, world = made
+    report = report_on(tmp_path_factory.getbasetemp(), stall_line(0, world, *groups))
+    accused = {rank for one in report.findings for rank in one.ranks}
+    innocent = {rank for group in groups if group.kind in ("waiting", "moving") for rank in group.ranks}
+    assert not accused & innocent, report
+    suspects = {rank for group in groups if group.kind == "elsewhere" for rank in group.ranks}
+    kinds = {group.kind for group in groups}
+    if suspects and "waiting" in kinds and "moving" not in kinds and len(groups) <= 4:
+        assert suspects <= accused, report
+
+
+# Exceptions.
+
+WORKERS = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/job/train.py", line 18, in <module>
+[rank1]:     main()
+[rank1]:   File "/job/train.py", line 13, in main
+[rank1]:     for batch in loader:
+[rank1]:   File "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 725, in __next__
+[rank1]:     data = self._next_data()
+[rank1]:   File "/venv/lib/python3.11/site-packages/torch/_utils.py", line 794, in reraise
+[rank1]:     raise exception
+[rank1]: {error}: Caught {error} in DataLoader worker process 0.
+[rank1]: Original Traceback (most recent call last):
+[rank1]:   File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 374, in _worker_loop
+[rank1]:     data = fetcher.fetch(index)  # type: ignore[possibly-undefined]
+[rank1]:            ^^^^^^^^^^^^^^^^^^^^
+[rank1]:   File "/job/data.py", line 9, in {function}
+[rank1]:     do(it)
+[rank1]: {error}: {message}
+
+"""
+CLOSED = """\
+[rank{rank}]: Traceback (most recent call last):
+[rank{rank}]:   File "/job/train.py", line 17, in main
+[rank{rank}]:     dist.all_reduce(torch.ones(1))
+[rank{rank}]:   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252, in all_reduce
+[rank{rank}]:     work.wait()
+[rank{rank}]: {error}
+"""
+OF_GLOO = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+)
+OF_NCCL = """\
+torch.distributed.DistBackendError: NCCL error in: /pytorch/NCCLUtils.hpp:268, remote process exited or there was a \
+network error, NCCL version 2.21.5
+[rank{rank}]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+[rank{rank}]: Last error:
+[rank{rank}]: socketProgress: Connection closed by remote peer node2<42830>"""
+
+
+@pytest.mark.parametrize("closed", [OF_GLOO, OF_NCCL])
+@pytest.mark.parametrize(
+    ("error", "message", "function"),
+    [
+        ("RuntimeError", "stack expects each tensor to be equal size, but got [3] at entry 0 and [2] at 1", "stack"),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer", "__getitem__"),
+        ("botocore.exceptions.ConnectionClosedError", "Connection was closed before we received a response", "get"),
+        ("urllib3.exceptions.ProtocolError", "('Connection aborted.', ConnectionResetError(104, 'Connection reset by"
+         " peer'))", "open_s3"),
+        ("KeyError", "'audio'", "__getitem__"),
+    ],
+)  # fmt: skip
+def test_a_workers_exception_is_told_by_its_last_line_and_place(
+    error: str, message: str, function: str, closed: str, tmp_path: Path
+) -> None:
+    """Whatever its words: the other ranks' connections closed because of it."""
+    raised = WORKERS.format(error=error, message=message, function=function)
+    others = [CLOSED.format(rank=rank, error=closed.format(rank=rank)) for rank in (0, 2)]
+    for texts in ([raised, *others], [*others, raised], [others[0], raised, others[1]]):
+        report = report_on(tmp_path, *"".join(texts).splitlines(), *table(1, 1).splitlines())
+        first = report.findings[0]
+        assert (first.id, first.ranks) == (EXCEPTION, (1,)), report
+        kind = error.rpartition(".")[2]
+        assert first.text.startswith(f"Rank 1 raised {kind}: {message}"), first.text
+        assert f"in {function} (data.py:9) < main (train.py:13)" in first.text and "Caught" not in first.text
+
+
+def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path) -> None:
+    traceback = "\n".join(
+        line.removeprefix("[rank1]: ")
+        for line in WORKERS.format(error="RuntimeError", message="bad row", function="read").splitlines()
+    )
+    hydra = (
+        f"Error executing job with overrides: ['trainer.devices=3']\n{traceback}\nSet the environment variable HYDRA"
+    )
+    cut = [CLOSED.format(rank=rank, error=OF_GLOO) for rank in (0, 2)]
+    first = report_on(tmp_path, hydra, *cut).findings[0]
+    assert (first.id, first.ranks) == (
+        EXCEPTION,
+        (),
+    ) and "raised RuntimeError: bad row in read (data.py:9)" in first.text
+    ray = (
+        "(Trainer pid=77, ip=10.0.0.1) [rank1]: hello\n"
+        "ray.exceptions.RayTaskError(ValueError): ray::Trainer.fit() (pid=77, ip=10.0.0.1, actor_id=2)\n"
+        '  File "/job/train.py", line 13, in fit\n    step()\n'
+        "ValueError: bad row\n"
+    )
+    first = report_on(tmp_path, ray).findings[0]
+    assert (first.id, first.ranks) == (EXCEPTION, (1,)) and "ValueError: bad row in fit (train.py:13)" in first.text
+    # A traceback that is logged, of an error that was caught, ends nothing; nor is it the launcher's own.
+    assert report_on(tmp_path, traceback).findings[0].id == NOT_ENOUGH
+    elastic = (
+        "Traceback (most recent call last):\n"
+        '  File "/venv/lib/python3.11/site-packages/torch/distributed/run.py", line 1032, in <module>\n    main()\n'
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    )
+    report = report_on(tmp_path, elastic, table(1, 1))
+    assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, (1,))]
+
+
+def test_the_rank_is_told_by_the_folder_where_lines_have_no_prefix(tmp_path: Path) -> None:
+    """As torchrun --log-dir makes it; Hydra has caught the exception."""
+    for rank in range(3):
+        folder = tmp_path / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        error = "KeyError: 'audio'" if rank == 1 else OF_GLOO
+        text = CLOSED.format(rank=rank, error=error).replace(f"[rank{rank}]: ", "")
+        text = text.replace("distributed/distributed_c10d.py", "numpy/a.py") if rank == 1 else text
+        (folder / "stderr.log").write_text(f"Error executing job with overrides: []\n{text}")
+    report = diagnose_logs([tmp_path / "run"])
+    assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, (1,)), report
+    assert "[1/stderr.log:7]" in report.verdict and "all_reduce (a.py:3252) < main (train.py:17)" in report.verdict
+
+
+# Launchers.
+
+
+def test_who_was_killed_is_the_suspect_and_no_other(tmp_path: Path) -> None:
+    """torchrun ends the others by SIGTERM, or they have ended by their closed connections, in the same second."""
+    for code, marked in ((-15, 1), (1, 1), (1, 0), (-6, 0)):
+        entries = [
+            table(rank, code if rank != 1 else -9, title="Failures:" if rank != marked else ROOT) for rank in (0, 1, 2)
+        ]
+        report = report_on(tmp_path, *entries)
+        assert (report.findings[0].id, report.findings[0].ranks) == (KILLED, (1,)), (code, marked, report)
+        assert not any(set(one.ranks) - {1} for one in report.findings)
+    # One that its launcher had to kill, since it did not heed SIGTERM, is none.
+    forced = "W1 api.py:885] Unable to shutdown process 77 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL"
+    report = report_on(tmp_path, forced, table(0, 1, title=ROOT), table(1, -9, "12:35", title="Failures:"))
+    assert not any(1 in one.ranks for one in report.findings), report
+
+
+ROOT = "Root Cause (first observed failure):"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("mpirun noticed that process rank 3 with PID 77 on node n1 exited on signal 9 (Killed).", (3,)),
+        ("srun: error: n1: task 3: Killed", ()),
+        ("torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL", ()),
+        ("Fatal Python error: Segmentation fault", ()),
+        (
+            "(T[rank=3] pid=77, ip=1) [rank3]: x\nray.exceptions.ActorDiedError: The actor died at once\n\tpid: 77",
+            (3,),
+        ),
+    ],
+)
+def test_what_other_launchers_tell(text: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    report = report_on(tmp_path, *text.splitlines())
+    assert (report.findings[0].id, report.findings[0].ranks) == (KILLED, ranks), report
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker is killed by signal-handling tests, see docs",
+        "our process exits with return code = 0",
+        "The actor is dead because all references were removed. Worker exit type: INTENDED_USER_EXIT",
+        "ray.exceptions.ActorDiedError: The actor died\n\tpid: x\nWorker exit type: INTENDED_USER_EXIT Worker exit",
+        "Rank 0: Completed store-based barrier for key:store_based_barrier_key:1 with 2 nodes.",
+        "the collective was fine; no culprit rank",
+        "[rank2]: UserWarning: the client socket may time out",
+        "nemo_patches WARNING [rank 0/8 node7] call_timeout: a call of ConformerEncoder takes 31 s",
+    ],
+)
+def test_what_looks_alike_and_is_none(text: str, tmp_path: Path) -> None:
+    report = report_on(tmp_path, *text.splitlines())
+    assert [one.id for one in report.findings] == [NOT_ENOUGH], report
+
+
+# torch's reports.
+
+
+def test_fr_traces_table_names_unlike_collectives_and_accuses_nobody(tmp_path: Path) -> None:
+    """It calls healthy ranks culprits where the first one is wrong."""
+    text = (
+        "Collective sequence number: 7 has errors\ninternal record id: 6\ngroup info: 0:default_pg\n"
+        "collective: nccl:all_reduce\ninput sizes: [[1]]\noutput sizes: [[1]]\nworld size: 3\n"
+        "expected ranks: {0, 1, 2}\ncollective state: scheduled\n"
+        "error msg: Culprit rank 2; Error type: COLLECTIVE_TYPE_MISMATCH, Expected collective type: 'nccl:all_reduce' "
+        "does not match found collective type: 'nccl:broadcast'\ncollective stack trace:\n"
+    )
+    report = report_on(tmp_path, *text.splitlines())
+    assert (report.findings[0].id, report.findings[0].ranks) == (OUT_OF_STEP, ()), report
+    assert "rank 2 in nccl:broadcast" in report.verdict and "ranks 0-1 in nccl:all_reduce" in report.verdict
+    sizes = text.partition("COLLECTIVE_TYPE")[0] + "SIZE_OR_SYNTAX_MISMATCH, Expected input sizes: [[1]] does not match"
+    assert report_on(tmp_path, *sizes.splitlines()).findings[0].id == SIZES
+
+
+def test_the_rank_that_a_dump_signal_comes_from_waited(tmp_path: Path) -> None:
+    report = report_on(tmp_path, signal(0, " rank 3", 21, 21), signal(1, " rank 3", 21, 21), START)
+    assert not any(3 in one.ranks for one in report.findings), report
+    fates = [fact for fact in facts_of(tmp_path, signal(0, " rank 3", 21, 21)) if isinstance(fact.value, Fate)]
+    assert [(fact.rank, fact.value.kind, fact.own) for fact in fates] == [(3, "waited", False)]
+
+
+def test_start_up_is_no_stall_of_the_length_sync(tmp_path: Path) -> None:
+    lines = [
+        f"[rank{rank}]: torch.distributed.DistStoreError: Timed out initializing process group in store based barrier "
+        f"on rank {rank}, for key: store_based_barrier_key:1 (world_size=8, num_workers_joined=7, timeout=0:30:00 x)"
+        for rank in range(7)
+    ]
+    report = report_on(tmp_path, *lines)
+    assert (report.findings[0].id, report.findings[0].ranks, report.world_size) == (MISSING_RANK, (7,), 8)
+    assert "7 of 8 had" in report.verdict
+    assert not report_on(tmp_path, *lines[:5]).findings[0].ranks, "rank 5 or 6 may be the one whose line is missing"
+
+
+def test_facts_cite_their_lines(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, "a\rb\rc", line(0), *["x"] * 3, line(1, 4711, "BROADCAST"))
+    assert {(fact.rank, fact.cite) for fact in facts} == {(0, "train.log:5"), (1, "train.log:9")}
+    assert all(fact.host == "train.log" and fact.at == int(fact.cite.rpartition(":")[2]) for fact in facts)
+
+
+def test_citations_hold_over_blocks_of_a_large_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    filler = "loss 1.0\n" * 200_000  # more than a block, without anything of interest
+    file.write_text(filler + WORKERS.format(error="KeyError", message="'a'", function="f") + filler + line(0) + "\n")
+    evidence = Evidence()
+    read([file], evidence)
+    raised = next(fact for fact in evidence.facts if isinstance(fact.value, Fate) and fact.value.kind == "raised")
+    lines = file.read_text().splitlines()
+    number = int(raised.cite.rpartition(":")[2])
+    assert lines[number - 1] == "[rank1]: KeyError: 'a'"
+
+
+def test_what_is_a_log() -> None:
+    for name in ("train.log", "slurm-77.out", "job.err.gz", "stderr", "a/b/stdout.log.1"):
+        assert recognises(name, b"loss 1.0"), name
+    assert recognises("README", b"... [rank3]: KeyError") and recognises("x", b"\x1f\x8b\x08")
+    for name, head in (
+        ("x.json", b"{}"),
+        ("nccl_trace_rank_3", b"\x80\x02"),
+        ("a.log", b"\0\0"),
+        ("a.log.xz", b"\xfd7zXZ\0"),
+    ):
+        assert not recognises(name, head), name
+
+
+# Whatever lines there are, and in whatever order.
+
+
+@st.composite
+def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
+    """Lines of one job, and the ranks that one of them shows waiting."""
+    world = draw(st.integers(2, 6))
+    lines, waits = [f"Starting with {world} processes"] if draw(st.booleans()) else [], set()
+    for rank in draw(st.lists(st.integers(0, world - 1), max_size=12)):
+        number = draw(st.sampled_from([4710, 4711, 4712]))
+        kind = draw(st.sampled_from(["ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE"]))
+        how = draw(st.integers(0, 10))
+        if how <= 3:
+            lines.append(line(rank, number, kind))
+        elif how == 4:
+            lines.append(status(rank, number, number + draw(st.integers(0, 2))))
+        elif how == 5:
+            lines.append(signal(rank, "this local rank", number, number - 1))
+        elif how == 6:
+            lines += CLOSED.format(rank=rank, error=OF_NCCL.format(rank=rank)).splitlines()
+        elif how == 7:
+            lines += CLOSED.format(rank=rank, error=OF_GLOO).splitlines()
+        elif how == 8:
+            lines.append(f"[Rank {rank}]: Rank {(rank + 1) % world} failed to pass monitoredBarrier in 1000 ms")
+        elif how == 9:
+            others = world - 1
+            lines.append(
+                f"[rank{rank}]: torch.distributed.DistStoreError: Timed out initializing process group in store based "
+                f"barrier on rank {rank}, for key: store_based_barrier_key:1 (world_size={world}, "
+                f"num_workers_joined={others}, timeout=0:30:00 error=x)"
+            )
+        else:
+            lines.append(signal(draw(st.integers(0, world - 1)), f" rank {rank}", number, number))
+        waits.add(rank)
+    for rank in draw(st.lists(st.integers(0, world - 1), max_size=4)):
+        codes = st.sampled_from([1, -6, -15, 83])  # so a rank may end that waited
+        lines += table(rank, draw(codes), draw(st.sampled_from(["12:35", "12:36"]))).splitlines()
+    return draw(st.permutations(lines)) if draw(st.booleans()) else lines, waits
+
+
+@settings(max_examples=500)
+@given(mixed_logs())
+def test_nobody_whom_any_line_shows_waiting_is_accused(
+    tmp_path_factory: pytest.TempPathFactory, made: tuple[list[str], set[int]]
+) -> None:
+    lines, waits = made
+    report = report_on(tmp_path_factory.getbasetemp(), *lines)
+    accused = {rank for one in report.findings for rank in one.ranks}
+    assert not accused & waits, report

@@ -18,6 +18,7 @@ SIZES = "sizes-differ"  # likewise, in alike ones of unlike sizes
 CROSSED = "crossed-groups"  # each that has not entered one waits in another group's
 ALL_IN = "all-in"  # all are in the same one, and nobody has come out
 OLDER = "older"  # the records were not made at one time: someone has come out of it
+_IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # who is in such a collective cannot come out of it
 
 _ANY_SIZE = ("coalesced", "alltoall", "gather", "scatter", "send", "recv")  # as kinds begin of unlike sizes
 
@@ -72,8 +73,7 @@ def judge(
         if seat.done is False:
             pending[seat.rank].add(seat.group)
     found = [one for group, ranks in sorted(of_group.items()) if (one := _of_group(group, ranks, begins or {}))]
-    missing = [one for one in found if one.id == MISSING]
-    return [_spared(one, missing, pending) if one.id == MISSING else one for one in found]
+    return [_spared(one, found, pending) if one.id == MISSING else one for one in found]
 
 
 def _of_group(
@@ -100,8 +100,8 @@ def _of_group(
     return Judgement(ALL_IN, (), tuple(sorted(entered)), stuck[0]) if len(stuck) == len(entered) else None
 
 
-def _spared(one: Judgement, missing: list[Judgement], pending: Mapping[int, set[str]]) -> Judgement:
+def _spared(one: Judgement, found: list[Judgement], pending: Mapping[int, set[str]]) -> Judgement:
     """Who waits in a collective of another group is not to blame."""
-    waits = {rank for other in missing if other is not one for rank in other.waiting}
+    waits = {rank for other in found if other is not one and other.id in _IN_VAIN for rank in other.waiting}
     accused = tuple(rank for rank in one.accused if rank not in waits and not pending[rank] - {one.seat.group})
     return one._replace(id=MISSING if accused else CROSSED, accused=accused)

@@ -108,6 +108,8 @@ class Dumps:
 
         Where training goes on after the exception, another dump takes its place.
         """
+        with contextlib.suppress(Exception):  # it is destroyed at this moment
+            length_sync.process.present_group()  # it may have begun just now
         self._recent.look_for_group()
         if self._folder != "" and self._recent.group is not None:
             if error is not None:

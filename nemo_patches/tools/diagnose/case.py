@@ -108,6 +108,11 @@ def cases(job: Job) -> list[Case]:
     return [_case(job, name, tracks, on_most_ranks) for name in order]
 
 
+def without_encoders(job: Job) -> Case:
+    """Of a job in which no rank has called an encoder: its endings."""
+    return _case(job, "", {"": {}}, {""})
+
+
 def _case(job: Job, name: str, tracks: dict[str, dict[int, Track]], on_most_ranks: set[str]) -> Case:
     own = tracks[name]
     with_calls = {rank: track for rank, track in own.items() if track.calls.n}

@@ -12,7 +12,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
-from nemo_patches.tools.diagnose.case import Case, cases, stall_reports
+from nemo_patches.tools.diagnose.case import Case, cases, stall_reports, without_encoders
 from nemo_patches.tools.diagnose.differences import (
     different_batches,
     different_ranks,
@@ -88,7 +88,7 @@ def diagnose(job: Job) -> Report:
     gpus = gpu_utilisation(job)
     findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in _foremost(hanging)]
     reported = {rank for case in encoders for rank in stall_reports(case).kinds}
-    findings += [*ending_exceptions(encoders, reported), *failed_threads(job)]
+    findings += [*ending_exceptions(encoders or [without_encoders(job)], reported), *failed_threads(job)]
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
     findings += different_batches(encoders)

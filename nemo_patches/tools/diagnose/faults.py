@@ -62,19 +62,19 @@ def ending_exceptions(cases: list[Case], reported: set[int]) -> list[Finding]:
             if found is not None and (rank not in raised or found.inside):
                 raised[rank] = found
     if not raised:
-        return []
+        return _start_up(cases[0]) if cases else []
     of_the_reported = [exception for rank, exception in raised.items() if rank in reported]
     first = _first_exception(of_the_reported or list(raised.values()))
     ranks = tuple(sorted(one.rank for one in raised.values() if one.alike == first.alike))
     where = f"in call {first.n}" if first.inside else f"outside the encoder, after call {first.n}"
     if not first.n:
         where = "before its first call"
+    where = f"{where} of {first.case.name}" if first.case.name else "before any encoder call"
     finding = Finding(
         id=ids.EXCEPTION,
         severity=CRITICAL if (of_the_reported or not reported) and _did_harm(first, set(raised)) else WARNING,
         ranks=ranks,
-        text=f"{named(ranks)} raised {safe(first.error.type)} {where} of {first.case.name}: "
-        f"{_one_line(first.error.message)}",
+        text=f"{named(ranks)} raised {safe(first.error.type)} {where}: {_one_line(first.error.message)}",
         next_step="Mend what the traceback shows; the other ranks only waited for this one.",
         encoder=first.case.name,
         call=first.n,
@@ -82,6 +82,27 @@ def ending_exceptions(cases: list[Case], reported: set[int]) -> list[Finding]:
         evidence=(*_tail(first.error.traceback), f"exceptions in all: {len(raised)}, on {named(sorted(raised))}"),
     )
     return [finding]
+
+
+def _start_up(case: Case) -> list[Finding]:
+    """Ranks that waited for others before there was a process group."""
+    started = {rank: ending.process for rank, ending in case.endings.items() if ending.process.starting}
+    if not started:
+        return []
+    ranks = named(sorted(started))
+    rank, first = next(iter(sorted(started.items())))
+    return [
+        Finding(
+            id=ids.START_UP,
+            severity=CRITICAL,
+            ranks=(),
+            text=f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
+            f"Rank {rank} says: {first.error[:300]}.",
+            next_step="Look at the ranks that have no trace here, and at their stderr: a process that was not started, "
+            "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
+            evidence=tuple(f"rank {rank} was ended by {process.error[:200]}" for rank, process in started.items())[:8],
+        )
+    ]
 
 
 def ending_exception(case: Case, rank: int) -> EndingException | None:

@@ -11,6 +11,7 @@ EXCEPTION = "exception"
 OUT_OF_MEMORY = "out-of-memory"
 STOPPED = "stopped"
 TRACED = "in-a-debugger"
+START_UP = "start-up"
 DIFFERENT_SYNC = "different-sync"
 DIFFERENT_ORDER = "different-order"
 NO_BACKWARD = "no-backward"
@@ -51,6 +52,7 @@ TIMEOUTS = "timeouts"
 ORDER = (
     EXCEPTION,
     OUT_OF_MEMORY,
+    START_UP,
     DIFFERENT_SYNC,
     DIFFERENT_ORDER,
     NO_BACKWARD,

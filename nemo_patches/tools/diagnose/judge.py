@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.accounts import (
     CONSEQUENCES,
     Account,
     accounts_of,
+    fate_kind,
     first_of,
     is_before,
 )
@@ -70,11 +71,12 @@ _OUT = (*_HELD, GONE, ENDED, KILLED, RAISED, SILENT, MISSING, UNSEEN)
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the evidence comes to. goes_on: the job does, or it is too early to tell; `text` says so."""
+    """What it comes to. goes_on: the job does, as `text` says. is_too_early: its waits are young; look again."""
 
     findings: tuple[Finding, ...] = ()
     text: str = ""
     goes_on: bool = False
+    is_too_early: bool = False
 
 
 @dataclass
@@ -115,7 +117,7 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         world_size=evidence.world_size,
         moving=evidence.moving,
         runs=evidence.runs,
-        verdict=findings[0].text if findings else ruling.text or "Nothing found.",
+        verdict=findings[0].text if findings else ruling.text or " ".join(("Nothing found.", *evidence.summary)),
         next_step=findings[0].next_step if findings else "",
         findings=findings,
         ranks=tuple(evidence.ranks),
@@ -170,7 +172,10 @@ def _not_enough(evidence: Evidence) -> Finding:
     looked_for = f" Looked for: {'; '.join(evidence.looked_for)}." if evidence.looked_for else ""
     if not evidence.facts:
         return finding(ids.NOT_ENOUGH, f"Nothing is recognised.{looked_for}")
-    text = f"Of {named(sorted({fact.rank for fact in evidence.facts}))} something is told, and nothing that decides."
+    told = {fact.rank for fact in evidence.facts}
+    unseen = sorted(set(range(evidence.world_size)) - told)
+    of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
+    text = f"Of {named(sorted(told))} something is told, and nothing that decides{of_others}."
     return finding(ids.NOT_ENOUGH, text + looked_for, evidence=evidence_of(accounts_of(evidence).values()))
 
 
@@ -179,33 +184,28 @@ def _not_enough(evidence: Evidence) -> Finding:
 
 def _causes(case: _Case) -> list[Finding]:
     """The first exception, and the ranks that have the same; else who was killed. None after others waited in vain."""
-    consequences = [
-        fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in CONSEQUENCES and fact.at
-    ]
+    # A closed connection is told of by whoever comes to write first, be it the rank that closed it or another.
+    time_outs = [fact for one in case.accounts.values() for fact in one.fates if fate_kind(fact) == WAITED and fact.at]
     facts = [
         one.fate
         for one in case.accounts.values()
-        if one.fate is not None and one.fate_kind in CAUSES and not any(is_before(c, one.fate) for c in consequences)
+        if one.fate is not None and one.fate_kind in CAUSES and not any(is_before(t, one.fate) for t in time_outs)
     ]
     if not facts:
         return []
     firsts = first_of(facts)
     found = []
-    exceptions = [fact for fact in firsts if _kind(fact) == RAISED]
+    exceptions = [fact for fact in firsts if fate_kind(fact) == RAISED]
     for first in _apart_by_error(exceptions)[:4]:
-        alike = [fact.rank for fact in facts if _kind(fact) == RAISED and _error(fact) == _error(first)]
+        alike = [fact.rank for fact in facts if fate_kind(fact) == RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in case.accounts.items() if rank not in alike]
         found.append(raised([case[rank] for rank in sorted(alike)], first, others[:4]))
-    of_kill = [fact for fact in firsts if _kind(fact) == KILLED]
+    of_kill = [fact for fact in firsts if fate_kind(fact) == KILLED]
     for some in ([fact for fact in of_kill if is_for_memory(fact)], [f for f in of_kill if not is_for_memory(f)]):
         if some:
             others = [one for one in case.accounts.values() if one.fate not in some]
             found.append(killed([case[fact.rank] for fact in some], some, others[:4]))
     return found
-
-
-def _kind(fact: Fact) -> str:
-    return fact.value.kind if isinstance(fact.value, Fate) else ""
 
 
 def _error(fact: Fact) -> tuple[str, str]:
@@ -251,12 +251,12 @@ def _of_judgement(one: Judgement, case: _Case, facts: dict[tuple[str, int, int],
     if one.id == seats.MISSING:
         step = reading_of(_most_told(there), case.evidence.patched)[1]
         wait = Wait(one.waiting, title, seat=one.seat)
-        behind = [rank for rank in one.accused if _is_pending(case, rank, one.seat)]
+        behind = {rank: last for rank in one.accused if (last := _pending(case, rank, one.seat, facts))}
         accused = [
             case[rank] for rank in one.accused if rank not in behind and not _has_come_since(case, rank, one, there[0])
         ]
         if not accused and behind:
-            return [_behind(behind, wait, case, evidence)]
+            return [_behind(behind, wait, evidence)]
         found = _grouped(accused, wait, [*(_last_entered(account) for account in accused), *evidence])
         return [replace(each, next_step=f"{each.next_step} {step}".strip()) for each in found]
     if one.id == seats.OUT_OF_STEP:
@@ -297,35 +297,41 @@ def _most_told(facts: Iterable[Fact]) -> Seat:
     return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
 
 
-def _is_pending(case: _Case, rank: int, seat: Seat) -> bool:
-    """Whether it waits itself, in an earlier collective of that group."""
-    numbers = [
-        fact.value
+def _pending(case: _Case, rank: int, seat: Seat, facts: dict[tuple[str, int, int], Fact]) -> Fact | None:
+    """The earlier collective of that group in which it waits itself, if it does: one that has ended for nobody."""
+    own = [
+        fact.value.number
         for fact in case[rank].seats
-        if isinstance(fact.value, Seat) and fact.value.group == seat.group and fact.value.number < seat.number
+        if isinstance(fact.value, Seat) and fact.value.group == seat.group
     ]
-    return bool(numbers) and not max(numbers, key=lambda one: one.number).done
+    last = facts.get((seat.group, max((number for number in own if number < seat.number), default=-1), rank))
+    if last is None or not isinstance(last.value, Seat) or last.value.done is not False:
+        return None
+    there = (facts.get((seat.group, last.value.number, other)) for other in case.evidence.groups[seat.group])
+    has_ended = any(fact and isinstance(fact.value, Seat) and fact.value.completed for fact in there)
+    return None if has_ended else last
 
 
-def _behind(behind: list[int], wait: Wait, case: _Case, evidence: list[str]) -> Finding:
-    earlier = [fact for fact in case[behind[0]].seats if isinstance(fact.value, Seat)]
-    titles = {title_of(fact.value) for fact in earlier if isinstance(fact.value, Seat)}
-    text = f"All wait, and their collectives have drifted apart: {named(behind)} in {sorted(titles)[0]}, "
+def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding:
+    titles = {rank: title_of(fact.value) for rank, fact in behind.items() if isinstance(fact.value, Seat)}
+    text = f"All wait, and their collectives have drifted apart: {named(behind)} in {next(iter(titles.values()))}, "
     text += f"{named(wait.ranks)} in {wait.title}."
-    lines = [cited(fact, title_of(fact.value)) for fact in earlier if isinstance(fact.value, Seat)]
+    lines = [cited(fact, titles[rank]) for rank, fact in behind.items()]
     return finding(ids.SKIPPED, text, evidence=[*lines, *evidence])
 
 
 def _has_come_since(case: _Case, rank: int, one: Judgement, there: Fact) -> bool:
-    """Whether another fact shows the rank waiting; the contradiction is kept."""
-    waits = case[rank].waits
+    """Whether another fact shows the rank waiting, or going on; the contradiction is kept."""
+    account = case[rank]
+    waits = account.motion if account.moved else account.waits
     if waits is None:
         return False
-    collective = case[rank].place_value.collective
-    since = ": it has come since" if same_kind(one.seat.kind, collective) else ""
-    what = f"it waits in {case[rank].place_value.seat}" if collective else f"it waited ({case[rank].fate_value.text})"
+    place = account.place_value
+    since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
+    what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate_value.text})"
+    what = f"it goes on ({account.moved_by})" if account.moved else what
     entered = f"rank {rank} had not entered {title_of(one.seat)}"
-    case.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}{since}")
+    case.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}")
     return True
 
 
@@ -344,7 +350,7 @@ def _grouped(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[s
     for account in accused:
         by_kind[kind_of_absent(account)].append(account)
     found = [absent(kind, accounts, wait) for kind, accounts in by_kind.items()]
-    return [replace(one, evidence=(*one.evidence, *evidence)[:12]) for one in found]
+    return [replace(one, evidence=tuple(dict.fromkeys((*one.evidence, *evidence)))[:12]) for one in found]
 
 
 def _out_of_step(parties: dict[str, list[int]], evidence: Iterable[str], why: str = "") -> Finding:
@@ -384,7 +390,7 @@ def _by_places(case: _Case) -> Ruling:
         return _goes_on(moving)
     # Who moves from one collective to the next goes on; the others wait for nobody that is known.
     going = {one.rank for one in moving if one.place_value.collective}
-    unseen = set(case.unseen)
+    unseen = set(range(case.world_size)) - {one.rank for one in seen}
     members = [rank for rank in range(case.world_size) if rank not in going and rank not in unseen]
     kinds = {one.rank: "" if is_guess(one.place_value.collective) else one.place_value.seat for one in waiting}
     out = [rank for rank in members if rank not in kinds and accounts[rank] not in unreadable]
@@ -487,7 +493,7 @@ def _aged(ruling: Ruling, waiting: list[Account], case: _Case) -> Ruling:
     least = _still_s(waiting)
     if least is not None and least < case.stuck_after_s and any(one.was_looked_at_twice for one in waiting):
         text = f"So far no hang: {first.text[0].lower()}{first.text[1:]} Look again if it lasts."
-        return Ruling(text=text, goes_on=True)
+        return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [case[rank] for rank in first.ranks]
     if (
         works
@@ -589,7 +595,7 @@ def _stuck(case: _Case) -> list[Finding]:
 
 def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:
     """Who failed first by the launcher's tables. of_ranks_that_waited: a code of 1 may be that of such a rank."""
-    facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in (FAILED, ABORTED)]
+    facts = [fact for one in case.accounts.values() for fact in one.fates if fate_kind(fact) in (FAILED, ABORTED)]
     firsts = [fact for fact in first_of(facts) if not fact.own]
     if not firsts:
         gone = [one for one in case.accounts.values() if one.fate_kind == GONE and one.fate and not one.fate.own]
@@ -602,13 +608,14 @@ def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Findi
         text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
         return (finding(ids.FIRST_FAILURE, text, (), lines),)
     text = f"{who(ranks)} failed first, {first.value.text} [{first.cite}]."
-    if may_have_waited := _kind(first) == ABORTED or of_ranks_that_waited:
+    if may_have_waited := fate_kind(first) == ABORTED or of_ranks_that_waited:
         text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
     return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, case[ranks[0]]),)
 
 
 def _ended_by_others(case: _Case) -> tuple[Finding, ...]:
-    facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) == TERMINATED and not fact.own]
+    fates = [fact for one in case.accounts.values() for fact in one.fates]
+    facts = [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
     if not facts:
         return ()
     text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record tells of "

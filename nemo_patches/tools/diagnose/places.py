@@ -14,9 +14,8 @@ from nemo_patches.stall.rank_text import LENGTH_SYNC
 from nemo_patches.stall.waits import Call
 from nemo_patches.tools.diagnose.collect.samples import Frame
 from nemo_patches.tools.diagnose.facts import Place
+from nemo_patches.tools.diagnose.verdicts import ENDING, LOADER, LOCK
 
-# Activities beside those of stall/rank_text.py.
-LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
 _NO_FRAME = "the end of its script: no Python frame is left, it waits in C++"
 # C++ frames (py-spy --native, pystack --native, gdb); the first that matches, of the innermost.
 _NATIVE_WAITS = (

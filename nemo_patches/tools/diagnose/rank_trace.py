@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -36,6 +36,7 @@ _MOST_KEPT = 256  # exceptions, stall reports and findings each: the first ones 
 _MOST_SAMPLES = 4096
 _MOST_INPUTS, _MOST_BATCH_SIZES = 16, 256
 _LONGEST_KEPT = 4000  # characters of a text, items of a list
+_KEPT = defaultdict(lambda: slice(_LONGEST_KEPT), traceback=slice(-_LONGEST_KEPT, None))
 _BACKWARDS_S = 1.0  # a record may be so much older than the one before: they come from several threads
 
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
@@ -559,7 +560,7 @@ def _keep(kept: list[_Kept], record: _Kept) -> None:
 
 
 def _kept(record: Any) -> Any:
-    """The record as a dataclass of tracing/records.py, with texts and lists of bounded length."""
+    """The record as a dataclass of tracing/records.py, texts and lists of bounded length: of a traceback the end."""
     fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
-    bounded = {name: value[:_LONGEST_KEPT] if isinstance(value, str | list) else value for name, value in fields}
+    bounded = {name: value[_KEPT[name]] if isinstance(value, str | list) else value for name, value in fields}
     return _DATACLASSES[type(record)](**bounded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     WHAT,
     HostFile,
     HostJob,
-    NothingToLookAtError,
     jobs_here,
     look,
+    pids_in,
 )
 from nemo_patches.tools.diagnose.collect.samples import NO_PY_SPY, py_spy
 from nemo_patches.tools.diagnose.facts import RUNS, Fact, Fate, Member, Motion, Place
@@ -48,9 +47,7 @@ def look_here(folder: Path | None = None, pids: Sequence[int] = (), stuck_after_
 
 def run(json: bool, pids: str, folder: Path | None) -> int:
     """Print it, and return the exit code. Raises NothingToLookAtError."""
-    if not re.fullmatch(r"(\d{1,9}(,\d{1,9})*)?", pids):
-        raise NothingToLookAtError(f"--pids={safe(pids, 100)}: allowed are process ids with commas between: 4711,4712")
-    looks = look_here(folder, [int(pid) for pid in pids.split(",") if pid])
+    looks = look_here(folder, pids_in(pids))
     if json:
         print(HostFile(WHAT, FORMAT, tuple(one.job for one in looks)).as_json())
         return 0

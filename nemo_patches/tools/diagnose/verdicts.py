@@ -27,6 +27,7 @@ from nemo_patches.tools.diagnose.facts import (
     TERMINATED,
     TRACED,
     UNSEEN,
+    WAITED,
     Fact,
     Fate,
 )
@@ -85,6 +86,15 @@ _NEXT_STEPS = {
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
     ids.NOT_ENOUGH: "Give what there is of all ranks, taken while the job hangs: `nemo-patches stacks --json`, traces, "
     "dumps, every rank's stderr.",
+}
+# Of a missing rank, by what it does.
+_NEXT_STEPS_AT = {
+    LOADER: "Look at what its data loader waits for there: a file, a mount, a server; then at that batch. On {host}, "
+    "with C frames: `py-spy dump --native --pid PID` of its worker.",
+    LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
+    "`py-spy dump --native --pid {pid}`.",
+    CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
+    DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
 _SEVERITIES = {ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}
 
@@ -175,30 +185,30 @@ def kind_of_absent(account: Account) -> str:
     }.get(account.fate_kind, ids.MISSING_RANK)
 
 
-def absent(kind: str, accounts: Sequence[Account], wait: Wait | None, remark: str = "") -> Finding:
+def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding:
     """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
     ranks = [account.rank for account in accounts]
-    have = "has" if len(ranks) == 1 else "have"
-    head = who(ranks)
+    text = who(ranks)
     if wait is not None:
-        head += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
+        have = "has" if len(ranks) == 1 else "have"
+        text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
+    told = _doings(accounts)
+    step = _NEXT_STEPS_AT.get(accounts[0].place_value.activity, "") if kind == ids.MISSING_RANK else ""
+    text += f": {told}." if told else "."
+    return finding(kind, text, ranks, evidence_of(accounts), accounts[0], next_step=step)
+
+
+def _doings(accounts: Sequence[Account]) -> str:
+    """What is known of each; where that differs, with their ranks."""
     doings: dict[str, list[int]] = {}
     for account in accounts:
         if text := doing(account):
             doings.setdefault(text, []).append(account.rank)
-    several = len(doings) > 1
-    told = "; ".join(
-        f"rank {ranks_there[0]}: {text}"
-        if several and len(ranks_there) == 1
-        else f"{named(ranks_there)}: {text}"
-        if several
-        else text
-        if len(ranks) == 1
-        else _plural(text)
-        for text, ranks_there in list(doings.items())[:_MOST_PLACES]
-    )
-    text = f"{head}{': ' if told else ''}{told}.{f' {remark}' if remark else ''}"
-    return finding(kind, text, ranks, _cited(accounts), accounts[0])
+    if len(doings) == 1 and len(accounts) > 1:
+        return _plural(next(iter(doings)))
+    if len(doings) < 2:
+        return next(iter(doings), "")
+    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in list(doings.items())[:_MOST_PLACES])
 
 
 def doing(account: Account) -> str:
@@ -213,7 +223,8 @@ def doing(account: Account) -> str:
         text = _DOES[place.activity] + (f": {spot}" if spot and place.activity != ENDING else "")
     else:
         text = f"it is in {spot}" if spot else ""
-    details = [detail for detail in place.details if detail not in text]
+    told = "worker" if place.worker else text  # what the sentence has already
+    details = [detail for detail in place.details if detail not in text and told not in detail]
     return "; ".join([*([text] if text else []), *details[:3]])
 
 
@@ -232,6 +243,13 @@ _ENDS = {
     ABORTED: "it aborted, as ranks do that waited in vain",
     STUCK: "its NCCL watchdog got stuck",
 }
+# Of which a line of evidence tells.
+_FATES = {
+    **_ENDS,
+    WAITED: "a time-out: a consequence, it waited",
+    CUT: "a connection closed: a consequence, another rank had gone",
+    GONE: "no record tells of its end",
+}
 
 
 def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) -> Finding:
@@ -239,7 +257,7 @@ def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) 
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
     where = f" in {inner(first.value.where)}" if first.value.where else ""
-    evidence = [*first.value.details, *_cited(accounts), *_cited(others)]
+    evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
     return finding(
         ids.EXCEPTION,
         f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].",
@@ -260,7 +278,7 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     place = f", in {inner(at)}" if at else ""
     text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
     kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
-    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *_cited(others)]
+    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *evidence_of(others)]
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 
 
@@ -317,49 +335,32 @@ def cited(fact: Fact, text: str) -> str:
     return f"{who([fact.rank])} [{fact.cite}]: {text}"
 
 
-def _cited(accounts: Iterable[Account]) -> Iterable[str]:
-    """What is known of each, with where it is said."""
-    for account in accounts:
-        fate = account.fate
-        if fate is not None and account.fate_kind in (*_ENDS, CUT, "waited"):
-            text = account.fate_value.text
-            consequence = ": a consequence, it waited" if account.fate_kind in (CUT, "waited") else ""
-            yield cited(
-                fate,
-                f"{_FATES.get(account.fate_kind, account.fate_kind)}{consequence}" + (f" ({text})" if text else ""),
-            )
-        if account.place is not None:
-            yield cited(account.place, f"{_where(account)}{_when(account)}")
-
-
-_FATES = {CUT: "a connection closed", "waited": "a time-out", GONE: "no record of its end"}
-
-
 def evidence_of(accounts: Iterable[Account]) -> list[str]:
-    """A line for each group of ranks that are at one place, the smallest group first."""
-    groups: dict[tuple[str, str, bool], list[Account]] = {}
+    """What is known of ranks, a line for those that are at one place: in no collective first, then the fewest."""
+    groups: dict[tuple[str, str, str, bool], list[Account]] = {}
     for account in accounts:
-        place = account.place_value
-        groups.setdefault((account.fate_kind, place.seat or place.where, account.moved), []).append(account)
+        fate, place = account.fate_value, account.place_value
+        groups.setdefault((fate.kind, fate.text, place.seat or place.where, account.moved), []).append(account)
     ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
-    lines = []
-    for group in ordered:
-        first = group[0]
-        fact = first.place or first.fate
-        if fact is None:
-            continue
-        ranks = who(account.rank for account in group)
-        where = _where(first) if first.place is not None else _ENDS.get(first.fate_kind, first.fate_kind)
-        lines.append(f"{ranks} [{fact.cite}{', ...' if len(group) > 1 else ''}]: {where}{_when(first)}")
-        lines += [f"  {detail}" for account in group[:4] for detail in account.place_value.details]
-    return lines
+    return [line for group in ordered for line in _of_group(group)]
 
 
-def _where(account: Account) -> str:
+def _of_group(group: list[Account]) -> Iterable[str]:
+    first, ranks = group[0], who(account.rank for account in group)
+    others = ", ..." if len(group) > 1 else ""
+    if first.fate is not None and first.fate_kind in _FATES:
+        text = f" ({first.fate_value.text})" if first.fate_value.text else ""
+        yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
+    if first.place is not None:
+        yield f"{ranks} [{first.place.cite}{others}]: {_where(first, len(group))}{_when(first)}"
+        yield from (f"  {detail}" for account in group[:4] for detail in account.place_value.details)
+
+
+def _where(account: Account, ranks: int) -> str:
     place = account.place_value
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
     if place.collective:
-        return f"{state}waits in {place.seat}"
+        return f"{state}{'waits' if ranks == 1 else 'wait'} in {place.seat}"
     return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
 
 

@@ -33,7 +33,11 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     around = {_step(way).function for way in one.way[:level]}
     mine, theirs = _names(few), _names(many)
     for name, value in one.counters.items():
-        if _of(name) in around and (there := other.counters.get(name, value)) != value:
+        # Where the ways part within a loop, its counter tells as well: a loop that both are in.
+        in_loop = one.loops.get(name, 0) > 0 and one.loops.get(name) == other.loops.get(name)
+        parts_there = _of(name) == _step(one.way[level]).function == _step(other.way[level]).function
+        is_around = _of(name) in around or (parts_there and in_loop)
+        if is_around and (there := other.counters.get(name, value)) != value:
             ahead = mine if value > there else theirs
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
             return Reason(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -57,6 +60,13 @@ class HostFile:
         return json.dumps(asdict(self))
 
 
+def pids_in(text: str) -> list[int]:
+    """The value of --pids. Raises NothingToLookAtError."""
+    if not re.fullmatch(r"([0-9]{1,9}(,[0-9]{1,9})*)?", text):
+        raise NothingToLookAtError(f"--pids={text[:100]}: allowed are process ids with commas between: 4711,4712")
+    return list(dict.fromkeys(int(pid) for pid in text.split(",") if pid))
+
+
 def jobs_here(folder: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
     """The ranks of each job that runs on this host. Raises NothingToLookAtError."""
     among = host_ranks.processes()
@@ -95,7 +105,7 @@ def look(
         sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
         job = HostJob(host, time.time(), _in_order_of_spawn(sampled))
         if is_enough(job) or time.monotonic() - began > at_most_s:
-            return replace(job, belongings=belongings(ranks))
+            return replace(job, belongings=belongings(one.rank for one in job.ranks))
 
 
 def has_settled(job: HostJob) -> bool:
@@ -126,20 +136,19 @@ def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, .
     return tuple(sorted(spawned, key=lambda one: one.rank.rank))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Of stacks.pyz: print this host's JSON."""
-    import argparse
-    import sys
-
-    parser = argparse.ArgumentParser(prog="stacks.pyz", description="Print the stacks of this host's ranks as JSON.")
+def main() -> None:
+    """Of stacks.pyz, for where nemo_patches is not installed: print this host's JSON."""
+    parser = argparse.ArgumentParser(
+        prog="stacks.pyz",
+        description="Print where the ranks on this host are, as JSON for `nemo-patches diagnose`. Takes up to "
+        f"{STUCK_AFTER_S + _LONGER_S:.0f} s.",
+    )
     parser.add_argument("--job", default="", metavar="DIR", help="only ranks that work in this folder")
-    parser.add_argument("--pids", default="", metavar="P,P", help="only these processes")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--pids", default="", metavar="PID,PID", help="only these, in the order of the ranks")
+    given = parser.parse_args()
     try:
-        pids = [int(pid) for pid in given.pids.split(",") if pid]
-        jobs = tuple(look(ranks, has_settled) for ranks in jobs_here(given.job, pids))
-    except (NothingToLookAtError, ValueError) as error:
+        jobs = tuple(look(ranks, has_settled) for ranks in jobs_here(given.job, pids_in(given.pids)))
+    except NothingToLookAtError as error:
         print(f"stacks.pyz: {error}", file=sys.stderr)
-        return 2
+        sys.exit(2)
     print(HostFile(WHAT, FORMAT, jobs).as_json())
-    return 0

@@ -6,11 +6,9 @@ Of their variables, only whole numbers leave a process, and only those with a na
 from __future__ import annotations
 
 import json
-import linecache
 import os
 import re
 import shutil
-import stat as file_modes
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +26,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     stat_fields,
     uptime_s,
 )
+from nemo_patches.tools.diagnose.collect.source import calls, loop_of
 
 NO_PY_SPY = "py-spy is not installed: `pip install py-spy`, or `pip install 'nemo-patches[stacks]'`"
 GONE, ZOMBIE = "gone", "Z"
@@ -35,14 +34,26 @@ _COUNTERS = {
     *("i", "j", "k", "it", "iteration", "step", "batch", "batch_idx", "batch_nb", "global_step", "epoch"),
     *("current_epoch", "n_batch", "dataloader_idx"),
 }
+SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's counter
 _PY_SPY_S = 20.0
 _AT_ONCE = 8  # processes
 _MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
-_LONGEST_SOURCE = 1 << 22  # bytes
-# System calls of x86-64 and of aarch64, which are not each other's but for those of files.
-_OF_A_FILE = {"0", "1", "17", "18", "19", "20", "73", "74", "75"} | {"63", "64", "65", "66", "67", "68", "82", "83"}
 _DRIVERS = ("libcuda.so", "libamdhip64.so")
-_OPEN, _OPENAT, _FUTEX = "2", ("257", "56"), ("202", "98")
+
+
+class _SystemCalls(NamedTuple):
+    """Their numbers. of_file: whose first argument is an open file: read, write, flock, fsync and the like."""
+
+    of_file: frozenset[str]
+    open: str
+    openat: str
+    futex: str
+
+
+_SYSTEM_CALLS = {
+    "x86_64": _SystemCalls(frozenset(("0", "1", "17", "18", "19", "20", "73", "74", "75")), "2", "257", "202"),
+    "aarch64": _SystemCalls(frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83")), "", "56", "98"),
+}.get(os.uname().machine, _SystemCalls(frozenset(), "", "", ""))
 
 
 class Frame(NamedTuple):
@@ -55,8 +66,9 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Thread:
-    """counters: of its loops, by "i of train (train.py)". calls: names of what the innermost line of Python calls, and
-    "with". spawned_as: the index that torch.multiprocessing.spawn() has given to this process; -1: it has not.
+    """counters: of its loops, by "i of train (train.py)". loops: by the same, where that loop begins (source.py).
+    calls: names of what the innermost line of Python calls, and "with". spawned_as: the index that
+    torch.multiprocessing.spawn() has given to this process; -1: it has not.
     """
 
     name: str = ""
@@ -64,6 +76,7 @@ class Thread:
     has_gil: bool = False
     frames: tuple[Frame, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
+    loops: Mapping[str, int] = field(default_factory=dict)
     calls: tuple[str, ...] = ()
     spawned_as: int = -1
 
@@ -166,7 +179,7 @@ def _kernels(pid: int, offset: float | None) -> Sample:
         cpu_s=(int(main[11]) + int(main[12])) / CLOCK_TICKS_PER_S,
         switches=int(number_in(status, "voluntary_ctxt_switches") or 0),
         wait_channel=read(f"/proc/{pid}/task/{pid}/wchan"),
-        waits_untimed=len(system_call) > 4 and system_call[0] in _FUTEX and system_call[4] == "0x0",
+        waits_untimed=len(system_call) > 4 and system_call[0] == _SYSTEM_CALLS.futex and system_call[4] == "0x0",
         file=_file_of_call(pid, system_call),
         tracer=int(number_in(status, "TracerPid") or 0),
         has_gpu=not (maps := read(f"/proc/{pid}/maps")) or any(driver in maps for driver in _DRIVERS),
@@ -178,14 +191,14 @@ def _file_of_call(pid: int, call: Sequence[str]) -> str:
     if len(call) < 3:
         return ""
     number, first, second = call[:3]
-    if number in _OF_A_FILE:
+    if number in _SYSTEM_CALLS.of_file:
         path = link(f"/proc/{pid}/fd/{int(first, 16)}")
         return path if path.startswith("/") and not path.startswith("/dev/") else ""
-    if number != _OPEN and number not in _OPENAT:
+    if number not in (_SYSTEM_CALLS.open, _SYSTEM_CALLS.openat):
         return ""
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            memory.seek(int(first if number == _OPEN else second, 16))
+            memory.seek(int(first if number == _SYSTEM_CALLS.open else second, 16))
             return os.fsdecode(memory.read(4096).partition(b"\0")[0])
     except (OSError, OverflowError):
         return ""
@@ -231,18 +244,22 @@ def _why_not(pid: int, said: str) -> str:
 
 def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
     frames = told["frames"][:_MOST_FRAMES]
-    counters = dict[str, int]()
+    counters, loops = dict[str, int](), dict[str, int]()
     for frame in reversed(frames):
         for variable in frame.get("locals") or ():
-            counters |= counter(frame["name"], frame["filename"], variable["name"], variable.get("repr") or "")
-    spawned_as = counters.pop("i of _wrap (spawn.py)", -1)
+            found = counter(frame["name"], frame["filename"], variable["name"], variable.get("repr") or "")
+            counters |= found
+            if found and (line := loop_of(pid, frame["filename"], frame["line"], variable["name"])) is not None:
+                loops[next(iter(found))] = line
+    spawned_as = counters.pop(SPAWNED_AS, -1)
     return Thread(
         name=told.get("thread_name") or "",
         tid=told.get("os_thread_id") or 0,
         has_gil=bool(told.get("owns_gil")),
         frames=tuple(Frame(frame["name"], frame["filename"], frame["line"]) for frame in frames),
         counters=counters,
-        calls=_calls(pid, frames[0]["filename"], frames[0]["line"]) if frames else (),
+        loops=loops,
+        calls=calls(pid, frames[0]["filename"], frames[0]["line"]) if frames else (),
         spawned_as=spawned_as,
     )
 
@@ -252,23 +269,3 @@ def counter(function: str, file: str, variable: str, value: str) -> dict[str, in
     if variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
         return {}
     return {f"{variable} of {function.rpartition('.')[2]} ({os.path.basename(file)})": int(value)}
-
-
-def _calls(pid: int, file: str, line: int) -> tuple[str, ...]:
-    """Of a line of source, which C functions are called from: they have no frames."""
-    text = _source_line(pid, file, line).partition("#")[0]
-    names = re.findall(r"\b([A-Za-z_]\w*)\s*\(", text)
-    return (*names[:16], *(["with"] if re.match(r"\s*(async\s+)?with\b", text) else []))
-
-
-def _source_line(pid: int, file: str, line: int) -> str:
-    """Read where the process sees it: it may be in a container, or have worked in another folder."""
-    root = f"/proc/{pid}/root" if file.startswith("/") else f"/proc/{pid}/cwd"
-    path = os.path.join(root, file.lstrip("/"))
-    try:
-        status = os.stat(path)
-        if not file_modes.S_ISREG(status.st_mode) or status.st_size > _LONGEST_SOURCE:
-            return ""
-    except OSError:
-        return ""
-    return linecache.getline(path, line)

@@ -29,6 +29,11 @@ _MOST_APART = 200  # collectives by which the ranks of one group may be apart: w
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 _CHECKED = "collectives checked by torch"  # the group of fingerprints, which have numbers of their own
 
+# One of which each line has that tells something here.
+_WORDS = (
+    *("NCCL", "nccl", "ollective", "arrier", "atchdog", "gloo", "pair closure", "imed out", "imeout", "store"),
+    *("Duplicate GPU", "sizes: ", "group info", "Culprit", "ranks", "last enqueued", "remote p"),
+)
 _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
 TIMEOUT = re.compile(
     r"(?:Watchdog ?caught ?collective ?operation ?timeout:|Caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\("
@@ -49,7 +54,7 @@ _JOINED = re.compile(r"\[([\d, -]{1,2000})\] joined but didn't finish collective
 _NOT_PASSED = re.compile(r"(?:\[Rank (\d{1,7})\]: )?Ranks? ([\d, ]{1,20000}) failed to pass monitoredBarrier")
 _REACHED = re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier")
 _SIGNAL = re.compile(
-    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from ?(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
+    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from {0,3}(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
     r"Last ?enqueued ?NCCL ?work: ?(-?\d{1,18}), ?last ?completed ?NCCL ?work: ?(-?\d{1,18})"
 )
 STUCK_WATCHDOG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
@@ -58,8 +63,9 @@ GLOO = re.compile(
     r"(Timed ?out ?waiting ?\d+ ?ms[\w ]{0,60}|Connection ?closed ?by ?peer|Connection ?reset ?by ?peer)|"
     r"(Application timeout caused pair closure)"
 )
-_FAILED_COLLECTIVE = re.compile(
-    r"Some NCCL operations have failed|To avoid data inconsistency|watchdog thread terminated with exception"
+_FAILED_COLLECTIVE = (
+    *("Some NCCL operations have failed", "To avoid data inconsistency"),
+    "watchdog thread terminated with exception",
 )
 _CUDA_ERROR = re.compile(
     r"Rank (\d{1,7})\].{0,40} thread terminated with exception: (CUDA error: .{1,200}?)(?:CUDA kernel|$)"
@@ -68,14 +74,15 @@ _NCCL_GONE = re.compile(
     r"ncclRemoteError|remote process exited or there was a network error|Connection closed by remote peer"
 )
 # Start-up: each of these rank waits for others at the store.
-_BARRIER = re.compile(
+BARRIER = re.compile(
     r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?rank:? ?(\d{1,7}),.{0,20}"
     r"key: ?(\S{1,80}?) ?\(world_size=(\d{1,7}), ?(?:worker_count|num_workers_joined)=(\d{1,7})"
 )
+_DEFAULT_BARRIERS = (":1", ":0", ":default_pg")
 _BARRIER_PASSED = re.compile(r"Rank (\d{1,7}): Completed store-based barrier for (?:key:)?(\S{1,80})? ?with (\d{1,7})")
 _CLIENTS = re.compile(r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\. (\d{1,7})/(\d{1,7}) ")
-_CONNECTING = re.compile(r"client socket has timed out after \d{1,12} ?m?s while trying to connect to \(?([^)]{1,200})")
-_UNIQUE_ID = re.compile(
+CONNECTING = re.compile(r"client socket has timed out after \d{1,12} ?m?s while trying to connect to \(?([^)]{1,200})")
+UNIQUE_ID = re.compile(
     r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ncclUniqueId from \[(\d{1,7})\]"
 )
 _DEFAULT_KEY = re.compile(r"key: ?/?default_pg/0/(?:/cuda/)?/?0\b|keys: ?/?default_pg/0//(?:cuda//)?0\b")
@@ -85,6 +92,7 @@ _FRAME_OF_FAILED = re.compile(r"^#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 
 # fr_trace's report of one collective, which goes over several lines.
+_OF_ANALYSIS = ("equence number", "group info", "collective: ", "ranks: {", "input sizes", "Culprit")
 _FR_BEGINS = re.compile(r"(?:collective|ranks joining collective)[,:]? ?(?:sequence number)[:,]? ?(\d{1,18})|"
                         r"[Cc]ollective sequence number: ?(\d{1,18})")  # fmt: skip
 _FR_GROUP = re.compile(r"group info: ?(\w{1,40})")
@@ -149,33 +157,35 @@ class C10dLines:
 
     def take(self, line: Line) -> None:
         text = line.text
+        if self._stack_of < 0 and not any(words in text for words in _WORDS):
+            return
         if "CollectiveFingerPrint" in text:
             self._take_fingerprints(line)
         self._take_report(line)
         self._take_start_up(line)
         self._take_stack(line)
-        if duplicate := _DUPLICATE.search(text):
+        if "Duplicate GPU" in text and (duplicate := _DUPLICATE.search(text)):
             self._take_duplicate(line, int(duplicate[1]), int(duplicate[2]), duplicate[3])
-        if gloo := GLOO.search(text):
+        if ("loo" in text or "pair closure" in text) and (gloo := GLOO.search(text)):
             error = gloo[1] or gloo[2]
             kind = WAITED if error.startswith(("Timed", "Application")) else CUT
             self._found.add(line.rank, Fate(kind, shown(error)), line)
         if line.rank < 0:
             return
-        if (error := _CUDA_ERROR.search(text)) and not self._found.is_over:
+        if "CUDA error" in text and (error := _CUDA_ERROR.search(text)) and not self._found.is_over:
             self._found.add(line.rank, Fate(RAISED, f"CUDA error: {shown(error[2].partition(': ')[2])}"), line)
-        elif _NCCL_GONE.search(text) and "NCCL INFO" not in text:
+        elif "emote" in text and _NCCL_GONE.search(text) and "NCCL INFO" not in text:
             self._found.add(line.rank, Fate(CUT, "remote process exited, or a network error"), line)
-        elif _FAILED_COLLECTIVE.search(text):
+        elif any(words in text for words in _FAILED_COLLECTIVE):
             self._found.add(line.rank, Fate(WAITED, "its NCCL operations failed, or timed out"), line)
-        if stuck := STUCK_WATCHDOG.search(text):
+        if ("got stuck" in text or "Heartbeat" in text) and (stuck := STUCK_WATCHDOG.search(text)):
             seconds = f" for {stuck[1]} s" if stuck[1] else ""
             self._found.add(line.rank, Fate(STUCK, f"its NCCL watchdog got stuck{seconds}"), line)
-        if timeout := TIMEOUT.search(text):
+        if "WorkNCCL" in text and (timeout := TIMEOUT.search(text)):
             number = int(timeout[1]) if timeout[1] else NOT_TOLD
             numel = _numel(timeout[3], timeout[4])
             self._take_timeout(_TimedOut(line.rank, number, safe(timeout[2]), numel, line))
-        if (status := _STATUS.search(text)) and len(self._groups) < 4 * MOST_KEPT:
+        if "enqueued" in text and (status := _STATUS.search(text)) and len(self._groups) < 4 * MOST_KEPT:
             self._take_status(line, int(status[1]), int(status[2]), int(status[3]))
         self._take_signal(line)
 
@@ -235,19 +245,20 @@ class C10dLines:
     def _take_report(self, line: Line) -> None:
         """What torch itself reports: of a desync, of monitored_barrier, and of its Flight Recorder."""
         text = line.text
-        for pattern in (_LAGGING, _NEVER_JOINED):
-            if lagging := pattern.search(text):
-                number = f"collective {lagging[2]}" if pattern is _LAGGING else "any collective"
-                self._name_missing(ranks_in(lagging[1]), number, line)
-        if joined := _JOINED.search(text):
+        if "lagging ranks" in text and (never := _NEVER_JOINED.search(text)):
+            self._name_missing(ranks_in(never[1]), "any collective", line)
+        if "finished collective" in text and (lagging := _LAGGING.search(text)):
+            self._name_missing(ranks_in(lagging[1]), f"collective {lagging[2]}", line)
+        if "joined but" in text and (joined := _JOINED.search(text)):
             self._note_joined(ranks_in(joined[1]), line)
-        if barrier := _NOT_PASSED.search(text):
-            self._name_missing(ranks_in(barrier[2]), "monitored_barrier", line)
-            waiting = int(barrier[1]) if barrier[1] else line.rank
-            self._found.add(waiting, Fate(WAITED, "in monitored_barrier"), line)
-        if reached := _REACHED.search(text):
-            self._note_joined([int(reached[1])], line)
-        if "ollective" in text or "ranks: {" in text or "sizes: " in text or "group info" in text or "Culprit" in text:
+        if "monitoredBarrier" in text:
+            if barrier := _NOT_PASSED.search(text):
+                self._name_missing(ranks_in(barrier[2]), "monitored_barrier", line)
+                waiting = int(barrier[1]) if barrier[1] else line.rank
+                self._found.add(waiting, Fate(WAITED, "in monitored_barrier"), line)
+            if reached := _REACHED.search(text):
+                self._note_joined([int(reached[1])], line)
+        if any(words in text for words in _OF_ANALYSIS):
             self._take_analysis(line)
 
     def _take_analysis(self, line: Line) -> None:
@@ -303,19 +314,21 @@ class C10dLines:
     def _take_start_up(self, line: Line) -> None:
         text = line.text
         if "barrier" in text:
-            if barrier := _BARRIER.search(text):
+            if barrier := BARRIER.search(text):
                 self._take_barrier(barrier, line)
             elif passed := _BARRIER_PASSED.search(text):
                 for _, _, ranks, _ in self._barriers.values():
                     ranks.discard(int(passed[1]))
+        if "imeout" not in text and "imed out" not in text and "ncclUniqueId" not in text:
+            return
         if clients := _CLIENTS.search(text):
             self._found.has_size(clients[2])
             waits = Fate(WAITED, f"at start-up: {clients[1]} of {clients[2]} ranks had joined its store")
-            self._found.add(max(line.rank, 0), waits, line)  # the store is rank 0's
-        elif connecting := _CONNECTING.search(text):
+            self._found.add(line.rank, waits, line)
+        elif connecting := CONNECTING.search(text):
             at = shown(connecting[1])
             self._found.add(line.rank, Fate(WAITED, f"at start-up: it could not connect to the store at {at}"), line)
-        elif unique := _UNIQUE_ID.search(text):
+        elif unique := UNIQUE_ID.search(text):
             self._take_unique_id(unique, line)
         elif line.has_prefix and _STORE_WAIT.search(text) and "store" in text.lower():
             self._found.add(line.rank, Fate(WAITED, f"at the store: {shown(text)[-120:]}"), line)
@@ -338,7 +351,6 @@ class C10dLines:
         if len(ranks) < MOST_KEPT and rank < MOST_RANKS:
             ranks.add(rank)
         if barrier[1].startswith("Timed"):
-            self._found.is_over = True
             text = f"at start-up: {came} of {size} ranks had come to the store based barrier"
             self._found.add(rank, Fate(WAITED, text), line)
 
@@ -437,12 +449,14 @@ class C10dLines:
             self._found.add(NOT_TOLD, Fate(WAITED, "in a collective, by torch's report"), line, own=False)
 
     def _finish_barriers(self) -> None:
-        for size, came, ranks, line in self._barriers.values():
+        for key, (size, came, ranks, line) in self._barriers.items():
             for rank in ranks:
-                self._found.add(rank, Place(collective="the store based barrier of a process group's start"), line)
-            absent = set(range(min(size, MOST_KEPT))) - ranks
-            if 0 < len(ranks) == came < size and 2 * len(absent) < size:
-                for rank in absent:
+                if not self._found.has(rank, WAITED):  # it waits still, as far as the log goes
+                    place = Place(collective="the store based barrier of a process group's start")
+                    self._found.add(rank, place, line, own=False)
+            # Of another group its ranks are not told; where more have come than wait, some are those of an earlier job.
+            if key.endswith(_DEFAULT_BARRIERS) and len(ranks) == came < size <= MOST_KEPT:
+                for rank in set(range(size)) - ranks:
                     text = f"to the store based barrier of the start: {came} of {size} had"
                     self._found.add(rank, Fate(MISSING, text), line, own=False)
 

@@ -15,10 +15,11 @@ _MOST_LINES = 6  # of an exception's message
 _SHOWN_FRAMES = 3
 _STRAY, _FAULTHANDLERS = -2, -3  # in place of a rank: lines without a prefix in a file of many ranks; another writer
 _PREFIX = re.compile(r"\[rank\d{1,7}\]: ?")
+_CONTINUES = re.compile(r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)")  # a message, for sure
 _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
 _FRAME = re.compile(r'^\s{0,8}File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$')
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before the last of them.
-_ERROR = re.compile(r"^((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?:: (.{0,2000})|:?$)")
+_ERROR = re.compile(r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?:: (.{0,2000})|:?$)")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$")
 _CAUSED = "The above exception was the direct cause of the following exception"
 _MEANWHILE = "During handling of the above exception, another exception occurred"
@@ -87,7 +88,7 @@ class _Writing:
     root: _Error | None = None
     last: _Error | None = None
     was_caused: bool = False  # the next exception is named as caused by the last
-    in_traceback: bool = False
+    in_traceback: bool = False  # without a prefix, so that its lines hold nothing by which they are found
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # the log had told of an end when it began
 
@@ -99,7 +100,7 @@ class ExceptionLines:
         self._found = found
         self._writing: dict[int, _Writing] = {}
         self._stray: dict[int, _Writing] = {}  # by rank, the last that was written without a prefix
-        self._fatal_rank: int | None = None  # an error that ends this rank is being told of, without prefix
+        self._fatal: dict[int, int] = {}  # by writer, the rank that what is being written without a prefix ended
         self._skips = 0  # lines
         self._stack_of: tuple[str, Line] | None = None  # faulthandler's: what happened
 
@@ -110,24 +111,23 @@ class ExceptionLines:
 
     def take(self, line: Line) -> None:
         text = line.text
-        prefix = _PREFIX.search(text)
+        prefix = _PREFIX.search(text) if "[rank" in text else None
         if prefix is not None:
             self._take(line.rank, line, text[prefix.end() :])
         else:
             self._take_without_prefix(line)
 
     def _take_without_prefix(self, line: Line) -> None:
-        text = line.text
+        text, key = line.text, line.rank if line.rank >= 0 else _STRAY
         if _FATAL.search(text):
-            self._end(line.rank if line.rank >= 0 else _STRAY)
-            self._fatal_rank = line.rank
+            self._end(key)
+            self._fatal[key] = line.rank
             return
         if _IGNORED.search(text):
             self._skips = 60
             return
         if self._take_faulthandler(line):
             return
-        key = line.rank if line.rank >= 0 else _STRAY
         if self._skips and key not in self._writing:
             self._skips -= 1
             if text and not text[0].isspace() and not _BEGINS.search(text):
@@ -136,7 +136,7 @@ class ExceptionLines:
         ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
         if ray is not None:
             self._end(key)
-            self._fatal_rank = self._found.rank_of_pid.get(int(ray[2]), NOT_TOLD)
+            self._fatal[key] = self._found.rank_of_pid.get(int(ray[2]), NOT_TOLD)
             self._writing[key] = _Writing(in_traceback=True, was_over=self._found.is_over)
             return
         self._take(key, line, text)
@@ -175,7 +175,7 @@ class ExceptionLines:
             elif "Original" not in text and writing.last is not None and not writing.was_caused:
                 self._end(key)  # of another exception
                 writing = self._writing[key] = _Writing(was_over=self._found.is_over)
-            writing.in_traceback = True
+            writing.in_traceback = not line.has_prefix
             if "Original" not in text:  # a data loader's worker: beneath the frames that waited for it
                 writing.frames.clear()
             return
@@ -192,15 +192,14 @@ class ExceptionLines:
             writing.was_caused = True
             if _MEANWHILE in text and writing.root is writing.last and not self._is_of_a_collective(writing.root):
                 writing.root = None  # of an exception while handling another one, the later ended the process
-        elif text[:1].isspace() or not text:
-            if not text and writing.last is not None and not line.has_prefix:
-                writing.in_traceback = False
         elif (error := _ERROR.match(text)) and (writing.has_frames or (writing.last is None and _is_name(error[1]))):
             self._raise(writing, error, line)
-        elif writing.last is not None and len(writing.last.lines) < _MOST_LINES:
+        elif writing.last is None or text[:1].isspace():
+            return
+        elif len(writing.last.lines) < _MOST_LINES and text and (line.has_prefix or _CONTINUES.search(text)):
             writing.last.lines.append(text)
-            if not line.has_prefix and writing.last.lines[-1:] and len(writing.last.lines) >= _MOST_LINES:
-                writing.in_traceback = False
+        else:
+            writing.in_traceback = False
 
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
         found = _Error(error[1], error[2] or "", line, tuple(writing.frames))
@@ -208,7 +207,7 @@ class ExceptionLines:
         if writing.root is None or is_workers:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
-        writing.in_traceback = "Caught " in found.message or line.has_prefix
+        writing.in_traceback = not line.has_prefix
 
     def _is_of_a_collective(self, error: _Error | None) -> bool:
         return error is not None and error.is_of_a_collective
@@ -221,9 +220,8 @@ class ExceptionLines:
         if key >= 0 and writing.root.line.has_prefix:
             self._tell(key, writing)
             return
-        if self._fatal_rank is not None:
-            rank, self._fatal_rank = self._fatal_rank, None
-            self._tell(rank, writing)
+        if key in self._fatal:
+            self._tell(self._fatal.pop(key), writing)
             return
         self._stray.pop(key, None)
         self._stray[key] = writing

@@ -13,6 +13,7 @@ from nemo_patches.tools.diagnose.facts import (
     FOR_MEMORY,
     KILLED,
     NOT_TOLD,
+    RAISED,
     TERMINATED,
     Fact,
     Fate,
@@ -20,6 +21,8 @@ from nemo_patches.tools.diagnose.facts import (
 )
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
+# One of which each line has that tells something here, but for torchrun's table.
+_WORDS = ("emory", "oom_kill", "bus error", "killed by", "return", "srun: ", "on signal", "with signal", "died")
 CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _HOST = re.compile(r"\bhost      : (\S{1,255})")
@@ -33,7 +36,7 @@ _SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM
 _STALL_EXIT = 83
 _BY_OTHERS = frozenset({15, 2, 1})
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
-_DEEPSPEED = re.compile(r"exits with return code = (-?\d{1,9})")
+DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(-?\d{1,9})")
 _SRUN = re.compile(r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): (Killed|Bus error|Segmentation fault)")
 _MPIRUN = re.compile(r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) exited on signal (\d{1,3})")
 _SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")
@@ -43,6 +46,7 @@ _OUT_OF_MEMORY = re.compile(
     r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
 )
 _SHARED_MEMORY = re.compile(r"Unexpected bus error encountered in worker\. This might be caused by insufficient")
+_WORKER_KILLED = re.compile(r"DataLoader worker \(pid[^)]{1,80}\) is killed by signal: (?!Terminated).{0,200}")
 _RAY_DIED = re.compile(
     r"(?:ActorDiedError|RayActorError): (The actor died .{0,80})|\(raylet\) A worker died or was killed"
 )
@@ -85,12 +89,16 @@ class LauncherLines:
             self._in_lines.append((int(failed[1]), int(failed[2]), int(failed[3]), line))
         if "forcefully" in text and (forced := _FORCED.search(text)) and len(self._forced) < MOST_KEPT:
             self._forced.add(int(forced[1]))
+        if self._ray is None and not any(words in text for words in _WORDS):
+            return
         if _OUT_OF_MEMORY.search(text):
             self._lacks_memory(line)
         elif _SHARED_MEMORY.search(text):
             why = "a data loader's worker: bus error, as for want of shared memory (/dev/shm)"
             self._tell(line.rank, Fate(KILLED, why), line)
-        elif deepspeed := _DEEPSPEED.search(text):
+        elif not line.has_prefix and (killed := _WORKER_KILLED.search(text)):
+            self._tell(line.rank, Fate(RAISED, f"RuntimeError: {shown(killed[0])}"), line)
+        elif deepspeed := DEEPSPEED.search(text):
             self._tell(NOT_TOLD, _fate_of(int(deepspeed[1]), "DeepSpeed's launcher"), line)
         elif srun := _SRUN.search(text):
             self._tell(NOT_TOLD, Fate(KILLED, f"Slurm's task {srun[2]} on {shown(srun[1])}: {srun[3]}"), line)

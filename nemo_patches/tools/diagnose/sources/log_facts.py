@@ -86,6 +86,9 @@ class LaunchFacts:
         if "pid=" in text and len(self.rank_of_pid) < MOST_KEPT and (both := _PID_AND_RANK.search(text)):
             self.rank_of_pid[int(both[1] or both[4])] = int(both[2] or both[3])
 
+    def has(self, rank: int, fate: str) -> bool:
+        return (rank, Fate, fate, "") in self.facts
+
     def ranks(self) -> set[int]:
         """Those of which a line tells more than that they belong to the job."""
         return {fact.rank for fact in self.facts.values() if not isinstance(fact.value, Member)}

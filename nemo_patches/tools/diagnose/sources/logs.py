@@ -7,7 +7,6 @@ and lines that a terminal has wrapped. A fact cites its file and line.
 from __future__ import annotations
 
 import gzip
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,9 +18,17 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import header_in
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence
 from nemo_patches.tools.diagnose.folder import UnreadableError
-from nemo_patches.tools.diagnose.sources.c10d_lines import GLOO, STUCK_WATCHDOG, C10dLines, rank_in
+from nemo_patches.tools.diagnose.sources.c10d_lines import (
+    BARRIER,
+    CONNECTING,
+    GLOO,
+    STUCK_WATCHDOG,
+    UNIQUE_ID,
+    C10dLines,
+    rank_in,
+)
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
-from nemo_patches.tools.diagnose.sources.launcher_lines import FAILED_LINE, LauncherLines
+from nemo_patches.tools.diagnose.sources.launcher_lines import DEEPSPEED, FAILED_LINE, LauncherLines
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
@@ -35,71 +42,58 @@ _BLOCK_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _MOST_JOINED = 3  # lines that a terminal may have made of one
 _MOST_JOINED_OF_LONG = 16  # likewise, of one that is known to be long
-_MOST_FILES = 10_000
 _OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\xfe", b"\xfe\xff")
 _NAMES = re.compile(
     r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b", re.IGNORECASE
 )
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
+# Of lines that tell something one holds one of these; the others follow it closely.
 _NEEDLES = (
-    b"WorkNCCL",
-    b"atchdog",
-    b"ProcessGroupNCCL",
-    b"NCCL work",
-    b"last enqueued",
-    b"CollectiveFingerPrint",
+    b"[rank",
+    b"NCCL",
+    b"ollective",
     b"nemo_patches ",
     b"Starting with ",
-    b"our best knowledge",
-    b"join collective",
-    b"missing ranks: {",
-    b"Culprit rank",
     b"gloo",
-    b"pair closure",
-    b"exitcode",
-    b"first observed failure",
+    b"arrier",
+    b"imed out",
+    b"exit",
     b"rank      :",
-    b"monitoredBarrier",
-    b"thread terminated",
     b"oom_kill",
     b"ut of memory",
-    b"Out Of Memory",
-    b"low on memory",
-    b"memory pressure",
-    b"[rank",
-    b"store based barrier",
-    b"store-based barrier",
-    b"client socket has timed out",
-    b"waiting for clients",
-    b"ncclUniqueId",
-    b"Duplicate GPU",
-    b"bus error encountered",
-    b"exits with return code",
+    b"bus error",
+    b"killed ",
     b"srun: error",
-    b"exited on signal",
-    b"forcefully exiting",
     b"terminated with ",
-    b"died unexpectedly",
-    b"A worker died",
-    b"RayTaskError",
-    b"Error executing job",
-    b"Fatal Python error",
+    b"died",
+    b"Error",
+    b"Fatal Python",
     b"Traceback (most",
 )
+_PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
+_CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
 _SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
-_TELLS_OF_AN_END = re.compile(
-    r"collective operation timeout|timed out in blocking wait|closing signal SIG|dump signal|failed \(exitcode|"
-    r"first observed failure|monitoredBarrier|exits with return code"
+_TELL_OF_AN_END = (
+    *(
+        "collective operation timeout",
+        "timed out in blocking wait",
+        "closing signal SIG",
+        "dump signal",
+        "monitoredBarrier",
+    ),
+    *("failed (exitcode", "first observed failure", "exits with return code"),
 )
-_PROCESSES_FAILED = re.compile(
-    r"failed \(exitcode|first observed failure|exits with return code|srun: error|exited on signal|closing signal SIG"
+_TELL_OF_FAILURES = (
+    *("failed (exitcode", "first observed failure", "exits with return code", "srun: error", "exited on signal"),
+    "closing signal SIG",
 )
 
 
@@ -113,51 +107,19 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """The facts of logs: files, also compressed ones, folders, or "-", standard input; the last launch counts.
+    """The facts of logs, also compressed ones, or of "-", standard input; of several launches in one the last counts.
 
-    Raises UnreadableError where a path that was given cannot be read.
+    Raises UnreadableError where there is but one file, and it cannot be read.
     """
     reading = _Reading(evidence)
-    inside = [(path, file) for path in files for file in _files(path, evidence)]
-    for path, file in inside:
+    for file in files:
         try:
-            reading.read(file, alone=len(inside) == 1)
+            reading.read(file, alone=len(files) == 1)
         except UnreadableError as error:
-            if file == path:
+            if len(files) == 1:
                 raise
             evidence.problems.append(safe(str(error)))
     reading.finish()
-
-
-def _files(path: Path, evidence: Evidence) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-
-    def note(error: OSError) -> None:
-        evidence.problems.append(safe(f"{error.filename}: {error.strerror}"))
-
-    files = sorted(Path(folder, name) for folder, _, names in os.walk(path, onerror=note) for name in names)
-    if not files:
-        raise UnreadableError(f"{path}: {'; '.join(evidence.problems) or 'it is empty'}")
-    if len(files) > _MOST_FILES:
-        evidence.problems.append(f"{len(files)} files; only the first {_MOST_FILES} were read")
-    last = _of_the_last_attempt(files[:_MOST_FILES], evidence)
-    return [file for file in last if file.is_file()]  # a pipe never ends
-
-
-def _of_the_last_attempt(files: list[Path], evidence: Evidence) -> list[Path]:
-    """Without the files of earlier attempts, which torchrun --log-dir keeps: their ranks waited for other ones."""
-    attempts = {
-        file: next(((up.parent, int(up.name[8:])) for up in file.parents if _ATTEMPT.fullmatch(up.name)), None)
-        for file in files
-    }
-    last: dict[Path, int] = {}
-    for folder, number in filter(None, attempts.values()):
-        last[folder] = max(number, last.get(folder, 0))
-    for folder, number in sorted({one for one in attempts.values() if one and one[1] < last[one[0]]}):
-        text = f"{folder.name}/attempt_{number}: an earlier attempt, not read; give it to read it"
-        evidence.earlier.append(safe(text))
-    return [file for file, attempt in attempts.items() if attempt is None or attempt[1] == last[attempt[0]]]
 
 
 class _Launch:
@@ -178,15 +140,17 @@ class _Launch:
 
     def take(self, line: Line) -> None:
         found, text = self.found, line.text
-        found.missing_lines = found.missing_lines or "x across cluster]" in text
-        if processes := _PROCESSES.search(text):
+        if "x across cluster]" in text:
+            found.missing_lines = True
+        if "Starting with" in text and (processes := _PROCESSES.search(text)):
             found.has_size(processes[1])
         found.note_pid(text)
-        if line.has_prefix and (len(self.by_file[-1]) < MOST_KEPT):
+        if line.has_prefix and len(self.by_file[-1]) < MOST_KEPT:
             self.by_file[-1].add(line.rank)
-        found.is_over = found.is_over or _TELLS_OF_AN_END.search(text) is not None
-        self.has_failed = self.has_failed or _PROCESSES_FAILED.search(text) is not None
-        self.stalls.take(line)
+        found.is_over = found.is_over or any(words in text for words in _TELL_OF_AN_END)
+        self.has_failed = self.has_failed or any(words in text for words in _TELL_OF_FAILURES)
+        if "nemo_patches" in text:
+            self.stalls.take(line)
         self.c10d.take(line)
         self.launcher.take(line)
         self.exceptions.take(line)
@@ -275,21 +239,39 @@ class _Reading:
 
     def _lines(self, blocks: Iterable[bytes]) -> Iterator[tuple[int, str]]:
         """The lines of the blocks that hold anything of interest, with their numbers, cleaned and of bounded length."""
-        rest, number = b"", 1
+        rest, number, follows = b"", 1, False
         for block in blocks:
             whole = rest + block
             end = whole.rfind(b"\n") + 1
             rest = whole[end:][-_BLOCK_BYTES:]
-            if self._launch.exceptions.is_reading or any(needle in whole for needle in _NEEDLES):
-                for line in whole[:end].split(b"\n")[:-1]:
-                    for text in _pieces(line):
-                        yield number, text
-                    number += 1
-            else:
-                yield number, ""  # ends a message that was begun before
-                number += whole[:end].count(b"\n")
+            if not (follows or self._launch.exceptions.is_reading or _tells(whole)):
+                number += whole.count(b"\n", 0, end)
+                continue
+            for part in _parts(whole[:end]):
+                tells = _tells(part)
+                if tells or follows or self._launch.exceptions.is_reading:
+                    for line in part.split(b"\n")[:-1]:
+                        for text in _pieces(line):
+                            yield number, text
+                        number += 1
+                else:
+                    number += part.count(b"\n")
+                follows = tells
         for text in _pieces(rest):
             yield number, text
+
+
+def _tells(part: bytes) -> bool:
+    return any(needle in part for needle in _NEEDLES)
+
+
+def _parts(lines: bytes) -> Iterator[bytes]:
+    """Whole lines, some at a time."""
+    start = 0
+    while start < len(lines):
+        end = lines.find(b"\n", min(start + _PART_BYTES, len(lines) - 1)) + 1
+        yield lines[start:end]
+        start = end
 
 
 def _rank_of_folder(path: Path) -> int:
@@ -317,8 +299,12 @@ _BEGINNINGS = (
     "failed (exitcode",
     "Detected mismatch",
     "watchdog thread",
+    "store based barrier",
+    "client socket has timed",
+    "is setting up NCCL",
+    "sigkill_handler] [",
 )
-_LONG = ("Watchdog caught", "Detected mismatch", "dump signal")
+_LONG = ("Watchdog caught", "Detected mismatch", "dump signal", "is setting up NCCL", "sigkill_handler] [")
 _ENDS = ("before timing out", "timing out", "ng out.")
 _WHOLE = re.compile("before timing out|timed out in blocking wait")
 _WHOLE_MISMATCH = re.compile(
@@ -327,22 +313,29 @@ _WHOLE_MISMATCH = re.compile(
 _COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
 
 
+_WHOLE_ONES = (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, BARRIER, CONNECTING, FAILED_LINE, DEEPSPEED)
+_KEYS = re.compile(r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout")
+
+
 def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """The lines, with those that a terminal has wrapped put together again."""
     begun: list[str] = []
-    begun_at = 0
+    begun_at = before = 0
     for number, line in lines:
-        most = _MOST_JOINED_OF_LONG if any(text in "".join(begun) for text in _LONG) else _MOST_JOINED
-        if begun and len(begun) < most and line and not _NEW_MESSAGE.search(line):
-            begun.append(line.lstrip() if begun[-1].endswith(" ") else line)
-            if _is_whole("".join(begun)):
-                yield begun_at, "".join(begun)
-                begun = []
-            continue
+        is_next, before = number <= before + 1, number
         if begun:
+            most = _MOST_JOINED_OF_LONG if any(text in "".join(begun) for text in _LONG) else _MOST_JOINED
+            if len(begun) < most and line and is_next and not _NEW_MESSAGE.search(line):
+                begun.append(line.lstrip() if begun[-1].endswith(" ") else line)
+                if _is_whole("".join(begun)):
+                    yield begun_at, "".join(begun)
+                    begun = []
+                continue
             yield begun_at, "".join(begun)
             begun = []
-        if line.endswith("[Rank") or (any(text in line for text in _BEGINNINGS) and not _is_whole(line)):
+        if line.endswith("[Rank") or (
+            any(text in line for text in _BEGINNINGS) and not _CPP_FRAME.search(line) and not _is_whole(line)
+        ):
             begun, begun_at = [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line], number
         else:
             yield number, line
@@ -353,6 +346,6 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 def _is_whole(line: str) -> bool:
     if "Detected mismatch" in line:
         return _WHOLE_MISMATCH.search(line) is not None
-    return line.endswith(_ENDS) or any(
-        pattern.search(line) for pattern in (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, FAILED_LINE)
-    )
+    if "is setting up NCCL" in line:
+        return UNIQUE_ID.search(line) is not None and _KEYS.search(line) is not None
+    return line.endswith(_ENDS) or any(pattern.search(line) for pattern in _WHOLE_ONES)

@@ -31,11 +31,14 @@ from nemo_patches.tools.diagnose.facts import (
     Motion,
     Place,
 )
-from nemo_patches.tools.diagnose.places import LOADER, LOCK, is_library, place, trunk
+from nemo_patches.tools.diagnose.places import is_library, place, trunk
+from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
 
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
-_MOST_FRAMES, _MOST_THREADS, _MOST_DUMPS = 300, 200, 1 << 17  # dumps: of a file
+_LONGEST_LINE = 2000  # characters
+_MOST_FRAMES, _MOST_THREADS = 300, 200
 _MOST_RANK = 1 << 20
+_MOST_RANKS_OF_HOST = 1 << 12
 _MOST_DETAILS = 4
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _SERVICE_THREADS = (
@@ -55,13 +58,14 @@ _RANK_IN_NAME = re.compile(
     r"(?:^|[-_.])(\d{1,7})(?=\.(?:txt|log|json|err|out|stack|dump)$)",
     re.IGNORECASE,
 )
+_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # whose number follows: slurm-4711.out
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 _HEADING = re.compile(r"=+ ?Rank (\d{1,7})\b")  # of torch.distributed.debug: === Rank 3: host:port ===
 _MARK = re.compile(
-    rb"^\S*\s*(Process \d+: |Thread (0x)?[0-9a-fA-F]+ [(\[]|Current thread 0x|Traceback for thread |=+ ?Rank \d+|"
-    rb"Traceback \(most recent call first\))|most recent call first\)|\"what\": ?\"stacks\"|\"owns_gil\"",
-    re.MULTILINE,
+    rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|most recent call first\)|"
+    rb"Traceback for thread \d|=== Rank \d"
 )
+_JSON_MARK = re.compile(rb'"what": ?"stacks"|"owns_gil"')
 _NEW_PROCESS = re.compile(r"Process (\d+): ")
 _SPY_THREAD = re.compile(r'Thread (?:0x)?([0-9a-fA-F]+) \(([^)]*)\)(?:: "([^"]*)")?\s*$')
 _SPY_FRAME = re.compile(r"    (\S.*?) \(([^()]+?)(?::(\d+))?\)\s*$")
@@ -72,13 +76,14 @@ _STACK_FRAME = re.compile(r'\s+\((Python|C)\) File "([^"]*)", line (\d+), in (.+
 _GDB_THREAD = re.compile(r"Thread (\d+) \(Thread 0x[0-9a-f]+ \(LWP (\d+)\)")
 _GDB_STACK = re.compile(r"Traceback \(most recent call first\):")
 _GDB_FRAME = re.compile(r'\s+File "([^"]+)", line (\d+), in (\S+)')
+_HEADS = ("Process", "hread", "Traceback")
 _SPY, _FAULT, _STACK, _GDB = "py-spy", "faulthandler", "pystack", "gdb"
 
 
 def recognises(name: str, head: bytes) -> bool:
     """Whether a file has stacks, or, as a log, may have some further on."""
-    if head.lstrip()[:1] in (b"{", b"["):
-        return bool(re.search(rb'"what": ?"stacks"|"owns_gil"|"os_thread_id"', head))
+    if head.lstrip()[:1] in (b"{", b"[") and _JSON_MARK.search(head):
+        return True
     return bool(_MARK.search(head)) or (bool(_LOG_NAMES.search(name)) and b"\0" not in head)
 
 
@@ -142,16 +147,25 @@ def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) ->
 
 def of_samples(job: HostJob) -> list[Fact]:
     """What the samples of a host's ranks tell."""
-    whole_job = all(0 < one.rank.world_size == one.rank.local_world_size for one in job.ranks)
+    block = _ranks_of_host(job)
+    whole_job = len(block) > 0 and all(len(block) == one.rank.world_size for one in job.ranks)
     facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job, whole_job)]
-    if whole_job and job.ranks:
-        here = {one.rank.rank for one in job.ranks}
-        gone = Fate(GONE, f"no process of it runs on {safe(job.host, 100)}")
-        world_size = min(job.ranks[0].rank.world_size, _MOST_RANK)
-        facts += [
-            Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in range(world_size) if rank not in here
-        ]
-    return facts
+    here = {one.rank.rank for one in job.ranks}
+    gone = Fate(GONE, f"no process of it runs on {safe(job.host, 100)}")
+    return facts + [Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in block if rank not in here]
+
+
+def _ranks_of_host(job: HostJob) -> range:
+    """The ranks that its launcher has started there, if the variables tell: an unbroken run of them."""
+    sizes = {(one.rank.local_world_size, one.rank.world_size) for one in job.ranks}
+    if len(sizes) != 1:
+        return range(0)
+    [(local_size, world_size)] = sizes
+    hosts = {one.rank.rank // local_size for one in job.ranks} if 0 < local_size <= _MOST_RANKS_OF_HOST else set()
+    if len(hosts) != 1:
+        return range(0)
+    first = hosts.pop() * local_size
+    return range(first, min(first + local_size, world_size, _MOST_RANK))
 
 
 def waits_are_old(job: HostJob, stuck_after_s: float) -> bool:
@@ -194,7 +208,7 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     main = last.main or Thread()
     is_in_futex = last.wait_channel.startswith("futex")
     found = place(main.frames, main.calls, is_in_futex, last.has_gpu)
-    found = replace(found, counters=dict(main.counters))
+    found = replace(found, counters=dict(main.counters), loops=dict(main.loops))
     details, worker = list[str](), ""
     stays = motion is not None and not motion.moved
     share = _share_of_core(samples)
@@ -211,7 +225,8 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
         details += more
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
-    if not found.collective and share is not None and share > _BUSY_SHARE:
+    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
+    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
         details.append(f"it computes ({100 * share:.0f} % of a core)")
     return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
 
@@ -230,7 +245,7 @@ def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
 
 
 def _workers(last: Sample) -> tuple[str, list[str]]:
-    """Of a rank that waits for its data loader: where its worker is, and each place that workers are at."""
+    """Of a rank that waits for its data loader: where its worker is, and where others are."""
     pids_by_text: dict[str, list[int]] = {}
     died = [sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)]
     for sample in last.workers:
@@ -244,15 +259,11 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
             continue  # it waits for work
         at = f", at {safe(sample.file, 200)}" if sample.file else ""
         pids_by_text.setdefault(f"{place(inside).where}{at}", []).append(sample.pid)
-    details = [
-        f"its data loader's worker{'s' if len(pids) > 1 else ''} (pid {', '.join(map(str, pids[:4]))}): {text}"
-        for text, pids in pids_by_text.items()
-    ]
-    details += [f"its data loader's worker (pid {pid}) has died" for pid in died]
-    if died:
-        return f"its worker (pid {died[0]}) has died", details
-    text, pids = next(iter(pids_by_text.items()), ("", [0]))
-    return (f"its worker (pid {pids[0]}) is in {text}" if text else ""), details
+    told = [f"its worker (pid {pid}) has died" for pid in died]
+    for text, pids in pids_by_text.items():
+        many = f"s (pids {', '.join(map(str, pids[:4]))}) are" if len(pids) > 1 else f" (pid {pids[0]}) is"
+        told.append(f"its worker{many} in {text}")
+    return told[0] if told else "", told[1:]
 
 
 def _inside_worker(frames: Sequence[Frame]) -> tuple[Frame, ...] | None:
@@ -378,7 +389,8 @@ def _name(file: Path) -> str:
 
 def _rank_in_name(name: str) -> int | None:
     folder, _, base = name.rpartition("/")
-    if found := _RANK_IN_NAME.search(base):
+    found = _RANK_IN_NAME.search(base)
+    if found and (found[1] or not _NO_RANK.search(base[: found.start()])):
         return int(found[1] or found[2])
     return int(folder) if folder.isdecimal() and int(folder) <= _MOST_RANK else None
 
@@ -435,7 +447,6 @@ def _of_json(content: bytes, name: str) -> _Dump | None:
         for frame in reversed(thread.frames[:_MOST_FRAMES]):
             for variable in frame.locals or ():
                 stack.counters |= counter(frame.name, frame.filename, variable.name, variable.repr or "")
-        stack.counters.pop("i of _wrap (spawn.py)", None)
         dump.stacks.append(stack)
     return dump if dump.stacks else None
 
@@ -444,7 +455,9 @@ def _of_text(text: str, name: str) -> Iterator[_Dump]:
     """All dumps of a file, in its order; lines of several ranks may be mixed, each with its prefix."""
     named, heading = _rank_in_name(name), None
     writers: dict[int | None, _Writer] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
+        if len(line) > _LONGEST_LINE:
+            continue
         if found := _HEADING.match(line):
             heading = int(found[1])
             writers.pop(heading, None)
@@ -474,16 +487,18 @@ class _Writer:
                 # pystack has the innermost frame last
                 self.stack.frames.insert(0 if self.stack.kind == _STACK else len(self.stack.frames), frame)
             return None
+        if not any(word in line for word in _HEADS):
+            self.stack = None  # after a dump, a traceback has lines as faulthandler's
+            return None
         if found := _NEW_PROCESS.match(line):
             self.pid, self.dump, self.stack = int(found[1]), None, None
             return None
         if found := _GDB_THREAD.match(line):
             self.tid, self.stack = found[2], None
             return None
-        stack = self._begins(line)
+        self.stack = stack = self._begins(line)
         if stack is None:
             return None
-        self.stack = stack
         is_new = self.dump is None or self.dump.stacks[-1].kind != stack.kind
         if is_new or self.dump is None or any(other.tid == stack.tid for other in self.dump.stacks):
             self.dump = _Dump(self.rank, self.pid, "", [stack])
@@ -558,7 +573,7 @@ def _of_dumped(rank: int, dumps: Sequence[_Dump]) -> Iterator[Fact]:
         yield Fact(rank, Member(pid=last.pid), last.cite)
     if main.kind != _FAULT:  # faulthandler writes when a process ends, too
         yield Fact(rank, Fate(RUNS), last.cite)
-    yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS]), counters=main.counters), last.cite)
+    yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS])), last.cite)
     before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.kind == main.kind), None)
     if before is not None:
         by = _went_on(before.main, main)

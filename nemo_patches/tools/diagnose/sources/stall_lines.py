@@ -17,16 +17,16 @@ from nemo_patches.stall.rank_text import (
     SILENT as NO_HEARTBEAT,
 )
 from nemo_patches.sync.protocol import APART
-from nemo_patches.tools.diagnose.facts import ENDED, SILENT, TERMINATED, UNSEEN, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import ENDED, SILENT, TERMINATED, UNSEEN, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.facts import GONE as GONE_FATE
 from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line, shown
 
-_OURS = re.compile(r" nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?) ([^\]]{0,100})\] (.*)")
+_OURS = re.compile(r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?) ([^\]]{0,100})\] (.*)")
 _IDLE = re.compile(r"^no (?:encoder call|step) for (\d{1,9}) s\. (?:no rank moves: )?(.*)")
 _MISSING = re.compile(r"^(\S.{0,200}?): (?:training|evaluation) call \d{1,12}: .*?Missing: (.*)")
 _ENDED_SYNC = re.compile(r"^(\S.{0,200}?): gone: (.*)")
-_GROUP = re.compile(r"^ranks? ([\d, -]{1,2000})(?: \(([^)]{1,255})\))?(.*)$")
+_GROUP = re.compile(r"^ranks? (\d{1,7}(?:(?:-|, )\d{1,7}){0,400})(?: \(([^)]{1,255})\))?(.*)$")
 _PID = re.compile(r"(?:(.*), )?pid (\d{1,9})$")
 _WAITS_ITSELF = re.compile(r"^ waits itself, in (.{1,200}?): (.*)$")
 _EVALUATED = re.compile(r"^ has ended this evaluation, .{0,40} and waits in (.{1,200}?)(?:;|$)")
@@ -55,17 +55,17 @@ class StallLines:
     def take(self, line: Line) -> None:
         if (ours := _OURS.search(line.text)) is None:
             return
-        _, rank, size, host, text = ours.groups()
+        level, rank, size, host, text = ours.groups()
         if size != "?":
             self._found.has_size(size)
         reporter = int(rank) if rank != "?" else -1
         if reporter >= 0 and host:
-            self._found.add(reporter, Member(int(size) if size != "?" else 0), line, own=False)
+            self._found.keep(Fact(reporter, Member(self._found.world_size), line.cite, host=shown(host), own=False))
         if " patched " in f" {text}" or "Missing: " in text or _IDLE.search(text):
             self._found.patched = self._found.patched or "not patched" not in text
         if idle := _IDLE.search(text):
             for part in idle[2].split(" | "):
-                self._take_group(part, line)
+                self._take_group(part, line, is_stall=level != "INFO")
         elif missing := _MISSING.search(text):
             self._take_missing(reporter, missing[2], line)
         elif gone := _ENDED_SYNC.search(text):
@@ -95,20 +95,23 @@ class StallLines:
             if not detail.startswith(UNPATCHED[:40]):
                 self._take_group(detail, line)
 
-    def _take_group(self, text: str, line: Line) -> None:
+    def _take_group(self, text: str, line: Line, is_stall: bool = True) -> None:
+        """is_stall: else ranks go on, or are at what ends by itself, and what was told of them before is over."""
         if (group := _GROUP.match(text.strip())) is None:
             return
         ranks, rest = ranks_in(group[1]), _LAST_CALL.sub("", group[3])
         if not ranks:
             return
-        process = _PID.match(group[2]) if group[2] else None
-        pid = int(process[2]) if process else 0
+        process = _PID.match(group[2] or "")
         value = _value_of(rest)
         for rank in ranks:
-            if pid:
+            if process is not None:
                 self._found.facts.pop((rank, Member), None)
-                self._found.add(rank, Member(self._found.world_size, pid), line, own=False)
-            if value is None:
+                member = Member(self._found.world_size, int(process[2]))
+                self._found.keep(Fact(rank, member, line.cite, host=shown(process[1] or ""), own=False))
+            if not is_stall:
+                self._found.facts.pop((rank, Place), None)
+            if value is None or not (is_stall or isinstance(value, Motion)):
                 continue
             if isinstance(value, Motion):
                 self._found.facts.pop((rank, Place), None)
