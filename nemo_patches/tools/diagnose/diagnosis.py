@@ -60,9 +60,9 @@ HANGS = frozenset(
 _OVER_AT_THE_END = HANGS | {ids.UNEVEN_CALLS}
 
 
-def diagnose(job: Job) -> Report:
-    """The report on what has been read of a job."""
-    encoders = cases(job)
+def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
+    """The report on what has been read of a job. encoders: its cases, where they are at hand."""
+    encoders = cases(job) if encoders is None else encoders
     swapped = swapped_order(encoders)
     left_out = [] if swapped else skipped_call(encoders)
     findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped, *left_out]

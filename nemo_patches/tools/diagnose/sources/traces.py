@@ -51,7 +51,8 @@ def read(job: Job, evidence: Evidence) -> Report:
 
     Ranks whose files are damaged are members, and no more.
     """
-    report, encoders = diagnose(job), cases(job)
+    encoders = cases(job)
+    report = diagnose(job, encoders)
     evidence.world_size = max(evidence.world_size, job.world_size)
     evidence.moving |= job.moving
     evidence.runs |= bool(job.ago)
