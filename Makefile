@@ -272,14 +272,14 @@ reference: .venv/nemo-$(DEMO_NEMO)/ready
 
 # Of the package only the collector is in it, which needs the standard library alone; py-spy is looked for where it runs.
 .PHONY: stacks.pyz
-PYZ = .venv/pyz
+PYZ = .venv/stacks
 COLLECTOR = nemo_patches/tools/diagnose/collect
 stacks.pyz:
 	rm -rf $(PYZ)
 	mkdir -p $(PYZ)/$(COLLECTOR)
 	cp $(COLLECTOR)/*.py $(PYZ)/$(COLLECTOR)
 	touch $(PYZ)/nemo_patches/__init__.py $(PYZ)/nemo_patches/tools/__init__.py $(PYZ)/nemo_patches/tools/diagnose/__init__.py
-	$(PYTHON) -m zipapp $(PYZ) --compress --python "/usr/bin/env python3" --main $(subst /,.,$(COLLECTOR)).host_jobs:main --output .venv/stacks.pyz
+	$(PYTHON) -m zipapp $(PYZ) --compress --python "/usr/bin/env python3" --main $(subst /,.,$(COLLECTOR)).host_jobs:main --output $(PYZ).pyz
 
 # diagnose's exit code is 1 here: it has found the stuck rank.
 pictures: .venv/nemo-$(DEMO_NEMO)/ready

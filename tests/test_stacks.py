@@ -191,9 +191,9 @@ def of(facts: Sequence[Fact], rank: int, kind: type[Any]) -> Any:
     return next((fact.value for fact in facts if fact.rank == rank and isinstance(fact.value, kind)), None)
 
 
-def waits(facts: Sequence[Fact], rank: int) -> bool:
+def waits(facts: Sequence[Fact], rank: int, at_least_s: float = STUCK_AFTER_S) -> bool:
     motion = of(facts, rank, Motion)
-    return bool(of(facts, rank, Place).collective) and not motion.moved and (motion.still_s or 0) >= STUCK_AFTER_S
+    return bool(of(facts, rank, Place).collective) and not motion.moved and (motion.still_s or 0) >= at_least_s
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.scenario.__name__)

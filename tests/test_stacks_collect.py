@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,18 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import RUNS, STOPPED, TRACED, UNREADABLE, Evidence, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import (
+    GONE,
+    RUNS,
+    STOPPED,
+    TRACED,
+    UNREADABLE,
+    Evidence,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
 from nemo_patches.tools.diagnose.sources import stacks as reader
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -94,6 +106,36 @@ def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
         assert found[0].launch == "2"
         assert len(found[0].workers) == 1
         assert found[1].workers == ()
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+    ],
+    ids=["srun torchrun", "a pod's torchrun"],
+)
+def test_torchruns_agent_is_no_rank_whatever_its_own_launcher_has_set(agent: dict[str, str], tmp_path: Path) -> None:
+    ranks = [{**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RUN_ID": "none"} for rank in (2, 3)]
+    with process(tmp_path, agent, ranks) as pid:
+        assert here(tmp_path) == [(rank, 8, 2, "node1:29500", "torchrun") for rank in (2, 3)]
+        assert pid not in {rank.pid for rank in jobs_here(str(tmp_path))[0]}
+
+
+def test_a_launcher_without_a_run_id_under_srun_is_no_rank(tmp_path: Path) -> None:
+    with process(tmp_path, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, [{**TORCHRUN, "RANK": "0"}]):
+        assert here(tmp_path) == [(0, 8, 2, "node1:29500", "torchrun")]
+
+
+def test_a_rank_that_is_not_there_has_ended(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "5"}) as pid:
+        [ranks] = jobs_here(str(tmp_path))
+        facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
+        assert [fact.rank for fact in facts if isinstance(fact.value, Fate) and fact.value.kind == GONE] == [4]
+        [ranks] = jobs_here(pids=[pid])  # who is given alone has others beside it
+        facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
+        assert {fact.rank for fact in facts} == {5}
 
 
 def test_lightnings_launcher_gives_its_first_rank_no_variables(tmp_path: Path) -> None:
@@ -164,8 +206,10 @@ def test_given_processes_are_ranks_by_their_variables_or_else_by_their_order(tmp
 GOES_ON = """
 import os, time
 print(os.getpid(), flush=True)
-for i in range(6000):
-    time.sleep(0.01)
+def train():
+    for i in range(6000):
+        time.sleep(0.01)
+train()
 """
 COUNTS = """
 import os, sys
@@ -265,15 +309,14 @@ def alone() -> Iterator[Path]:
     """stacks.pyz, in a folder that everybody may read."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
-    if not (CHECKOUT / "Makefile").exists() or not shutil.which("make"):
+    if not (CHECKOUT / "nemo_patches").exists() or not shutil.which("make"):
         pytest.skip("of the checkout")
     subprocess.run(
-        ["make", "-s", "stacks.pyz", f"PYTHON={sys.executable}", f"PYZ={folder / 'parts'}"],
+        ["make", "-s", "stacks.pyz", f"PYTHON={sys.executable}", f"PYZ={folder / 'stacks'}"],
         check=True,
         cwd=CHECKOUT,
         timeout=60,
     )
-    shutil.copy(CHECKOUT / ".venv" / "stacks.pyz", folder)
     try:
         yield folder / "stacks.pyz"
     finally:
@@ -313,7 +356,7 @@ def test_the_one_file_for_containers_tells_the_same(alone: Path, tmp_path: Path)
     assert told[:2] == [Member(8, pid, "node1:29500", "", False), Fate(RUNS)]
     assert "program.py" in told[2].where  # type: ignore[union-attr]
     assert isinstance(told[3], Motion)
-    assert told[3].by.startswith("i of <module> (program.py) went from ")
+    assert told[3].by.startswith("i of train (program.py) went from ")
 
 
 @pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no second Python")
@@ -362,3 +405,36 @@ def test_python_that_has_no_launchers_variables_is_named_with_torch_loaded(tmp_p
         assert among[pid].is_python
         assert pid not in host_ranks.with_torch(among)
         assert pid not in {rank.pid for rank in host_ranks.ranks(among)}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from nemo_patches.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "stacks", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+@needs_py_spy
+def test_the_command_prints_what_was_collected(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "3"}, text=GOES_ON) as pid:
+        done = command("--job", str(tmp_path))
+        as_json = command("--pids", str(pid), "--json")
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = done.stdout.splitlines()
+    assert first == f"job node1:29500 on {socket.gethostname()}: 1 ranks, found by torchrun"
+    assert second.startswith(f"  rank 3 (pid {pid}): in train (program.py:")
+    assert "moved: i of train (program.py) went from " in second
+    file = tmp_path / "node1.json"
+    file.write_text(as_json.stdout)
+    evidence = Evidence()
+    reader.read([file], evidence)
+    assert {fact.rank for fact in evidence.facts} == {3}
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    done = command("--pids", "x")
+    assert done.returncode == 2
+    assert done.stderr == "nemo-patches stacks: --pids=x: allowed are process ids with commas between: 4711,4712\n"
+    done = command("--job", str(tmp_path))
+    assert done.returncode == 2
+    assert "no rank of a job works there" in done.stderr

@@ -1,4 +1,5 @@
-"""NEMO_PATCHES_STOP_TOGETHER gives every Lightning trainer a StopTogether: by an entry point, or by the import hook."""
+"""Every Lightning trainer is given what records its exceptions, and by NEMO_PATCHES_STOP_TOGETHER a StopTogether: by an
+entry point, or by the import hook."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ def found(value):
     os.environ["NEMO_PATCHES_STOP_TOGETHER"] = value
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     callbacks = Trainer(accelerator="cpu", **dict.fromkeys(off, False)).callbacks
+    recorders.append([type(one).__name__ for one in callbacks].count("TrainerExceptions"))
     return [[one._training, one._evaluation] for one in callbacks if type(one).__name__ == "StopTogether"]
 
+recorders = []
 without = found(""), "nemo_patches.patching.monkeypatch" in sys.modules
-print(json.dumps([without, found("training"), found("training, evaluation"), found("soon"), "nemo" in sys.modules]))
+settings = found("training"), found("training, evaluation"), found("soon")
+print(json.dumps([without, *settings, "nemo" in sys.modules, recorders]))
 """
 
 
@@ -57,11 +61,17 @@ def seen(done: subprocess.CompletedProcess[str]) -> Any:
 @pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])
 def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(hooked: bool, entry_point: Path) -> None:
     path = (entry_point, *([CHECKOUT] if hooked else []))
-    assert seen(started(*path)) == [[[], hooked], [[True, False]], [[True, True]], [], False]  # hooked: stall reports
+    recorders = [
+        int(hooked),
+        1,
+        1,
+        1,
+    ]  # without the hook there is nothing to record into, until a setting asks for more
+    assert seen(started(*path)) == [[[], hooked], [[True, False]], [[True, True]], [], False, recorders]
 
 
 def test_a_checkout_that_is_not_installed_has_the_import_hook(tmp_path: Path) -> None:
     metadata = tmp_path / "nemo_patches-9.dist-info"  # first on the path: no entry points, whatever is installed
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
-    assert seen(started(tmp_path, CHECKOUT)) == [[[], True], [[True, False]], [[True, True]], [], False]
+    assert seen(started(tmp_path, CHECKOUT)) == [[[], True], [[True, False]], [[True, True]], [], False, [1] * 4]

@@ -15,6 +15,8 @@ class TrainerExceptions(Callback):  # type: ignore[misc]  # Lightning is not loo
     """For the trace and the dump, where there is one. The user's code may catch the exception: then it goes on."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, SystemExit) and not exception.code:
+            return  # the user's code ends the process in good order
         try:
             if tracing.recorder is not None:
                 tracing.recorder.trainer_failed(exception)

@@ -34,6 +34,9 @@ from nemo_patches.tools.diagnose.facts import (
 
 CAUSES = frozenset({RAISED, KILLED})
 CONSEQUENCES = frozenset({WAITED, CUT})
+GONE_FATES = CAUSES | CONSEQUENCES | {TERMINATED, ENDED, FAILED, GONE, ABORTED}
+_THERE = frozenset({RUNS, STOPPED, TRACED})
+_NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
 # Causes before consequences, what is known before what is not.
 _RANKED = (
     *(RAISED, KILLED, STOPPED, TRACED, WAITED, CUT, STUCK, ABORTED, TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING),
@@ -96,7 +99,7 @@ class Account:
         """What shows that it waited for others, if anything does: where it is, or the error that ended it."""
         if self.place_value.collective and not self.moved:
             return self.place
-        ends = (fact for fact in self.fates if isinstance(fact.value, Fate) and fact.value.kind in CONSEQUENCES)
+        ends = (fact for fact in self.fates if fate_kind(fact) in CONSEQUENCES)
         return next(ends, None)
 
     @property
@@ -124,7 +127,7 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         else:
             account.member = _counts(account.member, fact)
     for account in accounts.values():
-        account.fates = _without_later(account.fates)
+        account.fates = _that_count(account.fates)
         account.fate = min(account.fates, key=_order_of_fates, default=None)
     return dict(sorted(accounts.items()))
 
@@ -137,18 +140,26 @@ def _counts(before: Fact | None, fact: Fact) -> Fact:
 
 
 def _order_of_fates(fact: Fact) -> tuple[int, bool, float]:
-    kind = fact.value.kind if isinstance(fact.value, Fate) else ""
-    return _RANKED.index(kind), not fact.own, fact.at
+    return _RANKED.index(fate_kind(fact)), not fact.own, fact.at
 
 
-def _without_later(fates: list[Fact]) -> list[Fact]:
-    """Without exceptions of a rank that had waited for others in vain before: what was raised then came of that."""
-    waited = [fact for fact in fates if isinstance(fact.value, Fate) and fact.value.kind in CONSEQUENCES]
+def _that_count(fates: list[Fact]) -> list[Fact]:
+    """Without exceptions of a rank that had waited in vain before: what was raised then came of that. And without what
+    others say of a rank that is known to be there.
+    """
+    waited = [fact for fact in fates if fate_kind(fact) in CONSEQUENCES]
+    is_there = any(fact.own and fate_kind(fact) in _THERE for fact in fates)
     return [
         fact
         for fact in fates
-        if not (isinstance(fact.value, Fate) and fact.value.kind == RAISED and any(is_before(w, fact) for w in waited))
+        if not (fate_kind(fact) == RAISED and any(is_before(one, fact) for one in waited))
+        and not (is_there and not fact.own and fate_kind(fact) in _NOT_HEARD)
     ]
+
+
+def fate_kind(fact: Fact) -> str:
+    """Of a fact that is no fate: none."""
+    return fact.value.kind if isinstance(fact.value, Fate) else ""
 
 
 def is_before(one: Fact, other: Fact) -> bool:

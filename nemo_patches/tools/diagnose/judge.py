@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.accounts import (
     CONSEQUENCES,
     Account,
     accounts_of,
+    fate_kind,
     first_of,
     is_before,
 )
@@ -187,7 +188,7 @@ def _not_enough(evidence: Evidence) -> Finding:
 def _causes(case: _Case) -> list[Finding]:
     """The first exception, and the ranks that have the same; else who was killed. None after others waited in vain."""
     # A closed connection is told of by whoever comes to write first, be it the rank that closed it or another.
-    time_outs = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) == WAITED and fact.at]
+    time_outs = [fact for one in case.accounts.values() for fact in one.fates if fate_kind(fact) == WAITED and fact.at]
     facts = [
         one.fate
         for one in case.accounts.values()
@@ -197,21 +198,17 @@ def _causes(case: _Case) -> list[Finding]:
         return []
     firsts = first_of(facts)
     found = []
-    exceptions = [fact for fact in firsts if _kind(fact) == RAISED]
+    exceptions = [fact for fact in firsts if fate_kind(fact) == RAISED]
     for first in _apart_by_error(exceptions)[:4]:
-        alike = [fact.rank for fact in facts if _kind(fact) == RAISED and _error(fact) == _error(first)]
+        alike = [fact.rank for fact in facts if fate_kind(fact) == RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in case.accounts.items() if rank not in alike]
         found.append(raised([case[rank] for rank in sorted(alike)], first, others[:4]))
-    of_kill = [fact for fact in firsts if _kind(fact) == KILLED]
+    of_kill = [fact for fact in firsts if fate_kind(fact) == KILLED]
     for some in ([fact for fact in of_kill if is_for_memory(fact)], [f for f in of_kill if not is_for_memory(f)]):
         if some:
             others = [one for one in case.accounts.values() if one.fate not in some]
             found.append(killed([case[fact.rank] for fact in some], some, others[:4]))
     return found
-
-
-def _kind(fact: Fact) -> str:
-    return fact.value.kind if isinstance(fact.value, Fate) else ""
 
 
 def _error(fact: Fact) -> tuple[str, str]:
@@ -327,15 +324,17 @@ def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding
 
 
 def _has_come_since(case: _Case, rank: int, one: Judgement, there: Fact) -> bool:
-    """Whether another fact shows the rank waiting; the contradiction is kept."""
-    waits = case[rank].waits
+    """Whether another fact shows the rank waiting, or going on; the contradiction is kept."""
+    account = case[rank]
+    waits = account.motion if account.moved else account.waits
     if waits is None:
         return False
-    collective = case[rank].place_value.collective
-    since = ": it has come since" if same_kind(one.seat.kind, collective) else ""
-    what = f"it waits in {case[rank].place_value.seat}" if collective else f"it waited ({case[rank].fate_value.text})"
+    place = account.place_value
+    since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
+    what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate_value.text})"
+    what = f"it goes on ({account.moved_by})" if account.moved else what
     entered = f"rank {rank} had not entered {title_of(one.seat)}"
-    case.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}{since}")
+    case.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}")
     return True
 
 
@@ -613,7 +612,7 @@ def _stuck(case: _Case) -> list[Finding]:
 
 def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:
     """Who failed first by the launcher's tables. of_ranks_that_waited: a code of 1 may be that of such a rank."""
-    facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) in (FAILED, ABORTED)]
+    facts = [fact for one in case.accounts.values() for fact in one.fates if fate_kind(fact) in (FAILED, ABORTED)]
     firsts = [fact for fact in first_of(facts) if not fact.own]
     if not firsts:
         gone = [one for one in case.accounts.values() if one.fate_kind == GONE and one.fate and not one.fate.own]
@@ -626,13 +625,14 @@ def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Findi
         text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
         return (finding(ids.FIRST_FAILURE, text, (), lines),)
     text = f"{who(ranks)} failed first, {first.value.text} [{first.cite}]."
-    if may_have_waited := _kind(first) == ABORTED or of_ranks_that_waited:
+    if may_have_waited := fate_kind(first) == ABORTED or of_ranks_that_waited:
         text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
     return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, case[ranks[0]]),)
 
 
 def _ended_by_others(case: _Case) -> tuple[Finding, ...]:
-    facts = [fact for one in case.accounts.values() for fact in one.fates if _kind(fact) == TERMINATED and not fact.own]
+    fates = [fact for one in case.accounts.values() for fact in one.fates]
+    facts = [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
     if not facts:
         return ()
     text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record tells of "

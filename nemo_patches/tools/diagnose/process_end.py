@@ -143,13 +143,18 @@ def error_of(record: records.Failed | records.Raised) -> Error:
         after = range(frames[-1] + 1, len(lines)) if frames else range(0)
         if first := next((index for index in after if lines[index].strip(" ^~") and lines[index][0] != " "), None):
             kind, _, message = "\n".join(lines[first:]).partition(": ")
-            return Error(kind.strip().rpartition(".")[2], message, "\n".join(lines[: first + 1]))
+            return Error(_without_module(kind.strip()), message, "\n".join(lines[: first + 1]))
     return Error(record.type, record.message, record.traceback)
 
 
 def _error_in(line: str) -> Error:
     kind, _, message = line.partition(": ")
     return Error(kind, message, "")
+
+
+def _without_module(kind: str) -> str:
+    """Of Python or C++: "torch.distributed.DistBackendError", "c10::DistBackendError"."""
+    return re.split(r"[.:]", kind)[-1]
 
 
 def is_of_a_collective(kind: str, message: str, traceback: str = "") -> bool:
@@ -159,7 +164,7 @@ def is_of_a_collective(kind: str, message: str, traceback: str = "") -> bool:
     """
     if _OWN_FAULT.search(message):
         return False
-    name = kind.rpartition(".")[2]
+    name = _without_module(kind)
     if name in _WAITED_TYPES or name in _RENDEZVOUS_TYPES:
         return True
     if name == "RuntimeError" and _OF_TORCH.search(message):
@@ -174,7 +179,7 @@ def is_of_a_collective(kind: str, message: str, traceback: str = "") -> bool:
 
 def is_of_the_start(kind: str, message: str, traceback: str = "") -> bool:
     """Whether an exception of a rank that waited is of the start-up: the rendezvous, the store, init_process_group."""
-    if kind.rpartition(".")[2] in _RENDEZVOUS_TYPES or _STARTING.search(message):
+    if _without_module(kind) in _RENDEZVOUS_TYPES or _STARTING.search(message):
         return True
     frames = Error(kind, message, traceback).frames
     return any("/torch/distributed/" in file and function in _STARTS for file, _, function in frames)

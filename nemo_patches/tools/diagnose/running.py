@@ -7,10 +7,11 @@ from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose import reading
+from nemo_patches.tools.diagnose.accounts import GONE_FATES, fate_kind
 from nemo_patches.tools.diagnose.collect.belongings import RAS, Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, look
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import Evidence
+from nemo_patches.tools.diagnose.facts import Evidence, Fate, Place
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import STUCK_AFTER_S, judge, rule
@@ -24,7 +25,9 @@ def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) ->
     """Look until the ranks go on, or wait for longer than this; then read what lies beside them."""
     job = look(ranks, lambda seen: not rule(_seen(seen), stuck_after_s).is_too_early, at_most_s=stuck_after_s + 5.0)
     problems: list[str] = []
-    parts = [("stacks", _seen(job)), *_beside(job.belongings, problems)]
+    seen = _seen(job)
+    beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]
+    parts = [("stacks", seen), *beside]
     report = _judged(job, parts, problems, stuck_after_s)
     addresses = [one.path for one in job.belongings if one.kind == RAS]
     if addresses and report.findings and not any(one.ranks for one in report.findings):
@@ -32,6 +35,26 @@ def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) ->
         parts += _asked(addresses[0], problems)
         report = _judged(job, parts, problems, stuck_after_s)
     return report
+
+
+def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
+    """Nothing of a source that tells of ranks' ends which run: a log begins with earlier launches.
+
+    A rank that an exception has ended, and that hangs as its interpreter ends, has left its script.
+    """
+    in_script = {fact.rank for fact in seen.facts if isinstance(fact.value, Place) and _is_in_script(fact.value)}
+    ended = [fact for fact in part.facts if fact.rank in in_script and fate_kind(fact) in GONE_FATES]
+    if not ended:
+        return part
+    first = ended[0]
+    assert isinstance(first.value, Fate)
+    text = f"{name}: by {first.cite} rank {first.rank} {first.value.kind}, and it runs: told is of an earlier launch, "
+    text += "or of an exception that was caught; not taken into account"
+    return Evidence(earlier=[*part.earlier, safe(text)], problems=part.problems)
+
+
+def _is_in_script(place: Place) -> bool:
+    return bool(place.way) and place.way[0].startswith(("<module>", "_bootstrap", "_run_module_as_main"))
 
 
 def _judged(

@@ -64,7 +64,7 @@ def pids_in(text: str) -> list[int]:
     """The value of --pids. Raises NothingToLookAtError."""
     if not re.fullmatch(r"([0-9]{1,9}(,[0-9]{1,9})*)?", text):
         raise NothingToLookAtError(f"--pids={text[:100]}: allowed are process ids with commas between: 4711,4712")
-    return [int(pid) for pid in text.split(",") if pid]
+    return list(dict.fromkeys(int(pid) for pid in text.split(",") if pid))
 
 
 def jobs_here(folder: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from nemo_patches.tools.diagnose.collect.proc_files import link, process_ids, read, stat_fields, variables
 
@@ -63,6 +63,8 @@ def ranks(among: Mapping[int, Process], pids: Sequence[int] = (), folder: str = 
         found = _given(among, pids)
     else:
         told = {pid: rank for pid, process in among.items() if (rank := _rank_of(process, among)) is not None}
+        for agent in _agents(told, among):
+            del told[agent]
         found = [rank for pid, rank in told.items() if not _is_below(among[pid], rank, told, among)]
     if folder:
         found = [rank for rank in found if _works_in(rank.pid, folder)]
@@ -89,7 +91,8 @@ def _given(among: Mapping[int, Process], pids: Sequence[int]) -> list[HostRank]:
     told = [_rank_of(among[pid], among) if pid in among else None for pid in pids]
     known = [rank for rank in told if rank is not None]
     if len({rank.rank for rank in known}) == len(pids):
-        return known
+        # Ranks that were not given may run here, too.
+        return [rank if rank.world_size == len(pids) else replace(rank, local_world_size=0) for rank in known]
     return [HostRank(number, pid, len(pids), len(pids), found_by=ORDER) for number, pid in enumerate(pids)]
 
 
@@ -138,16 +141,34 @@ def _job(given: Mapping[str, str]) -> str:
     return given.get("SLURM_JOB_ID", "")
 
 
+def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[int]:
+    """Processes with variables of ranks that start ranks themselves: torchrun under srun, or in a pod that has RANK."""
+    agents = set()
+    for pid, rank in told.items():
+        given = among[pid].variables
+        for above in _above(among[pid], among):
+            theirs = among[above.pid].variables
+            other = told.get(above.pid, rank)
+            is_torchruns = "TORCHELASTIC_RUN_ID" in given and "TORCHELASTIC_RUN_ID" not in theirs
+            is_anothers = "RANK" in given and "RANK" not in theirs and other.found_by != LIGHTNING
+            if is_torchruns or (is_anothers and (rank.rank, rank.world_size) != (other.rank, other.world_size)):
+                agents.add(above.pid)
+    return agents & told.keys()
+
+
+def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
+    """Its parent, that one's parent, and so on."""
+    passed = {process.pid}
+    while (above := among.get(process.parent)) is not None and above.pid not in passed:
+        yield above
+        passed.add(above.pid)
+        process = above
+
+
 def _is_below(process: Process, rank: HostRank, told: Mapping[int, HostRank], among: Mapping[int, Process]) -> bool:
     """Whether it is a child of its rank, with the same variables, and no rank of its own. A shell may be between."""
-    above, passed = among.get(process.parent), {process.pid}
-    while above is not None and above.pid not in passed:
-        if above.pid in told:
-            other = told[above.pid]
-            return other.rank == rank.rank or LIGHTNING not in (rank.found_by, other.found_by)
-        passed.add(above.pid)
-        above = among.get(above.parent)
-    return False
+    other = next((told[above.pid] for above in _above(process, among) if above.pid in told), None)
+    return other is not None and (other.rank == rank.rank or LIGHTNING not in (rank.found_by, other.found_by))
 
 
 def _with_workers(rank: HostRank, among: Mapping[int, Process], tops: set[int]) -> HostRank:
@@ -157,8 +178,7 @@ def _with_workers(rank: HostRank, among: Mapping[int, Process], tops: set[int]) 
         children = [process for process in among.values() if process.parent == parent and process.pid not in tops]
         rest += [process.pid for process in children]
         found += [process.pid for process in children if process.is_python]
-    known = (rank.rank, rank.pid, rank.world_size, rank.local_world_size, rank.job, rank.launch, rank.found_by)
-    return HostRank(*known, workers=tuple(found))
+    return replace(rank, workers=tuple(found))
 
 
 def _works_in(pid: int, folder: str) -> bool:

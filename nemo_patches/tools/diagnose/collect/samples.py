@@ -38,10 +38,22 @@ SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's count
 _PY_SPY_S = 20.0
 _AT_ONCE = 8  # processes
 _MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
-# System calls of x86-64 and of aarch64, which are not each other's but for those of files.
-_OF_A_FILE = {"0", "1", "17", "18", "19", "20", "73", "74", "75"} | {"63", "64", "65", "66", "67", "68", "82", "83"}
 _DRIVERS = ("libcuda.so", "libamdhip64.so")
-_OPEN, _OPENAT, _FUTEX = "2", ("257", "56"), ("202", "98")
+
+
+class _SystemCalls(NamedTuple):
+    """Their numbers. of_file: whose first argument is an open file: read, write, flock, fsync and the like."""
+
+    of_file: frozenset[str]
+    open: str
+    openat: str
+    futex: str
+
+
+_SYSTEM_CALLS = {
+    "x86_64": _SystemCalls(frozenset(("0", "1", "17", "18", "19", "20", "73", "74", "75")), "2", "257", "202"),
+    "aarch64": _SystemCalls(frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83")), "", "56", "98"),
+}.get(os.uname().machine, _SystemCalls(frozenset(), "", "", ""))
 
 
 class Frame(NamedTuple):
@@ -167,7 +179,7 @@ def _kernels(pid: int, offset: float | None) -> Sample:
         cpu_s=(int(main[11]) + int(main[12])) / CLOCK_TICKS_PER_S,
         switches=int(number_in(status, "voluntary_ctxt_switches") or 0),
         wait_channel=read(f"/proc/{pid}/task/{pid}/wchan"),
-        waits_untimed=len(system_call) > 4 and system_call[0] in _FUTEX and system_call[4] == "0x0",
+        waits_untimed=len(system_call) > 4 and system_call[0] == _SYSTEM_CALLS.futex and system_call[4] == "0x0",
         file=_file_of_call(pid, system_call),
         tracer=int(number_in(status, "TracerPid") or 0),
         has_gpu=not (maps := read(f"/proc/{pid}/maps")) or any(driver in maps for driver in _DRIVERS),
@@ -179,14 +191,14 @@ def _file_of_call(pid: int, call: Sequence[str]) -> str:
     if len(call) < 3:
         return ""
     number, first, second = call[:3]
-    if number in _OF_A_FILE:
+    if number in _SYSTEM_CALLS.of_file:
         path = link(f"/proc/{pid}/fd/{int(first, 16)}")
         return path if path.startswith("/") and not path.startswith("/dev/") else ""
-    if number != _OPEN and number not in _OPENAT:
+    if number not in (_SYSTEM_CALLS.open, _SYSTEM_CALLS.openat):
         return ""
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            memory.seek(int(first if number == _OPEN else second, 16))
+            memory.seek(int(first if number == _SYSTEM_CALLS.open else second, 16))
             return os.fsdecode(memory.read(4096).partition(b"\0")[0])
     except (OSError, OverflowError):
         return ""

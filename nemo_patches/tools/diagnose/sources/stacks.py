@@ -35,7 +35,8 @@ from nemo_patches.tools.diagnose.places import is_library, place, trunk
 from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
 
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
-_MOST_FRAMES, _MOST_THREADS, _MOST_DUMPS = 300, 200, 1 << 17  # dumps: of a file
+_LONGEST_LINE = 2000  # characters
+_MOST_FRAMES, _MOST_THREADS = 300, 200
 _MOST_RANK = 1 << 20
 _MOST_RANKS_OF_HOST = 1 << 12
 _MOST_DETAILS = 4
@@ -61,10 +62,10 @@ _NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # whose nu
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 _HEADING = re.compile(r"=+ ?Rank (\d{1,7})\b")  # of torch.distributed.debug: === Rank 3: host:port ===
 _MARK = re.compile(
-    rb"^\S*\s*(Process \d+: |Thread (0x)?[0-9a-fA-F]+ [(\[]|Current thread 0x|Traceback for thread |=+ ?Rank \d+|"
-    rb"Traceback \(most recent call first\))|most recent call first\)|\"what\": ?\"stacks\"|\"owns_gil\"",
-    re.MULTILINE,
+    rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|most recent call first\)|"
+    rb"Traceback for thread \d|=== Rank \d"
 )
+_JSON_MARK = re.compile(rb'"what": ?"stacks"|"owns_gil"')
 _NEW_PROCESS = re.compile(r"Process (\d+): ")
 _SPY_THREAD = re.compile(r'Thread (?:0x)?([0-9a-fA-F]+) \(([^)]*)\)(?:: "([^"]*)")?\s*$')
 _SPY_FRAME = re.compile(r"    (\S.*?) \(([^()]+?)(?::(\d+))?\)\s*$")
@@ -75,13 +76,14 @@ _STACK_FRAME = re.compile(r'\s+\((Python|C)\) File "([^"]*)", line (\d+), in (.+
 _GDB_THREAD = re.compile(r"Thread (\d+) \(Thread 0x[0-9a-f]+ \(LWP (\d+)\)")
 _GDB_STACK = re.compile(r"Traceback \(most recent call first\):")
 _GDB_FRAME = re.compile(r'\s+File "([^"]+)", line (\d+), in (\S+)')
+_HEADS = ("Process", "hread", "Traceback")
 _SPY, _FAULT, _STACK, _GDB = "py-spy", "faulthandler", "pystack", "gdb"
 
 
 def recognises(name: str, head: bytes) -> bool:
     """Whether a file has stacks, or, as a log, may have some further on."""
-    if head.lstrip()[:1] in (b"{", b"["):
-        return bool(re.search(rb'"what": ?"stacks"|"owns_gil"|"os_thread_id"', head))
+    if head.lstrip()[:1] in (b"{", b"[") and _JSON_MARK.search(head):
+        return True
     return bool(_MARK.search(head)) or (bool(_LOG_NAMES.search(name)) and b"\0" not in head)
 
 
@@ -145,17 +147,25 @@ def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) ->
 
 def of_samples(job: HostJob) -> list[Fact]:
     """What the samples of a host's ranks tell."""
-    whole_job = all(0 < one.rank.world_size == one.rank.local_world_size for one in job.ranks)
+    block = _ranks_of_host(job)
+    whole_job = len(block) > 0 and all(len(block) == one.rank.world_size for one in job.ranks)
     facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job, whole_job)]
-    if whole_job and job.ranks and job.ranks[0].rank.world_size <= _MOST_RANKS_OF_HOST:
-        here = {one.rank.rank for one in job.ranks}
-        gone = Fate(GONE, f"no process of it runs on {safe(job.host, 100)}")
-        facts += [
-            Fact(rank, gone, safe(job.host, 100), job.at, job.host)
-            for rank in range(job.ranks[0].rank.world_size)
-            if rank not in here
-        ]
-    return facts
+    here = {one.rank.rank for one in job.ranks}
+    gone = Fate(GONE, f"no process of it runs on {safe(job.host, 100)}")
+    return facts + [Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in block if rank not in here]
+
+
+def _ranks_of_host(job: HostJob) -> range:
+    """The ranks that its launcher has started there, if the variables tell: an unbroken run of them."""
+    sizes = {(one.rank.local_world_size, one.rank.world_size) for one in job.ranks}
+    if len(sizes) != 1:
+        return range(0)
+    [(local_size, world_size)] = sizes
+    hosts = {one.rank.rank // local_size for one in job.ranks} if 0 < local_size <= _MOST_RANKS_OF_HOST else set()
+    if len(hosts) != 1:
+        return range(0)
+    first = hosts.pop() * local_size
+    return range(first, min(first + local_size, world_size, _MOST_RANK))
 
 
 def waits_are_old(job: HostJob, stuck_after_s: float) -> bool:
@@ -445,7 +455,9 @@ def _of_text(text: str, name: str) -> Iterator[_Dump]:
     """All dumps of a file, in its order; lines of several ranks may be mixed, each with its prefix."""
     named, heading = _rank_in_name(name), None
     writers: dict[int | None, _Writer] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
+        if len(line) > _LONGEST_LINE:
+            continue
         if found := _HEADING.match(line):
             heading = int(found[1])
             writers.pop(heading, None)
@@ -475,13 +487,16 @@ class _Writer:
                 # pystack has the innermost frame last
                 self.stack.frames.insert(0 if self.stack.kind == _STACK else len(self.stack.frames), frame)
             return None
+        if not any(word in line for word in _HEADS):
+            self.stack = None  # after a dump, a traceback has lines as faulthandler's
+            return None
         if found := _NEW_PROCESS.match(line):
             self.pid, self.dump, self.stack = int(found[1]), None, None
             return None
         if found := _GDB_THREAD.match(line):
             self.tid, self.stack = found[2], None
             return None
-        self.stack = stack = self._begins(line)  # None: after a dump, a traceback has lines as faulthandler's
+        self.stack = stack = self._begins(line)
         if stack is None:
             return None
         is_new = self.dump is None or self.dump.stacks[-1].kind != stack.kind
