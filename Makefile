@@ -40,6 +40,7 @@ help:
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
 	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
+	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
 	@echo "make pictures   docs/pictures/ anew"
 	@echo "make clean      remove .venv/"
@@ -268,6 +269,17 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 .PHONY: reference pictures docs
 reference: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/reference.py
+
+# Of the package only the collector is in it, which needs the standard library alone; py-spy is looked for where it runs.
+.PHONY: stacks.pyz
+PYZ = .venv/stacks
+COLLECTOR = nemo_patches/tools/diagnose/collect
+stacks.pyz:
+	rm -rf $(PYZ)
+	mkdir -p $(PYZ)/$(COLLECTOR)
+	cp $(COLLECTOR)/*.py $(PYZ)/$(COLLECTOR)
+	touch $(PYZ)/nemo_patches/__init__.py $(PYZ)/nemo_patches/tools/__init__.py $(PYZ)/nemo_patches/tools/diagnose/__init__.py
+	$(PYTHON) -m zipapp $(PYZ) --compress --python "/usr/bin/env python3" --main $(subst /,.,$(COLLECTOR)).host_jobs:main --output $(PYZ).pyz
 
 # diagnose's exit code is 1 here: it has found the stuck rank.
 pictures: .venv/nemo-$(DEMO_NEMO)/ready

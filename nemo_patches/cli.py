@@ -307,7 +307,10 @@ def doctor(
 def diagnose(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="A folder of traces (NEMO_PATCHES_TRACE); or logs: files, a folder, - (stdin)."),
+        typer.Argument(
+            help="Files and folders, whatever is in them: traces, dumps, stacks of hosts, logs, Flight Recorder dumps, "
+            "answers of RAS; - is standard input. None: the jobs that run on this host."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
@@ -343,17 +346,56 @@ def diagnose(
             show_default="none",
         ),
     ] = None,
+    pids: Annotated[
+        str,
+        typer.Option(
+            metavar="P,P",
+            help="The ranks' processes on this host, in their order, where nothing tells.",
+            show_default="found",
+        ),
+    ] = "",
 ) -> None:
     """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
     from nemo_patches.tools.diagnose import command
 
     try:
-        code = command.run(paths or [], json, watch, plot, perfetto, launch, job, ras)
+        code = command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids)
     except command.DiagnoseError as error:
         typer.echo(f"nemo-patches diagnose: {error}", err=True)
         if json:
             typer.echo(command.error_as_json(error))
         code = 2
+    raise typer.Exit(code)
+
+
+@app.command()
+def stacks(
+    json: Annotated[bool, typer.Option("--json", help="For `nemo-patches diagnose`, here or elsewhere.")] = False,
+    pids: Annotated[
+        str,
+        typer.Option(
+            metavar="PID,PID", help="Only these, in the order of the ranks.", show_default="found by their launcher"
+        ),
+    ] = "",
+    job: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only ranks that work in this folder.", show_default="all")
+    ] = None,
+) -> None:
+    """Collect where the ranks on this host are, of any job, by py-spy and /proc; nothing in the job is changed.
+
+    It is judged by `nemo-patches diagnose`: collect on every host, as `nemo-patches stacks --json > $(hostname).json`.
+    Exit code 0: collected. 2: there is nothing to collect.
+    """
+    from nemo_patches.tools.diagnose import stacks_command
+    from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError
+
+    try:
+        code = stacks_command.run(json, pids, job)
+    except NothingToLookAtError as error:
+        typer.echo(f"nemo-patches stacks: {error}", err=True)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
     raise typer.Exit(code)
 
 

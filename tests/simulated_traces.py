@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,11 +43,17 @@ class Call:
     batch: int = 8
     path: str = records.PRE_ENCODE
     group: bool = True
+    encoder: int = 0
 
 
 @dataclass(frozen=True)
 class Gradients:
     """The backward of the call before, where a rank waits for all others, as under DDP."""
+
+
+@dataclass(frozen=True)
+class LocalBackward:
+    """The backward of the call before, which waits for nobody, as where gradients are accumulated."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Exit:
     error: str = ""
 
 
-Event = Call | Gradients | Away | Killed | Exit
+Event = Call | Gradients | LocalBackward | Away | Killed | Exit
 STEP: tuple[Event, ...] = (Call(), Gradients())
 
 
@@ -119,7 +126,7 @@ class _Round:
 @dataclass
 class _World:
     size: int
-    rounds: list[_Round] = field(default_factory=list)
+    rounds: dict[int, list[_Round]] = field(default_factory=lambda: defaultdict(list))  # by encoder
     gone: dict[int, float] = field(default_factory=dict)  # rank: when its connections closed
     silent: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)  # for the others, in the gradients' reduce
@@ -143,6 +150,19 @@ class _Pause:
 
 
 @dataclass
+class _Encoder:
+    """One encoder of one rank."""
+
+    protocol: LengthProtocol = field(default_factory=LengthProtocol)
+    current: _Round | None = None
+    issued: int = 0
+    calls: int = 0
+    backwards: int = 0
+    has_graph: bool = False
+    described: bool = False
+
+
+@dataclass
 class _Rank:
     number: int
     events: list[Event]
@@ -151,13 +171,9 @@ class _Rank:
     reports: bool
     begins: float
     lines: list[records.Record] = field(default_factory=list)
-    protocol: LengthProtocol = field(default_factory=LengthProtocol)
-    current: _Round | None = None
-    issued: int = 0
-    calls: int = 0
+    encoders: dict[int, _Encoder] = field(default_factory=lambda: defaultdict(_Encoder))
     at_gradients: bool = False
     in_ddp_since: float | None = None
-    backwards: int = 0
     entered: float = 0.0  # the last call
 
     def write(self, now: float, kind: type, **values: object) -> None:
@@ -170,18 +186,20 @@ class _Rank:
             if isinstance(event, DdpForward):
                 now = yield _Pause(now + event.pause)
                 self.in_ddp_since = now
-            if isinstance(event, Gradients):
-                has_graph = bool(self.lines) and getattr(self.lines[-1], "graph", False)
-                if has_graph:
-                    self.backwards += 1
-                    self.write(now, records.Backward, e=0, n=self.calls)
-                self.at_gradients = True
-                self.world.waiting.add(self.number)
-                now = yield _Pause(math.inf)
-                self.at_gradients = False
-                self.world.waiting.discard(self.number)
-                if has_graph:
-                    self.write(now, records.BackwardEnded, e=0, n=self.calls)
+            if isinstance(event, Gradients | LocalBackward):
+                with_graph = [(e, encoder) for e, encoder in self.encoders.items() if encoder.has_graph]
+                for e, encoder in with_graph:
+                    encoder.backwards += 1
+                    encoder.has_graph = False
+                    self.write(now, records.Backward, e=e, n=encoder.calls)
+                if isinstance(event, Gradients):
+                    self.at_gradients = True
+                    self.world.waiting.add(self.number)
+                    now = yield _Pause(math.inf)
+                    self.at_gradients = False
+                    self.world.waiting.discard(self.number)
+                for e, encoder in with_graph:
+                    self.write(now, records.BackwardEnded, e=e, n=encoder.calls)
                 continue
             if isinstance(event, Away):
                 until = now + event.seconds
@@ -204,16 +222,18 @@ class _Rank:
                 return
             assert isinstance(event, Call)
             now = yield _Pause(now + event.pause)
-            self.calls += 1
-            n = self.calls
+            e, encoder = event.encoder, self.encoders[event.encoder]
+            encoder.calls += 1
+            n = encoder.calls
             self.entered = now
-            if not self.lines or not any(isinstance(line, records.Encoder) for line in self.lines):
-                self.write(now, records.Encoder, **self._encoder())
+            if not encoder.described:
+                encoder.described = True
+                self.write(now, records.Encoder, **self._encoder(e))
             in_ddp = now - self.in_ddp_since if self.in_ddp_since is not None else None
             self.write(now, records.Enter, **self._enter(event), in_ddp=in_ddp)
             self.in_ddp_since = None
             if event.found:
-                self.write(now, records.Finding, e=0, n=n, check="inputs", text=event.found)
+                self.write(now, records.Finding, e=e, n=n, check="inputs", text=event.found)
             if event.stuck == "length sync":
                 yield _Pause(math.inf)
             outcome, waited, result = "", 0.0, event.length
@@ -226,20 +246,20 @@ class _Rank:
             self.write(
                 now,
                 records.Sync,
-                e=0,
+                e=e,
                 n=n,
                 outcome=outcome,
-                round=self.issued,
+                round=encoder.issued,
                 waited=round(waited, 6),
                 local=event.length,
                 result=result,
             )
             if outcome == records.TIMEOUT and self.reports:
-                self._report(now, n)
+                self._report(now, event)
             if event.stuck == "growth":
                 yield _Pause(math.inf)
             if result > room:
-                self.write(now + 0.001, records.Grow, e=0, n=n, old=room, new=result)
+                self.write(now + 0.001, records.Grow, e=e, n=n, old=room, new=result)
                 room = result
             for phase, kind, seconds in (
                 ("pre_encode", records.PreEncoded, 0.004),
@@ -252,11 +272,11 @@ class _Rank:
                 now = yield _Pause(now + seconds)
                 if event.raises and phase == "layers":
                     break
-                self.write(now, kind, e=0, n=n)
+                self.write(now, kind, e=e, n=n)
             if event.raises:
                 text = 'Traceback (most recent call last):\n  File "train.py", line 1, in forward\n' + event.raises
                 self.write(
-                    now, records.Raised, e=0, n=n, type=event.raises, message=f"{event.raises} here", traceback=text
+                    now, records.Raised, e=e, n=n, type=event.raises, message=f"{event.raises} here", traceback=text
                 )
                 continue
             now = yield _Pause(now + 0.01)
@@ -265,14 +285,15 @@ class _Rank:
                 self.write(
                     now, records.Memory, rss=int((base + grows * n) * (1 << 30)), allocated=4 << 30, reserved=6 << 30
                 )
-            graph = event.training and not self.setup.frozen
-            self.write(now, records.Leave, e=0, n=n, shape=[8, 512, result // 8], took=0.02, graph=graph)
+            encoder.has_graph = event.training and not self.setup.frozen
+            shape, graph = [8, 512, result // 8], encoder.has_graph
+            self.write(now, records.Leave, e=e, n=n, shape=shape, took=0.02, graph=graph)
         yield _Pause(math.inf)
 
-    def _encoder(self) -> dict[str, object]:
+    def _encoder(self, e: int) -> dict[str, object]:
         return {
-            "e": 0,
-            "name": "ConformerEncoder",
+            "e": e,
+            "name": _title(e),
             "flag": self.setup.flag,
             "configured": self.setup.configured,
             "pos_emb_max_len": self.setup.room,
@@ -284,8 +305,8 @@ class _Rank:
 
     def _enter(self, event: Call) -> dict[str, object]:
         return {
-            "e": 0,
-            "n": self.calls,
+            "e": event.encoder,
+            "n": self.encoders[event.encoder].calls,
             "training": event.training,
             "grad": event.training,
             "shape": [event.batch, event.features, event.length],
@@ -294,13 +315,14 @@ class _Rank:
             "lengths_shape": [event.batch],
             "path": event.path,
             "group": event.group,
-            "backwards": self.backwards,
+            "backwards": self.encoders[event.encoder].backwards,
         }
 
     def _sync(self, now: float, event: Call) -> Generator[_Pause | tuple[str, float, int], None, None]:
         """The length sync of one call: pauses, and last its outcome, the time waited, and the length."""
         self._now = now
-        protocol, world = self.protocol, self.world
+        encoder, world = self.encoders[event.encoder], self.world
+        protocol, rounds = encoder.protocol, world.rounds[event.encoder]
         if not self.setup.flag or self.setup.sync == "local":
             yield records.LOCAL, 0.0, event.length
             return
@@ -308,16 +330,16 @@ class _Rank:
             yield records.ENDED, 0.0, event.length
             return
         completed = None
-        if self.current is not None and self.current.came_at <= now:
-            completed, self.current = max(self.current.came_to.values()), None
+        if encoder.current is not None and encoder.current.came_at <= now:
+            completed, encoder.current = max(encoder.current.came_to.values()), None
         if not protocol.begin(event.length, event.training, completed):
             outcome = records.SERVED if protocol.served else records.UNWAITED
             yield outcome, 0.0, protocol.agreed() if protocol.served else event.length
             return
-        if self.issued == len(world.rounds):
-            world.rounds.append(_Round())
-        one = self.current = world.rounds[self.issued]
-        self.issued += 1
+        if encoder.issued == len(rounds):
+            rounds.append(_Round())
+        one = encoder.current = rounds[encoder.issued]
+        encoder.issued += 1
         one.came_to[self.number] = protocol.value()
         if len(one.came_to) == world.size:
             one.came_at = now + LATENCY
@@ -332,7 +354,7 @@ class _Rank:
         waited = self._now - now
         if one.came_at <= self._now:
             protocol.came_in_time(max(one.came_to.values()), event.training)
-            self.current = None
+            encoder.current = None
             yield records.CAME, waited, protocol.agreed()
         elif world.failed_at <= self._now:
             yield records.ENDED, waited, event.length
@@ -340,16 +362,17 @@ class _Rank:
             protocol.timed_out()
             yield records.TIMEOUT, waited, event.length
 
-    def _report(self, now: float, n: int) -> None:
-        one = self.world.rounds[self.issued - 1]
+    def _report(self, now: float, event: Call) -> None:
+        encoder = self.encoders[event.encoder]
+        one = self.world.rounds[event.encoder][encoder.issued - 1]
         absent = [rank for rank in range(self.world.size) if rank not in one.came_to]
         kinds = [self._kind(rank) for rank in absent]
         where = [PLACE if kind == ELSEWHERE else "" for kind in kinds]
         self.write(
             now + 0.05,
             records.Missing,
-            name="ConformerEncoder",
-            n=n,
+            name=_title(event.encoder),
+            n=encoder.calls,
             ranks=absent,
             kinds=kinds,
             where=where,
@@ -371,6 +394,10 @@ class _Rank:
         if rank in self.world.silent:
             return SILENT
         return ELSEWHERE if rank in _ALIVE.get(id(self.world), set()) else UNANNOUNCED
+
+
+def _title(e: int) -> str:
+    return "ConformerEncoder" if not e else f"ConformerEncoder #{e + 1}"
 
 
 _ALIVE: dict[int, set[int]] = {}

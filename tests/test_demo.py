@@ -17,6 +17,7 @@ import pytest
 
 import nemo_patches
 from nemo_patches.tools.demo import data
+from nemo_patches.tools.diagnose.collect.samples import py_spy
 
 pytestmark = pytest.mark.one_nemo  # `make demo` has one
 
@@ -113,6 +114,16 @@ def test_stock_waits_for_a_rank_that_stays_away_until_the_demo_ends_it(output: s
     assert re.search(r"evaluation call 3: rank 0 waited at most \d+\.\d s for rank 1, then went on", output)
     assert "rank 1 (" in output
     assert "read_a_file_that_never_comes (demo/evaluation.py:" in output
+
+
+def test_diagnose_names_the_rank_that_stays_away_while_stock_hangs(output: str) -> None:
+    said = " ".join(output.partition("while it hung:")[2].partition("\n\n")[0].split())
+    if not py_spy():
+        assert "py-spy is not installed" in said
+    elif "ptrace" not in said:  # it may not be allowed here
+        assert said.startswith("Rank 1 has not entered all_reduce of the length sync (conformer_encoder.py:")
+        assert "which rank 0 has waited in for " in said
+        assert "it is in read_a_file_that_never_comes (evaluation.py:" in said
 
 
 def test_stock_dies_after_the_uneven_validation_and_nemo_patches_completes(output: str) -> None:

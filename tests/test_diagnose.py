@@ -25,6 +25,7 @@ from simulated_traces import (
     Exit,
     Gradients,
     Killed,
+    LocalBackward,
     Setup,
     evaluation,
     file_name,
@@ -71,6 +72,23 @@ def four(common: list[Event], odd: list[Event], usual: list[Event], rank: int = 
 
 def long(phase: str) -> Call:
     return Call(length=9000, stuck=phase)
+
+
+def with_a_second(count: int, left_out: int) -> list[Event]:
+    """Training steps of two encoders; of the second one this call is left out."""
+    each = [
+        [Call(), *([Call(encoder=1, pause=0.05)] if step != left_out else []), Gradients()] for step in _upto(count)
+    ]
+    return [event for step in each for event in step]
+
+
+def accumulated(count: int, every: int) -> list[Event]:
+    """Training calls, the gradients of so many reduced at once."""
+    return [event for n in _upto(count) for event in (Call(), LocalBackward() if n % every else Gradients())]
+
+
+def _upto(count: int) -> range:
+    return range(1, count + 1)
 
 
 SCENARIOS = {
@@ -228,6 +246,51 @@ SCENARIOS = {
         26,
         setups={rank: Setup(sync="local") for rank in range(3)},
     ),
+    "one evaluation more, in mid-epoch": Scenario(
+        [
+            steps(20) + evaluation(3) + (steps(10) + evaluation(3) + steps(14) if rank == 2 else steps(24)) + OUT
+            for rank in range(4)
+        ],
+        ids.UNEVEN_CALLS,
+        (2,),
+        34,
+        said=("Rank 2 evaluated once more than ranks 0-1, 3, which made training call 34", "each has made 44 training"),
+    ),
+    "one evaluation more, and all after it": Scenario(
+        [
+            steps(9) + (steps(10) + evaluation(3) + steps(14) if rank == 1 else steps(24)) + evaluation(3) * 2 + OUT
+            for rank in range(2)
+        ],
+        ids.UNEVEN_CALLS,
+        (1,),
+        20,
+        said=("Rank 1 evaluated once more than rank 0",),
+    ),
+    "an evaluation of which no end is known": Scenario(
+        [steps(20) + evaluation(3) + (steps(10) + evaluation(3) if rank == 2 else steps(24)) for rank in range(4)],
+        ids.UNEVEN_CALLS,
+        (2,),
+        34,
+        said=("Rank 2 evaluated where ranks 0-1, 3 made training call 34", "or an evaluation at another step"),
+    ),
+    "a call left out of the second encoder": Scenario(
+        [with_a_second(12, left_out=5 if rank == 2 else 0) + OUT for rank in range(4)],
+        ids.UNEVEN_CALLS,
+        (2,),
+        5,
+        said=("Rank 2 left out call 5 of ConformerEncoder #2, which ranks 0-1, 3 made",),
+    ),
+    **{
+        f"gradients accumulated over 3 calls and over 4, {'with' if reports else 'without'} stall reports": Scenario(
+            [accumulated(24, 3 if rank == 1 else 4) for rank in range(3)],
+            ids.UNEVEN_CALLS,
+            (1,),
+            4,
+            said=("Rank 1 reduces its gradients after every 3 calls", "ranks 0, 2 after every 4 calls"),
+            reports=reports,
+        )
+        for reports in (True, False)
+    },
     "one training call fewer": Scenario(
         [steps(19 if rank == 1 else 20) + evaluation(5) + steps(4) for rank in range(4)],
         ids.UNEVEN_CALLS,
@@ -487,6 +550,115 @@ def test_ranks_that_were_ended_from_outside_are_not_accused(
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks, report.exit_code) == (finding, (), 1), report
     assert "killed or crashed" not in str(report)
+
+
+BY_SIGNAL = Call(raises="SignalException")  # as torchrun's agent has it raised in a forked rank
+
+
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize(
+    ("of_rank", "sigterm"),
+    [
+        # torchrun's SIGTERM reaches the others before their collectives fail, after, and in a call.
+        ([[Killed()], [Call()]], (1,)),
+        ([[Killed()], [Call(), CLOSED], [Call()]], (2,)),
+        ([[Killed()], [Call(), CLOSED], [Call(), CLOSED]], ()),
+        ([[Call(stuck="layers", dies=True)], [Call()], [Call(), CLOSED]], (1,)),
+        ([[Killed()], [BY_SIGNAL], [Call(), CLOSED]], (1,)),
+        ([[Call(training=False, stuck="pre_encode", dies=True)], [Call(training=False)] * 3, [CLOSED]], (1,)),
+    ],
+)
+def test_who_has_no_end_was_killed_where_a_launcher_ends_the_rest(
+    of_rank: list[list[Event]], sigterm: tuple[int, ...], reports: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, [steps(9) + last for last in of_rank], reports=reports)
+    for rank, file in enumerate(sorted(tmp_path.iterdir())):
+        head, lines = file.read_bytes().split(b"\n", 1)
+        stack = SIGTERM if rank in sigterm else b""
+        file.write_bytes(head.replace(b'"notes_sigterm":false', b'"notes_sigterm":true') + b"\n" + lines + stack)
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.KILLED, (0,)), report
+    assert report.findings[0].severity == CRITICAL
+    assert not [one for one in report.findings[1:] if one.severity == CRITICAL and not one.because], report
+
+
+def test_the_last_records_of_a_killed_rank_may_not_have_been_written(tmp_path: Path) -> None:
+    last = [[Call(stuck="layers", dies=True)], [Call(), CLOSED], [Call(), CLOSED]]
+    write(tmp_path, [steps(9) + of_rank for of_rank in last], reports=False)
+    file = sorted(tmp_path.iterdir())[0]
+    file.write_bytes(b"".join(line for line in file.read_bytes().splitlines(True) if b'"n":10' not in line))
+    report = diagnose(Folder(tmp_path).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.KILLED, (0,)), report
+
+
+def test_of_several_ranks_without_an_end_none_is_accused_unless_their_whole_host_is_gone(tmp_path: Path) -> None:
+    """Where Lightning has put SIGTERM's handler back, that leaves no stack."""
+    for gone, accused in (((0, 2), ()), ((4, 5, 6, 7), (4, 5, 6, 7))):
+        folder = tmp_path / str(gone)
+        schedules = [steps(9) + ([Killed()] if rank in gone else [Call(), CLOSED]) for rank in range(8)]
+        report = diagnose(Folder(write(folder, schedules, reports=False)).read())
+        assert report.findings[0].ranks == accused, report
+        if not accused:
+            assert "or one of them was killed or crashed first: ranks 0, 2 have no end" in report.verdict
+
+
+def test_who_ended_early_comes_before_who_has_no_end(tmp_path: Path) -> None:
+    """An exception that Hydra swallows ends one rank without a word; SIGTERM reaches others in their teardown."""
+    schedules = [steps(9) + last for last in ([*OUT], [Call(), CLOSED], [Call()], [Call()])]
+    report = diagnose(Folder(write(tmp_path, schedules, reports=False)).read())
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (0,)), report
+
+
+def dumped(folder: Path, without: int, where: str = "read (a.py:1)") -> None:
+    """Make the files dumps, all but one."""
+    for rank, file in enumerate(sorted(folder.iterdir())):
+        if rank == without:
+            file.unlink()
+            continue
+        last = json.loads(file.read_bytes().splitlines()[-1])["t"]
+        with file.open("ab") as stream:
+            stream.write(records.encode(records.Dumped(last + 30, "a rank is missing", where, "")))
+
+
+@pytest.mark.parametrize(
+    ("schedules", "without", "severity"),
+    [
+        (four(steps(9), [Killed(gone=False)], steps(1)), 2, CRITICAL),  # its neighbours are of one host
+        (four(steps(9), [Killed(gone=False)], steps(1), rank=3), 3, "warning"),  # it may be another host's first
+    ],
+)
+def test_dumps_of_ranks_that_waited_name_who_has_none(
+    schedules: list[list[Event]], without: int, severity: str, tmp_path: Path
+) -> None:
+    dumped(write(tmp_path, schedules, reports=False), without)
+    first = diagnose(Folder(tmp_path).read()).findings[0]
+    assert (first.id, first.ranks, first.severity) == (ids.MISSING_RANK, (without,), severity), first
+    assert f"There is no dump of rank {without}, and ranks " in first.text and "wait in vain" in first.text
+
+
+def test_settings_that_differ_between_ranks_are_named_and_older_headers_have_none(tmp_path: Path) -> None:
+    write(tmp_path, [steps(9) + OUT] * 3)
+    assert diagnose(Folder(tmp_path).read()).findings == ()
+    for rank, file in enumerate(sorted(tmp_path.iterdir())):
+        chosen = {"metrics": "deferred" if rank == 1 else "stock", "stop_together": "none" if rank == 2 else "training"}
+        first, *rest = file.read_bytes().splitlines(True)
+        head = json.loads(first)
+        head["settings"] |= chosen
+        file.write_bytes(b"".join([json.dumps(head).encode() + b"\n", *rest]))
+    texts = {one.text: one.ranks for one in diagnose(Folder(tmp_path).read()).findings}
+    assert texts == {
+        "Setting metrics is not the same on all ranks: deferred on rank 1, stock on ranks 0, 2.": (1,),
+        "Setting stop_together is not the same on all ranks: none on rank 2, training on ranks 0-1.": (2,),
+    }
+
+
+def test_the_table_tells_for_whom_ranks_waited_only_where_they_did(tmp_path: Path) -> None:
+    """Of a healthy job the little waiting there is would be "for rank 0"."""
+    for name, scenario in HEALTHY.items():
+        if name in ("default DDP", "lengths differ", "a lag of no account"):
+            ranks = report_on(scenario, tmp_path / name).ranks
+            assert {(one.caused, one.lag) for one in ranks} == {(None, None)}, name
+    assert report_on(SCENARIOS["chronic straggler"], tmp_path / "late").ranks[2].caused == pytest.approx(1, abs=0.05)
 
 
 def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_good_run(tmp_path: Path) -> None:
@@ -1104,7 +1276,7 @@ def test_the_command_prints_plain_text_and_gives_the_exit_code(tmp_path: Path) -
     assert (content["format"], set(content)) == (command.JSON_FORMAT, JSON_KEYS)
     nowhere = run(str(tmp_path / "nowhere"), "--json")
     assert json.loads(nowhere.stdout) == {
-        "format": 1,
+        "format": command.JSON_FORMAT,
         "error": nowhere.stderr.partition(": ")[2].strip(),
         "exit_code": 2,
     }
@@ -1132,7 +1304,7 @@ JSON_KEYS = {
     ("arguments", "said"),
     [
         (("nowhere",), "No such file or directory"),
-        ((".",), "no trace file in it"),
+        ((".",), "it is empty"),
         ((".", "--watch", "--plot", "x.png"), "--watch with --plot"),
         (("file.jsonl", "--plot", "x.png"), "no folder of traces"),
         (("file.jsonl",), "give the folder that it is in"),

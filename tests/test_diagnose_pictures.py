@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder, Job
 from nemo_patches.tools.diagnose.lateness import late_seconds
 from nemo_patches.tools.diagnose.plot import draw as draw_report
+from nemo_patches.tools.diagnose.plot import labels
 from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo
@@ -99,6 +100,19 @@ def test_evaluation_and_the_rank_to_blame_stand_out_and_each_encoder_has_a_panel
         )
     draw(Folder(tmp_path / "1").read(), tmp_path / "two.png")
     assert size_of(tmp_path / "two.png")[1] > 1.5 * size_of(tmp_path / "well.png")[1]
+
+
+def test_a_rank_is_labelled_with_its_last_call(tmp_path: Path) -> None:
+    hangs = [steps(20) if rank == 1 else [*steps(20), Call(stuck="layers" if rank else "")] for rank in range(3)]
+    (hanging,) = cases(job(tmp_path / "hangs", [*hangs, [*steps(20), Call(raises="ValueError")]]))
+    (over,) = cases(job(tmp_path / "over", [[*steps(3), Exit()]] * 2))
+    assert labels(hanging, [0, 1, 2, 3]) == [
+        "node0  rank 0, last call 21",
+        "rank 1, last call 20",
+        "rank 2, last call 21, still in it",
+        "rank 3, last call 21: exception",
+    ]
+    assert labels(over, [0, 1]) == ["node0  rank 0, last call 3, then ended", "rank 1, last call 3, then ended"]
 
 
 def test_a_late_call_is_as_long_as_it_was(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -17,6 +18,7 @@ from nemo_patches.patching import DISABLE_VARIABLE, admission
 from nemo_patches.stall.settings import STALL_TIMEOUT
 from nemo_patches.sync.settings import TIMEOUT
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.command import JSON_FORMAT
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.uneven.settings import ALL_SETTINGS
@@ -131,6 +133,23 @@ def test_every_message_of_the_reference_is_in_the_code() -> None:
     pieces = [piece.strip(" :") for message in messages for piece in message.split("...")]
     assert len(messages) > 10
     assert [piece for piece in pieces if piece not in code] == []
+
+
+def test_every_verdict_has_its_row() -> None:
+    page = (CHECKOUT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    table = page.split("## What does a verdict mean?")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == sorted(ids.ORDER)
+    assert f"| `format` | {JSON_FORMAT}; another number" in page
+
+
+def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
+    page = (CHECKOUT / "docs" / "for-agents.md").read_text(encoding="utf-8")
+    fields = {field.name for of in (ids.Report, ids.Finding) for field in dataclasses.fields(of)}
+    named = re.findall(r"^\| `([a-z]+)(?:\[\d*\])?(?:\.([a-z_]+))?` \| ", page, re.MULTILINE)
+    assert len(named) > 8
+    assert {name for pair in named for name in pair if name} <= fields
+    acted_on = page.split("## What do I do next?")[1]
+    assert set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", re.sub(r"`nemo-patches.*?`", "", acted_on))) <= set(ids.ORDER)
 
 
 def test_the_picture_shows_what_its_caption_says(tmp_path: Path) -> None:

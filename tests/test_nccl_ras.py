@@ -18,8 +18,12 @@ from typer.testing import CliRunner
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.cli import app
-from nemo_patches.tools.diagnose import nccl_ras
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.facts import Evidence
+from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.sources import nccl_ras
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -106,6 +110,18 @@ IS_DEAD = SILENT.replace(
 )
 
 
+def saved(file: Path) -> Report:
+    evidence = Evidence()
+    nccl_ras.read([file], evidence)
+    return judge(evidence)
+
+
+def ask(given: str) -> Report:
+    evidence = Evidence()
+    nccl_ras.ask(given, evidence, lambda _: None)
+    return judge(evidence)
+
+
 @contextmanager
 def answering(*answers: str) -> Iterator[int]:
     """A server as RAS is one: a line in, an answer, and the connection's end."""
@@ -129,13 +145,18 @@ def answering(*answers: str) -> Iterator[int]:
     [
         ([FINE], "", (), "RUNNING OK"),
         ([SIX_BEHIND, FINE], "", (), "RUNNING OK"),
-        ([SIX_BEHIND, SIX_BEHIND], nccl_ras.BEHIND, (0, 7), "process 483072 on node 172.16.64.210"),
-        ([ONE_BEHIND, ONE_BEHIND], nccl_ras.BEHIND, (7,), "launched up to collective operation 60, 31 ranks, which"),
-        ([SIX_BEHIND, ONE_BEHIND], nccl_ras.DIFFERENT_COUNTS, (), "In a job that runs such a difference passes"),
-        ([TWO_AHEAD, TWO_AHEAD], nccl_ras.DIFFERENT_COUNTS, (), "Those with the larger number wait"),
-        ([OUT_OF_STEP, OUT_OF_STEP], nccl_ras.DIFFERENT_COUNTS, (), "they are in different collectives"),
-        ([SILENT], nccl_ras.NO_DATA, (21,), "rank 21 of communicator #0"),
-        ([IS_DEAD], nccl_ras.DEAD, (), "Process 3487984 on node 172.16.64.213 managing GPU 5"),
+        (
+            [SIX_BEHIND, SIX_BEHIND],
+            ids.MISSING_RANK,
+            (0, 7),
+            "on 172.16.64.210, with C frames: `py-spy dump --native --pid 483072`",
+        ),
+        ([ONE_BEHIND, ONE_BEHIND], ids.MISSING_RANK, (7,), "number 64 of group communicator #0-0"),
+        ([SIX_BEHIND, ONE_BEHIND], ids.NOT_ENOUGH, (), "In a job that runs such a difference passes"),
+        ([TWO_AHEAD, TWO_AHEAD], ids.OUT_OF_STEP, (), "Those with the larger number wait"),
+        ([OUT_OF_STEP, OUT_OF_STEP], ids.OUT_OF_STEP, (), "they are in different collectives"),
+        ([SILENT], ids.SILENT, (21,), "rank 21 of communicator #0"),
+        ([IS_DEAD], ids.KILLED, (21,), "Process 3487984 on node 172.16.64.213 managing GPU 5"),
     ],
 )
 def test_each_answer_has_its_verdict(
@@ -143,16 +164,16 @@ def test_each_answer_has_its_verdict(
 ) -> None:
     (tmp_path / "ras.txt").write_text("".join(answers))
     with answering(*answers) as port:
-        asked = nccl_ras.ask(f"127.0.0.1:{port}", lambda _: None)
-    for report in (asked, nccl_ras.diagnose_saved(tmp_path / "ras.txt")):
+        asked = ask(f"127.0.0.1:{port}")
+    for report in (asked, saved(tmp_path / "ras.txt")):
         assert [(one.id, one.ranks) for one in report.findings][:1] == ([(finding, ranks)] if finding else [])
-        assert said in report.verdict
+        assert said in f"{report.verdict} {report.next_step} {report.summary} {report.findings}"
 
 
 def test_one_look_at_different_counts_accuses_nobody(tmp_path: Path) -> None:
     for answer in (SIX_BEHIND, ONE_BEHIND, TWO_AHEAD):
         (tmp_path / "ras.txt").write_text(answer)
-        assert [one.ranks for one in nccl_ras.diagnose_saved(tmp_path / "ras.txt").findings] == [()]
+        assert [one.ranks for one in saved(tmp_path / "ras.txt").findings] == [()]
 
 
 def test_a_smaller_communicators_ranks_are_not_the_jobs(tmp_path: Path) -> None:
@@ -160,8 +181,8 @@ def test_a_smaller_communicators_ranks_are_not_the_jobs(tmp_path: Path) -> None:
     (tmp_path / "ras.txt").write_text(
         SILENT.replace("    0         1 ", of_eight + "\n    0         1 ").replace("#0-0", "#1-2")
     )
-    (first,) = nccl_ras.diagnose_saved(tmp_path / "ras.txt").findings
-    assert (first.id, first.ranks) == (nccl_ras.NO_DATA, ())
+    (first,) = saved(tmp_path / "ras.txt").findings
+    assert (first.id, first.ranks) == (ids.SILENT, ())
 
 
 # Of issue 1762 of NVIDIA/nccl (2.27.3): 10 GPUs, communicators of 2, and data of communicators that are gone.
@@ -202,8 +223,8 @@ Errors
 
 def test_the_largest_communicator_need_not_be_the_jobs(tmp_path: Path) -> None:
     (tmp_path / "ras.txt").write_bytes(OF_TWO.replace("\n", "\r\n").encode())
-    report = nccl_ras.diagnose_saved(tmp_path / "ras.txt")
-    assert [(one.id, one.ranks) for one in report.findings] == [(nccl_ras.NO_DATA, ())]
+    report = saved(tmp_path / "ras.txt")
+    assert [(one.id, one.ranks) for one in report.findings] == [(ids.SILENT, ())]
     assert "rank 1 of communicator #0-0" in report.verdict and report.world_size == 10
 
 
@@ -212,19 +233,19 @@ def test_the_largest_communicator_need_not_be_the_jobs(tmp_path: Path) -> None:
 )
 def test_what_is_not_its_text_is_said_with_what_was_looked_for(text: str) -> None:
     with answering(text) as port, pytest.raises(UnreadableError, match="looked for RAS's lines 'Job summary'"):
-        nccl_ras.ask(f"127.0.0.1:{port}")
+        ask(f"127.0.0.1:{port}")
 
 
 def test_what_it_reports_in_unknown_words_is_no_good_run(tmp_path: Path) -> None:
     (tmp_path / "ras.txt").write_text(HEAD.format(state="STRANGE", more=""))
     with pytest.raises(UnreadableError, match="RUNNING STRANGE, in words that are not known here"):
-        nccl_ras.diagnose_saved(tmp_path / "ras.txt")
+        ask(str(tmp_path / "ras.txt"))
 
 
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "ras.txt").write_text(SIX_BEHIND * 2)
     done = CliRunner().invoke(app, ["diagnose", str(tmp_path / "ras.txt")])
-    assert done.exit_code == 1 and "ranks 0, 7 of communicator #0" in done.stdout.lower()
+    assert done.exit_code == 1 and "ranks 0, 7 have not entered" in done.stdout.lower()
     assert "waited, s" not in done.stdout  # a table of ranks, of which it has none
     with answering(FINE) as port:
         assert CliRunner().invoke(app, ["diagnose", "--ras", f"127.0.0.1:{port}"]).exit_code == 0
@@ -282,7 +303,7 @@ def test_ras_reads_a_file_and_a_pipe(tmp_path: Path) -> None:
     for given in (str(tmp_path / "ras.txt"), "/dev/stdin"):
         command = [sys.executable, "-m", "nemo_patches", "diagnose", "--ras", given]
         done = subprocess.run(command, input=SIX_BEHIND * 2, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 1 and "ranks 0, 7 of communicator #0" in done.stdout.lower(), done.stderr
+        assert done.returncode == 1 and "ranks 0, 7 have not entered" in done.stdout.lower(), done.stderr
 
 
 def test_numbers_that_no_answer_has_end_nothing(tmp_path: Path) -> None:
@@ -291,4 +312,4 @@ def test_numbers_that_no_answer_has_end_nothing(tmp_path: Path) -> None:
         odd = text.replace(old, old.replace(old.split()[-1] if "Comm" not in old else "32", number))
         assert odd != text
         (tmp_path / "ras.txt").write_text(odd)
-        nccl_ras.diagnose_saved(tmp_path / "ras.txt")
+        saved(tmp_path / "ras.txt")

@@ -18,15 +18,17 @@ SIZES = "sizes-differ"  # likewise, in alike ones of unlike sizes
 CROSSED = "crossed-groups"  # each that has not entered one waits in another group's
 ALL_IN = "all-in"  # all are in the same one, and nobody has come out
 OLDER = "older"  # the records were not made at one time: someone has come out of it
+_IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # who is in such a collective cannot come out of it
 
-_ANY_SIZE = ("coalesced", "alltoall", "gather", "scatter", "send", "recv")  # of these, ranks may give unlike sizes
+_ANY_SIZE = ("coalesced", "alltoall", "gather", "scatter", "send", "recv")  # as kinds begin of unlike sizes
 
 
 class Seat(NamedTuple):
     """One collective that a rank has entered.
 
     number: of its group, rising by one. kind, size: empty where not known; both are compared as they are. done: the
-    rank has come out of it, or given it up. completed: all ranks had entered it.
+    rank has come out of it, or given it up; None: its source never tells, so that it is in it excuses nobody.
+    completed: all ranks had entered it. caller: from where in the user's code; not compared.
     """
 
     rank: int
@@ -34,17 +36,24 @@ class Seat(NamedTuple):
     number: int
     kind: str = ""
     size: str = ""
-    done: bool = False
+    done: bool | None = False
     completed: bool = False
+    caller: str = ""
+
+    @property
+    def may_have_any_size(self) -> bool:
+        """Whether ranks may give unlike sizes."""
+        return self.kind.rpartition(":")[2].lower().replace("_", "").startswith(_ANY_SIZE)
 
 
 class Judgement(NamedTuple):
-    """accused: nobody, where the seats do not decide. waiting: who is in `seat`, as far as is known."""
+    """accused: nobody, where the seats do not decide. waiting: who is in `seat`; absent: who has not entered it."""
 
     id: str
     accused: tuple[int, ...]
     waiting: tuple[int, ...]
     seat: Seat
+    absent: tuple[int, ...] = ()
 
 
 def judge(
@@ -52,20 +61,19 @@ def judge(
 ) -> list[Judgement]:
     """For each group the first collective in which its ranks are not alike; the groups in the order of their names.
 
-    members: by group the ranks of which anything is known. begins: by group and rank the number from which on its
-    record is whole, where that is not the first one in it.
+    members: by group the ranks of which anything is known; who has a seat is one anyway. begins: by group and rank the
+    number from which on its record is whole, where that is not the first one in it.
     """
     of_group: dict[str, dict[int, dict[int, Seat]]] = {
-        group: {rank: {} for rank in ranks} for group, ranks in sorted(members.items())
+        group: {rank: {} for rank in sorted(ranks)} for group, ranks in members.items()
     }
     pending: dict[int, set[str]] = defaultdict(set)  # by rank the groups in whose collectives it is
     for seat in seats:
-        of_group[seat.group][seat.rank][seat.number] = seat
-        if not seat.done:
+        of_group.setdefault(seat.group, {}).setdefault(seat.rank, {})[seat.number] = seat
+        if seat.done is False:
             pending[seat.rank].add(seat.group)
-    found = [one for group, ranks in of_group.items() if (one := _of_group(group, ranks, begins or {}))]
-    missing = [one for one in found if one.id == MISSING]
-    return [_spared(one, missing, pending) if one.id == MISSING else one for one in found]
+    found = [one for group, ranks in sorted(of_group.items()) if (one := _of_group(group, ranks, begins or {}))]
+    return [_spared(one, found, pending) if one.id == MISSING else one for one in found]
 
 
 def _of_group(
@@ -82,18 +90,18 @@ def _of_group(
         if len({seat.kind for seat in there.values()} - {""}) > 1:
             return Judgement(OUT_OF_STEP, (), who, some)
         sizes = {seat.size for seat in there.values()} - {""}
-        if len(sizes) > 1 and not any(word in some.kind.lower().replace("_", "") for word in _ANY_SIZE):
+        if len(sizes) > 1 and not some.may_have_any_size:
             return Judgement(SIZES, (), who, some)
         if absent := tuple(sorted(rank for rank, top in tops.items() if top < number)):
             is_older = any(seat.completed for seat in there.values())
-            return Judgement(OLDER if is_older else MISSING, () if is_older else absent, who, some)
+            return Judgement(OLDER if is_older else MISSING, () if is_older else absent, who, some, absent)
     last = max(tops.values())
     stuck = [of_rank[last] for of_rank in entered.values() if last in of_rank and not of_rank[last].done]
     return Judgement(ALL_IN, (), tuple(sorted(entered)), stuck[0]) if len(stuck) == len(entered) else None
 
 
-def _spared(one: Judgement, missing: list[Judgement], pending: Mapping[int, set[str]]) -> Judgement:
+def _spared(one: Judgement, found: list[Judgement], pending: Mapping[int, set[str]]) -> Judgement:
     """Who waits in a collective of another group is not to blame."""
-    waits = {rank for other in missing if other is not one for rank in other.waiting}
+    waits = {rank for other in found if other is not one and other.id in _IN_VAIN for rank in other.waiting}
     accused = tuple(rank for rank in one.accused if rank not in waits and not pending[rank] - {one.seat.group})
     return one._replace(id=MISSING if accused else CROSSED, accused=accused)

@@ -59,8 +59,9 @@ class OwnState:
             if not sync.has_come(round_) and (round_.gave_up_at or now - round_.issued_at >= timeout.total_seconds())
         }
         still, limit_s = self._progress.still_s(now), stall_timeout.total_seconds()
-        goes_on = MOVING if still < _MOVING_PART * limit_s else ""
-        goes_on = CALLING if 0 <= idle < _CALLING_PART * limit_s else goes_on
+        calling_for = _CALLING_PART * limit_s - idle if last.since else 0.0
+        moving_for = _MOVING_PART * limit_s - still
+        goes_on = CALLING if calling_for > 0 else MOVING if moving_for > 0 else ""
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         return RankState(
             rank=self._group.rank,
@@ -78,6 +79,7 @@ class OwnState:
             apart={sync.key: sync.apart for sync in syncs if sync.apart},
             training=last.training,
             goes_on=goes_on,
+            goes_on_for=max(calling_for, moving_for, 0.0),
             still=still,
             sleeps=self._progress.sleeps,
             where=stacks.where(thread) if away else "",

@@ -46,9 +46,10 @@ class RankGroup:
     """Ranks that are in the same state at the same place.
 
     runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, MOVING, UNHEARD, or a
-    missing rank's. still: the shortest time in seconds since any of them was seen to move, -1 if not known. The rest is
-    what the first of them says of itself, or for UNHEARD why nothing is heard in `where`. idle: seconds since its last
-    encoder call began, -1 if not known.
+    missing rank's. still: the shortest time in seconds since any of them was seen to move, -1 if not known.
+    goes_on_for: the longest time until one of them counts as standing still. The rest is what the first of them says of
+    itself, or for UNHEARD why nothing is heard in `where`. idle: seconds since its last encoder call began, -1 if not
+    known.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -66,6 +67,7 @@ class RankGroup:
     batch: str = ""
     still: float = -1.0
     sleeps: bool = False
+    goes_on_for: float = 0.0
 
     @property
     def ranks(self) -> list[int]:
@@ -154,6 +156,7 @@ def grouped(found: Found) -> tuple[RankGroup, ...]:
             runs=tuple(ranges(group.runs[0][0] for group in alone)),
             still=min((group.still for group in alone if group.still >= 0), default=-1.0),
             sleeps=all(group.sleeps for group in alone),
+            goes_on_for=max(group.goes_on_for for group in alone),
         )
         for alone in by_place.values()
     ]
@@ -168,6 +171,7 @@ def _of_state(rank: int, state: RankState) -> RankGroup:
         *(state.host, state.pid, state.calls, state.idle, state.where),
         *(state.collective, state.caller, state.hook, state.activity),
         *(state.worker_states, state.batch, state.still, state.sleeps),
+        goes_on_for=state.goes_on_for,
     )
 
 

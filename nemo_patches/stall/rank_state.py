@@ -44,6 +44,7 @@ class RankState:
     apart: dict[str, str] = field(default_factory=dict)  # by encoder: why its latest call took no part in a round
     training: bool = True  # whether the last call was one of training, and not of an evaluation
     goes_on: str = ""  # CALLING, MOVING or empty
+    goes_on_for: float = 0.0  # so long from now, unless it is seen to move again
     still: float = -1.0  # since it has last been seen to move
     sleeps: bool = False  # its training thread has not run at all for long
     # What its training thread does, where the last call is long ago:

@@ -65,6 +65,10 @@ class StallSubscriber:
                 report(logging.ERROR, f"{error}; using {self._settings}")
         return self._settings
 
+    def other_settings(self) -> str:
+        """What `use` was given of others."""
+        return self._notes.other_settings
+
     def monitor(self) -> StallMonitor | None:
         """The monitor of the present (or last) process group; None before there was one."""
         return self._monitor
@@ -129,6 +133,7 @@ class StallSubscriber:
 
 process = StallSubscriber()
 subscribe, use, settings_in_force = process.subscribe, process.use, process.settings_in_force
+other_settings = process.other_settings
 monitor, stalls, unannounced = process.monitor, process.stalls, process.unannounced
 encoders_were_reverted = process.encoders_were_reverted
 os.register_at_fork(after_in_child=process.in_forked_child)

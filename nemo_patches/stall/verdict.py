@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from .judge import OUT_OF_STEP, Judgement, Seat, judge
 from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
 from .rank_state import CALLING, MOVING
 from .rank_text import ELSEWHERE, SILENT, UNANNOUNCED, is_guess, named
 
 _NO_RANK_MOVES = "no rank moves: "
+_ALL_IN = "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
+_JOB = "job"  # the group in which all ranks are
 
 
 @dataclass(frozen=True)
@@ -86,35 +89,47 @@ class Verdict:
 
 def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     """Who is waited for, as far as the groups tell."""
+    kinds = {group.kind for group in groups}
     suspects = [group for group in groups if group.is_suspect]
-    waiting = [group for group in groups if group.kind == WAITING]
-    are_guesses = all(is_guess(group.collective) for group in waiting)
-    if any(group.kind == MOVING for group in groups):
-        return Verdict(logging.INFO, "who waits may wait for a rank that goes on" if waiting else "", groups)
-    if waiting and suspects:
-        slow = [group for group in suspects if not group.has_ended]
-        ends_by_itself = bool(slow) and all(group.activity for group in slow)
-        guess = "that they wait is a guess, by a method's name" if are_guesses else ""
-        return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
-    if waiting and any(group.kind == CALLING for group in groups):
-        return Verdict(logging.INFO, "the ranks that wait may have had fewer batches", groups)
-    if waiting:
-        return Verdict(logging.INFO if are_guesses else logging.WARNING, _of_waiting(waiting, groups), groups)
-    if any(group.kind == SILENT for group in suspects):
+    if MOVING in kinds:
+        return Verdict(logging.INFO, "who waits may wait for a rank that goes on" if WAITING in kinds else "", groups)
+    if WAITING in kinds:
+        return _of_waiting(groups, suspects)
+    if SILENT in kinds:
         return Verdict(logging.WARNING, "", groups)
     if suspects and len(suspects) == len(groups) and all(group.sleeps and not group.activity for group in suspects):
         return Verdict(logging.WARNING, "", groups, _NO_RANK_MOVES)
     return Verdict(logging.INFO, "no rank is known to wait for another", groups)
 
 
-def _of_waiting(waiting: list[RankGroup], groups: tuple[RankGroup, ...]) -> str:
+def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:
+    """Where ranks wait in a collective, and none is known to move but those that call their encoders."""
+    waiting = [group for group in groups if group.kind == WAITING]
+    found = _in_collectives(groups)
+    are_guesses = all(is_guess(group.collective) for group in waiting)
+    if found is not None and found.accused:
+        if not suspects:
+            return Verdict(logging.INFO, "the ranks that wait may have had fewer batches", groups)
+        slow = [group for group in suspects if not group.has_ended]
+        ends_by_itself = bool(slow) and all(group.activity for group in slow)
+        guess = "that they wait is a guess, by a method's name" if are_guesses else ""
+        return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
+    level = logging.INFO if are_guesses else logging.WARNING
     if unheard := sorted(rank for group in groups if group.kind == UNHEARD for rank in group.ranks):
-        return f"where {named(unheard)} {'is' if len(unheard) == 1 else 'are'}, nobody knows"
-    if len({group.collective for group in waiting}) > 1:
-        return "the ranks wait in different collectives; which of them is wrong cannot be told"
-    if len(waiting) > 1:
-        return "the ranks wait at different places; which of them is wrong cannot be told"
-    return "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
+        return Verdict(level, f"where {named(unheard)} {'is' if len(unheard) == 1 else 'are'}, nobody knows", groups)
+    if found is None or found.id != OUT_OF_STEP:
+        return Verdict(level, _ALL_IN, groups)
+    at = "in different collectives" if len({group.collective for group in waiting}) > 1 else "at different places"
+    return Verdict(level, f"the ranks wait {at}; which of them is wrong cannot be told", groups)
+
+
+def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
+    """By the one judge. Which collective each is in counts once all are in one: before, who is in none comes first."""
+    known = [group for group in groups if group.kind != UNHEARD]
+    waiting = [group for group in known if group.kind == WAITING]
+    kinds = ["" if len(waiting) < len(known) else " at ".join(group.place) for group in waiting]
+    seats = [Seat(rank, _JOB, 1, kind) for group, kind in zip(waiting, kinds, strict=True) for rank in group.ranks]
+    return next(iter(judge(seats, {_JOB: [rank for group in known for rank in group.ranks]})), None)
 
 
 def _rest(groups: list[RankGroup]) -> list[str]:

@@ -150,6 +150,7 @@ class RunOutcome:
 
     ranks: tuple[RankOutcome, ...]
     took: timedelta
+    verdict: tuple[str, ...] = ()  # what diagnose said while it hung
 
     @property
     def completed(self) -> bool:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.errors import DemoError
+from nemo_patches.tools.demo.hang_verdict import verdict_on
 from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Job, RankOutcome, RunOutcome, Task
 from nemo_patches.tools.demo.progress import progress
 
@@ -90,6 +91,7 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
     deadline, why = began + limit, f"after {limit:.0f} s"
     title = f"{jobs[0].version}, {task}"
     ranks: list[_Rank] = []
+    verdict: tuple[str, ...] = ()
     try:
         with progress(console, title) as shown:
             for job in jobs:
@@ -113,13 +115,16 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
                     waited, deadline = True, time.monotonic() + stall.total_seconds()
                     why = f"after {stall.total_seconds():g} s"
                 shown.update(f"{title}: " + " | ".join(f"rank {r.outcome.job.rank} {r.outcome.now}" for r in ranks))
+            if waited and all(rank.process.pid and rank.process.exitcode is None for rank in ranks):
+                shown.update(f"{title}: nemo-patches diagnose looks at it")
+                verdict = verdict_on([rank.process.pid or 0 for rank in ranks], stall)
             outcomes = tuple(rank.end(why) for rank in ranks)
             took = time.monotonic() - began
             shown.say(f"{title}: {'; '.join(f'rank {r.job.rank} {r.ended}' for r in outcomes)} ({took:.0f} s)")
     finally:
         for rank in ranks:  # also on Ctrl-C and errors
             rank.kill()
-    return RunOutcome(outcomes, timedelta(seconds=took))
+    return RunOutcome(outcomes, timedelta(seconds=took), verdict)
 
 
 @dataclass

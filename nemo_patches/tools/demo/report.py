@@ -32,7 +32,7 @@ Next, for your own job:
   nemo-patches doctor my_config.yaml           what in it can hang, corrupt or slow a run
   nemo-patches run -- torchrun ... train.py    the job with nemo_patches, without editing it
   nemo-patches status                          whether it is on; run it on each host
-  nemo-patches diagnose train.log              which rank a job hangs for"""
+  nemo-patches diagnose                        which rank a job on this host hangs for, and why; nothing to prepare"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def introduce(console: Console, devices: int, stall: timedelta) -> None:
         f"[bold]What you will see:[/] real NeMo on {devices} CPU ranks of this machine, each run as stock first, then "
         f"with nemo_patches (timeout {timeout}).\n"
         f" 1. Rank {slow} stays away from the encoder in an evaluation. Stock waits for it in update_max_seq_length, "
-        f"without a limit: the demo ends it after {stalls}.\n"
+        f"without a limit: the demo ends it after {stalls}; `nemo-patches diagnose` has looked at it by then.\n"
         f" 2. NEST pre-training: rank {slow} stalls once, for {stalls}; rank {UNEVEN_RANK} evaluates one batch more.\n"
         f" 3. The length sync switched off, and one long batch on rank {slow}.\n"
         "About a minute where nothing else runs.\n"
@@ -78,6 +78,10 @@ def show(console: Console, runs: Runs) -> None:
             console.print(Text(f"    {place}", style="dim"))
         if len(told) > _MOST_INCIDENTS:
             console.print(f"  and {len(told) - _MOST_INCIDENTS} more such calls")
+    if runs.stock_away.verdict:
+        console.print("[bold]What `nemo-patches diagnose` said of stock's hang in 1, from outside, while it hung:[/]")
+    for line in runs.stock_away.verdict:
+        console.print(Text(f"  {line}"))
     console.print(_NEXT, markup=False)
 
 

@@ -84,9 +84,7 @@ def shared_rounds(tracks: dict[int, Track]) -> Rounds:
     if not ranks:
         empty = np.zeros((0, 0), np.float32)
         return Rounds((), np.zeros(0, np.int64), empty.astype(np.int32), empty.astype(np.float64), empty, empty)
-    number: Whole = reduce(
-        lambda left, right: np.intersect1d(left, right, True), (in_time[rank].number for rank in ranks)
-    )
+    number = reduce(_in_both, (in_time[rank].number for rank in ranks))
     rows = []
     for rank in ranks:  # one rank's arrays after the other: of a million calls, all take 60 MiB
         one = in_time.pop(rank)
@@ -106,7 +104,8 @@ def clocks(tracks: dict[int, Track]) -> Clocks:
     for rank, ours in in_time.items():
         if rank == reference:
             continue
-        _, mine, other = np.intersect1d(ours.number, theirs.number, True, return_indices=True)
+        shared = _in_both(ours.number, theirs.number)
+        mine, other = np.searchsorted(ours.number, shared), np.searchsorted(theirs.number, shared)
         if not len(mine):
             continue
         own = ours.at[mine]
@@ -119,6 +118,11 @@ def clocks(tracks: dict[int, Track]) -> Clocks:
     return Clocks(reference, knots)
 
 
+def _in_both(left: Whole, right: Whole) -> Whole:
+    """The rounds of both, each of which has every round once, in order. Nearly always they are the same."""
+    return left if np.array_equal(left, right) else np.intersect1d(left, right, True)
+
+
 def _in_time(track: Track) -> _RoundsInTime:
     calls = track.calls
     index = np.flatnonzero(np.array(calls.outcome, dtype=np.int8) == CAME).astype(np.int32)
@@ -129,5 +133,7 @@ def _in_time(track: Track) -> _RoundsInTime:
     at: Floats = entered[index] + synced
     ahead = (np.where(believable, in_ddp, np.nan)[index] + synced).astype(np.float32)
     waited = np.array(calls.waited, dtype=np.float32)[index]
+    if (np.diff(number) > 0).all():
+        return _RoundsInTime(number, index, at, waited, ahead)
     number, first = np.unique(number, return_index=True)
     return _RoundsInTime(number, index[first], at[first], waited[first], ahead[first])

@@ -16,19 +16,20 @@ from typing import Any
 from rich.console import Console
 
 from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose import reading, running
+from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here, pids_in
+from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.flight_recorder import diagnose_dumps, is_dump
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import diagnose_job
-from nemo_patches.tools.diagnose.nccl_ras import diagnose_ras, diagnose_saved, is_ras
 from nemo_patches.tools.diagnose.report_text import show
+from nemo_patches.tools.diagnose.sources import nccl_ras
 from nemo_patches.tools.diagnose.watch import follow, once
-from nemo_patches.tools.diagnose.watchdog_log import diagnose_logs
 
-JSON_FORMAT = 1  # docs/diagnose.md describes it
+JSON_FORMAT = 2  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
 _NARROWEST = 80  # columns, of a table that can be read
-_MOST_LOOKED_AT = 1000  # files, for what kind they are
 _LONGEST_TEXT = 4000  # characters of anything that is printed
 
 
@@ -45,65 +46,76 @@ def run(
     launch: int | None = None,
     job: str | None = None,
     ras: str | None = None,
+    pids: str = "",
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
-    if (len(paths) > 0) + (job is not None) + (ras is not None) != 1:
-        raise DiagnoseError("give a folder or logs, or --job and its folder, or --ras HOST or a file; one of them")
-    if job is not None or ras is not None:
-        if watch or plot or perfetto or launch is not None:
-            raise DiagnoseError("--job and --ras take only --json beside them")
-        return _ask(job, ras or "", json)
-    path = paths[0]
-    is_traces = len(paths) == 1 and os.path.isdir(path) and (watch or plot is not None or not _has_logs_only(path))
-    if not is_traces and (watch or plot or perfetto):
-        raise DiagnoseError(f"{safe(str(path))} is no folder of traces: --watch, --plot and --perfetto need one")
-    if not is_traces and launch is not None:
-        raise DiagnoseError(f"--launch={launch}: only of a folder of traces; of logs give the folder attempt_{launch}")
-    if watch and (plot or perfetto):
-        raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
+    if (len(paths) > 0) + (job is not None) + (ras is not None) + bool(pids) > 1:
+        raise DiagnoseError("give files and folders, or --job DIR, or --ras HOST, or --pids: one of them, or none")
+    is_of_files = bool(paths)
+    if not is_of_files and (watch or plot or perfetto or launch is not None):
+        raise DiagnoseError("--watch, --plot, --perfetto and --launch need a folder of traces")
     try:
-        if watch:
-            return _watch(path, json, launch)
-        if not is_traces:
-            is_dumps = _has_dumps(path)
-            is_answer = not is_dumps and len(paths) == 1 and os.path.isfile(path) and is_ras(path)
-            report = diagnose_dumps(path) if is_dumps else diagnose_saved(path) if is_answer else diagnose_logs(paths)
-        else:
-            read, report = once(path, launch=launch)
-            _draw(read, report, plot, perfetto)
-    except UnreadableError as error:
+        if not is_of_files:
+            return _ask(job, ras, pids, json)
+        return _of_files(paths, json, watch, plot, perfetto, launch)
+    except (UnreadableError, NothingToLookAtError) as error:
         raise DiagnoseError(safe(str(error))) from error
     except OSError as error:
-        raise DiagnoseError(f"{safe(str(path))}: {error.strerror or error}") from error
+        raise DiagnoseError(f"{safe(str(error.filename or ''))}: {error.strerror or error}") from error
     except KeyboardInterrupt:
         return 130
+
+
+def _of_files(
+    paths: list[Path], json: bool, watch: bool, plot: Path | None, perfetto: Path | None, launch: int | None
+) -> int:
+    if watch and (plot or perfetto):
+        raise DiagnoseError("--watch with --plot or --perfetto: give only one of them")
+    if watch and len(paths) == 1 and os.path.isdir(paths[0]):  # also where no trace has come yet
+        return _watch(paths[0], json, launch)
+    where = safe(str(paths[0]))
+    are_folders = all(map(os.path.isdir, paths))  # Path's own raises for a name that is too long
+    found = reading.find(paths) if are_folders or not (watch or plot or perfetto) else reading.Found()
+    if not found.traces and (watch or plot or perfetto):
+        raise DiagnoseError(f"{where} is no folder of traces: --watch, --plot and --perfetto need one")
+    if not found.traces and launch is not None:
+        raise DiagnoseError(f"--launch={launch}: only of a folder of traces; of logs give the folder attempt_{launch}")
+    jobs = [once(folder, launch=launch) for folder in found.traces]
+    for read, report in jobs[:1]:
+        _draw(read, report, plot, perfetto)
+    others = reading.read(found)
+    if len(jobs) == 1 and not any(part.facts or part.findings for _, part in others):
+        report = jobs[0][1]
+    else:
+        parts = [*others, *(("traces", reading.of_traces(*each)) for each in jobs)]
+        report = judge(
+            reading.joined(parts, found.problems, found.earlier), ", ".join(safe(str(path)) for path in paths[:4])
+        )
+    return _told(report, json)
+
+
+def _told(report: Report, json: bool) -> int:
     _print(report, json)
     return report.exit_code
 
 
-def _ask(job: str | None, ras: str, json: bool) -> int:
-    try:
-        report = diagnose_ras(ras) if job is None else diagnose_job(Path(job))
-    except UnreadableError as error:
-        raise DiagnoseError(safe(str(error))) from error
-    _print(report, json)
-    return report.exit_code
-
-
-def _has_logs_only(folder: Path) -> bool:
-    """Whether a folder, as torchrun's --log-dir is, has files, or files in folders, and none of a trace."""
-    try:
-        inside = list(folder.iterdir())
-    except OSError:
-        return False
-    return bool(inside) and not any(file.suffix == ".jsonl" for file in inside)
-
-
-def _has_dumps(path: Path) -> bool:
-    """Whether a file, or one of those in a folder, is a dump of torch's Flight Recorder."""
-    # What is read from a pipe (`diagnose <(COMMAND)`) is gone.
-    files = sorted(path.iterdir())[:_MOST_LOOKED_AT] if os.path.isdir(path) else [path]
-    return any(os.path.isfile(file) and is_dump(file) for file in files)
+def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
+    """A job that runs: by its own sockets, by NCCL, or by its processes here, with all that lies beside them."""
+    if ras is not None:
+        evidence = Evidence()
+        nccl_ras.ask(ras, evidence)
+        return _told(judge(evidence, safe(ras)), json)
+    if job is not None:
+        return _told(diagnose_job(Path(job)), json)
+    code = 0
+    jobs = jobs_here(pids=pids_in(pids))
+    for ranks in jobs:
+        report = running.diagnose(ranks)
+        if len(jobs) > 1 and not json:
+            print(f"--- {report.folder}")
+        _print(report, json, one_line=len(jobs) > 1)
+        code = max(code, report.exit_code)
+    return code
 
 
 def _watch(path: Path, json: bool, launch: int | None) -> int:

@@ -10,6 +10,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.absence import absent_ranks
+from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
 from nemo_patches.tools.diagnose.case import Case, cases, stall_reports, without_encoders
 from nemo_patches.tools.diagnose.differences import (
@@ -31,12 +32,13 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Findin
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
-from nemo_patches.tools.diagnose.order_of_calls import swapped_order
+from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
 from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNSYNCED, UNWAITED, RankTrace
 from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_LINES, _MOST_SUMMARIES = 20, 8
+_LEAST_WAITING = 0.01  # share of the time; whom less waiting is for, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 _HANGS = frozenset(
     {
@@ -61,13 +63,15 @@ _OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 def diagnose(job: Job) -> Report:
     """The report on what has been read of a job."""
     encoders = cases(job)
-    findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped_order(encoders)]
+    swapped = swapped_order(encoders)
+    left_out = [] if swapped else skipped_call(encoders)
+    findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped, *left_out]
     without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     findings += check_findings(job, encoders)
     hanging: list[Finding] = []
     for case in encoders:
         findings += caught_exceptions(case)
-        pairs = uneven_calls(case)
+        pairs = [] if any(finding.encoder == case.name for finding in left_out) else uneven_calls(case)
         explained = _explained(case, [run for _, run in pairs])
         kinds = set(explained.values())
         findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
@@ -75,6 +79,10 @@ def diagnose(job: Job) -> Report:
         skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
         findings += [skipped.finding] if skipped else []
         waiting = skipped.waiting if skipped else frozenset[int]()
+        waiting |= _behind_by_one(case, [finding for finding in left_out if finding.encoder == case.name])
+        if accumulation := unlike_accumulation(case):
+            findings += accumulation
+            waiting = frozenset(case.endings)
         hanging += [unlike_backwards(case, hang) for hang in hangs(case, set(explained) | waiting)]
         findings += [*sync_ended(case), *incidents(case)]
     gpus = gpu_utilisation(job)
@@ -142,6 +150,13 @@ def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
         if any(run.training == training and rank in run.fewer for run in uneven):
             explained[rank] = training
     return explained
+
+
+def _behind_by_one(case: Case, left_out: list[Finding]) -> frozenset[int]:
+    """The ranks that are behind only by the call that they left out."""
+    top = max((ending.position[0] for ending in case.sure.values()), default=0)
+    ranks = {rank for finding in left_out for rank in finding.ranks}
+    return frozenset(rank for rank in ranks & case.sure.keys() if case.sure[rank].position[0] >= top - 1)
 
 
 def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list[Finding]:
@@ -214,6 +229,8 @@ def _all_ended(encoders: list[Case]) -> bool:
 def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
     main = encoders[0] if encoders else None
     times = waiting(main.rounds.from_ddp) if main else None
+    if times is not None and times.share < _LEAST_WAITING:
+        times = None
     summaries = []
     for rank, trace in sorted(job.traces.items()):
         ending = main.endings[rank] if main else None

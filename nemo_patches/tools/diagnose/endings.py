@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
-from nemo_patches.tools.diagnose.process_end import ProcessEnd, error_of, is_of_a_collective, process_end
+from nemo_patches.tools.diagnose.process_end import BY_HAND, ProcessEnd, error_of, is_of_a_collective, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,
@@ -49,6 +49,7 @@ class Ending:
     ended: bool
     process: ProcessEnd
     unsure: str  # why it is not known what this rank did last; empty if it is known
+    lost_last: bool = False  # that is only because its trace lacks the last round: so a rank that was killed leaves it
 
     @staticmethod
     def without_trace(rank: int) -> Ending:
@@ -62,7 +63,8 @@ class Ending:
     @property
     def at_fault(self) -> bool:
         """Whether an exception of its own has ended it, or its last call."""
-        return bool(self.process.own_error) or (self.raised and not self.process.waited)
+        by_hand = self.process.error.partition(":")[0] in BY_HAND
+        return bool(self.process.own_error) or (self.raised and not self.process.waited and not by_hand)
 
     @property
     def in_good_order(self) -> bool:
@@ -111,7 +113,9 @@ def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
     for rank, ending in by_rank.items():
         if not ending.unsure and not ending.sync_ended and ending.came_to < proven and not moving:
-            ending = replace(ending, unsure=f"it came to round {proven}, which its trace does not have")
+            lost_last = ending.came_to == proven - 1 and ending.process.unknown
+            unsure = f"it came to round {proven}, which its trace does not have"
+            ending = replace(ending, unsure=unsure, lost_last=lost_last)
         by_rank[rank] = replace(ending, round=max(ending.round, proven))
     return by_rank
 
@@ -138,8 +142,11 @@ def _ending(
     calls = track.calls
     last_raised = next((r for r in reversed(trace.raised) if (r.e, r.n) == (track.info.e, calls.n[-1])), None)
     error = error_of(last_raised) if last_raised is not None else None
-    if not process.error and error is not None and is_of_a_collective(*error):
-        process = replace(process, error=error.line, waited=True)
+    if not process.error and error is not None:
+        if is_of_a_collective(*error):
+            process = replace(process, error=error.line, waited=True)
+        elif error.type.rpartition(".")[2] in BY_HAND:  # a signal's handler raised it, wherever it found the rank
+            process = replace(process, error=error.line, terminated=True)
     if damaged_at_the_end(track):
         unsure = unsure or trace.damage
     elif (

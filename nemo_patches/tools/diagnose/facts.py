@@ -16,11 +16,21 @@ STOPPED = "stopped"  # state T: SIGSTOP, Ctrl-Z
 TRACED = "traced"  # a debugger holds it
 ENDED = "ended"  # its interpreter came to its end, or it left its process group
 GONE = "gone"  # it is there no more, and how it ended is not known
+SILENT = "silent"  # it does not answer: stopped, killed, its host unreachable, or Python's lock held
+UNSEEN = "unseen"  # no sign of it, although there should be one
 FAILED = "failed"  # its launcher tells an exit code, which may be that of a rank that waited
-WAITED = "waited"  # a collective's time-out, a closed connection, the store's: another rank is the reason
+ABORTED = "aborted"  # its launcher tells SIGABRT or stall_exit: so a rank ends that waited in vain, and others too
+WAITED = "waited"  # a time-out of a collective, or of the store: another rank is the reason
+CUT = "cut"  # a closed connection ended it: another rank had gone before
 TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
+MISSING = "missing"  # another rank's report, or torch's own, says that it has not come; text: to what
+STUCK = "stuck"  # its NCCL watchdog does not get on: a CUDA or NCCL call does not return; perhaps it waits
 RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
+
+
+FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
+NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likewise a Seat's number
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,8 @@ class Place:
     where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, as a stall report calls it; empty: in
     none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: as stall/rank_text.py has
     them, or facts' own. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python
-    frames, outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)".
+    frames, outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the
+    same, at which line that loop begins; 0: it has come out of it; none where that is not known.
     """
 
     where: str = ""
@@ -53,6 +64,7 @@ class Place:
     details: tuple[str, ...] = ()
     way: tuple[str, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
+    loops: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seat(self) -> str:
@@ -104,13 +116,17 @@ class Evidence:
     """All facts of a job, and what else its sources tell.
 
     groups: by process group, as Seats name it, its ranks of which anything is known; begins: by group and rank from
-    which number on its record is whole. world_size: 0 where nothing tells it. findings: of what is no hang (a source's
-    own: stragglers, settings that differ). looked_for: what was looked for in files that told nothing.
+    which number on its record is whole. partly_known: groups that may have ranks of which nothing is known. patched:
+    nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
+    findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
+    files that told nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)
     groups: dict[str, set[int]] = field(default_factory=dict)
     begins: dict[tuple[str, int], int] = field(default_factory=dict)
+    partly_known: set[str] = field(default_factory=set)
+    patched: bool = False
     world_size: int = 0
     findings: list[Finding] = field(default_factory=list)
     ranks: list[RankSummary] = field(default_factory=list)

@@ -8,6 +8,9 @@ CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 
 # Ids. ORDER has those that explain others first.
 EXCEPTION = "exception"
+OUT_OF_MEMORY = "out-of-memory"
+STOPPED = "stopped"
+TRACED = "in-a-debugger"
 START_UP = "start-up"
 DIFFERENT_SYNC = "different-sync"
 DIFFERENT_ORDER = "different-order"
@@ -18,9 +21,20 @@ MISSING_RANK = "missing-rank"
 UNEVEN_CALLS = "uneven-calls"
 BEFORE_ENCODER = "stuck-before-encoder"
 SILENT = "no-heartbeat"
+FEWER_BATCHES = "fewer-batches"
+SKIPPED = "skipped-collective"
+OUT_OF_STEP = "out-of-step"
+SIZES = "sizes-differ"
+CROSSED = "crossed-groups"
 SOME_INSIDE = "some-inside"
 ALL_INSIDE = "all-inside"
+ALL_IN = "all-in"
 OUTSIDE = "stuck-outside-encoder"
+NO_RANK_MOVES = "no-rank-moves"
+NOT_SEEN = "not-seen"
+WAITED_IN_VAIN = "waited-in-vain"
+FIRST_FAILURE = "first-failure"
+STUCK_WATCHDOG = "watchdog-stuck"
 SYNC_ENDED = "length-sync-ended"
 STOPPED_AT_ONCE = "all-stopped"
 BAD_INPUT = "bad-input"
@@ -37,19 +51,33 @@ THREAD_FAILED = "thread-failed"
 TIMEOUTS = "timeouts"
 ORDER = (
     EXCEPTION,
+    OUT_OF_MEMORY,
     START_UP,
     DIFFERENT_SYNC,
     DIFFERENT_ORDER,
     NO_BACKWARD,
     KILLED,
+    STOPPED,
+    TRACED,
     ENDED,
     MISSING_RANK,
+    FEWER_BATCHES,
+    SKIPPED,
     UNEVEN_CALLS,
     BEFORE_ENCODER,
     SILENT,
+    OUT_OF_STEP,
+    SIZES,
+    CROSSED,
     SOME_INSIDE,
     ALL_INSIDE,
+    ALL_IN,
     OUTSIDE,
+    NO_RANK_MOVES,
+    NOT_SEEN,
+    WAITED_IN_VAIN,
+    FIRST_FAILURE,
+    STUCK_WATCHDOG,
     STOPPED_AT_ONCE,
     SYNC_ENDED,
     BAD_INPUT,

@@ -14,9 +14,10 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import ELSEWHERE, GONE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, usual_call, whom
-from nemo_patches.tools.diagnose.endings import Ending
+from nemo_patches.tools.diagnose.endings import Ending, Position
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.lateness import behind_since
+from nemo_patches.tools.diagnose.rank_trace import BACKWARD
 
 _NEXT_STEPS = {
     ids.BEFORE_ENCODER: "Look at what this rank does (while it runs, `py-spy dump --pid {pid}` on {host}), and its "
@@ -71,8 +72,9 @@ def hangs(case: Case, explained: set[int]) -> list[Finding]:
         return [replace(one, severity=WARNING) if reports.past.issuperset(one.ranks) else one for one in found]
     if any(ending.at_fault for ending in case.sure.values()):
         return []  # faults.py reports exceptions, and who has one did not wait
-    sure = [ending for ending in case.sure.values() if ending.rank not in explained]
-    if not sure:
+    known = [ending for ending in case.endings.values() if not ending.unsure or ending.lost_last]
+    sure = [ending for ending in known if ending.rank not in explained]
+    if not case.sure.keys() - explained:
         return []
     for look in (_left_in_a_collective, _waited_for_in_vain, _gone, _not_told_to_end):
         if suspects := look(case, sure):
@@ -91,8 +93,12 @@ def hangs(case: Case, explained: set[int]) -> list[Finding]:
     return _stopped_at_once(case)
 
 
+def _top(endings: list[Ending]) -> Position:
+    return max((ending.position for ending in endings), default=(0, 0))
+
+
 def _at_top(endings: list[Ending]) -> list[Ending]:
-    top = max((ending.position for ending in endings), default=(0, 0))
+    top = _top(endings)
     return [ending for ending in endings if ending.position == top]
 
 
@@ -121,11 +127,32 @@ def _left_in_a_collective(case: Case, sure: list[Ending]) -> list[Ending]:
     if not waited or len(case.endings) < case.job.world_size:
         return []
     if _timed_out(case):
-        return rest
-    # Connections were closed: whom SIGTERM ended is not the reason, but who sent it.
-    return [ending for ending in rest if ending.process.unknown] or [
-        ending for ending in rest if not ending.process.terminated
-    ]
+        seen = [ending for ending in rest if not ending.process.unknown]
+        return seen if any(ending.position < _top(waited) for ending in seen) else rest
+    return _gone_first(case, rest)
+
+
+def _gone_first(case: Case, rest: list[Ending]) -> list[Ending]:
+    """Who went before connections were closed, of the ranks that do not tell that they waited.
+
+    Whom SIGTERM ended is not the reason, but who sent it. It leaves no stack where a handler has been put back, as in
+    Lightning's teardown: of several ranks without an end, only those of hosts that are gone as a whole are named.
+    """
+    top = _top(list(case.endings.values()))
+    if left := [ending for ending in rest if ending.process.ordinary and _is_early(case, ending, top)]:
+        return left
+    unknown = [ending for ending in rest if ending.process.unknown]
+    others = {case.job.traces[rank].header.host for rank in case.endings.keys() - {ending.rank for ending in unknown}}
+    if len(unknown) > 1 and any(case.job.traces[ending.rank].header.host in others for ending in unknown):
+        return []
+    return unknown or [ending for ending in rest if not ending.process.terminated]
+
+
+def _is_early(case: Case, ending: Ending, top: Position) -> bool:
+    """Whether an interpreter came to its end before the training did."""
+    track, end = case.tracks.get(ending.rank), case.job.traces[ending.rank].end
+    in_backward = track is not None and bool(track.calls.n) and track.calls.backward[-1] == BACKWARD
+    return ending.position < top or in_backward or (end is not None and bool(end.exit_code))
 
 
 def _waited_for_in_vain(case: Case, sure: list[Ending]) -> list[Ending]:
@@ -145,19 +172,17 @@ def _gone(case: Case, sure: list[Ending]) -> list[Ending]:
     if not any(ending.sync_ended for ending in case.sure.values()) or len(case.endings) < case.job.world_size:
         return []
     rest = [ending for ending in sure if not ending.sync_ended and not ending.raised and not ending.process.waited]
-    top = max(ending.position for ending in case.sure.values() if ending.sync_ended)
-    behind = [ending for ending in rest if ending.position < top and ending.process.ordinary]
-    return behind or [ending for ending in rest if ending.process.unknown]
+    return [ending for ending in _gone_first(case, rest) if not ending.in_good_order or ending.position < _top(sure)]
 
 
 def _not_told_to_end(case: Case, sure: list[Ending]) -> list[Ending]:
-    """The ranks without an end, where SIGTERM ended all others: so a launcher does when a rank has gone."""
+    """The one rank without an end, where SIGTERM ended all others: so a launcher does when a rank has gone."""
     unknown = [
         ending for ending in sure if ending.process.unknown and case.job.traces[ending.rank].header.notes_sigterm
     ]
     terminated = [ending for ending in case.endings.values() if ending.process.terminated]
     all_else = len(unknown) + len(terminated) == case.job.world_size
-    return unknown if all_else and len(unknown) < len(terminated) else []
+    return _gone_first(case, unknown) if all_else and terminated else []
 
 
 def _grouped(case: Case, suspects: list[Ending], others: list[Ending], reports: StallReports) -> list[Finding]:
@@ -382,6 +407,9 @@ def _ended_by_nobody_known(case: Case) -> list[Finding]:
     why = [f"SIGTERM, or Ctrl-C, ended {named(terminated)}"] if terminated else []
     why += [f"the connections of {named(closed)} were closed"] if closed else []
     who = "somebody ended the job, or a part of it" if terminated else "the network was lost, or a rank left unseen"
+    if no_end := sorted(ending.rank for ending in endings if ending.process.unknown):
+        each = "one of them" if len(no_end) > 1 else "it"
+        who += f", or {each} was killed or crashed first: {whom(no_end, 'has', 'have')} no end"
     return [
         Finding(
             id=ids.STOPPED_AT_ONCE,

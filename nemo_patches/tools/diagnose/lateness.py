@@ -29,12 +29,13 @@ class Waiting:
 
     caused: dict[int, float]  # share of all ranks' waiting
     lag: dict[int, float]  # seconds, the median
+    share: float  # of the ranks' time
 
 
 def waiting(rounds: Rounds) -> Waiting:
     """Sum up the waiting; in each round it is for the rank that came last."""
     if not rounds.number.size:
-        return Waiting({}, {})
+        return Waiting({}, {}, 0.0)
     in_round: Floats = rounds.waited.sum(axis=0, dtype=np.float64)
     last = rounds.waited.argmin(axis=0)
     caused = np.bincount(last, weights=in_round, minlength=len(rounds.ranks))
@@ -43,6 +44,7 @@ def waiting(rounds: Rounds) -> Waiting:
     return Waiting(
         {rank: float(caused[row]) / total for row, rank in enumerate(rounds.ranks)},
         {rank: float(lags[row]) for row, rank in enumerate(rounds.ranks)},
+        float(in_round.sum()) / span if (span := float(np.ptp(rounds.at, axis=1).sum())) > 0 else 0.0,
     )
 
 

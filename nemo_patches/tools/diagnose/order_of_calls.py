@@ -1,4 +1,4 @@
-"""The verdict on swapped order: ranks that call their encoders in different orders wait for each other in vain."""
+"""The verdicts on the order of calls of several encoders: another order, or one call of one encoder left out."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.rank_trace import TIMEOUT
 
+_ALIKE_AFTER = 16  # calls
+
 
 def swapped_order(cases: list[Case]) -> list[Finding]:
     """The first place where two calls that follow each other are the other way round on some ranks.
 
     Of ranks whose traces are whole from the start. A rank that makes one call more is no such case.
     """
-    if len(cases) < 2:
+    orders, at = _orders(cases)
+    if at < 0:
         return []
-    orders = {rank: order for rank in cases[0].job.traces if (order := _order(cases, rank)) is not None}
-    shortest = min(map(len, orders.values()), default=0)
-    if len(orders) < 2 or shortest < 2:
-        return []
+    shortest = min(map(len, orders.values()))
     table = np.stack([order[:shortest] for order in orders.values()])
-    unlike = np.flatnonzero((table != table[0]).any(axis=0))
-    if not len(unlike) or unlike[0] + 1 >= shortest:
-        return []
-    at = int(unlike[0])
     by_pair: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, order in orders.items():
         by_pair[int(order[at]), int(order[at + 1])].append(rank)
@@ -57,6 +53,62 @@ def swapped_order(cases: list[Case]) -> list[Finding]:
             call=at + 1,
         )
     ]
+
+
+def skipped_call(cases: list[Case]) -> list[Finding]:
+    """The first call of one of several encoders that some ranks left out, told by its place among the others' calls.
+
+    Nothing where it may as well be a call more of another encoder.
+    """
+    orders, at = _orders(cases)
+    if at < 0:
+        return []
+    by_encoder: dict[int, list[int]] = defaultdict(list)
+    for rank, order in orders.items():
+        by_encoder[int(order[at])].append(rank)
+    if len(by_encoder) != 2:
+        return []
+    counts = {rank: np.bincount(order, minlength=len(cases)) for rank, order in orders.items()}
+    groups = list(by_encoder.items())
+    for (fewer, odd), (left_out, usual) in (groups, groups[::-1]):
+        has_fewer = max(counts[rank][left_out] for rank in odd) < min(counts[rank][left_out] for rank in usual)
+        has_more = max(counts[rank][fewer] for rank in odd) > min(counts[rank][fewer] for rank in usual)
+        goes_on = all(_goes_on(orders[rank][at:], orders[usual[0]][at + 1 :]) for rank in odd)
+        if has_fewer and not has_more and goes_on:
+            return [_left_out(cases[left_out], int((orders[usual[0]][:at] == left_out).sum()) + 1, odd, usual)]
+    return []
+
+
+def _goes_on(order: Whole, usual: Whole) -> bool:
+    """Whether both are the same for the next calls."""
+    length = min(len(order), len(usual), _ALIKE_AFTER)
+    return length > 0 and bool((order[:length] == usual[:length]).all())
+
+
+def _left_out(case: Case, call: int, odd: list[int], usual: list[int]) -> Finding:
+    return Finding(
+        id=ids.UNEVEN_CALLS,
+        severity=CRITICAL,
+        ranks=tuple(sorted(odd)),
+        text=f"{named(sorted(odd))} left out call {call} of {case.name}, which {named(sorted(usual))} made.",
+        next_step="Look for what decides on this rank whether that encoder is called (a condition on the batch, a "
+        "sample that could not be read): every rank must call it, or none.",
+        encoder=case.name,
+        call=call,
+    )
+
+
+def _orders(cases: list[Case]) -> tuple[dict[int, Whole], int]:
+    """By rank the order of its calls, as _order() tells it, and the first call in which they differ; -1 if none."""
+    if len(cases) < 2:
+        return {}, -1
+    orders = {rank: order for rank in cases[0].job.traces if (order := _order(cases, rank)) is not None}
+    shortest = min(map(len, orders.values()), default=0)
+    if len(orders) < 2 or shortest < 2:
+        return orders, -1
+    table = np.stack([order[:shortest] for order in orders.values()])
+    unlike = np.flatnonzero((table != table[0]).any(axis=0))
+    return orders, int(unlike[0]) if len(unlike) and unlike[0] + 1 < shortest else -1
 
 
 def _order(cases: list[Case], rank: int) -> Whole | None:

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.case import Case, cases
-from nemo_patches.tools.diagnose.diagnosis import state_of
+from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
 from nemo_patches.tools.diagnose.lateness import late_calls, late_seconds
@@ -34,7 +34,9 @@ _LEAST_LAG_S, _LARGE_LAG_S = 0.01, 1.0  # the ends of the colour scale, unless a
 _FEW_CALLS = 60  # up to so many calls the marks are larger
 _RARE = 2  # index in _MARKS: from here on marks are never made smaller, and the first ones have words beside them
 _MOST_NAMED = 12  # of each rare mark
-_TITLE_WIDTH, _TITLE_LINES = 150, 3  # characters, lines
+_TITLE_WIDTH, _TITLE_LINES = 110, 4  # characters, lines
+# Documents show it 850 pixels wide: text is as large there as theirs.
+_WIDTH_INCHES, _DOTS_PER_INCH, _FONT_POINTS = 9.6, 160, 9.5
 _LAG_NOT_KNOWN, _NO_CALL, _CULPRIT = "#e4e4e4", "white", "#d11149"
 _KINDS = (("training", "#c9b458"), ("evaluation", "#2a9d8f"))
 _MARKS = (
@@ -50,7 +52,7 @@ Numbers = npt.NDArray[np.int64]
 
 def draw(job: Job, file: Path, report: Report) -> None:
     """Write the PNG. Raises OSError, and UnreadableError if there is no call to draw."""
-    with rc_context({"text.parse_math": False}):  # an exception's text may have dollar signs
+    with rc_context({"text.parse_math": False, "font.size": _FONT_POINTS}):  # an exception's text may have dollar signs
         _draw(job, file, report)
 
 
@@ -63,13 +65,14 @@ def _draw(job: Job, file: Path, report: Report) -> None:
     blamed = report.findings[0].ranks if report.findings else ()
     culprits = set(blamed) if len(blamed) < job.world_size else set()
     title = textwrap.wrap(report.verdict, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
-    panel = float(np.clip(1.9 + 0.32 * len(ranks), 2.7, 11.0 / len(panels) ** 0.5))
-    figure = Figure(figsize=(14.0, panel * len(panels) + 0.28 * len(title)), dpi=110, layout="constrained")
-    figure.suptitle("\n".join(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    panel = float(np.clip(1.4 + 0.27 * len(ranks), 2.0, 8.0 / len(panels) ** 0.5))
+    size = (_WIDTH_INCHES, panel * len(panels) + 0.2 * len(title))
+    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")
+    figure.suptitle("\n".join(title), x=0.01, ha="left", fontsize=_FONT_POINTS + 0.5, fontweight="bold")
     for axes, case in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         _panel(figure, axes, case, ranks, culprits)
     if more := encoders[_MOST_PANELS:]:
-        figure.supxlabel(f"not drawn: {', '.join(case.name for case in more)}", fontsize=9)
+        figure.supxlabel(f"not drawn: {', '.join(case.name for case in more)}")
     FigureCanvasAgg(figure).print_png(str(file))  # type: ignore[no-untyped-call]
 
 
@@ -107,23 +110,23 @@ def _panel(figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: se
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.025)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _seconds(value)))
     bar.set_label("came later than the first")
-    handles = _mark(axes, case, ranks, edges)
+    handles = [_legend_entry(text, "s", colour) for text, colour in _squares(kinds, lags, there)]
+    handles += _mark(axes, case, ranks, edges)
     _label(axes, case, ranks, culprits)
     axes.set_ylim(len(ranks) - 0.5, -0.5 - strip)
     several = f", {width} to a column" if width > 1 else ""
     axes.set_xlabel(
         f"call of {case.name}: {len(ranks)} of {case.job.world_size} ranks, calls {first} to {last}{several}"
     )
-    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.legend(
         handles=handles,
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
         ncols=len(handles),
         frameon=False,
-        fontsize=9,
-        handletextpad=0.3,
-        columnspacing=1.2,
+        handletextpad=0.2,
+        columnspacing=1.0,
     )
 
 
@@ -158,11 +161,10 @@ def _columns(numbers: Numbers, edges: Lags) -> Numbers:
 
 
 def _mark(axes: Any, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:
-    """Draw at most one mark of each kind for each rank and column; return the legend's entries."""
+    """Draw at most one mark of each kind for each rank and column; return the legend's entries for what was drawn."""
     crowded = len(ranks) > _MOST_LABELS
     roomy = 3.0 if len(edges) <= _FEW_CALLS and not crowded else 1.0
-    squares = (*_KINDS, ("a call, lag not known", _LAG_NOT_KNOWN))
-    handles = [Line2D([], [], marker="s", linestyle="", color=colour, markersize=8, label=t) for t, colour in squares]
+    handles = []
     middles = (edges[:-1] + edges[1:]) / 2
     late, seconds = late_calls(case), late_seconds(case)
     for number, (title, marker, colour, size) in enumerate(_MARKS):
@@ -173,8 +175,10 @@ def _mark(axes: Any, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:
             across += middles[columns].tolist()
             down += [row] * len(columns)
             for call in numbers[at].tolist():
-                how_late = f"{seconds[rank, call]:.1f} s" if number == _RARE and (rank, call) in seconds else ""
+                how_late = _how_late(case, rank, call, seconds) if number == _RARE else ""
                 words.append(", ".join(filter(None, [f"rank {rank}" if crowded else "", how_late])))
+        if not across:
+            continue
         axes.scatter(
             across,
             down,
@@ -197,12 +201,29 @@ def _mark(axes: Any, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:
                     ha="right" if near_the_end else "left",
                     va="center",
                     color=colour,
-                    fontsize=9,
                     fontweight="bold",
                     bbox={"color": "white", "alpha": 0.7, "pad": 0.5},
                 )
-        handles.append(Line2D([], [], marker=marker, linestyle="", color=colour, markersize=7, label=title))
+        handles.append(_legend_entry(title, marker, colour))
     return handles
+
+
+def _legend_entry(text: str, marker: str, colour: str) -> Line2D:
+    return Line2D([], [], marker=marker, linestyle="", color=colour, markersize=7, label=text)
+
+
+def _squares(kinds: Numbers, lags: Lags, there: npt.NDArray[np.bool_]) -> list[tuple[str, str]]:
+    """The legend's texts and colours of the squares that were drawn."""
+    squares = [of_kind for number, of_kind in enumerate(_KINDS) if (kinds == number).any()]
+    return squares + ([("a call, lag not known", _LAG_NOT_KNOWN)] if (there & np.isnan(lags)).any() else [])
+
+
+def _how_late(case: Case, rank: int, call: int, seconds: dict[tuple[int, int], float]) -> str:
+    if (rank, call) not in seconds:
+        return ""
+    track = case.tracks.get(rank)
+    came = track is not None and call <= track.last
+    return f"{seconds[rank, call]:.1f} s late" if came else f"never came, {seconds[rank, call]:.1f} s"
 
 
 def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Numbers, Numbers, Numbers, Numbers]:
@@ -223,8 +244,8 @@ def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Numbers,
 
 def _label(axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
     """Label hosts, and each rank with its state at the end; of many ranks only the hosts, and those to blame."""
-    hosts = [safe(case.job.traces[rank].header.host)[:24] for rank in ranks]
-    starts = [row for row in range(len(ranks)) if not row or hosts[row] != hosts[row - 1]]
+    hosts = _hosts(case, ranks)
+    starts = _starts(hosts)
     if len(ranks) > _MOST_LABELS:
         runs = [(host, [row for row, _ in rows]) for host, rows in groupby(enumerate(hosts), key=lambda pair: pair[1])]
         shown = runs[:: -(-len(runs) // 24)]
@@ -234,19 +255,14 @@ def _label(axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
         ticks = {row: text for row, text in ticks.items() if all(abs(row - other) > apart for other in blamed)}
         ticks |= {row: f"rank {ranks[row]}, {hosts[row]}" for row in blamed}
     else:
-        ticks = {
-            row: f"{hosts[row]}  rank {rank}, {state_of(case.endings[rank])}"
-            if row in starts
-            else f"rank {rank}, {state_of(case.endings[rank])}"
-            for row, rank in enumerate(ranks)
-        }
+        ticks = dict(enumerate(labels(case, ranks)))
         axes.set_yticks(np.arange(len(ranks) - 1) + 0.5, minor=True)
         axes.grid(which="minor", axis="y", color="white", linewidth=2.0 if len(ranks) < 12 else 1.0)
         axes.tick_params(which="minor", length=0)
     if 1 < len(starts) <= _MOST_LABELS:
         for row in starts[1:]:
             axes.axhline(row - 0.5, color="#9aa0a6", linewidth=0.8)
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
+    axes.set_yticks(list(ticks), list(ticks.values()))
     for row, label in zip(ticks, axes.get_yticklabels(), strict=True):
         if ranks[row] in culprits:
             label.set(color=_CULPRIT, fontweight="bold")
@@ -260,6 +276,36 @@ def _label(axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
                 linewidth=1.6 if len(ranks) <= _MOST_LABELS else 0.8,
                 zorder=2.5,
             )
+
+
+def labels(case: Case, ranks: list[int]) -> list[str]:
+    """Each rank and its last call, with the host before the first of its ranks."""
+    hosts = _hosts(case, ranks)
+    before = {row: f"{hosts[row]}  " for row in _starts(hosts)}
+    return [f"{before.get(row, '')}rank {rank}, {_last_call(case.endings[rank])}" for row, rank in enumerate(ranks)]
+
+
+def _hosts(case: Case, ranks: list[int]) -> list[str]:
+    return [safe(case.job.traces[rank].header.host)[:24] for rank in ranks]
+
+
+def _starts(hosts: list[str]) -> list[int]:
+    """The rows at which another host begins."""
+    return [row for row in range(len(hosts)) if not row or hosts[row] != hosts[row - 1]]
+
+
+def _last_call(ending: Ending) -> str:
+    """Which call was a rank's last, and what is to be said of it."""
+    if not ending.call:
+        return "no call"
+    if ending.unsure:
+        return "last call not known"
+    call = f"last call {ending.call}"
+    if ending.raised:
+        return f"{call}: exception"
+    if ending.ended:
+        return f"{call}, then ended"
+    return f"{call}, still in it" if ending.inside else call
 
 
 def _seconds(value: float) -> str:

@@ -35,7 +35,7 @@ _STARTING = re.compile(
     r"waiting for clients|store based barrier|client socket has timed out|while trying to connect to"
 )
 _STARTS = frozenset({"init_process_group", "_store_based_barrier", "_create_c10d_store", "rendezvous"})
-_BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
+BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
 _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Terminated")  # by the SIGTERM to all
 _SIGTERM_FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
 _FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
@@ -111,7 +111,7 @@ def process_end(trace: RankTrace) -> ProcessEnd:
         in_good_order = trace.end is not None and not trace.end.exit_code
         return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
     error, at = (error_of(failed), failed.t) if failed is not None else (_error_in(said), trace.ended)
-    if error.type in _BY_HAND or _ENDED_WITH_IT.search(error.message):
+    if error.type in BY_HAND or _ENDED_WITH_IT.search(error.message):
         return ProcessEnd(error=error.line, terminated=True, at=at)
     waited = is_of_a_collective(*error)
     timed_out = waited and _TIMED_OUT.search(error.line) is not None

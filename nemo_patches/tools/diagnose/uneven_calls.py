@@ -1,8 +1,8 @@
-"""The verdict on uneven calls: one rank made more evaluation or training calls than another."""
+"""The verdict on uneven calls: one rank made more evaluation or training calls than another, or evaluated elsewhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,21 +19,32 @@ _NEXT_STEPS = {  # by whether they are training calls
     True: "Make the number of training batches equal on all ranks (drop_last, DistributedSampler, "
     "limit_train_batches): the gradients' all-reduce waits for the rank that has fewer, and nothing can help it.",
 }
+_NEXT_STEP_ELSEWHERE = (
+    "Have all ranks evaluate after the same training step (val_check_interval, callbacks, a condition that depends on "
+    "the rank), and make their numbers of training batches equal."
+)
 
 
 @dataclass(frozen=True)
 class UnevenRun:
-    """Ranks that made more training or evaluation calls in a row than others did."""
+    """Ranks that made more training or evaluation calls in a row than others did.
+
+    elsewhere: those with fewer training calls in this row evaluated after it, and the others went on: in words.
+    """
 
     training: bool
     more: frozenset[int]
     fewer: frozenset[int]
     call: int  # the first one too many, on a rank that has more
+    elsewhere: str = ""
 
 
 def uneven_calls(case: Case) -> list[tuple[Finding, UnevenRun]]:
     """For training and for evaluation calls at most one finding each, with the unevenness it is about."""
-    uneven = [*_mixed_rounds(case), *_runs(case)]
+    uneven = [_told_by_counts(case, run) for run in (*_mixed_rounds(case), *_runs(case))]
+    if elsewhere := [run for run in uneven if run.elsewhere]:  # what comes after it is not compared with its like
+        first = min(elsewhere, key=lambda run: run.call)
+        uneven = [*(run for run in uneven if run.call < first.call), first]
     by_kind = [[run for run in uneven if run.training == training] for training in (True, False)]
     return [(_finding(case, of_kind), of_kind[-1]) for of_kind in by_kind if of_kind]
 
@@ -47,16 +58,45 @@ def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
     )
     count = len({run.call for run in uneven})
     times = f", {count} times" if count > 1 else ""
+    text = f"{text}, from call {first.call} of {case.name} on{times}."
+    if first.elsewhere:
+        text = first.elsewhere
+        fewer_ranks = first.training
     return Finding(
         id=ids.UNEVEN_CALLS,
         severity=CRITICAL if first.training else WARNING,
         ranks=tuple(sorted(first.fewer if fewer_ranks else first.more)),
-        text=f"{text}, from call {first.call} of {case.name} on{times}.",
-        next_step=_NEXT_STEPS[first.training],
+        text=text,
+        next_step=_NEXT_STEP_ELSEWHERE if first.elsewhere else _NEXT_STEPS[first.training],
         encoder=case.name,
         call=first.call,
         evidence=tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4],
     )
+
+
+def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
+    """Fewer training calls in a row are fewer in all only if the counts say so; else somebody evaluated elsewhere."""
+    if not run.training:
+        return run
+    kinds = {rank: weighted_kinds(case.tracks[rank]) for rank in run.more | run.fewer}
+    trained = {rank: int(weights[kind == 1].sum()) for rank, (kind, weights) in kinds.items()}
+    passes = {rank: int((np.diff(kind, prepend=1) == -1).sum()) for rank, (kind, _) in kinds.items()}
+    once_more = min(passes[rank] for rank in run.fewer) > max(passes[rank] for rank in run.more)
+    is_fewer = max(trained[rank] for rank in run.fewer) < min(trained[rank] for rank in run.more)
+    if is_fewer and not once_more:
+        return run
+    who, others = named(sorted(run.fewer)), named(sorted(run.more))
+    place = f"training call {run.call} of {case.name}"
+    kind, weights = kinds[min(run.more)]
+    here = np.array(case.tracks[min(run.more)].calls.n) < run.call
+    trained_by_then = int(weights[here & (kind == 1)].sum())
+    if not once_more or any(trained[rank] <= trained_by_then for rank in run.fewer):
+        text = f"{who} evaluated where {others} made {place}: fewer batches, or an evaluation at another step."
+        return replace(run, elsewhere=text)
+    text = f"{who} evaluated once more than {others}, which made {place} there"
+    if len(set(trained.values())) == 1:
+        text += f"; each has made {next(iter(trained.values()))} training calls"
+    return UnevenRun(False, run.fewer, run.more, run.call, f"{text}.")
 
 
 def _mixed_rounds(case: Case) -> list[UnevenRun]:

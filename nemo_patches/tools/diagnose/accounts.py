@@ -1,0 +1,173 @@
+"""Accounts: of each rank what its facts come to, once it is settled which of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
+    CUT,
+    ENDED,
+    FAILED,
+    GONE,
+    KILLED,
+    MISSING,
+    RAISED,
+    RUNS,
+    SILENT,
+    STOPPED,
+    STUCK,
+    TERMINATED,
+    TRACED,
+    UNREADABLE,
+    UNSEEN,
+    WAITED,
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
+
+CAUSES = frozenset({RAISED, KILLED})
+CONSEQUENCES = frozenset({WAITED, CUT})
+GONE_FATES = CAUSES | CONSEQUENCES | {TERMINATED, ENDED, FAILED, GONE, ABORTED}
+_THERE = frozenset({RUNS, STOPPED, TRACED})
+_NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
+# Causes before consequences, what is known before what is not.
+_RANKED = (
+    *(RAISED, KILLED, STOPPED, TRACED, WAITED, CUT, STUCK, ABORTED, TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING),
+    *(UNSEEN, UNREADABLE, RUNS),
+)
+
+
+@dataclass
+class Account:
+    """One rank. Each is the fact that counts of its kind; all fates and seats are kept, for what contradicts."""
+
+    rank: int
+    fate: Fact | None = None
+    place: Fact | None = None
+    motion: Fact | None = None
+    member: Fact | None = None
+    fates: list[Fact] = field(default_factory=list)
+    seats: list[Fact] = field(default_factory=list)
+
+    @property
+    def fate_kind(self) -> str:
+        return self.fate_value.kind
+
+    @property
+    def fate_value(self) -> Fate:
+        return self.fate.value if self.fate is not None and isinstance(self.fate.value, Fate) else _NO_FATE
+
+    @property
+    def place_value(self) -> Place:
+        return self.place.value if self.place is not None and isinstance(self.place.value, Place) else _NO_PLACE
+
+    @property
+    def moved(self) -> bool:
+        """Whether it went on between two looks."""
+        return self.motion is not None and isinstance(self.motion.value, Motion) and self.motion.value.moved
+
+    @property
+    def moved_by(self) -> str:
+        return self.motion.value.by if self.motion is not None and isinstance(self.motion.value, Motion) else ""
+
+    @property
+    def still_s(self) -> float | None:
+        """For how long it has not moved, as far as is known."""
+        return self.motion.value.still_s if self.motion is not None and isinstance(self.motion.value, Motion) else None
+
+    @property
+    def was_looked_at_twice(self) -> bool:
+        return self.motion is not None
+
+    @property
+    def member_value(self) -> Member:
+        return self.member.value if self.member is not None and isinstance(self.member.value, Member) else Member()
+
+    @property
+    def host(self) -> str:
+        return self.member.host if self.member is not None else ""
+
+    @property
+    def waits(self) -> Fact | None:
+        """What shows that it waited for others, if anything does: where it is, or the error that ended it."""
+        if self.place_value.collective and not self.moved:
+            return self.place
+        ends = (fact for fact in self.fates if fate_kind(fact) in CONSEQUENCES)
+        return next(ends, None)
+
+    @property
+    def has_gone(self) -> bool:
+        return self.fate_kind in (*CAUSES, *CONSEQUENCES, ABORTED, TERMINATED, ENDED, FAILED, GONE)
+
+
+_NO_FATE = Fate("")
+_NO_PLACE = Place()
+
+
+def accounts_of(evidence: Evidence) -> dict[int, Account]:
+    """By rank, in rising order."""
+    accounts: dict[int, Account] = {}
+    for fact in evidence.facts:
+        account = accounts.setdefault(fact.rank, Account(fact.rank))
+        if isinstance(fact.value, Seat):
+            account.seats.append(fact)
+        elif isinstance(fact.value, Fate):
+            account.fates.append(fact)
+        elif isinstance(fact.value, Place):
+            account.place = _counts(account.place, fact)
+        elif isinstance(fact.value, Motion):
+            account.motion = _counts(account.motion, fact)
+        else:
+            account.member = _counts(account.member, fact)
+    for account in accounts.values():
+        account.fates = _that_count(account.fates)
+        account.fate = min(account.fates, key=_order_of_fates, default=None)
+    return dict(sorted(accounts.items()))
+
+
+def _counts(before: Fact | None, fact: Fact) -> Fact:
+    """Own before hearsay, then later before earlier; of what cannot be compared, what came last."""
+    if before is None or fact.own != before.own:
+        return fact if before is None or fact.own else before
+    return before if 0 < fact.at < before.at else fact
+
+
+def _order_of_fates(fact: Fact) -> tuple[int, bool, float]:
+    return _RANKED.index(fate_kind(fact)), not fact.own, fact.at
+
+
+def _that_count(fates: list[Fact]) -> list[Fact]:
+    """Without exceptions of a rank that had waited in vain before: what was raised then came of that. And without what
+    others say of a rank that is known to be there.
+    """
+    waited = [fact for fact in fates if fate_kind(fact) in CONSEQUENCES]
+    is_there = any(fact.own and fate_kind(fact) in _THERE for fact in fates)
+    return [
+        fact
+        for fact in fates
+        if not (fate_kind(fact) == RAISED and any(is_before(one, fact) for one in waited))
+        and not (is_there and not fact.own and fate_kind(fact) in _NOT_HEARD)
+    ]
+
+
+def fate_kind(fact: Fact) -> str:
+    """Of a fact that is no fate: none."""
+    return fact.value.kind if isinstance(fact.value, Fate) else ""
+
+
+def is_before(one: Fact, other: Fact) -> bool:
+    """By the same host's clock; False where that is not known."""
+    return bool(one.at and other.at) and one.host == other.host and one.at < other.at
+
+
+def first_of(facts: Iterable[Fact]) -> list[Fact]:
+    """The facts of which none is known to have been after another."""
+    facts = list(facts)
+    return [fact for fact in facts if not any(is_before(other, fact) for other in facts)]

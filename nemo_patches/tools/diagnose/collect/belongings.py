@@ -1,0 +1,84 @@
+"""What else of a job lies on its host: logs, traces and dumps of nemo_patches, Flight Recorder dumps, NCCL's RAS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    CLOCK_TICKS_PER_S,
+    link,
+    number_in,
+    read,
+    stat_fields,
+    variables,
+)
+
+LOG, TRACES, DUMPS, FLIGHT_RECORDER, RAS = "log", "traces", "dumps", "Flight Recorder dump", "NCCL RAS"
+_FLIGHT_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # followed by the rank
+_FLIGHT_RECORDER_DEFAULTS = ("/tmp/nccl_trace_rank_", "/tmp/comm_lib_trace_rank_")
+
+
+@dataclass(frozen=True)
+class Belonging:
+    """kind: LOG, TRACES, DUMPS, FLIGHT_RECORDER: a path of this host; RAS: an address."""
+
+    kind: str
+    path: str
+
+
+def belongings(ranks: Iterable[HostRank]) -> tuple[Belonging, ...]:
+    """Each once, in the order of the ranks."""
+    return tuple(dict.fromkeys(one for rank in ranks for one in _of_rank(rank)))
+
+
+def _of_rank(rank: HostRank) -> Iterator[Belonging]:
+    process, given = f"/proc/{rank.pid}", variables(rank.pid)
+    for descriptor in ("1", "2"):
+        path = link(f"{process}/fd/{descriptor}")
+        if path.startswith("/") and os.path.isfile(path):
+            yield Belonging(LOG, path)
+    folder = link(f"{process}/cwd")
+    for kind, name in ((TRACES, "NEMO_PATCHES_TRACE"), (DUMPS, "NEMO_PATCHES_DUMP")):
+        if given.get(name) and os.path.isdir(path := os.path.join(folder, given[name])):
+            yield Belonging(kind, path)
+    if own := _folder_of_dumps(rank.pid, given.get("TMPDIR", "/tmp")):
+        yield Belonging(DUMPS, own)
+    began = _began(rank.pid)
+    defaults = [*_FLIGHT_RECORDER_DEFAULTS]
+    if home := given.get("HOME"):
+        defaults.append(os.path.join(home, ".cache/torch/comm_lib_trace_rank_"))
+    for start in (*filter(None, map(given.get, _FLIGHT_RECORDER_FILES)), *defaults):
+        path = os.path.join(folder, f"{start}{rank.rank}")
+        if os.path.isfile(path) and _changed(path) >= began:  # an earlier job's may lie there still
+            yield Belonging(FLIGHT_RECORDER, path)
+    if "libnccl" in read(f"{process}/maps") and given.get("NCCL_RAS_ENABLE") != "0":
+        yield Belonging(RAS, given.get("NCCL_RAS_ADDR", "localhost:28028"))
+
+
+def _folder_of_dumps(pid: int, temporary: str) -> str:
+    """The job's own (stall/job_folder.py), in which dumps and sockets have this pid in their names; or empty."""
+    try:
+        own = os.path.join(temporary, f"nemo_patches-{os.stat(f'/proc/{pid}').st_uid}")
+        for job in os.scandir(own):
+            if any(str(pid) in name.split(".") for name in os.listdir(job.path)):
+                return job.path
+    except OSError:
+        pass
+    return ""
+
+
+def _changed(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _began(pid: int) -> float:
+    """When the process has started, in seconds since 1970; 0 if that is not known."""
+    fields = stat_fields(f"/proc/{pid}/stat")
+    booted = number_in(read("/proc/stat").replace("btime ", "btime: "), "btime")
+    return booted + int(fields[19]) / CLOCK_TICKS_PER_S if booted and len(fields) > 19 else 0.0

@@ -1,0 +1,154 @@
+"""Look at the jobs that run on this host, as often as it takes to tell a wait from a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from nemo_patches.tools.diagnose.collect import host_ranks
+from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.collect.samples import Sample, take
+
+FORMAT, WHAT = 1, "stacks"
+STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
+_BETWEEN_LOOKS_S = 2.0
+_LONGER_S = 5.0  # than that, and it is looked at no more
+
+
+class NothingToLookAtError(Exception):
+    """No rank was found. The text says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class SampledRank:
+    """samples: the first and the last that were taken."""
+
+    rank: HostRank
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """One job on one host. at: seconds since 1970, when the last samples were taken."""
+
+    host: str
+    at: float
+    ranks: tuple[SampledRank, ...]
+    belongings: tuple[Belonging, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.ranks[0].rank.job if self.ranks else ""
+
+
+@dataclass(frozen=True)
+class HostFile:
+    """What `nemo-patches stacks --json` prints."""
+
+    what: str
+    format: int
+    jobs: tuple[HostJob, ...]
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def pids_in(text: str) -> list[int]:
+    """The value of --pids. Raises NothingToLookAtError."""
+    if not re.fullmatch(r"([0-9]{1,9}(,[0-9]{1,9})*)?", text):
+        raise NothingToLookAtError(f"--pids={text[:100]}: allowed are process ids with commas between: 4711,4712")
+    return list(dict.fromkeys(int(pid) for pid in text.split(",") if pid))
+
+
+def jobs_here(folder: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
+    """The ranks of each job that runs on this host. Raises NothingToLookAtError."""
+    among = host_ranks.processes()
+    if gone := [pid for pid in pids if pid not in among]:
+        raise NothingToLookAtError(f"--pids: no process {', '.join(map(str, gone))} runs on this host")
+    jobs: dict[str, list[HostRank]] = {}
+    for rank in host_ranks.ranks(among, pids, folder):
+        jobs.setdefault(rank.job, []).append(rank)
+    if jobs:
+        return list(jobs.values())
+    if folder:
+        raise NothingToLookAtError(f"--job={folder}: no rank of a job works there; leave --job out to see all jobs")
+    if closed := host_ranks.closed_to_us():
+        some = ", ".join(map(str, closed[:8]))
+        raise NothingToLookAtError(f"Python processes of other users run here (pid {some}): be that user, or root")
+    with_torch = ", ".join(map(str, host_ranks.with_torch(among)))
+    what = f"--pids {with_torch}" if with_torch else "--pids P,P"
+    raise NothingToLookAtError(
+        "no process here has a launcher's variables (RANK, LOCAL_RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK): give its "
+        f"ranks' processes in the order of the ranks, with {what}"
+    )
+
+
+def look(
+    ranks: Sequence[HostRank],
+    is_enough: Callable[[HostJob], bool],
+    between_s: float = _BETWEEN_LOOKS_S,
+    at_most_s: float = STUCK_AFTER_S + _LONGER_S,
+) -> HostJob:
+    """At the ranks of a job: twice, and again until it is enough, or has lasted too long."""
+    began, host = time.monotonic(), socket.gethostname()
+    first = last = take(ranks)
+    while True:
+        time.sleep(between_s)
+        last = take(ranks, last)
+        sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
+        job = HostJob(host, time.time(), _in_order_of_spawn(sampled))
+        if is_enough(job) or time.monotonic() - began > at_most_s:
+            return replace(job, belongings=belongings(one.rank for one in job.ranks))
+
+
+def has_settled(job: HostJob) -> bool:
+    """Without knowing what ranks wait in: each has run another part of its code meanwhile, or has long not run."""
+    return all(_has_settled(*rank.samples) for rank in job.ranks)
+
+
+def _has_settled(first: Sample, last: Sample) -> bool:
+    if not first.threads or not last.threads or first.main is None or last.main is None:
+        return True
+    if first.main.counters != last.main.counters or first.main.frames != last.main.frames:
+        return True
+    return last.uptime_s - first.uptime_s + (first.slept_s or 0.0) >= STUCK_AFTER_S
+
+
+def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, ...]:
+    """Who was given without a rank, and was started by torch's spawn(), has it in a local of that."""
+    if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
+        return sampled
+    mains = [one.samples[-1].main for one in sampled]
+    numbers = [main.spawned_as if main is not None else -1 for main in mains]
+    if -1 in numbers or len(set(numbers)) < len(numbers):
+        return sampled
+    spawned = (
+        replace(one, rank=replace(one.rank, rank=number, found_by="torch.multiprocessing.spawn"))
+        for one, number in zip(sampled, numbers, strict=True)
+    )
+    return tuple(sorted(spawned, key=lambda one: one.rank.rank))
+
+
+def main() -> None:
+    """Of stacks.pyz, for where nemo_patches is not installed: print this host's JSON."""
+    parser = argparse.ArgumentParser(
+        prog="stacks.pyz",
+        description="Print where the ranks on this host are, as JSON for `nemo-patches diagnose`. Takes up to "
+        f"{STUCK_AFTER_S + _LONGER_S:.0f} s.",
+    )
+    parser.add_argument("--job", default="", metavar="DIR", help="only ranks that work in this folder")
+    parser.add_argument("--pids", default="", metavar="PID,PID", help="only these, in the order of the ranks")
+    given = parser.parse_args()
+    try:
+        jobs = tuple(look(ranks, has_settled) for ranks in jobs_here(given.job, pids_in(given.pids)))
+    except NothingToLookAtError as error:
+        print(f"stacks.pyz: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(HostFile(WHAT, FORMAT, jobs).as_json())

@@ -1,0 +1,188 @@
+"""Which processes of this host are ranks, and of which job: by the variables that their launchers set."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_patches.tools.diagnose.collect.proc_files import link, process_ids, read, stat_fields, variables
+
+LIGHTNING = "Lightning's launcher"
+ORDER = "the order of --pids"
+_PYTHON = re.compile(r"(python[0-9.]*|pypy[0-9.]*|pt_data_worker)( \(deleted\))?$")
+# The launcher, and its variables: the rank, how many there are, how many of them on this host.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"),
+)
+_MOST_WORKERS = 64
+
+
+@dataclass(frozen=True)
+class HostRank:
+    """A rank's topmost Python process. job: tells it from others on this host. launch: torchrun's restart count.
+    found_by: whose variables tell that it is one. workers: Python processes below it: its data loader's, and others.
+    """
+
+    rank: int
+    pid: int
+    world_size: int
+    local_world_size: int
+    job: str = ""
+    launch: str = ""
+    found_by: str = ""
+    workers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    is_python: bool
+    variables: Mapping[str, str]
+
+
+def processes() -> dict[int, Process]:
+    """Of this host, as far as they may be looked at."""
+    found = {}
+    for pid in process_ids():
+        fields = stat_fields(f"/proc/{pid}/stat")
+        if len(fields) > 1:
+            program = link(f"/proc/{pid}/exe")  # none of one that has ended, or that is another user's
+            is_python = bool(_PYTHON.search(program or read(f"/proc/{pid}/comm").strip()))
+            found[pid] = Process(pid, int(fields[1]), is_python, variables(pid) if is_python else {})
+    return found
+
+
+def ranks(among: Mapping[int, Process], pids: Sequence[int] = (), folder: str = "") -> list[HostRank]:
+    """pids: only these, which are ranks whatever their variables say. folder: only those that work in it."""
+    if pids:
+        found = _given(among, pids)
+    else:
+        told = {pid: rank for pid, process in among.items() if (rank := _rank_of(process, among)) is not None}
+        for agent in _agents(told, among):
+            del told[agent]
+        found = [rank for pid, rank in told.items() if not _is_below(among[pid], rank, told, among)]
+    if folder:
+        found = [rank for rank in found if _works_in(rank.pid, folder)]
+    tops = {rank.pid for rank in found}
+    found = [_with_workers(rank, among, tops) for rank in found]
+    return sorted(found, key=lambda rank: (rank.job, rank.rank, rank.pid))
+
+
+def closed_to_us() -> list[int]:
+    """Python processes of other users, whose variables may not be read."""
+    return [
+        pid
+        for pid in process_ids()
+        if read(f"/proc/{pid}/comm").startswith("python") and not os.access(f"/proc/{pid}/environ", os.R_OK)
+    ]
+
+
+def with_torch(among: Mapping[int, Process]) -> list[int]:
+    """Python processes that have loaded torch's distributed part, whichever job they are of."""
+    return [pid for pid, process in among.items() if process.is_python and "libtorch" in read(f"/proc/{pid}/maps")]
+
+
+def _given(among: Mapping[int, Process], pids: Sequence[int]) -> list[HostRank]:
+    told = [_rank_of(among[pid], among) if pid in among else None for pid in pids]
+    known = [rank for rank in told if rank is not None]
+    if len({rank.rank for rank in known}) == len(pids):
+        # Ranks that were not given may run here, too.
+        return [rank if rank.world_size == len(pids) else replace(rank, local_world_size=0) for rank in known]
+    return [HostRank(number, pid, len(pids), len(pids), found_by=ORDER) for number, pid in enumerate(pids)]
+
+
+def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
+    if not process.is_python:
+        return None
+    given = process.variables
+    launch = given.get("TORCHELASTIC_RESTART_COUNT", "")
+    for launcher, rank, world_size, local_world_size in _LAUNCHERS:
+        if given.get(rank, "").isdecimal() and given.get(world_size, "").isdecimal():
+            local = re.fullmatch(r"(\d+)(\(x\d+\))?", given.get(local_world_size, ""))
+            sizes = int(given[world_size]), int(local[1]) if local else 0
+            return HostRank(int(given[rank]), process.pid, *sizes, _job(given), launch, launcher)
+    return _lightnings(process, among)
+
+
+def _is_told(process: Process) -> bool:
+    """Whether its variables tell its rank, as those of other launchers' ranks do."""
+    return any(process.variables.get(rank, "").isdecimal() for _, rank, _, _ in _LAUNCHERS)
+
+
+def _lightnings(process: Process, among: Mapping[int, Process]) -> HostRank | None:
+    """Its launcher starts all ranks of a host but the first, which is their parent and has no variables of its own."""
+    is_first = "LOCAL_RANK" not in process.variables
+    parent = process.pid if is_first else process.parent
+    started = [
+        other.variables
+        for other in among.values()
+        if other.parent == parent and other.is_python and "LOCAL_RANK" in other.variables and not _is_told(other)
+    ]
+    if not started:
+        return None
+    given = started[0] if is_first else process.variables
+    size = len({variables["LOCAL_RANK"] for variables in started}) + 1
+    node, local_rank = given.get("NODE_RANK", "0"), "0" if is_first else given["LOCAL_RANK"]
+    if not (node.isdecimal() and local_rank.isdecimal()):
+        return None
+    world_size = given.get("WORLD_SIZE", "")
+    whole = int(world_size) if world_size.isdecimal() and int(world_size) >= size else size
+    return HostRank(int(node) * size + int(local_rank), process.pid, whole, size, _job(given), "", LIGHTNING)
+
+
+def _job(given: Mapping[str, str]) -> str:
+    if port := given.get("MASTER_PORT", ""):
+        return f"{given.get('MASTER_ADDR', '')}:{port}"
+    return given.get("SLURM_JOB_ID", "")
+
+
+def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[int]:
+    """Processes with variables of ranks that start ranks themselves: torchrun under srun, or in a pod that has RANK."""
+    agents = set()
+    for pid, rank in told.items():
+        given = among[pid].variables
+        for above in _above(among[pid], among):
+            theirs = among[above.pid].variables
+            other = told.get(above.pid, rank)
+            is_torchruns = "TORCHELASTIC_RUN_ID" in given and "TORCHELASTIC_RUN_ID" not in theirs
+            is_anothers = "RANK" in given and "RANK" not in theirs and other.found_by != LIGHTNING
+            if is_torchruns or (is_anothers and (rank.rank, rank.world_size) != (other.rank, other.world_size)):
+                agents.add(above.pid)
+    return agents & told.keys()
+
+
+def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
+    """Its parent, that one's parent, and so on."""
+    passed = {process.pid}
+    while (above := among.get(process.parent)) is not None and above.pid not in passed:
+        yield above
+        passed.add(above.pid)
+        process = above
+
+
+def _is_below(process: Process, rank: HostRank, told: Mapping[int, HostRank], among: Mapping[int, Process]) -> bool:
+    """Whether it is a child of its rank, with the same variables, and no rank of its own. A shell may be between."""
+    other = next((told[above.pid] for above in _above(process, among) if above.pid in told), None)
+    return other is not None and (other.rank == rank.rank or LIGHTNING not in (rank.found_by, other.found_by))
+
+
+def _with_workers(rank: HostRank, among: Mapping[int, Process], tops: set[int]) -> HostRank:
+    found, rest = list[int](), [rank.pid]
+    while rest and len(found) < _MOST_WORKERS:
+        parent = rest.pop(0)
+        children = [process for process in among.values() if process.parent == parent and process.pid not in tops]
+        rest += [process.pid for process in children]
+        found += [process.pid for process in children if process.is_python]
+    return replace(rank, workers=tuple(found))
+
+
+def _works_in(pid: int, folder: str) -> bool:
+    try:
+        return os.path.samefile(f"/proc/{pid}/cwd", folder)
+    except OSError:
+        return False

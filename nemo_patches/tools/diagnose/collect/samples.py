@@ -1,0 +1,271 @@
+"""Samples of processes from outside: what /proc tells, and their Python stacks by py-spy. Nothing in them is changed.
+
+Of their variables, only whole numbers leave a process, and only those with a name of _COUNTERS: how far its loops are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    CLOCK_TICKS_PER_S,
+    link,
+    number_in,
+    read,
+    stat_fields,
+    uptime_s,
+)
+from nemo_patches.tools.diagnose.collect.source import calls, loop_of
+
+NO_PY_SPY = "py-spy is not installed: `pip install py-spy`, or `pip install 'nemo-patches[stacks]'`"
+GONE, ZOMBIE = "gone", "Z"
+_COUNTERS = {
+    *("i", "j", "k", "it", "iteration", "step", "batch", "batch_idx", "batch_nb", "global_step", "epoch"),
+    *("current_epoch", "n_batch", "dataloader_idx"),
+}
+SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's counter
+_PY_SPY_S = 20.0
+_AT_ONCE = 8  # processes
+_MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
+_DRIVERS = ("libcuda.so", "libamdhip64.so")
+
+
+class _SystemCalls(NamedTuple):
+    """Their numbers. of_file: whose first argument is an open file: read, write, flock, fsync and the like."""
+
+    of_file: frozenset[str]
+    open: str
+    openat: str
+    futex: str
+
+
+_SYSTEM_CALLS = {
+    "x86_64": _SystemCalls(frozenset(("0", "1", "17", "18", "19", "20", "73", "74", "75")), "2", "257", "202"),
+    "aarch64": _SystemCalls(frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83")), "", "56", "98"),
+}.get(os.uname().machine, _SystemCalls(frozenset(), "", "", ""))
+
+
+class Frame(NamedTuple):
+    """One frame; a stack has the innermost first."""
+
+    name: str
+    file: str
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Thread:
+    """counters: of its loops, by "i of train (train.py)". loops: by the same, where that loop begins (source.py).
+    calls: names of what the innermost line of Python calls, and "with". spawned_as: the index that
+    torch.multiprocessing.spawn() has given to this process; -1: it has not.
+    """
+
+    name: str = ""
+    tid: int = 0
+    has_gil: bool = False
+    frames: tuple[Frame, ...] = ()
+    counters: Mapping[str, int] = field(default_factory=dict)
+    loops: Mapping[str, int] = field(default_factory=dict)
+    calls: tuple[str, ...] = ()
+    spawned_as: int = -1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at a process. Where nothing else is said, of its main thread.
+
+    state: as /proc has it, or GONE. uptime_s, ended_s: of the host, when the look began and ended. slept_s: so long it
+    had not run; None where it ran, or where the kernel does not tell. undisturbed_s: so long no look had woken it.
+    waits_untimed: in a futex without a time limit. file: that its system call is at. tracer: the pid of a debugger.
+    has_gpu: it has loaded a GPU's driver, as far as is known. error: why there are no threads.
+    """
+
+    pid: int = 0
+    state: str = ""
+    uptime_s: float = 0.0
+    ended_s: float = 0.0
+    slept_s: float | None = None
+    undisturbed_s: float | None = None
+    cpu_s: float = 0.0
+    switches: int = 0
+    wait_channel: str = ""
+    waits_untimed: bool = False
+    file: str = ""
+    tracer: int = 0
+    has_gpu: bool = True
+    threads: tuple[Thread, ...] = ()
+    error: str = ""
+    workers: tuple[Sample, ...] = ()
+
+    @property
+    def main(self) -> Thread | None:
+        """The thread that has called main(): its id is the process's."""
+        return next((thread for thread in self.threads if thread.tid == self.pid), None)
+
+
+def take(ranks: Sequence[HostRank], before: Mapping[int, Sample] | None = None) -> dict[int, Sample]:
+    """One of each rank, by its pid. before: those that were taken last."""
+    offset = _clock_offset()
+
+    def of_rank(rank: HostRank) -> Sample:
+        last = (before or {}).get(rank.pid)
+        return _of_rank(rank, offset, last)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip((rank.pid for rank in ranks), pool.map(of_rank, ranks), strict=True))
+
+
+def py_spy() -> str:
+    """Its program; empty where there is none."""
+    beside = (os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.path.expanduser("~/.local/bin"))
+    return shutil.which("py-spy") or shutil.which("py-spy", path=os.pathsep.join(beside)) or ""
+
+
+def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sample:
+    taken = _process(rank.pid, offset)
+    if last is not None and last.threads:  # py-spy has stopped it, which wakes its threads
+        taken = replace(taken, undisturbed_s=taken.uptime_s - last.ended_s)
+    main = taken.main
+    if main is None or not any("utils/data/dataloader.py" in frame.file for frame in main.frames):
+        return taken
+    return replace(taken, workers=tuple(_process(pid, offset) for pid in rank.workers[:_MOST_LOADER_WORKERS]))
+
+
+def _process(pid: int, offset: float | None) -> Sample:
+    """First what the kernel tells: py-spy wakes the threads. A stopped, traced or dead one is not disturbed at all."""
+    taken = _kernels(pid, offset)
+    if taken.state in (GONE, ZOMBIE) or taken.tracer:
+        return taken
+    threads, error = _threads(pid, taken.state)
+    return replace(taken, threads=threads, error=error, ended_s=uptime_s())
+
+
+def _clock_offset() -> float | None:
+    """Between the uptime and the scheduler's clock, which se.exec_start is by."""
+    ran = _exec_start_s(os.getpid())
+    return None if ran is None else uptime_s() - ran
+
+
+def _exec_start_s(pid: int) -> float | None:
+    """When it was last given a core."""
+    found = number_in(read(f"/proc/{pid}/task/{pid}/sched"), "se.exec_start")
+    return None if found is None else found / 1000
+
+
+def _kernels(pid: int, offset: float | None) -> Sample:
+    main = stat_fields(f"/proc/{pid}/task/{pid}/stat")
+    if len(main) < 20:
+        return Sample(pid, GONE)
+    ran, now = _exec_start_s(pid), uptime_s()
+    is_known = ran is not None and offset is not None and main[0] != "R"
+    system_call = read(f"/proc/{pid}/task/{pid}/syscall").split()
+    status = read(f"/proc/{pid}/task/{pid}/status")
+    return Sample(
+        pid=pid,
+        state=main[0],
+        uptime_s=now,
+        slept_s=max(0.0, now - (ran or 0.0) - (offset or 0.0)) if is_known else None,
+        cpu_s=(int(main[11]) + int(main[12])) / CLOCK_TICKS_PER_S,
+        switches=int(number_in(status, "voluntary_ctxt_switches") or 0),
+        wait_channel=read(f"/proc/{pid}/task/{pid}/wchan"),
+        waits_untimed=len(system_call) > 4 and system_call[0] == _SYSTEM_CALLS.futex and system_call[4] == "0x0",
+        file=_file_of_call(pid, system_call),
+        tracer=int(number_in(status, "TracerPid") or 0),
+        has_gpu=not (maps := read(f"/proc/{pid}/maps")) or any(driver in maps for driver in _DRIVERS),
+    )
+
+
+def _file_of_call(pid: int, call: Sequence[str]) -> str:
+    """The file that its read() or write() is at, or that its open() names."""
+    if len(call) < 3:
+        return ""
+    number, first, second = call[:3]
+    if number in _SYSTEM_CALLS.of_file:
+        path = link(f"/proc/{pid}/fd/{int(first, 16)}")
+        return path if path.startswith("/") and not path.startswith("/dev/") else ""
+    if number not in (_SYSTEM_CALLS.open, _SYSTEM_CALLS.openat):
+        return ""
+    try:
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            memory.seek(int(first if number == _SYSTEM_CALLS.open else second, 16))
+            return os.fsdecode(memory.read(4096).partition(b"\0")[0])
+    except (OSError, OverflowError):
+        return ""
+
+
+def _threads(pid: int, state: str) -> tuple[tuple[Thread, ...], str]:
+    """Its threads' stacks; or none, and why."""
+    program = py_spy()
+    if not program:
+        return (), NO_PY_SPY
+    command = [program, "dump", "--json", "--locals", "--pid", str(pid)]
+    if state in "TtD":  # it would not stop once more, or not in time
+        command.append("--nonblocking")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PY_SPY_S)
+        if done.returncode:
+            return (), _why_not(pid, done.stderr)
+        found = json.loads(done.stdout)
+        return tuple(_thread(pid, thread) for thread in found[:_MOST_THREADS]), ""
+    except subprocess.TimeoutExpired:
+        return (), f"py-spy had no stack of it within {_PY_SPY_S:.0f} s"
+    except OSError as error:
+        return (), f"{program} cannot be run: {error.strerror}"
+    except (ValueError, KeyError, TypeError):
+        return (), "what py-spy said cannot be read"
+
+
+def _why_not(pid: int, said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    reason = lines[0] if lines else "py-spy failed"
+    if not re.search(r"permission denied|operation not permitted|ptrace", said, re.IGNORECASE):
+        return reason[:200]
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return "its process has gone"
+    if owner != os.geteuid() and os.geteuid():
+        return f"it is user {owner}'s: run this as that user, or as root"
+    if read("/proc/sys/kernel/yama/ptrace_scope").strip() not in ("", "0"):
+        return "this host allows ptrace to root only: run this as root, or `sysctl kernel.yama.ptrace_scope=0`"
+    return "ptrace is not allowed here: run this as root, in a container with `--cap-add SYS_PTRACE`, or from its host"
+
+
+def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
+    frames = told["frames"][:_MOST_FRAMES]
+    counters, loops = dict[str, int](), dict[str, int]()
+    for frame in reversed(frames):
+        for variable in frame.get("locals") or ():
+            found = counter(frame["name"], frame["filename"], variable["name"], variable.get("repr") or "")
+            counters |= found
+            if found and (line := loop_of(pid, frame["filename"], frame["line"], variable["name"])) is not None:
+                loops[next(iter(found))] = line
+    spawned_as = counters.pop(SPAWNED_AS, -1)
+    return Thread(
+        name=told.get("thread_name") or "",
+        tid=told.get("os_thread_id") or 0,
+        has_gil=bool(told.get("owns_gil")),
+        frames=tuple(Frame(frame["name"], frame["filename"], frame["line"]) for frame in frames),
+        counters=counters,
+        loops=loops,
+        calls=calls(pid, frames[0]["filename"], frames[0]["line"]) if frames else (),
+        spawned_as=spawned_as,
+    )
+
+
+def counter(function: str, file: str, variable: str, value: str) -> dict[str, int]:
+    """A local variable, if it is a whole number with a name of _COUNTERS: {"i of train (train.py)": 7}."""
+    if variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
+        return {}
+    return {f"{variable} of {function.rpartition('.')[2]} ({os.path.basename(file)})": int(value)}

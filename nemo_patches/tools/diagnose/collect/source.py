@@ -1,0 +1,74 @@
+"""The source of a frame, where its process sees it: which C functions its line calls, and which loop it is in."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import re
+import stat
+
+_LARGEST = 1 << 21  # bytes
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+def calls(pid: int, file: str, line: int) -> tuple[str, ...]:
+    """Names of what this line calls, and "with": C functions have no frames of their own."""
+    lines = _lines(pid, file)
+    text = lines[line - 1].partition("#")[0] if 0 < line <= len(lines) else ""
+    names = re.findall(r"\b([A-Za-z_]\w*)\s*\(", text)
+    return (*names[:16], *(["with"] if re.match(r"\s*(async\s+)?with\b", text) else []))
+
+
+def loop_of(pid: int, file: str, line: int, variable: str) -> int | None:
+    """The line at which the loop begins that this line is in, and that sets the variable.
+
+    0: the function has such a loop, and has come out of it, or is not in it yet. None: it has none (the variable is an
+    argument), or there is no source.
+    """
+    loops = _loops("".join(_lines(pid, file)), line, variable)
+    around = [(first, last) for first, last in loops if first <= line <= last]
+    return max(around)[0] if around else 0 if loops else None
+
+
+def _lines(pid: int, file: str) -> list[str]:
+    """It may be in a container, or have a path that begins where the process has worked."""
+    root = f"/proc/{pid}/root" if file.startswith("/") else f"/proc/{pid}/cwd"
+    path = os.path.join(root, file.lstrip("/"))
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return []
+    return linecache.getlines(path) if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST else []
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _loops(text: str, line: int, variable: str) -> tuple[tuple[int, int], ...]:
+    """First and last lines of the loops that set the variable, in the innermost function that has this line."""
+    tree = _tree(text)
+    if tree is None:
+        return ()
+    functions = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    function = max(functions, key=lambda node: node.lineno, default=tree)
+    return tuple(
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(function)
+        if isinstance(node, _LOOPS) and any(_sets(inner, variable) for inner in ast.walk(node))
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a newer Python than this one, or none at all
+        return None
+
+
+def _sets(node: ast.AST, variable: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Store)

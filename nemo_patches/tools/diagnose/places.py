@@ -1,0 +1,175 @@
+"""What a thread is in, told by its frames' names, so that any dump will do; no torch is needed.
+
+What torch's functions wait for is in stall/waits.py, which stall reports share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from nemo_patches.stall import waits
+from nemo_patches.stall.rank_text import LENGTH_SYNC
+from nemo_patches.stall.waits import Call
+from nemo_patches.tools.diagnose.collect.samples import Frame
+from nemo_patches.tools.diagnose.facts import Place
+from nemo_patches.tools.diagnose.verdicts import ENDING, LOADER, LOCK
+
+_NO_FRAME = "the end of its script: no Python frame is left, it waits in C++"
+# C++ frames (py-spy --native, pystack --native, gdb); the first that matches, of the innermost.
+_NATIVE_WAITS = (
+    (r"nccl\w*Abort|ProcessGroupNCCL::abort", "NCCL's abort"),
+    (r"ncclCommInit|ncclGetUniqueId|bootstrapInit", "NCCL's construction"),
+    (r"TCPStore|PrefixStore|c10d::Store", "the store"),
+    (r"gloo::barrier|monitoredBarrier", "barrier"),
+    (r"c10d::Work(NCCL)?::wait|ProcessGroup\w*::.*wait|gloo::", "a collective's wait()"),
+    (r"cu(da)?(Stream|Event|Device|Ctx)Synchronize|libcuda\.so|cudaMemcpy\b", waits.of_method("synchronize")),
+)
+_MOST_NATIVE_FRAMES = 25
+_LOADER_FUNCTIONS = {"_try_get_data", "_get_data", "_next_data", "__next__", "_MultiProcessingDataLoaderIter"}
+_LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<|\.so(\.|$)")
+_TORCH = re.compile(r"(?:^|/)torch/(.*)$")
+# py-spy's text, and others', tell a file by its path within a folder of sys.path.
+_SHORT_PACKAGES = (
+    *("torch/", "nemo/", "lightning/", "pytorch_lightning/", "lightning_fabric/", "torchmetrics/", "lhotse/", "wrapt/"),
+    *("multiprocessing/", "concurrent/", "asyncio/", "importlib/", "json/", "logging/", "encodings/", "hydra/"),
+)
+_SHORT_FILES = {
+    *("threading.py", "selectors.py", "queue.py", "socket.py", "runpy.py", "contextlib.py", "subprocess.py"),
+    *("functools.py", "pickle.py", "shutil.py", "tempfile.py", "ssl.py", "gzip.py", "tarfile.py", "zipfile.py"),
+}
+_STDLIB_WAITS = ("threading.py", "selectors.py", "queue.py", "multiprocessing/", "concurrent/futures", "asyncio/")
+# Frames that only pass a collective on: who called it stands outside them.
+_PASSES_ON = re.compile(
+    r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/)|torchmetrics/|"
+    r"lightning_utilities/|accelerate/|deepspeed/comm/|wrapt/|functools\.py|contextlib\.py"
+)
+_CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}  # of NeMo's, by their functions
+_OUR_SYNC = re.compile(r"(^|/)sync/length_sync\.py$")
+_MOST_PLACES = 3  # of the user's own, that `where` tells
+
+
+def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = False, has_gpu: bool = True) -> Place:
+    """Of one thread. calls: what the innermost line calls, where its source is known. in_futex: so the kernel says."""
+    if not frames:
+        return Place(where=_NO_FRAME, collective=ENDING, activity=ENDING)
+    python = [frame for frame in frames if not is_native(frame)]
+    native = list(takewhile(is_native, frames))
+    where, way = _where(python or native), tuple(map(shown, reversed(python)))
+    by_name = [_call(frame) for frame in python]
+    collective = waits.collective(by_name) or waits.set_up(by_name) or _our_sync(python)
+    in_loader = not collective and _in_loader(python)
+    if not collective and not in_loader:
+        collective = _of_native(native) or _guess(calls, has_gpu)
+    activity = waits.activity(by_name)
+    if collective:
+        return Place(where, collective, _caller(python), activity, way=way)
+    if not activity and in_loader:
+        activity = LOADER
+    if not activity and _waits_for_lock(python, calls, in_futex):
+        activity = LOCK
+    return Place(where, activity=activity, way=way)
+
+
+def shown(frame: Frame) -> str:
+    """ "train (train.py:80)"."""
+    return f"{_function(frame)} ({_base(frame)}:{frame.line})"
+
+
+def is_native(frame: Frame) -> bool:
+    return ".so" in frame.file or not frame.file or frame.name.startswith("0x") or "::" in frame.name
+
+
+def is_library(frame: Frame) -> bool:
+    """Whether it is no code of the user's own."""
+    is_short = not frame.file.startswith(("/", "<"))
+    is_known = frame.file.startswith(_SHORT_PACKAGES) or frame.file in _SHORT_FILES
+    return is_native(frame) or bool(_LIBRARY.search(frame.file)) or (is_short and is_known)
+
+
+def trunk(frames: Sequence[Frame]) -> list[Frame]:
+    """The frames but for the innermost of them, which a loop changes that polls: those of the standard library."""
+    python = [frame for frame in frames if not is_native(frame)]
+    for number, frame in enumerate(python):
+        if not is_library(frame) or _in_torch(frame) or _PASSES_ON.search(frame.file) or "/nemo/" in frame.file:
+            return python[number:]
+    return python
+
+
+def _function(frame: Frame) -> str:
+    return frame.name.rpartition(".")[2]
+
+
+def _base(frame: Frame) -> str:
+    return frame.file.rpartition("/")[2]
+
+
+def _in_torch(frame: Frame) -> str:
+    found = _TORCH.search(frame.file)
+    return found[1] if found else ""
+
+
+def _call(frame: Frame) -> Call:
+    return Call(_function(frame), frame.file, _in_torch(frame))
+
+
+def _where(frames: Sequence[Frame]) -> str:
+    """The innermost frame, and the innermost of the user's own."""
+    own = [frame for frame in frames if not is_library(frame)][:_MOST_PLACES] or list(frames[:_MOST_PLACES])
+    return " < ".join(map(shown, own if frames[0] in own else [frames[0], *own]))
+
+
+def _our_sync(frames: Sequence[Frame]) -> str:
+    """Whether it waits in nemo_patches' own length sync, behind frames of the standard library."""
+    inner = next((frame for frame in frames if not any(part in frame.file for part in _STDLIB_WAITS)), None)
+    is_wait = inner is not None and ("nemo_patches" in inner.file or _OUR_SYNC.search(inner.file))
+    return LENGTH_SYNC if is_wait and any(_OUR_SYNC.search(frame.file) for frame in frames[:8]) else ""
+
+
+def _of_native(frames: Sequence[Frame]) -> str:
+    for frame in frames[:_MOST_NATIVE_FRAMES]:
+        for pattern, title in _NATIVE_WAITS:
+            if re.search(pattern, frame.name) or re.search(pattern, frame.file):
+                return title
+    return ""
+
+
+def _guess(calls: Sequence[str], has_gpu: bool) -> str:
+    guesses = (waits.of_method(call) for call in calls if has_gpu or not waits.needs_device(call))
+    return next(filter(None, guesses), "")
+
+
+def _caller(frames: Sequence[Frame]) -> str:
+    """Who called the collective: "the length sync (conformer_encoder.py:794)"."""
+    others = [frame for frame in frames if not _in_torch(frame)]
+    caller = next((frame for frame in others if not _PASSES_ON.search(frame.file)), others[0] if others else None)
+    if caller is None:
+        return ""
+    name = _CALLERS.get(_function(caller), caller.name.replace("<locals>.", ""))
+    return f"{name} ({_base(caller)}:{caller.line})"
+
+
+def _in_loader(frames: Sequence[Frame]) -> bool:
+    for frame in frames:
+        in_torch = _in_torch(frame)
+        if in_torch.startswith(_LOADER_FILES):
+            if in_torch.endswith("dataloader.py") and _function(frame) in _LOADER_FUNCTIONS:
+                return True
+        elif not any(part in frame.file for part in _STDLIB_WAITS):
+            return False
+    return False
+
+
+def _waits_for_lock(frames: Sequence[Frame], calls: Sequence[str], in_futex: bool) -> bool:
+    if not frames:
+        return False
+    function, in_threading = _function(frames[0]), _base(frames[0]) == "threading.py"
+    if function in ("acquire", "join", "_wait_for_tstate_lock") or (function == "wait" and in_threading):
+        return True
+    return in_futex and any(call in ("with", "join", "acquire") or "lock" in call.lower() for call in calls)
+
+
+def users_own(frames: Sequence[Frame]) -> Iterator[Frame]:
+    return (frame for frame in frames if not is_library(frame))

@@ -1,0 +1,183 @@
+"""All that lies in files and folders: each file goes to the reader that recognises it; what they tell is joined."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose.facts import Evidence, Fact
+from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
+
+STANDARD_INPUT = Path("-")
+_TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
+_ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
+_MOST_FILES = 10_000
+_HEAD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads one kind of file. name: for a person."""
+
+    name: str
+    recognises: Callable[[str, bytes], bool]
+    read: Callable[[list[Path], Evidence], None]
+
+
+# A file may be of several kinds: a log holds stacks, too. What no other reader recognises is a log.
+_READERS = (
+    Reader("stacks", stacks.recognises, stacks.read),
+    Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
+    Reader("answers of NCCL's RAS", nccl_ras.recognises, nccl_ras.read),
+)
+_LOGS = Reader("logs", logs.recognises, logs.read)
+
+
+@dataclass
+class Found:
+    """What lies there. traces: the folders that hold a trace or a dump of nemo_patches. by_reader: the other files."""
+
+    traces: list[Path] = field(default_factory=list)
+    by_reader: dict[str, list[Path]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    earlier: list[str] = field(default_factory=list)
+
+
+def find(paths: Sequence[Path]) -> Found:
+    """Look into files and folders. Raises UnreadableError where there is nothing."""
+    found = Found()
+    files = [(path, file) for path in paths for file in _of_the_last_attempt(_files(path, found), found)]
+    if len(files) > _MOST_FILES:
+        found.problems.append(f"{len(files)} files; only the first {_MOST_FILES} were looked at")
+    for path, file in files[:_MOST_FILES]:
+        if _TRACE.search(file.name):
+            if file == path:
+                raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
+            found.traces += [file.parent] if file.parent not in found.traces else []
+        elif file == path or os.path.isfile(file):  # a pipe in a folder never ends
+            _sort_in(file, path, found)
+    return found
+
+
+def _sort_in(file: Path, given: Path, found: Found) -> None:
+    """To the readers that recognise a file. Raises UnreadableError where it was given itself, and cannot be read."""
+    try:
+        head = _head(file)
+    except OSError as error:
+        if file == given:
+            raise UnreadableError(f"{given}: {error.strerror}") from error
+        found.problems.append(safe(f"{file}: {error.strerror}"))
+        return
+    readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
+    if not readers or logs.recognises(str(file), head):
+        readers.append(_LOGS)
+    for reader in readers:
+        found.by_reader.setdefault(reader.name, []).append(file)
+
+
+def _files(path: Path, found: Found) -> list[Path]:
+    if path == STANDARD_INPUT or not os.path.isdir(path):  # Path's own raises for a name that is too long
+        return [path]
+
+    def note(error: OSError) -> None:
+        found.problems.append(safe(f"{error.filename}: {error.strerror}"))
+
+    files = sorted(Path(folder, name) for folder, _, names in os.walk(path, onerror=note) for name in names)
+    if not files:
+        raise UnreadableError(f"{path}: {'; '.join(found.problems) or 'it is empty'}")
+    return files
+
+
+def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
+    """Without the files of earlier attempts, which torchrun --log-dir keeps: their ranks waited for other ones."""
+    attempts = {
+        file: next(((up.parent, int(up.name[8:])) for up in file.parents if _ATTEMPT.fullmatch(up.name)), None)
+        for file in files
+    }
+    last: dict[Path, int] = {}
+    for folder, number in filter(None, attempts.values()):
+        last[folder] = max(number, last.get(folder, 0))
+    for folder, number in sorted({one for one in attempts.values() if one and one[1] < last[one[0]]}):
+        found.earlier.append(safe(f"{folder.name}/attempt_{number}: an earlier attempt, not read; give it to read it"))
+    return [file for file, attempt in attempts.items() if attempt is None or attempt[1] == last[attempt[0]]]
+
+
+def _head(file: Path) -> bytes:
+    """Nothing of a pipe (`diagnose <(COMMAND)`): what is read from one is gone."""
+    if file == STANDARD_INPUT or (os.path.exists(file) and not os.path.isfile(file)):
+        return b""
+    with file.open("rb") as opened:
+        return opened.read(_HEAD_BYTES)
+
+
+def read(found: Found) -> list[tuple[str, Evidence]]:
+    """What each reader tells of its files but for traces, which folder.py reads."""
+    parts = []
+    for reader in (*_READERS, _LOGS):
+        if files := found.by_reader.get(reader.name):
+            evidence = Evidence()
+            reader.read(files, evidence)
+            parts.append((reader.name, evidence))
+    return parts
+
+
+def of_traces(job: Job, report: Report) -> Evidence:
+    """What a folder of traces, or of dumps, tells, beside other evidence."""
+    evidence = Evidence(world_size=job.world_size, findings=list(report.findings), ranks=list(report.ranks))
+    evidence.summary, evidence.problems, evidence.earlier = (
+        list(report.summary),
+        list(report.problems),
+        list(report.earlier),
+    )
+    evidence.moving, evidence.runs = report.moving, report.runs
+    return evidence
+
+
+def joined(
+    parts: Sequence[tuple[str, Evidence]], problems: Sequence[str] = (), earlier: Sequence[str] = ()
+) -> Evidence:
+    """Of one job: what tells of another number of ranks than the newest source is listed, and not joined."""
+    size = _world_size(parts)
+    whole = Evidence(world_size=size, problems=[*problems], earlier=[*earlier])
+    for name, part in parts:
+        whole.problems += part.problems
+        whole.earlier += part.earlier
+        whole.looked_for += part.looked_for
+        if part.world_size not in (0, size) and part.facts:
+            whole.earlier.append(f"{name}: of a job of {part.world_size} ranks, not of {size}: not taken into account")
+            continue
+        taken = {group: f"{group} of {name}" for group in part.groups if group in whole.groups}
+        whole.facts += [_renamed(fact, taken) for fact in part.facts]
+        whole.groups |= {taken.get(group, group): ranks for group, ranks in part.groups.items()}
+        whole.begins |= {(taken.get(group, group), rank): first for (group, rank), first in part.begins.items()}
+        whole.findings += part.findings
+        whole.ranks += part.ranks
+        whole.summary += part.summary
+        whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
+        whole.patched |= part.patched
+        whole.moving |= part.moving
+        whole.runs |= part.runs
+    return whole
+
+
+def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
+    """That of the newest source that tells one; of those without a time, of the one that tells most."""
+    told = [part for _, part in parts if part.world_size]
+    newest = max(
+        told, key=lambda part: (max((fact.at for fact in part.facts), default=0.0), len(part.facts)), default=None
+    )
+    return newest.world_size if newest is not None else 0
+
+
+def _renamed(fact: Fact, taken: dict[str, str]) -> Fact:
+    """With its group's other name, where two sources number collectives of groups of one name."""
+    if isinstance(fact.value, Seat) and fact.value.group in taken:
+        return replace(fact, value=fact.value._replace(group=taken[fact.value.group]))
+    return fact

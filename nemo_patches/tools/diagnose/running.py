@@ -1,0 +1,105 @@
+"""A job that runs on this host, whatever it runs: its ranks' stacks, and all that lies beside them, judged together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose import reading
+from nemo_patches.tools.diagnose.accounts import GONE_FATES, fate_kind
+from nemo_patches.tools.diagnose.collect.belongings import RAS, Belonging
+from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, look
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.facts import Evidence, Fate, Place
+from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.judge import STUCK_AFTER_S, judge, rule
+from nemo_patches.tools.diagnose.sources import nccl_ras, stacks
+from nemo_patches.tools.diagnose.watch import once
+
+_MOST_SHOWN = 6
+
+
+def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Report:
+    """Look until the ranks go on, or wait for longer than this; then read what lies beside them."""
+    job = look(ranks, lambda seen: not rule(_seen(seen), stuck_after_s).is_too_early, at_most_s=stuck_after_s + 5.0)
+    problems: list[str] = []
+    seen = _seen(job)
+    beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]
+    parts = [("stacks", seen), *beside]
+    report = _judged(job, parts, problems, stuck_after_s)
+    addresses = [one.path for one in job.belongings if one.kind == RAS]
+    if addresses and report.findings and not any(one.ranks for one in report.findings):
+        # On a GPU a stack does not tell for which collective a rank waits; NCCL's numbers may.
+        parts += _asked(addresses[0], problems)
+        report = _judged(job, parts, problems, stuck_after_s)
+    return report
+
+
+def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
+    """Nothing of a source that tells of ranks' ends which run: a log begins with earlier launches.
+
+    A rank that an exception has ended, and that hangs as its interpreter ends, has left its script.
+    """
+    in_script = {fact.rank for fact in seen.facts if isinstance(fact.value, Place) and _is_in_script(fact.value)}
+    ended = [fact for fact in part.facts if fact.rank in in_script and fate_kind(fact) in GONE_FATES]
+    if not ended:
+        return part
+    first = ended[0]
+    assert isinstance(first.value, Fate)
+    text = f"{name}: by {first.cite} rank {first.rank} {first.value.kind}, and it runs: told is of an earlier launch, "
+    text += "or of an exception that was caught; not taken into account"
+    return Evidence(earlier=[*part.earlier, safe(text)], problems=part.problems)
+
+
+def _is_in_script(place: Place) -> bool:
+    return bool(place.way) and place.way[0].startswith(("<module>", "_bootstrap", "_run_module_as_main"))
+
+
+def _judged(
+    job: HostJob, parts: Sequence[tuple[str, Evidence]], problems: Sequence[str], stuck_after_s: float
+) -> Report:
+    evidence = reading.joined(parts, problems)
+    evidence.summary += _how(job)
+    evidence.runs = True
+    return judge(evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s)
+
+
+def _asked(address: str, problems: list[str]) -> list[tuple[str, Evidence]]:
+    evidence = Evidence()
+    try:
+        nccl_ras.ask(address, evidence)
+    except UnreadableError as error:
+        problems.append(safe(str(error)))
+        return []
+    return [("NCCL's RAS", evidence)]
+
+
+def _seen(job: HostJob) -> Evidence:
+    return Evidence(stacks.of_samples(job), world_size=max(one.rank.world_size for one in job.ranks))
+
+
+def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[str, Evidence]]:
+    """What each thing tells that lies there; one that cannot be read is a problem, and no more."""
+    parts: list[tuple[str, Evidence]] = []
+    for one in belongings:
+        if one.kind == RAS:
+            continue
+        try:
+            found = reading.find([Path(one.path)])
+            parts += reading.read(found)
+            parts += [("traces", reading.of_traces(*once(folder))) for folder in found.traces]
+        except (UnreadableError, OSError) as error:
+            problems.append(safe(f"{one.kind} {one.path}: {error}"))
+    return parts
+
+
+def _how(job: HostJob) -> list[str]:
+    """How it was found, and what else lies there."""
+    by = ", ".join(sorted({one.rank.found_by for one in job.ranks}))
+    lines = [f"2 looks at {len(job.ranks)} ranks on {job.host}; ranks found by {by}."]
+    if job.belongings:
+        also = "; ".join(f"{one.kind} {safe(one.path)}" for one in job.belongings[:_MOST_SHOWN])
+        lines.append(f"Also there: {also}.")
+    return lines

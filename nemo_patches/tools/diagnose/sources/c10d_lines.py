@@ -1,0 +1,509 @@
+"""What torch's process groups write: time-outs of NCCL's watchdog and of Gloo, the store's, and torch's own reports.
+
+It knows the wording of torch 1.10 to 2.15.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose.facts import (
+    CUT,
+    MISSING,
+    NOT_TOLD,
+    RAISED,
+    STUCK,
+    UNSEEN,
+    WAITED,
+    Evidence,
+    Fate,
+    Place,
+)
+from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, MOST_RANKS, LaunchFacts, Line, shown
+
+_MOST_APART = 200  # collectives by which the ranks of one group may be apart: what is enqueued is bounded
+DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
+_CHECKED = "collectives checked by torch"  # the group of fingerprints, which have numbers of their own
+
+# One of which each line has that tells something here.
+_WORDS = (
+    *("NCCL", "nccl", "ollective", "arrier", "atchdog", "gloo", "pair closure", "imed out", "imeout", "store"),
+    *("Duplicate GPU", "sizes: ", "group info", "Culprit", "ranks", "last enqueued", "remote p"),
+)
+_RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
+TIMEOUT = re.compile(
+    r"(?:Watchdog ?caught ?collective ?operation ?timeout:|Caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\("
+    r"(?:SeqNum=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?"
+)
+_GROUP = re.compile(r"\[PG ?(?:ID ?)?(\w{1,40})(?: ?PG ?GUID ?(\w{1,40}))?")
+_STATUS = re.compile(
+    r"(?:at ?work|NCCL ?work|work ?sequence ?id): ?(\d{1,18}).{0,40}?"
+    r"last ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?work: ?(-?\d{1,18})"
+)
+_FINGERPRINT = re.compile(
+    r"Rank ?(\d{1,7}) ?is ?running ?collective: ?CollectiveFingerPrint\((?:SequenceNumber=(\d{1,18}),? ?)?"
+    r"OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?TensorDtypes=(\w{1,40}))?"
+)
+_LAGGING = re.compile(r"\[([\d, -]{1,2000})\] finished collective #\d{1,18}, but didn't join collective #(\d{1,18})")
+_NEVER_JOINED = re.compile(r"ranks? \[([\d, -]{1,2000})\] are the lagging ranks")
+_JOINED = re.compile(r"\[([\d, -]{1,2000})\] joined but didn't finish collective #(\d{1,18})")
+_NOT_PASSED = re.compile(r"(?:\[Rank (\d{1,7})\]: )?Ranks? ([\d, ]{1,20000}) failed to pass monitoredBarrier")
+_REACHED = re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier")
+_SIGNAL = re.compile(
+    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from {0,3}(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
+    r"Last ?enqueued ?NCCL ?work: ?(-?\d{1,18}), ?last ?completed ?NCCL ?work: ?(-?\d{1,18})"
+)
+STUCK_WATCHDOG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
+GLOO = re.compile(
+    r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
+    r"(Timed ?out ?waiting ?\d+ ?ms[\w ]{0,60}|Connection ?closed ?by ?peer|Connection ?reset ?by ?peer)|"
+    r"(Application timeout caused pair closure)"
+)
+_FAILED_COLLECTIVE = (
+    *("Some NCCL operations have failed", "To avoid data inconsistency"),
+    "watchdog thread terminated with exception",
+)
+_CUDA_ERROR = re.compile(
+    r"Rank (\d{1,7})\].{0,40} thread terminated with exception: (CUDA error: .{1,200}?)(?:CUDA kernel|$)"
+)
+_NCCL_GONE = re.compile(
+    r"ncclRemoteError|remote process exited or there was a network error|Connection closed by remote peer"
+)
+# Start-up: each of these rank waits for others at the store.
+BARRIER = re.compile(
+    r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?rank:? ?(\d{1,7}),.{0,20}"
+    r"key: ?(\S{1,80}?) ?\(world_size=(\d{1,7}), ?(?:worker_count|num_workers_joined)=(\d{1,7})"
+)
+_DEFAULT_BARRIERS = (":1", ":0", ":default_pg")
+_BARRIER_PASSED = re.compile(r"Rank (\d{1,7}): Completed store-based barrier for (?:key:)?(\S{1,80})? ?with (\d{1,7})")
+_CLIENTS = re.compile(r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\. (\d{1,7})/(\d{1,7}) ")
+CONNECTING = re.compile(r"client socket has timed out after \d{1,12} ?m?s while trying to connect to \(?([^)]{1,200})")
+UNIQUE_ID = re.compile(
+    r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ncclUniqueId from \[(\d{1,7})\]"
+)
+_DEFAULT_KEY = re.compile(r"key: ?/?default_pg/0/(?:/cuda/)?/?0\b|keys: ?/?default_pg/0//(?:cuda//)?0\b")
+_STORE_WAIT = re.compile(r"(?:wait timeout after|Timeout waiting for key)|Wait timeout\b")
+_DUPLICATE = re.compile(r"Duplicate GPU detected : rank (\d{1,7}) and rank (\d{1,7}) both on CUDA device (\w{1,20})")
+_FRAME_OF_FAILED = re.compile(r"^#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$")
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
+
+# fr_trace's report of one collective, which goes over several lines.
+_OF_ANALYSIS = ("equence number", "group info", "collective: ", "ranks: {", "input sizes", "Culprit")
+_FR_BEGINS = re.compile(r"(?:collective|ranks joining collective)[,:]? ?(?:sequence number)[:,]? ?(\d{1,18})|"
+                        r"[Cc]ollective sequence number: ?(\d{1,18})")  # fmt: skip
+_FR_GROUP = re.compile(r"group info: ?(\w{1,40})")
+_FR_KIND = re.compile(r"collective: (\w{1,20}:\w{1,60})")
+_FR_MISSING = re.compile(r"missing ranks: \{([\d, ]{1,20000})\}")
+_FR_SIZES = re.compile(r"input sizes: (\[.{1,200}\])")
+_FR_EXPECTED = re.compile(r"expected ranks: \{([\d, ]{1,20000})\}")
+_FR_CULPRIT = re.compile(
+    r"Culprit rank (\d{1,7}); Error type: (\w{1,60})"
+    r"(?:.{0,120}?does not match found collective type: '?([\w:]{1,60}))?"
+)
+
+
+@dataclass(frozen=True)
+class _TimedOut:
+    """One rank's collective that ran out of time. number: NOT_TOLD, kind: empty, numel: -1, if the log does not say."""
+
+    rank: int
+    number: int
+    kind: str
+    numel: int
+    line: Line
+
+    @property
+    def size(self) -> str:
+        return str(self.numel) if self.numel >= 0 else ""
+
+    def __str__(self) -> str:
+        number = f", SeqNum {self.number}" if self.number >= 0 else ""
+        return (self.kind or "a collective") + (f" of {self.size}" if self.size else "") + number
+
+
+@dataclass
+class _Analysis:
+    """The collective that fr_trace writes of."""
+
+    number: str = ""
+    group: str = ""
+    kind: str = ""
+    sizes: str = ""
+    missing: set[int] = field(default_factory=set)
+    expected: set[int] = field(default_factory=set)
+
+
+class C10dLines:
+    """Of one launch. The rank in [Rank 3] is the group's own: where [rank7]: stands before it, that one counts."""
+
+    def __init__(self, found: LaunchFacts) -> None:
+        self._found = found
+        self._timeouts: dict[int, _TimedOut] = {}  # the first of each rank
+        self._without_name: dict[int, _TimedOut] = {}  # where another line alone tells of a time-out
+        self._is_ambiguous = False  # a rank has time-outs with several numbers, of several groups
+        self._fell_to: dict[int, set[int]] = defaultdict(set)  # by rank, numbers below its first
+        self._groups: dict[tuple[int, int], str] = {}  # of (rank, number)
+        self._enqueued: dict[tuple[str, int], tuple[int, int, Line]] = {}  # by group and rank; the last, and completed
+        self._analysis = _Analysis()
+        self._joined: dict[int, Line] = {}  # ranks that such reports tell to have come
+        self._lagging: dict[int, tuple[str, Line]] = {}
+        self._barriers: dict[str, tuple[int, int, set[int], Line]] = {}  # by key: size, came, who waits, the last line
+        self._stack_of = NOT_TOLD  # the rank whose failed collective's stack is being written
+        self._stack: list[str] = []
+
+    def take(self, line: Line) -> None:
+        text = line.text
+        if self._stack_of < 0 and not any(words in text for words in _WORDS):
+            return
+        if "CollectiveFingerPrint" in text:
+            self._take_fingerprints(line)
+        self._take_report(line)
+        self._take_start_up(line)
+        self._take_stack(line)
+        if "Duplicate GPU" in text and (duplicate := _DUPLICATE.search(text)):
+            self._take_duplicate(line, int(duplicate[1]), int(duplicate[2]), duplicate[3])
+        if ("loo" in text or "pair closure" in text) and (gloo := GLOO.search(text)):
+            error = gloo[1] or gloo[2]
+            kind = WAITED if error.startswith(("Timed", "Application")) else CUT
+            self._found.add(line.rank, Fate(kind, shown(error)), line)
+        if line.rank < 0:
+            return
+        if "CUDA error" in text and (error := _CUDA_ERROR.search(text)) and not self._found.is_over:
+            self._found.add(line.rank, Fate(RAISED, f"CUDA error: {shown(error[2].partition(': ')[2])}"), line)
+        elif "emote" in text and _NCCL_GONE.search(text) and "NCCL INFO" not in text:
+            self._found.add(line.rank, Fate(CUT, "remote process exited, or a network error"), line)
+        elif any(words in text for words in _FAILED_COLLECTIVE):
+            self._found.add(line.rank, Fate(WAITED, "its NCCL operations failed, or timed out"), line)
+        if ("got stuck" in text or "Heartbeat" in text) and (stuck := STUCK_WATCHDOG.search(text)):
+            seconds = f" for {stuck[1]} s" if stuck[1] else ""
+            self._found.add(line.rank, Fate(STUCK, f"its NCCL watchdog got stuck{seconds}"), line)
+        if "WorkNCCL" in text and (timeout := TIMEOUT.search(text)):
+            number = int(timeout[1]) if timeout[1] else NOT_TOLD
+            numel = _numel(timeout[3], timeout[4])
+            self._take_timeout(_TimedOut(line.rank, number, safe(timeout[2]), numel, line))
+        if "enqueued" in text and (status := _STATUS.search(text)) and len(self._groups) < 4 * MOST_KEPT:
+            self._take_status(line, int(status[1]), int(status[2]), int(status[3]))
+        self._take_signal(line)
+
+    def _take_timeout(self, found: _TimedOut) -> None:
+        self._found.add(found.rank, Fate(WAITED, f"{found} timed out"), found.line)
+        if found.rank not in self._timeouts and len(self._timeouts) >= MOST_KEPT:
+            return
+        first = self._timeouts.setdefault(found.rank, found)
+        self._is_ambiguous = self._is_ambiguous or first.number != found.number
+        if found.number < first.number:
+            self._fell_to[found.rank].add(found.number)
+
+    def _take_status(self, line: Line, number: int, enqueued: int, completed: int) -> None:
+        name = _group_of(line.text)
+        self._groups.setdefault((line.rank, number), name)
+        self._without_name.setdefault(line.rank, _TimedOut(line.rank, number, "", -1, line))
+        self._note_enqueued(name, line, enqueued, completed)
+        self._found.add(line.rank, Fate(WAITED, f"a collective, SeqNum {number}, timed out"), line)
+
+    def _note_enqueued(self, group: str, line: Line, enqueued: int, completed: int) -> None:
+        before = self._enqueued.get((group, line.rank))
+        if before is None or enqueued > before[0]:
+            self._enqueued[group, line.rank] = (enqueued, completed, line)
+
+    def _take_signal(self, line: Line) -> None:
+        """Of a time-out, told with how far this rank has come in one group; the collective may be another group's."""
+        if "dump" not in line.text or (signal := _SIGNAL.search(line.text)) is None:
+            return
+        name, enqueued, completed = _group_of(line.text), int(signal[3]), int(signal[4])
+        if len(self._enqueued) < 4 * MOST_KEPT:
+            self._note_enqueued(name, line, enqueued, completed)
+        if signal[2]:
+            self._found.add(
+                int(signal[2]), Fate(WAITED, "a collective timed out, which it told others"), line, own=False
+            )
+        if signal[1]:
+            self._found.add(line.rank, Fate(WAITED, "a collective timed out"), line)
+            if enqueued > completed >= 0 and len(self._groups) < 4 * MOST_KEPT:
+                self._groups.setdefault((line.rank, completed + 1), name)
+                self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", -1, line))
+
+    def _take_fingerprints(self, line: Line) -> None:
+        """Of ranks that torch's debug wrapper has found in unlike collectives: each waits for the others."""
+        matches = list(_FINGERPRINT.finditer(line.text))[:8]
+        if len(matches) < 2:
+            return
+        any_size = re.search("GATHER|SCATTER|ALLTOALL|COALESCED", matches[0][3])
+        for match in matches:
+            size = f"[{match[4]}]" if match[4] is not None else ""
+            size += f" {match[5]}" if match[5] else ""
+            kind, number = safe(match[3]), int(match[2]) if match[2] else NOT_TOLD
+            if any_size:  # torch does not allow these other sizes either, where it checks them
+                kind, size = f"{kind} of {size}".removesuffix(" of "), ""
+            self._found.add(int(match[1]), Seat(int(match[1]), _CHECKED, number, kind, size), line, own=False)
+            self._found.add(int(match[1]), Fate(WAITED, "torch found unlike collectives"), line, own=False)
+
+    def _take_report(self, line: Line) -> None:
+        """What torch itself reports: of a desync, of monitored_barrier, and of its Flight Recorder."""
+        text = line.text
+        if "lagging ranks" in text and (never := _NEVER_JOINED.search(text)):
+            self._name_missing(ranks_in(never[1]), "any collective", line)
+        if "finished collective" in text and (lagging := _LAGGING.search(text)):
+            self._name_missing(ranks_in(lagging[1]), f"collective {lagging[2]}", line)
+        if "joined but" in text and (joined := _JOINED.search(text)):
+            self._note_joined(ranks_in(joined[1]), line)
+        if "monitoredBarrier" in text:
+            if barrier := _NOT_PASSED.search(text):
+                self._name_missing(ranks_in(barrier[2]), "monitored_barrier", line)
+                waiting = int(barrier[1]) if barrier[1] else line.rank
+                self._found.add(waiting, Fate(WAITED, "in monitored_barrier"), line)
+            if reached := _REACHED.search(text):
+                self._note_joined([int(reached[1])], line)
+        if any(words in text for words in _OF_ANALYSIS):
+            self._take_analysis(line)
+
+    def _take_analysis(self, line: Line) -> None:
+        text, now = line.text, self._analysis
+        if begins := _FR_BEGINS.search(text):
+            now = self._analysis = _Analysis(begins[1] or begins[2])
+        if group := _FR_GROUP.search(text):
+            now.group = group[1]
+        elif missing := _FR_MISSING.search(text):
+            now.missing = set(ranks_in(missing[1]))
+            title = " ".join(filter(None, [now.kind or "a collective", now.number and f"number {now.number}"]))
+            self._name_missing(now.missing, title, line)
+        elif expected := _FR_EXPECTED.search(text):
+            now.expected = set(ranks_in(expected[1]))
+            self._note_joined(now.expected - now.missing, line)
+        elif culprits := list(_FR_CULPRIT.finditer(text)):
+            self._take_culprits(culprits, line)
+        elif sizes := _FR_SIZES.search(text):
+            now.sizes = safe(sizes[1])
+        elif kind := _FR_KIND.search(text):
+            now.kind = safe(kind[1])
+
+    def _take_culprits(self, culprits: list[re.Match[str]], line: Line) -> None:
+        """Who is not in what the first rank is in: fr_trace calls healthy ranks so, where that one is wrong."""
+        now, number = self._analysis, int(self._analysis.number or NOT_TOLD)
+        unlike = {int(culprit[1]): culprit for culprit in culprits}
+        for rank in sorted(now.expected | unlike.keys())[:MOST_KEPT]:
+            kind, size = now.kind, now.sizes
+            if (culprit := unlike.get(rank)) is not None:
+                if "STATE" in culprit[2]:
+                    continue  # one has ended it, and another has not
+                is_type = "TYPE" in culprit[2] and "DTYPE" not in culprit[2]
+                kind = safe(culprit[3] or f"not {kind}") if is_type else kind
+                size = size if is_type else f"not {size}"
+            self._found.add(rank, Seat(rank, now.group, number, kind, size), line, own=False)
+            self._found.add(rank, Fate(WAITED, "by fr_trace's table"), line, own=False)
+
+    def _name_missing(self, ranks: set[int] | list[int], collective: str, line: Line) -> None:
+        for rank in sorted(ranks)[:MOST_KEPT]:
+            self._lagging.setdefault(rank, (collective, line))
+
+    def _note_joined(self, ranks: set[int] | list[int], line: Line) -> None:
+        for rank in sorted(ranks)[:MOST_KEPT]:
+            self._joined.setdefault(rank, line)
+
+    def _take_duplicate(self, line: Line, first: int, second: int, device: str) -> None:
+        """NCCL numbers a communicator's ranks; they are the job's where its own rank is as its line's prefix says."""
+        text = f"Duplicate GPU: ranks {first} and {second} both use CUDA device {safe(device)}"
+        ranks = (first, second) if line.rank in (NOT_TOLD, first) else (line.rank,)
+        for rank in ranks:
+            self._found.add(rank, Fate(RAISED, text), line)
+
+    def _take_start_up(self, line: Line) -> None:
+        text = line.text
+        if "barrier" in text:
+            if barrier := BARRIER.search(text):
+                self._take_barrier(barrier, line)
+            elif passed := _BARRIER_PASSED.search(text):
+                for _, _, ranks, _ in self._barriers.values():
+                    ranks.discard(int(passed[1]))
+        if "imeout" not in text and "imed out" not in text and "ncclUniqueId" not in text:
+            return
+        if clients := _CLIENTS.search(text):
+            self._found.has_size(clients[2])
+            waits = Fate(WAITED, f"at start-up: {clients[1]} of {clients[2]} ranks had joined its store")
+            self._found.add(line.rank, waits, line)
+        elif connecting := CONNECTING.search(text):
+            at = shown(connecting[1])
+            self._found.add(line.rank, Fate(WAITED, f"at start-up: it could not connect to the store at {at}"), line)
+        elif unique := UNIQUE_ID.search(text):
+            self._take_unique_id(unique, line)
+        elif line.has_prefix and _STORE_WAIT.search(text) and "store" in text.lower():
+            self._found.add(line.rank, Fate(WAITED, f"at the store: {shown(text)[-120:]}"), line)
+
+    def _take_unique_id(self, unique: re.Match[str], line: Line) -> None:
+        """Who sets up a communicator waits for the first rank of its group to publish an id: it has not come."""
+        of_default = _DEFAULT_KEY.search(line.text) is not None
+        rank = line.rank if line.has_prefix else int(unique[1]) if of_default else NOT_TOLD
+        text = f"it waited for rank {unique[2]} of its group to set up an NCCL communicator"
+        self._found.add(rank, Fate(WAITED, text), line)
+        if of_default and rank == int(unique[1]):
+            self._name_missing([int(unique[2])], "the set-up of the first NCCL communicator", line)
+
+    def _take_barrier(self, barrier: re.Match[str], line: Line) -> None:
+        rank, key, size, came = int(barrier[2]), barrier[3], int(barrier[4]), int(barrier[5])
+        self._found.has_size(size)
+        _, _, ranks, _ = self._barriers.get(key, (0, 0, set[int](), line))
+        if len(self._barriers) < MOST_KEPT or key in self._barriers:
+            self._barriers[key] = (size, came, ranks, line)
+        if len(ranks) < MOST_KEPT and rank < MOST_RANKS:
+            ranks.add(rank)
+        if barrier[1].startswith("Timed"):
+            text = f"at start-up: {came} of {size} ranks had come to the store based barrier"
+            self._found.add(rank, Fate(WAITED, text), line)
+
+    def _take_stack(self, line: Line) -> None:
+        """Of the failed collective: who called it. "#2 all_reduce from /a/distributed_c10d.py:2501"."""
+        if "Stack trace of the failed collective" in line.text and "not found" not in line.text:
+            self._stack_of, self._stack = line.rank, []
+        elif self._stack_of >= 0:
+            if (frame := _FRAME_OF_FAILED.match(line.text.strip())) is None:
+                self._stack_of = NOT_TOLD
+            elif len(self._stack) < 3 and not _LIBRARY.search(frame[2]):
+                self._stack.append(f"{safe(frame[1])} ({safe(frame[2].rpartition('/')[2])}:{frame[3]})")
+                self._found.add(
+                    self._stack_of, Place(collective="a collective that timed out", caller=self._stack[0]), line
+                )
+
+    # At the end of a launch.
+
+    def finish(self, evidence: Evidence, by_file: list[set[int]]) -> None:
+        """by_file: of each file the ranks of which it tells."""
+        self._finish_reports()
+        self._finish_barriers()
+        timeouts = list((self._timeouts or self._without_name).values())
+        groups = {self._groups.get((one.rank, one.number), "") for one in timeouts} - {""}
+        several_launches = any(
+            self._groups.get((rank, number)) == self._groups.get((rank, self._timeouts[rank].number), "?")
+            for rank, numbers in self._fell_to.items()
+            for number in numbers
+        )
+        if several_launches or (self._is_ambiguous and not groups):
+            timeouts = []  # numbers of several launches, or groups, that cannot be told apart
+        by_group: dict[str, list[_TimedOut]] = defaultdict(list)
+        only = next(iter(groups)) if len(groups) == 1 else ""
+        for one in timeouts:
+            by_group[self._groups.get((one.rank, one.number), "") or only].append(one)
+        for group, ones in by_group.items():
+            if group or len(by_group) == 1:
+                self._seat(group, ones, evidence)
+        for fact in self._found.facts.values():
+            if isinstance(fact.value, Seat):
+                evidence.groups.setdefault(fact.value.group, set()).add(fact.rank)
+                evidence.partly_known.add(fact.value.group)
+        if len(by_group) == 1:
+            self._find_silent(next(iter(by_group)), timeouts[0], evidence, by_file)
+
+    def _seat(self, group: str, timeouts: list[_TimedOut], evidence: Evidence) -> None:
+        """Seats of one group, whose numbers can be compared. Who has enqueued what comes after has entered it, too."""
+        numbered = [one for one in timeouts if one.number >= 0]
+        timeouts = numbered or timeouts
+        highest = max(one.number for one in timeouts)
+        lowest = min(one.number for one in timeouts)
+        if highest - lowest > _MOST_APART:
+            return
+        for one in timeouts:
+            self._found.add(one.rank, Seat(one.rank, group, one.number, one.kind, one.size), one.line)
+        timed_out = {one.rank for one in timeouts}
+        for (name, rank), (enqueued, completed, line) in self._enqueued.items():
+            if name == group and rank not in timed_out and enqueued >= 0 and highest - enqueued <= _MOST_APART:
+                number = min(enqueued, highest)
+                lowest = min(lowest, number)
+                self._found.add(rank, Seat(rank, group, number, done=completed >= number), line)
+        for fact in self._found.facts.values():
+            if isinstance(fact.value, Seat) and fact.value.group == group:
+                evidence.begins[group, fact.rank] = lowest
+
+    def _find_silent(self, group: str, first: _TimedOut, evidence: Evidence, by_file: list[set[int]]) -> None:
+        """Where the log tells of most ranks that they waited, and of a few nothing at all: those."""
+        # Of another group than the default one the log does not tell the ranks.
+        if group not in DEFAULT_GROUPS or self._found.missing_lines:
+            return
+        told = self._found.ranks() | {rank for _, rank in self._enqueued}
+        silent = set(range(self._found.world_size)) - told
+        if not silent or 2 * len(silent) >= self._found.world_size or not _has_hosts_of(by_file, silent):
+            return
+        text = "the log has no line of it, and time-outs of the others"
+        for rank in sorted(silent)[:64]:
+            self._found.add(rank, Fate(UNSEEN, text), first.line, own=False)
+            evidence.groups.setdefault(group, set()).add(rank)
+
+    def _finish_reports(self) -> None:
+        for rank, line in self._joined.items():
+            self._found.add(rank, Fate(WAITED, "it had come, by torch's report"), line, own=False)
+        for rank, (collective, line) in self._lagging.items():
+            if rank not in self._joined:
+                self._found.add(rank, Fate(MISSING, f"to {collective}"), line, own=False)
+            else:
+                self._found.add(rank, Fate(WAITED, "reports contradict each other"), line, own=False)
+        if (
+            self._lagging
+            and not self._joined
+            and not any(
+                isinstance(fact.value, Fate) and fact.value.kind == WAITED for fact in self._found.facts.values()
+            )
+        ):
+            line = next(iter(self._lagging.values()))[1]
+            self._found.add(NOT_TOLD, Fate(WAITED, "in a collective, by torch's report"), line, own=False)
+
+    def _finish_barriers(self) -> None:
+        for key, (size, came, ranks, line) in self._barriers.items():
+            for rank in ranks:
+                if not self._found.has(rank, WAITED):  # it waits still, as far as the log goes
+                    place = Place(collective="the store based barrier of a process group's start")
+                    self._found.add(rank, place, line, own=False)
+            # Of another group its ranks are not told; where more have come than wait, some are those of an earlier job.
+            if key.endswith(_DEFAULT_BARRIERS) and len(ranks) == came < size <= MOST_KEPT:
+                for rank in set(range(size)) - ranks:
+                    text = f"to the store based barrier of the start: {came} of {size} had"
+                    self._found.add(rank, Fate(MISSING, text), line, own=False)
+
+
+def rank_in(text: str) -> int | None:
+    """The job's rank, by a line's prefix; of [PG 3 Rank 1] alone it is only the group's."""
+    if (prefix := _RANK.search(text)) is None:
+        return None
+    if prefix[1]:
+        return int(prefix[1])
+    return int(prefix[2]) if _group_of(prefix[0]) in DEFAULT_GROUPS or "PG ID" not in prefix[0] else None
+
+
+def _group_of(text: str) -> str:
+    group = _GROUP.search(text)
+    return safe(group[2] or group[1]) if group else ""
+
+
+def ranks_in(text: str) -> list[int]:
+    """ "0, 2-4": [0, 2, 3, 4]; at most so many as are kept."""
+    ranks: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit() and int(first[:8]) <= int((last or first)[:8]):
+            ranks += range(int(first[:8]), min(int((last or first)[:8]) + 1, int(first[:8]) + MOST_KEPT))
+    return ranks[:MOST_KEPT]
+
+
+def _numel(shape: str | None, numel: str | None) -> int:
+    if numel:
+        return int(numel)
+    if shape is None:
+        return -1
+    product = 1
+    for length in shape.replace(" ", "").split(","):
+        product *= int(length[:9] or 1)
+    return min(product, 1 << 60)
+
+
+def _has_hosts_of(by_file: list[set[int]], silent: set[int]) -> bool:
+    """Whether the log of each rank's host is among the files, as far as these are hosts' logs, each of several ranks.
+
+    A host has as many ranks as the file with the most, and its ranks' numbers follow each other.
+    """
+    of_hosts = [ranks for ranks in by_file if ranks]
+    if len(of_hosts) < 2 or any(len(ranks) < 2 for ranks in of_hosts):
+        return True
+    size = max(max(ranks) - min(ranks) + 1 for ranks in of_hosts)
+    hosts = {rank // size for ranks in of_hosts for rank in ranks}
+    return all(rank // size in hosts for rank in silent)

@@ -1,0 +1,262 @@
+"""Exceptions that ended ranks, as tracebacks in a log tell: the type, its message and the user's innermost frames."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+
+from nemo_patches.tools.diagnose.facts import CUT, FAILED, KILLED, NOT_TOLD, RAISED, TERMINATED, WAITED, Fate, Place
+from nemo_patches.tools.diagnose.process_end import is_of_a_collective
+from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
+
+_MOST_FRAMES = 64  # of a traceback, the innermost
+_MOST_LINES = 6  # of an exception's message
+_SHOWN_FRAMES = 3
+_STRAY, _FAULTHANDLERS = -2, -3  # in place of a rank: lines without a prefix in a file of many ranks; another writer
+_PREFIX = re.compile(r"\[rank\d{1,7}\]: ?")
+_CONTINUES = re.compile(r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)")  # a message, for sure
+_BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
+_FRAME = re.compile(r'^\s{0,8}File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$')
+# torch puts its prefix before each line of a traceback that ends a process, and one blank before the last of them.
+_ERROR = re.compile(r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?:: (.{0,2000})|:?$)")
+_ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$")
+_CAUSED = "The above exception was the direct cause of the following exception"
+_MEANWHILE = "During handling of the above exception, another exception occurred"
+# Beginnings of what a program writes of the error that ends it, where no prefix does. Hydra catches all; so does Ray.
+_FATAL = re.compile(r"Error executing job with overrides|-- Process \d{1,7} terminated with the following error")
+_RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
+_IGNORED = re.compile(r"Exception ignored in|Exception in thread")
+# Of launchers: their own tracebacks tell of ranks that have failed.
+_OF_LAUNCHERS = re.compile(
+    r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
+    r"ProcessRaisedException|ProcessExitedException|ActorDiedError|RayActorError|KeyboardInterrupt"
+)
+# Other ranks, or SIGTERM, bring these about; torchrun and the scheduler send it to all that are left.
+_BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt")
+_MISMATCH = "Detected mismatch"  # of collectives, which the ranks are told to be in
+_CLOSED = re.compile(
+    r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left"
+)
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
+_FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
+_STACK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]{1,16} .{0,80}\(most recent call first\):")
+_FATAL_NAMES = ("Segmentation fault", "Bus error", "Illegal instruction", "Floating-point exception")
+
+
+@dataclass
+class _Error:
+    """One exception of a chain."""
+
+    type: str
+    message: str
+    line: Line
+    frames: tuple[tuple[str, str, str], ...]  # file, line, function; the innermost last
+    lines: list[str] = field(default_factory=list)  # of its message, after the first
+
+    @property
+    def words(self) -> str:
+        return "\n".join([self.message, *self.lines])
+
+    @property
+    def traceback(self) -> str:
+        frames = "".join(f'  File "{file}", line {number}, in {function}\n' for file, number, function in self.frames)
+        return f"Traceback (most recent call last):\n{frames}{self.type}: {self.words}\n"
+
+    @property
+    def text(self) -> str:
+        kind = self.type.rpartition(".")[2]
+        return shown(f"{kind}: {self.message}" if self.message.strip() else kind)
+
+    @property
+    def is_of_a_collective(self) -> bool:
+        return is_of_a_collective(self.type, self.words, self.traceback)
+
+    @property
+    def where(self) -> str:
+        """The innermost frame, and the user's own that led to it."""
+        *outer, inner = self.frames or (("", "", ""),)
+        own = [frame for frame in outer if not _LIBRARY.search(frame[0])][-_SHOWN_FRAMES + 1 :]
+        return " < ".join(map(_shown_frame, (inner, *reversed(own)))) if inner[0] else ""
+
+
+@dataclass
+class _Writing:
+    """What one rank is writing of an exception. root: of a chain the one that the others followed from."""
+
+    frames: deque[tuple[str, str, str]] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
+    root: _Error | None = None
+    last: _Error | None = None
+    was_caused: bool = False  # the next exception is named as caused by the last
+    in_traceback: bool = False  # without a prefix, so that its lines hold nothing by which they are found
+    has_frames: bool = False  # since the last exception
+    was_over: bool = False  # the log had told of an end when it began
+
+
+class ExceptionLines:
+    """Of one launch. Of lines without a prefix, in a file of many ranks, only what is known to end a process counts."""
+
+    def __init__(self, found: LaunchFacts) -> None:
+        self._found = found
+        self._writing: dict[int, _Writing] = {}
+        self._stray: dict[int, _Writing] = {}  # by rank, the last that was written without a prefix
+        self._fatal: dict[int, int] = {}  # by writer, the rank that what is being written without a prefix ended
+        self._skips = 0  # lines
+        self._stack_of: tuple[str, Line] | None = None  # faulthandler's: what happened
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether lines may follow that hold nothing of interest by themselves."""
+        return self._stack_of is not None or any(one.in_traceback for one in self._writing.values())
+
+    def take(self, line: Line) -> None:
+        text = line.text
+        prefix = _PREFIX.search(text) if "[rank" in text else None
+        if prefix is not None:
+            self._take(line.rank, line, text[prefix.end() :])
+        else:
+            self._take_without_prefix(line)
+
+    def _take_without_prefix(self, line: Line) -> None:
+        text, key = line.text, line.rank if line.rank >= 0 else _STRAY
+        if _FATAL.search(text):
+            self._end(key)
+            self._fatal[key] = line.rank
+            return
+        if _IGNORED.search(text):
+            self._skips = 60
+            return
+        if self._take_faulthandler(line):
+            return
+        if self._skips and key not in self._writing:
+            self._skips -= 1
+            if text and not text[0].isspace() and not _BEGINS.search(text):
+                self._skips = 0
+            return
+        ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
+        if ray is not None:
+            self._end(key)
+            self._fatal[key] = self._found.rank_of_pid.get(int(ray[2]), NOT_TOLD)
+            self._writing[key] = _Writing(in_traceback=True, was_over=self._found.is_over)
+            return
+        self._take(key, line, text)
+
+    def _take_faulthandler(self, line: Line) -> bool:
+        text = line.text
+        if fatal := _FATAL_PYTHON.search(text):
+            name = shown(fatal[1])
+            self._stack_of = (name, line)
+            if name.startswith(_FATAL_NAMES):
+                self._found.add(line.rank, Fate(KILLED, name), line)
+            return True
+        if self._stack_of is None:
+            return False
+        name, first = self._stack_of
+        if frame := _FRAME.match(text):
+            writing = self._writing.setdefault(_FAULTHANDLERS, _Writing())
+            if len(writing.frames) < _SHOWN_FRAMES and not _LIBRARY.search(frame[1]):
+                writing.frames.append((frame[1], frame[2], frame[3]))
+            return True
+        if text and not _STACK.search(text):
+            writing = self._writing.pop(_FAULTHANDLERS, _Writing())
+            self._stack_of = None
+            if writing.frames and first.rank >= 0:
+                self._found.add(first.rank, Place(where=" < ".join(map(_shown_frame, writing.frames))), first)
+        return bool(_STACK.search(text))
+
+    def _take(self, key: int, line: Line, text: str) -> None:
+        """One line of a rank's, without its prefix."""
+        writing = self._writing.get(key)
+        if _BEGINS.search(text):
+            if writing is None:
+                if len(self._writing) >= MOST_KEPT:
+                    return
+                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
+            elif "Original" not in text and writing.last is not None and not writing.was_caused:
+                self._end(key)  # of another exception
+                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
+            writing.in_traceback = not line.has_prefix
+            if "Original" not in text:  # a data loader's worker: beneath the frames that waited for it
+                writing.frames.clear()
+            return
+        if writing is None:
+            error = _ERROR.match(text) if key >= 0 and line.has_prefix else None
+            if error is not None and _is_name(error[1]) and len(self._writing) < MOST_KEPT:
+                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
+                self._raise(writing, error, line)
+            return
+        if frame := _FRAME.match(text):
+            writing.frames.append((frame[1], frame[2], frame[3]))
+            writing.has_frames = True
+        elif _CAUSED in text or _MEANWHILE in text:
+            writing.was_caused = True
+            if _MEANWHILE in text and writing.root is writing.last and not self._is_of_a_collective(writing.root):
+                writing.root = None  # of an exception while handling another one, the later ended the process
+        elif (error := _ERROR.match(text)) and (writing.has_frames or (writing.last is None and _is_name(error[1]))):
+            self._raise(writing, error, line)
+        elif writing.last is None or text[:1].isspace():
+            return
+        elif len(writing.last.lines) < _MOST_LINES and text and (line.has_prefix or _CONTINUES.search(text)):
+            writing.last.lines.append(text)
+        else:
+            writing.in_traceback = False
+
+    def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
+        found = _Error(error[1], error[2] or "", line, tuple(writing.frames))
+        is_workers = writing.last is not None and "Caught " in writing.last.message and not writing.was_caused
+        if writing.root is None or is_workers:
+            writing.root = found
+        writing.last, writing.was_caused, writing.has_frames = found, False, False
+        writing.in_traceback = not line.has_prefix
+
+    def _is_of_a_collective(self, error: _Error | None) -> bool:
+        return error is not None and error.is_of_a_collective
+
+    def _end(self, key: int) -> None:
+        """One is told to its end."""
+        writing = self._writing.pop(key, None)
+        if writing is None or writing.root is None or key == _FAULTHANDLERS:
+            return
+        if key >= 0 and writing.root.line.has_prefix:
+            self._tell(key, writing)
+            return
+        if key in self._fatal:
+            self._tell(self._fatal.pop(key), writing)
+            return
+        self._stray.pop(key, None)
+        self._stray[key] = writing
+
+    def _tell(self, rank: int, writing: _Writing) -> None:
+        error = writing.root
+        if error is None or _OF_LAUNCHERS.search(error.type):
+            if error is not None and _BY_OTHERS.search(error.type) and rank >= 0:
+                self._found.add(rank, Fate(TERMINATED, error.text), error.line)
+            return
+        details = tuple(shown(one) for one in [*error.lines[-3:]] if one.strip())
+        if _BY_OTHERS.search(error.type + error.words):
+            fate = Fate(TERMINATED, error.text, error.where)
+        elif error.is_of_a_collective or _MISMATCH in error.words:
+            kind = CUT if _CLOSED.search(error.words) else WAITED
+            fate = Fate(kind, error.text, error.where, details)
+        elif writing.was_over:
+            fate = Fate(FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
+        else:
+            fate = Fate(RAISED, error.text, error.where, details)
+        self._found.add(rank, fate, error.line)
+
+    def finish(self, was_ended: bool) -> None:
+        """was_ended: the log tells of processes that failed, so what was raised last without a prefix ended one."""
+        for key in list(self._writing):
+            self._end(key)
+        if was_ended:
+            for key, writing in self._stray.items():
+                self._tell(max(key, NOT_TOLD), writing)
+
+
+def _is_name(name: str) -> bool:
+    return _ERROR_NAME.search(name) is not None
+
+
+def _shown_frame(frame: tuple[str, str, str]) -> str:
+    file, number, function = frame
+    return shown(f"{function} ({file.rpartition('/')[2]}:{number})")

@@ -1,0 +1,197 @@
+"""What launchers, schedulers and the kernel write of processes that ended: torchrun, DeepSpeed, Ray, Slurm, mpirun."""
+
+from __future__ import annotations
+
+import calendar
+import re
+import time
+from dataclasses import dataclass
+
+from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
+    FAILED,
+    FOR_MEMORY,
+    KILLED,
+    NOT_TOLD,
+    RAISED,
+    TERMINATED,
+    Fact,
+    Fate,
+    Member,
+)
+from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
+
+# One of which each line has that tells something here, but for torchrun's table.
+_WORDS = ("emory", "oom_kill", "bus error", "killed by", "return", "srun: ", "on signal", "with signal", "died")
+CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
+_TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
+_HOST = re.compile(r"\bhost      : (\S{1,255})")
+_RANK = re.compile(r"\brank      : (\d{1,7}) \(local_rank")
+_EXIT_CODE = re.compile(r"\bexitcode  : (-?\d{1,9}) \(pid: (\d{1,9})\)")
+FAILED_LINE = re.compile(
+    r"failed ?\(exitcode: ?(-?\d{1,9})\) ?local_rank: ?(\d{1,7}) ?\(pid: ?(\d{1,9})\)"
+)  # a terminal may have wrapped it at a blank
+_FORCED = re.compile(r"(?:process|Process) (\d{1,9}) via (?:Signals\.)?SIGTERM, forcefully exiting")
+_SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM", 2: "SIGINT", 1: "SIGHUP"}
+_STALL_EXIT = 83
+_BY_OTHERS = frozenset({15, 2, 1})
+_BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
+DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(-?\d{1,9})")
+_SRUN = re.compile(r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): (Killed|Bus error|Segmentation fault)")
+_MPIRUN = re.compile(r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) exited on signal (\d{1,3})")
+_SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")
+# Of Slurm, the kernel and Ray; each has words of its own, and none tells the rank.
+_OUT_OF_MEMORY = re.compile(
+    r"oom_kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
+    r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
+)
+_SHARED_MEMORY = re.compile(r"Unexpected bus error encountered in worker\. This might be caused by insufficient")
+_WORKER_KILLED = re.compile(r"DataLoader worker \(pid[^)]{1,80}\) is killed by signal: (?!Terminated).{0,200}")
+_RAY_DIED = re.compile(
+    r"(?:ActorDiedError|RayActorError): (The actor died .{0,80})|\(raylet\) A worker died or was killed"
+)
+_RAY_PID = re.compile(r"^\s{0,16}pid: (\d{1,9})$|Worker PID: (\d{1,9})")
+_RAY_REASON = re.compile(r"Worker exit type: (\w{1,40})")
+_BY_DESIGN = ("INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT", "USER_ERROR")
+_RAY_LINES = 12  # in which the process id and the reason of a death follow
+_PATIENCE_S = 5.0  # of a table's times: torchrun looks at its processes one after the other
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An entry of torchrun's table. at: to the second, 0 where not told."""
+
+    rank: int
+    code: int
+    pid: int
+    at: float
+    host: str
+    line: Line
+
+
+class LauncherLines:
+    """Of one launch. Each node's torchrun writes a table of its own, in which the failure seen first comes last."""
+
+    def __init__(self, found: LaunchFacts) -> None:
+        self._found = found
+        self._table: list[_Failure] = []
+        self._in_lines: list[tuple[int, int, int, Line]] = []  # code, local rank, pid
+        self._forced: set[int] = set()  # pids that torchrun killed, as they did not heed SIGTERM
+        self._at, self._host, self._rank = 0.0, "", NOT_TOLD
+        self._ray: Line | None = None  # a death whose process id may follow
+        self._ray_lines = 0
+
+    def take(self, line: Line) -> None:
+        text = line.text
+        if " : " in text:
+            self._take_table(line)
+        if "exitcode: " in text and (failed := FAILED_LINE.search(text)) and len(self._in_lines) < MOST_KEPT:
+            self._in_lines.append((int(failed[1]), int(failed[2]), int(failed[3]), line))
+        if "forcefully" in text and (forced := _FORCED.search(text)) and len(self._forced) < MOST_KEPT:
+            self._forced.add(int(forced[1]))
+        if self._ray is None and not any(words in text for words in _WORDS):
+            return
+        if _OUT_OF_MEMORY.search(text):
+            self._lacks_memory(line)
+        elif _SHARED_MEMORY.search(text):
+            why = "a data loader's worker: bus error, as for want of shared memory (/dev/shm)"
+            self._tell(line.rank, Fate(KILLED, why), line)
+        elif not line.has_prefix and (killed := _WORKER_KILLED.search(text)):
+            self._tell(line.rank, Fate(RAISED, f"RuntimeError: {shown(killed[0])}"), line)
+        elif deepspeed := DEEPSPEED.search(text):
+            self._tell(NOT_TOLD, _fate_of(int(deepspeed[1]), "DeepSpeed's launcher"), line)
+        elif srun := _SRUN.search(text):
+            self._tell(NOT_TOLD, Fate(KILLED, f"Slurm's task {srun[2]} on {shown(srun[1])}: {srun[3]}"), line)
+        elif mpirun := _MPIRUN.search(text):
+            self._tell(int(mpirun[1]), _fate_of(-int(mpirun[3]), "mpirun"), line)
+        elif spawned := _SPAWNED.search(text):
+            self._tell(NOT_TOLD, Fate(KILLED, f"torch.multiprocessing: {spawned[1]}"), line)
+        self._take_ray(line)
+
+    def _take_table(self, line: Line) -> None:
+        text = line.text
+        if at := _TIME.search(text):
+            self._at = _seconds(at[1])
+        elif host := _HOST.search(text):
+            self._host = shown(host[1])
+        elif rank := _RANK.search(text):
+            self._rank = int(rank[1])
+        elif (code := _EXIT_CODE.search(text)) and self._rank >= 0 and len(self._table) < MOST_KEPT:
+            self._table.append(_Failure(self._rank, _signed(code[1]), int(code[2]), self._at, self._host, line))
+            self._at, self._host, self._rank = 0.0, "", NOT_TOLD
+
+    def _lacks_memory(self, line: Line) -> None:
+        self._tell(NOT_TOLD, Fate(KILLED, f"{FOR_MEMORY}: {shown(line.text)}"), line)
+
+    def _tell(self, rank: int, fate: Fate | None, line: Line, at: float = 0.0) -> None:
+        if fate is not None:
+            self._found.keep(Fact(rank, fate, line.cite, at, CLOCK if at else "", own=False))
+
+    def _take_ray(self, line: Line) -> None:
+        """Ray tells of a worker's death in several lines."""
+        text = line.text
+        if "died" in text and _RAY_DIED.search(text):
+            self._end_ray(NOT_TOLD)
+            self._ray, self._ray_lines = line, _RAY_LINES
+        if self._ray is None:
+            return
+        reason, pid = _RAY_REASON.search(text), _RAY_PID.search(text)
+        if reason and reason[1] in _BY_DESIGN:
+            self._ray = None
+            return
+        if pid:
+            self._end_ray(int(pid[1] or pid[2]))
+        elif self._ray_lines <= 0:
+            self._end_ray(NOT_TOLD)
+        self._ray_lines -= 1
+
+    def _end_ray(self, pid: int) -> None:
+        line, self._ray = self._ray, None
+        if line is not None:
+            rank = self._found.rank_of_pid.get(pid, NOT_TOLD)
+            process = f" (pid {pid})" if pid >= 0 else ""
+            self._tell(rank, Fate(KILLED, f"Ray: a worker{process} died: killed, out of memory, or crashed"), line)
+
+    def finish(self) -> None:
+        self._end_ray(NOT_TOLD)
+        known = {one.pid for one in self._table}
+        first = min((one.at for one in self._table if one.at and one.code != -15), default=0.0)
+        for one in self._table:
+            member = Member(pid=one.pid)
+            self._found.keep(Fact(one.rank, member, one.line.cite, host=one.host, own=False))
+            self._tell(one.rank, self._of_table(one, first), one.line, one.at)
+        for code, local_rank, pid, line in self._in_lines:
+            if pid not in known:
+                who = f"torchrun, of local rank {local_rank} (pid {pid})"
+                self._tell(self._found.rank_of_pid.get(pid, NOT_TOLD), _fate_of(code, who), line)
+
+    def _of_table(self, one: _Failure, first: float) -> Fate | None:
+        later = one.at > first + _PATIENCE_S
+        if one.code == -9 and (one.pid in self._forced or later):
+            return Fate(TERMINATED, "SIGKILL by its launcher, as others had failed")
+        return _fate_of(one.code, "torchrun")
+
+
+def _fate_of(code: int, who: str) -> Fate | None:
+    """By the exit code. A crash (SIGSEGV) may also be how a rank ends that others have left."""
+    if code == 0:
+        return None
+    name = _SIGNALS.get(-code, "")
+    text = f"{name or f'exit code {code}'}, says {who}"
+    if -code in _BY_OTHERS:
+        return Fate(TERMINATED, text)
+    if -code in _BY_NOBODY_ELSE:
+        return Fate(KILLED, text)
+    return Fate(ABORTED if code in (-6, _STALL_EXIT) else FAILED, text)
+
+
+def _signed(code: str) -> int:
+    """Minus a signal's number, as torchrun has it. Of a rank that a shell script started, it has 128 and the number."""
+    return 128 - int(code) if int(code) - 128 in _SIGNALS else int(code)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(calendar.timegm(time.strptime(text, "%Y-%m-%d_%H:%M:%S")))
+    except ValueError:
+        return 0.0

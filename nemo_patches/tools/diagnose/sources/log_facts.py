@@ -1,0 +1,106 @@
+"""A line of a log with where it stands, and the facts of one launch that its lines tell."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member, Motion, Place, Value
+
+MOST_RANKS = 1 << 20
+MOST_KEPT = 4096  # ranks, and the like, of one launch
+_MOST_FACTS = 8 * MOST_KEPT
+_MOST_NOT_TOLD = 8  # fates of which the log does not tell the rank
+_LONGEST_TEXT = 300
+_PID_AND_RANK = re.compile(
+    r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\] pid=(\d{1,9})"
+)
+
+
+class Line(NamedTuple):
+    """rank: by the line's prefix, or else by the file's folder. has_prefix: the former. number: of its file, from 1."""
+
+    text: str
+    file: str = ""
+    number: int = 0
+    rank: int = NOT_TOLD
+    has_prefix: bool = False
+
+    @property
+    def cite(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+def shown(text: str) -> str:
+    """A piece of a log, fit for printing."""
+    return safe(text.strip())[:_LONGEST_TEXT]
+
+
+@dataclass
+class LaunchFacts:
+    """The facts of one launch, bounded whatever the log holds.
+
+    Of a rank's fates of one kind the first is kept; of its places, and of whether it moved, the last. A fact's `at` is
+    its line's number, by the clock of its file: lines of one file stand in the order in which they were written. What
+    launchers tell has none: it comes at the end, whenever it happened.
+
+    world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out, or of an end.
+    rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves out lines of some
+    ranks that are like others'.
+    """
+
+    facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
+    world_size: int = 0
+    is_over: bool = False
+    rank_of_pid: dict[int, int] = field(default_factory=dict)
+    patched: bool = False
+    missing_lines: bool = False
+    not_told: int = 0
+
+    def add(self, rank: int, value: Value, line: Line, own: bool = True) -> None:
+        self.keep(Fact(rank, value, line.cite, float(line.number), line.file, own))
+
+    def keep(self, fact: Fact) -> None:
+        key = _key(fact.rank, fact.value)
+        if isinstance(fact.value, (Place, Motion)):
+            self.facts.pop(key, None)
+        elif key in self.facts:
+            return
+        if not NOT_TOLD <= fact.rank < MOST_RANKS or len(self.facts) >= _MOST_FACTS:
+            return
+        if fact.rank == NOT_TOLD:
+            self.not_told += 1
+            if self.not_told > _MOST_NOT_TOLD:
+                return
+        self.facts[key] = fact
+
+    def has_size(self, size: str | int) -> None:
+        """A line tells the number of ranks."""
+        self.world_size = max(self.world_size, min(int(size), MOST_RANKS))
+
+    def note_pid(self, text: str) -> None:
+        """Ray writes a worker's process id before each of its lines."""
+        if "pid=" in text and len(self.rank_of_pid) < MOST_KEPT and (both := _PID_AND_RANK.search(text)):
+            self.rank_of_pid[int(both[1] or both[4])] = int(both[2] or both[3])
+
+    def has(self, rank: int, fate: str) -> bool:
+        return (rank, Fate, fate, "") in self.facts
+
+    def ranks(self) -> set[int]:
+        """Those of which a line tells more than that they belong to the job."""
+        return {fact.rank for fact in self.facts.values() if not isinstance(fact.value, Member)}
+
+    @property
+    def tells_anything(self) -> bool:
+        return any(not isinstance(fact.value, Member) for fact in self.facts.values())
+
+
+def _key(rank: int, value: Value) -> tuple[object, ...]:
+    if isinstance(value, Fate):
+        return (rank, Fate, value.kind, value.text if rank == NOT_TOLD else "")
+    if isinstance(value, Seat):
+        return (rank, Seat, value.group, value.number)
+    return (rank, type(value))

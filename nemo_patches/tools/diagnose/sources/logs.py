@@ -1,0 +1,351 @@
+"""Training logs: what the lines of torch, its launchers, Python and nemo_patches tell, as facts.
+
+A log may be of any size, compressed, one of many in a folder, and hold colours, prefixes, several ranks' lines mixed
+and lines that a terminal has wrapped. A fact cites its file and line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose.decoder import header_in
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence
+from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.sources.c10d_lines import (
+    BARRIER,
+    CONNECTING,
+    GLOO,
+    STUCK_WATCHDOG,
+    UNIQUE_ID,
+    C10dLines,
+    rank_in,
+)
+from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
+from nemo_patches.tools.diagnose.sources.launcher_lines import DEEPSPEED, FAILED_LINE, LauncherLines
+from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line
+from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
+
+LOOKED_FOR = (
+    "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output, Gloo's errors, the store's "
+    "time-outs at start-up, tables and lines of torchrun, DeepSpeed, Ray, Slurm and mpirun, exceptions and CUDA errors "
+    "that ended a rank, kills for want of memory, nemo_patches' own lines"
+)
+STANDARD_INPUT = Path("-")
+_BLOCK_BYTES = 1 << 20
+_LONGEST_LINE = 1 << 14  # characters that are looked at
+_MOST_JOINED = 3  # lines that a terminal may have made of one
+_MOST_JOINED_OF_LONG = 16  # likewise, of one that is known to be long
+_OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\xfe", b"\xfe\xff")
+_NAMES = re.compile(
+    r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b", re.IGNORECASE
+)
+_ATTEMPT = re.compile(r"attempt_\d{1,6}")
+
+# Of lines that tell something one holds one of these; the others follow it closely.
+_NEEDLES = (
+    b"[rank",
+    b"NCCL",
+    b"ollective",
+    b"nemo_patches ",
+    b"Starting with ",
+    b"gloo",
+    b"arrier",
+    b"imed out",
+    b"exit",
+    b"rank      :",
+    b"oom_kill",
+    b"ut of memory",
+    b"bus error",
+    b"killed ",
+    b"srun: error",
+    b"terminated with ",
+    b"died",
+    b"Error",
+    b"Fatal Python",
+    b"Traceback (most",
+)
+_PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_NEW_MESSAGE = re.compile(
+    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
+)
+_CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
+_SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
+_QUOTED = re.compile(r"^(?:> ?){1,8}")
+_PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
+_TELL_OF_AN_END = (
+    *(
+        "collective operation timeout",
+        "timed out in blocking wait",
+        "closing signal SIG",
+        "dump signal",
+        "monitoredBarrier",
+    ),
+    *("failed (exitcode", "first observed failure", "exits with return code"),
+)
+_TELL_OF_FAILURES = (
+    *("failed (exitcode", "first observed failure", "exits with return code", "srun: error", "exited on signal"),
+    "closing signal SIG",
+)
+
+
+def recognises(name: str, head: bytes) -> bool:
+    """Whether a file may be a log, by its name or its first bytes: what tells may come at its very end."""
+    if head[:2] == b"\x1f\x8b":
+        return True
+    if b"\0" in head[:4096] or head.startswith(_OTHER_FORMATS):
+        return False
+    return _NAMES.search(Path(name).name) is not None or any(needle in head for needle in _NEEDLES)
+
+
+def read(files: list[Path], evidence: Evidence) -> None:
+    """The facts of logs, also compressed ones, or of "-", standard input; of several launches in one the last counts.
+
+    Raises UnreadableError where there is but one file, and it cannot be read.
+    """
+    reading = _Reading(evidence)
+    for file in files:
+        try:
+            reading.read(file, alone=len(files) == 1)
+        except UnreadableError as error:
+            if len(files) == 1:
+                raise
+            evidence.problems.append(safe(str(error)))
+    reading.finish()
+
+
+class _Launch:
+    """What the lines of one launch tell."""
+
+    def __init__(self) -> None:
+        self.found = LaunchFacts()
+        self.c10d = C10dLines(self.found)
+        self.launcher = LauncherLines(self.found)
+        self.exceptions = ExceptionLines(self.found)
+        self.stalls = StallLines(self.found)
+        self.by_file: list[set[int]] = []  # of each file the ranks of which it tells
+        self.has_failed = False  # a line tells of processes that ended by themselves
+
+    def begin_file(self) -> None:
+        self.found.is_over = False
+        self.by_file.append(set())
+
+    def take(self, line: Line) -> None:
+        found, text = self.found, line.text
+        if "x across cluster]" in text:
+            found.missing_lines = True
+        if "Starting with" in text and (processes := _PROCESSES.search(text)):
+            found.has_size(processes[1])
+        found.note_pid(text)
+        if line.has_prefix and len(self.by_file[-1]) < MOST_KEPT:
+            self.by_file[-1].add(line.rank)
+        found.is_over = found.is_over or any(words in text for words in _TELL_OF_AN_END)
+        self.has_failed = self.has_failed or any(words in text for words in _TELL_OF_FAILURES)
+        if "nemo_patches" in text:
+            self.stalls.take(line)
+        self.c10d.take(line)
+        self.launcher.take(line)
+        self.exceptions.take(line)
+
+    def finish(self, evidence: Evidence) -> None:
+        self.launcher.finish()
+        self.exceptions.finish(self.has_failed)
+        self.c10d.finish(evidence, self.by_file)
+
+
+class _Reading:
+    """All files of one job."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._launch = _Launch()
+        self._before: tuple[LaunchFacts, Evidence] | None = None  # the last launch before that tells anything
+        self._launches = 0  # that have begun in the one file
+        self._names: dict[str, Path] = {}
+
+    def read(self, path: Path, alone: bool) -> None:
+        """alone: no other file is read, so that a launch that begins in it ends all that was told of the one before."""
+        self._launch.begin_file()
+        self._launches = 0
+        name, rank = self._name_of(path), _rank_of_folder(path)
+        try:
+            with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
+                start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
+                if header_in(start.partition(b"\n")[0]) is not None:
+                    raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
+                if start.startswith(_OTHER_FORMATS):
+                    raise UnreadableError(f"{path}: compressed, not by gzip, or in UTF-16: give its plain text")
+                packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
+                for number, message in _messages(self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))):
+                    if alone and _PROCESSES.search(message):
+                        self._begin_launch()
+                    prefixed = rank_in(message)
+                    line_rank = rank if prefixed is None else prefixed
+                    self._launch.take(Line(message, name, number, line_rank, prefixed is not None))
+        except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
+            self._evidence.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
+        except OSError as error:
+            raise UnreadableError(f"{path}: {error.strerror}") from error
+
+    def _name_of(self, path: Path) -> str:
+        """As it is cited: with as many of its folders as tell it from others."""
+        for depth in range(1, len(path.parts) + 1):
+            name = safe("/".join(path.parts[-depth:]), 200)
+            if self._names.setdefault(name, path) == path:
+                return name
+        return safe(str(path), 200)
+
+    def _begin_launch(self) -> None:
+        """Of launches that write into one log, as Slurm's requeued ones do."""
+        self._launches += 1
+        if self._launches > 1:
+            self._put_aside()
+            patched = self._launch.found.patched
+            self._launch = _Launch()
+            self._launch.found.patched = patched
+            self._launch.begin_file()
+
+    def _put_aside(self) -> None:
+        told = Evidence()
+        self._launch.finish(told)
+        if self._launch.found.tells_anything:
+            self._before = self._launch.found, told
+
+    def finish(self) -> None:
+        """Give the evidence what the last launch that tells anything has told."""
+        earlier, self._before = self._before, None
+        self._put_aside()
+        found, told = self._before or earlier or (self._launch.found, Evidence())
+        evidence = self._evidence
+        evidence.facts += found.facts.values()
+        for group, ranks in told.groups.items():
+            evidence.groups.setdefault(group, set()).update(ranks)
+        evidence.begins.update(told.begins)
+        evidence.partly_known |= told.partly_known
+        evidence.patched = evidence.patched or found.patched
+        evidence.world_size = max(evidence.world_size, found.world_size)
+        evidence.looked_for.append(LOOKED_FOR)
+        if self._launches > 1:
+            text = f"{self._launches} launches in one log: told is of the last one that tells anything"
+            evidence.earlier.append(text)
+
+    def _lines(self, blocks: Iterable[bytes]) -> Iterator[tuple[int, str]]:
+        """The lines of the blocks that hold anything of interest, with their numbers, cleaned and of bounded length."""
+        rest, number, follows = b"", 1, False
+        for block in blocks:
+            whole = rest + block
+            end = whole.rfind(b"\n") + 1
+            rest = whole[end:][-_BLOCK_BYTES:]
+            if not (follows or self._launch.exceptions.is_reading or _tells(whole)):
+                number += whole.count(b"\n", 0, end)
+                continue
+            for part in _parts(whole[:end]):
+                tells = _tells(part)
+                if tells or follows or self._launch.exceptions.is_reading:
+                    for line in part.split(b"\n")[:-1]:
+                        for text in _pieces(line):
+                            yield number, text
+                        number += 1
+                else:
+                    number += part.count(b"\n")
+                follows = tells
+        for text in _pieces(rest):
+            yield number, text
+
+
+def _tells(part: bytes) -> bool:
+    return any(needle in part for needle in _NEEDLES)
+
+
+def _parts(lines: bytes) -> Iterator[bytes]:
+    """Whole lines, some at a time."""
+    start = 0
+    while start < len(lines):
+        end = lines.find(b"\n", min(start + _PART_BYTES, len(lines) - 1)) + 1
+        yield lines[start:end]
+        start = end
+
+
+def _rank_of_folder(path: Path) -> int:
+    """torchrun --log-dir makes RUN/attempt_0/3/stderr.log for local rank 3, which is the job's on a single host."""
+    folder, attempt = path.parent.name, path.parent.parent.name
+    return int(folder) if _ATTEMPT.fullmatch(attempt) and re.fullmatch(r"\d{1,6}", folder) else NOT_TOLD
+
+
+def _pieces(line: bytes) -> Iterator[str]:
+    """What progress bars, and processes that write at once, have put into one line."""
+    for part in line.rstrip(b"\r").split(b"\r"):
+        text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[:_LONGEST_LINE].rstrip()
+        text = _QUOTED.sub("", text)
+        if text.count("ProcessGroupNCCL") > 1:
+            yield from _SEVERAL.split(text)
+        else:
+            yield text
+
+
+_BEGINNINGS = (
+    "ProcessGroupNCCL",
+    "Watchdog caught",
+    "last enqueued",
+    "gloo/",
+    "failed (exitcode",
+    "Detected mismatch",
+    "watchdog thread",
+    "store based barrier",
+    "client socket has timed",
+    "is setting up NCCL",
+    "sigkill_handler] [",
+)
+_LONG = ("Watchdog caught", "Detected mismatch", "dump signal", "is setting up NCCL", "sigkill_handler] [")
+_ENDS = ("before timing out", "timing out", "ng out.")
+_WHOLE = re.compile("before timing out|timed out in blocking wait")
+_WHOLE_MISMATCH = re.compile(
+    r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}(?:\)|TensorDtypes)"
+)
+_COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
+
+
+_WHOLE_ONES = (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, BARRIER, CONNECTING, FAILED_LINE, DEEPSPEED)
+_KEYS = re.compile(r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout")
+
+
+def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """The lines, with those that a terminal has wrapped put together again."""
+    begun: list[str] = []
+    begun_at = before = 0
+    for number, line in lines:
+        is_next, before = number <= before + 1, number
+        if begun:
+            most = _MOST_JOINED_OF_LONG if any(text in "".join(begun) for text in _LONG) else _MOST_JOINED
+            if len(begun) < most and line and is_next and not _NEW_MESSAGE.search(line):
+                begun.append(line.lstrip() if begun[-1].endswith(" ") else line)
+                if _is_whole("".join(begun)):
+                    yield begun_at, "".join(begun)
+                    begun = []
+                continue
+            yield begun_at, "".join(begun)
+            begun = []
+        if line.endswith("[Rank") or (
+            any(text in line for text in _BEGINNINGS) and not _CPP_FRAME.search(line) and not _is_whole(line)
+        ):
+            begun, begun_at = [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line], number
+        else:
+            yield number, line
+    if begun:
+        yield begun_at, "".join(begun)
+
+
+def _is_whole(line: str) -> bool:
+    if "Detected mismatch" in line:
+        return _WHOLE_MISMATCH.search(line) is not None
+    if "is setting up NCCL" in line:
+        return UNIQUE_ID.search(line) is not None and _KEYS.search(line) is not None
+    return line.endswith(_ENDS) or any(pattern.search(line) for pattern in _WHOLE_ONES)

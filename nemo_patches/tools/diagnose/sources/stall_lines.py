@@ -1,0 +1,157 @@
+"""nemo_patches' own lines in a log: which rank was missing, where it was, and where the others waited."""
+
+from __future__ import annotations
+
+import re
+
+from nemo_patches.stall.missing_rank import UNPATCHED
+from nemo_patches.stall.rank_text import (
+    CHECKPOINT,
+    COMPILATION,
+    DEBUGGER,
+    EXPORT,
+    GONE,
+    LENGTH_SYNC,
+)
+from nemo_patches.stall.rank_text import (
+    SILENT as NO_HEARTBEAT,
+)
+from nemo_patches.sync.protocol import APART
+from nemo_patches.tools.diagnose.facts import ENDED, SILENT, TERMINATED, UNSEEN, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import GONE as GONE_FATE
+from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line, shown
+
+_OURS = re.compile(r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?) ([^\]]{0,100})\] (.*)")
+_IDLE = re.compile(r"^no (?:encoder call|step) for (\d{1,9}) s\. (?:no rank moves: )?(.*)")
+_MISSING = re.compile(r"^(\S.{0,200}?): (?:training|evaluation) call \d{1,12}: .*?Missing: (.*)")
+_ENDED_SYNC = re.compile(r"^(\S.{0,200}?): gone: (.*)")
+_GROUP = re.compile(r"^ranks? (\d{1,7}(?:(?:-|, )\d{1,7}){0,400})(?: \(([^)]{1,255})\))?(.*)$")
+_PID = re.compile(r"(?:(.*), )?pid (\d{1,9})$")
+_WAITS_ITSELF = re.compile(r"^ waits itself, in (.{1,200}?): (.*)$")
+_EVALUATED = re.compile(r"^ has ended this evaluation, .{0,40} and waits in (.{1,200}?)(?:;|$)")
+_LAST_CALL = re.compile(r"; its last encoder call, \d{1,12}, began .*$")
+_RECOVERED = re.compile(r"recovered: ranks? ([\d, -]{1,2000}) came (\d{1,9}(?:\.\d{1,3})?) s late")
+_GAVE_UP = re.compile(r"other ranks waited for this one, and gave up \((.{0,200})\)(?:; it had been in (.{1,400}))?")
+_STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
+_DUMPED = re.compile(r"(?:where this rank is, is|the last \d{1,9} encoder calls of this rank are) in (.{1,400}?); ")
+_DOES = {
+    " writes a checkpoint": CHECKPOINT,
+    " is in a debugger": DEBUGGER,
+    " compiles": COMPILATION,
+    " exports a model": EXPORT,
+}
+_GOES_ON = (" goes on", " go on")
+# What a group of ranks, each of which others wait for, may be in no collective with; else its text names a function.
+_IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)")
+
+
+class StallLines:
+    """Of one launch. Where ranks were is hearsay: a rank tells of the others what they had said."""
+
+    def __init__(self, found: LaunchFacts) -> None:
+        self._found = found
+
+    def take(self, line: Line) -> None:
+        if (ours := _OURS.search(line.text)) is None:
+            return
+        level, rank, size, host, text = ours.groups()
+        if size != "?":
+            self._found.has_size(size)
+        reporter = int(rank) if rank != "?" else -1
+        if reporter >= 0 and host:
+            self._found.keep(Fact(reporter, Member(self._found.world_size), line.cite, host=shown(host), own=False))
+        if " patched " in f" {text}" or "Missing: " in text or _IDLE.search(text):
+            self._found.patched = self._found.patched or "not patched" not in text
+        if idle := _IDLE.search(text):
+            for part in idle[2].split(" | "):
+                self._take_group(part, line, is_stall=level != "INFO")
+        elif missing := _MISSING.search(text):
+            self._take_missing(reporter, missing[2], line)
+        elif gone := _ENDED_SYNC.search(text):
+            self._take_missing(-1, gone[2], line)
+        elif recovered := _RECOVERED.search(text):
+            for late in ranks_in(recovered[1]):
+                self._found.add(late, Motion(True, f"it came {recovered[2]} s late"), line, own=False)
+                self._found.facts.pop((late, Place), None)
+            self._found.facts.pop((reporter, Place), None)
+        elif _STALL_EXIT.search(text):
+            self._found.add(reporter, Fate(TERMINATED, "stall_exit"), line)
+        elif "calls go on, after" in text or "collectives go on, after" in text:
+            self._found.add(reporter, Motion(True, shown(text)), line)
+            self._found.facts.pop((reporter, Place), None)
+
+    def _take_missing(self, reporter: int, text: str, line: Line) -> None:
+        """ "rank 5 of 8 | rank 5 (node8, pid 4711) is elsewhere: read (data.py:41)"."""
+        first, *details = text.split(" | ")
+        ranks = ranks_in(first.removeprefix("ranks ").removeprefix("rank ").partition(" of ")[0])
+        if not ranks:
+            return  # it says why they are not known
+        if reporter >= 0:
+            self._found.add(reporter, Place(collective=LENGTH_SYNC), line, own=False)
+        for rank in ranks:
+            self._found.add(rank, Fate(UNSEEN, "others waited for it"), line, own=False)
+        for detail in details:
+            if not detail.startswith(UNPATCHED[:40]):
+                self._take_group(detail, line)
+
+    def _take_group(self, text: str, line: Line, is_stall: bool = True) -> None:
+        """is_stall: else ranks go on, or are at what ends by itself, and what was told of them before is over."""
+        if (group := _GROUP.match(text.strip())) is None:
+            return
+        ranks, rest = ranks_in(group[1]), _LAST_CALL.sub("", group[3])
+        if not ranks:
+            return
+        process = _PID.match(group[2] or "")
+        value = _value_of(rest)
+        for rank in ranks:
+            if process is not None:
+                self._found.facts.pop((rank, Member), None)
+                member = Member(self._found.world_size, int(process[2]))
+                self._found.keep(Fact(rank, member, line.cite, host=shown(process[1] or ""), own=False))
+            if not is_stall:
+                self._found.facts.pop((rank, Place), None)
+            if value is None or not (is_stall or isinstance(value, Motion)):
+                continue
+            if isinstance(value, Motion):
+                self._found.facts.pop((rank, Place), None)
+            elif isinstance(value, Place):
+                self._found.facts.pop((rank, Motion), None)
+                self._found.facts.pop((rank, Fate, UNSEEN, ""), None)
+            self._found.add(rank, value, line, own=False)
+
+
+def _value_of(text: str) -> Place | Motion | Fate | None:
+    """What a line tells of ranks, after their names."""
+    text = text.strip() if text.startswith(": ") else text
+    lowered = text.lower()
+    if (
+        any(text.startswith(f"{lead}{ending}") for lead in ("", ": ", ":") for ending in _GOES_ON)
+        or " go on with" in text
+    ):
+        return Motion(True, shown(text.lstrip(": ")))
+    if "not heard" in lowered:
+        return None
+    if "no heartbeat" in lowered:
+        return Fate(GONE_FATE, GONE) if GONE in text else Fate(SILENT, NO_HEARTBEAT)
+    if "has left" in lowered or "have left" in lowered:
+        return Fate(ENDED, "it left: it ended, or destroyed its process group")
+    if "not announced" in lowered:
+        return Fate(UNSEEN, "not patched, or not started")
+    if itself := _WAITS_ITSELF.match(text):
+        return Place(where=shown(itself[2]), collective=shown(itself[1]))
+    if evaluated := _EVALUATED.match(text):
+        return Place(collective=shown(evaluated[1]))
+    if apart := next((one for one in APART if one in text), ""):
+        return Place(where=shown(apart), activity=shown(apart))
+    activity = next((what for words, what in _DOES.items() if text.startswith(words)), "")
+    where = text.partition(": ")[2] if ": " in text else text.removeprefix(":").strip()
+    where, *details = where.split("; ")
+    if _IS_PLACE.search(where) and not re.search(r", in .*\(.*:\d+\)|, (?:while|during) ", where):
+        worker = next((detail for detail in details if "worker" in detail), "")
+        batch = tuple(shown(detail) for detail in details if detail.startswith("last batch"))
+        return Place(where=shown(where), activity=activity, worker=shown(worker), details=batch)
+    if not where or where == "where is not known" or where.startswith(("is late", "is elsewhere")):
+        return Place(activity=activity)
+    collective, _, caller = re.sub(r", after encoder call \d+$", "", where).partition(", in ")
+    return Place(collective=shown(collective), caller=shown(caller))

@@ -1,0 +1,93 @@
+"""`nemo-patches stacks`: collect what this host's ranks are in, and judge nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    FORMAT,
+    STUCK_AFTER_S,
+    WHAT,
+    HostFile,
+    HostJob,
+    jobs_here,
+    look,
+    pids_in,
+)
+from nemo_patches.tools.diagnose.collect.samples import NO_PY_SPY, py_spy
+from nemo_patches.tools.diagnose.facts import RUNS, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.sources.stacks import of_samples, waits_are_old
+
+_MOST_RANKS = 64  # that are printed of a job; --json has all
+
+
+@dataclass(frozen=True)
+class Look:
+    """One job of this host: what was seen of it, as facts and as it was collected."""
+
+    job: HostJob
+    facts: list[Fact]
+
+
+def look_here(folder: Path | None = None, pids: Sequence[int] = (), stuck_after_s: float = STUCK_AFTER_S) -> list[Look]:
+    """At each job that runs on this host, until its waits are so old, or its ranks move. Raises NothingToLookAtError.
+
+    folder: only ranks that work in it. pids: only these processes, which are the ranks in this order where their
+    variables do not tell.
+    """
+    looks = []
+    for ranks in jobs_here(str(folder or ""), pids):
+        job = look(ranks, lambda job: waits_are_old(job, stuck_after_s), at_most_s=stuck_after_s + 5.0)
+        looks.append(Look(job, of_samples(job)))
+    return looks
+
+
+def run(json: bool, pids: str, folder: Path | None) -> int:
+    """Print it, and return the exit code. Raises NothingToLookAtError."""
+    looks = look_here(folder, pids_in(pids))
+    if json:
+        print(HostFile(WHAT, FORMAT, tuple(one.job for one in looks)).as_json())
+        return 0
+    for one in looks:
+        print("\n".join(_lines(one)))
+    if not py_spy():
+        print(NO_PY_SPY)
+    return 0
+
+
+def _lines(look: Look) -> Iterator[str]:
+    job = look.job
+    by = job.ranks[0].rank.found_by
+    name = f" {safe(job.name, 100)}" if job.name else ""
+    yield f"job{name} on {safe(job.host, 100)}: {len(job.ranks)} ranks, found by {by}"
+    of_ranks: dict[int, list[Fact]] = {}
+    for fact in look.facts:
+        of_ranks.setdefault(fact.rank, []).append(fact)
+    for rank, facts in list(of_ranks.items())[:_MOST_RANKS]:
+        yield from _of_rank(rank, facts)
+    if len(of_ranks) > _MOST_RANKS:
+        yield f"  ... and {len(of_ranks) - _MOST_RANKS} more ranks; --json has them all"
+    for belonging in job.belongings:
+        yield f"  also there: {belonging.kind} {safe(belonging.path, 300)}"
+
+
+def _of_rank(rank: int, facts: Sequence[Fact]) -> Iterator[str]:
+    values = [fact.value for fact in facts]
+    fate = next((value for value in values if isinstance(value, Fate)), Fate(RUNS))
+    place = next((value for value in values if isinstance(value, Place)), Place())
+    motion = next((value for value in values if isinstance(value, Motion)), None)
+    pid = next((value.pid for value in values if isinstance(value, Member)), 0)
+    told = [] if fate.kind == RUNS else [f"{fate.kind}: {fate.text}"]
+    told += [f"waits in {place.seat}"] if place.collective else []
+    told += [f"in {safe(place.where)}"] if place.where else []
+    told += [f"{name} = {value}" for name, value in list(place.counters.items())[:4]]
+    if motion is not None and motion.moved:
+        told.append(f"moved: {motion.by}")
+    elif motion is not None and motion.still_s is not None:
+        told.append(f"has not moved for {motion.still_s:.0f} s")
+    yield f"  rank {rank}{f' (pid {pid})' if pid else ''}: {safe('; '.join(told))}"
+    for detail in place.details:
+        yield f"    {safe(detail)}"

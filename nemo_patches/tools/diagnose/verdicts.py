@@ -1,0 +1,386 @@
+"""The table of verdicts: for each id its text and what to do, whatever the source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nemo_patches.stall.judge import Seat
+from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.accounts import Account
+from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
+    CUT,
+    ENDED,
+    FAILED,
+    FOR_MEMORY,
+    GONE,
+    KILLED,
+    MISSING,
+    NOT_TOLD,
+    RAISED,
+    SILENT,
+    STOPPED,
+    STUCK,
+    TERMINATED,
+    TRACED,
+    UNSEEN,
+    WAITED,
+    Fact,
+    Fate,
+)
+from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
+
+# Activities beside those of stall/rank_text.py; a stack's reader tells them.
+LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
+
+_MOST_RANKS = 64  # of a finding
+_MOST_EVIDENCE = 12
+_MOST_PLACES = 3  # that a sentence tells
+_LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
+
+_DOES = {
+    LOADER: "it waits for its data loader",
+    LOCK: "it waits for a lock or a thread of its own",
+    CHECKPOINT: "it writes a checkpoint",
+    DEBUGGER: "it is in a debugger",
+    COMPILATION: "it compiles",
+    EXPORT: "it exports a model",
+    ENDING: "its script has come to its end",
+}
+_NEXT_STEPS = {
+    ids.STOPPED: "`kill -CONT {pid}` on {host}, once you know who stopped it.",
+    ids.TRACED: "Detach the debugger from process {pid} on {host}.",
+    ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
+    "stderr; the job cannot go on without it.",
+    ids.OUT_OF_MEMORY: "Give the job more host memory, or use less: data loader workers, caches, pinned memory. Which "
+    "process was killed, the host's `dmesg` tells; ranks that time out after it waited for it.",
+    ids.ENDED: "Look at the end of this rank's stderr for an error; if there is none, it had fewer batches: make their "
+    "number equal on all ranks (drop_last, DistributedSampler).",
+    ids.EXCEPTION: "Mend what the traceback shows; the other ranks only waited for this one.",
+    ids.SILENT: "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
+    "shows a thread that holds Python's lock.",
+    ids.MISSING_RANK: "Look at what it does there; on {host}, with C frames: `py-spy dump --native --pid {pid}`. Then "
+    "its data, a checkpoint, the end of its stderr.",
+    ids.OUT_OF_STEP: "One rank has made a collective more or fewer: look for uneven batches, and for code that only "
+    "some ranks run. nemo_patches helps where the one too many is the encoder's length sync (uneven evaluation).",
+    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a "
+    "collective that only some ranks call.",
+    ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
+    "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
+    ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
+    "broadcast meets positional encodings of different sizes: nemo_patches keeps their shapes equal.",
+    ids.CROSSED: "Look for the ranks of which nothing is here, and for code that makes collectives of several groups "
+    "in an order that depends on the rank.",
+    ids.ALL_IN: "No rank is missing: look at the network and the GPUs (NCCL_DEBUG=INFO); Flight Recorder dumps "
+    "(TORCH_FR_BUFFER_SIZE=2000) tell which call each rank is in.",
+    ids.NO_RANK_MOVES: "They wait for something outside: a server, a file, a lock. Look at the place.",
+    ids.NOT_SEEN: "Collect on every host of the job (`nemo-patches stacks --json > $(hostname).json`), and give the "
+    "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
+    ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
+    "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
+    ids.STUCK_WATCHDOG: "Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next "
+    "run tells whether all ranks came out of the encoder.",
+    ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
+    ids.NOT_ENOUGH: "Give what there is of all ranks, taken while the job hangs: `nemo-patches stacks --json`, traces, "
+    "dumps, every rank's stderr.",
+}
+# Of a missing rank, by what it does.
+_NEXT_STEPS_AT = {
+    LOADER: "Look at what its data loader waits for there: a file, a mount, a server; then at that batch. On {host}, "
+    "with C frames: `py-spy dump --native --pid PID` of its worker.",
+    LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
+    "`py-spy dump --native --pid {pid}`.",
+    CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
+    DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
+}
+_SEVERITIES = {ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What the others wait in. title: for a person. seat: where records with numbers tell who has entered it."""
+
+    ranks: tuple[int, ...]
+    title: str
+    still_s: float | None = None
+    seat: Seat | None = None
+
+
+def finding(
+    kind: str,
+    text: str,
+    ranks: Iterable[int] = (),
+    evidence: Iterable[str] = (),
+    of: Account | None = None,
+    severity: str = "",
+    next_step: str = "",
+) -> Finding:
+    """One of the table. of: whose process and host the next step names."""
+    pid, host = (of.member_value.pid or "PID", of.host or "its host") if of is not None else ("PID", "its host")
+    return Finding(
+        id=kind,
+        severity=severity or _SEVERITIES.get(kind, CRITICAL),
+        ranks=tuple(rank for rank in ranks if rank != NOT_TOLD)[:_MOST_RANKS],
+        text=capital(text),
+        next_step=(next_step or _NEXT_STEPS[kind]).format(pid=pid, host=host),
+        evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
+    )
+
+
+def who(ranks: Iterable[int]) -> str:
+    """Ranks as a person reads them, of which one may not be told."""
+    ranks = sorted(set(ranks))
+    told = [rank for rank in ranks if rank != NOT_TOLD]
+    if not told:
+        return "a rank (which, is not told)"
+    return named(told) + (" and one that is not told" if len(told) < len(ranks) else "")
+
+
+def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
+    """What NeMo makes such a collective for, as far as its kind and size tell, and what to do then; both may be empty.
+
+    patched: nemo_patches is on, so it is not the length sync's.
+    """
+    kind, size = re.sub("[^a-z]", "", seat.kind.lower().rpartition(":")[2]), seat.size.strip("[]")
+    if seat.group not in ("", "0"):
+        return "", ""
+    if kind == "allreduce" and size == "1" and not patched:
+        return "as the encoder's length sync is", (
+            "The encoder's length sync is such a reduce, of one number: nemo_patches bounds this wait and names the "
+            "missing rank (`nemo-patches run -- COMMAND`). That rank is held up elsewhere; if it never comes, the "
+            "gradients' all-reduce waits for it all the same. (Other reduces of one number: a logged loss with "
+            "sync_dist, skip_nan_grad.)"
+        )
+    if kind == "allreduce" and size == "1":
+        return "and with nemo_patches on it is not the encoder's length sync", (
+            "Look for a logged value with sync_dist, skip_nan_grad, or an early stop: their reduces are of one number, "
+            "too. nemo_patches cannot bound those."
+        )
+    if kind == "allreduce" and not size:
+        return "", (
+            "The encoder's length sync is such an all-reduce, and so are DDP's gradients: a trace "
+            "(NEMO_PATCHES_TRACE) and its stall reports name the rank that does not come."
+        )
+    if kind == "broadcast" and size.isdigit() and int(size) >= _LARGE_BROADCAST:
+        return "as DDP makes of a model's buffers before each training step", (
+            "A rank has not come to that step: its data, or an evaluation that is longer on it. nemo_patches does not "
+            "bound DDP's broadcast; a trace (NEMO_PATCHES_TRACE) and its stall reports name the rank."
+        )
+    return "", ""
+
+
+def kind_of_absent(account: Account) -> str:
+    """The id for a rank that others wait for."""
+    return {
+        STOPPED: ids.STOPPED,
+        TRACED: ids.TRACED,
+        RAISED: ids.EXCEPTION,
+        KILLED: ids.KILLED,
+        GONE: ids.KILLED,
+        ENDED: ids.ENDED,
+        SILENT: ids.SILENT,
+    }.get(account.fate_kind, ids.MISSING_RANK)
+
+
+def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding:
+    """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
+    ranks = [account.rank for account in accounts]
+    text = who(ranks)
+    if wait is not None:
+        have = "has" if len(ranks) == 1 else "have"
+        text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
+    told = _doings(accounts)
+    step = _NEXT_STEPS_AT.get(accounts[0].place_value.activity, "") if kind == ids.MISSING_RANK else ""
+    text += f": {told}." if told else "."
+    return finding(kind, text, ranks, evidence_of(accounts), accounts[0], next_step=step)
+
+
+def _doings(accounts: Sequence[Account]) -> str:
+    """What is known of each; where that differs, with their ranks."""
+    doings: dict[str, list[int]] = {}
+    for account in accounts:
+        if text := doing(account):
+            doings.setdefault(text, []).append(account.rank)
+    if len(doings) == 1 and len(accounts) > 1:
+        return _plural(next(iter(doings)))
+    if len(doings) < 2:
+        return next(iter(doings), "")
+    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in list(doings.items())[:_MOST_PLACES])
+
+
+def doing(account: Account) -> str:
+    """What is known of a rank that others wait for: how it ended, or where it is."""
+    fate, place = account.fate_value, account.place_value
+    if fate.kind in _ENDS:
+        more = f"{' ' if fate.kind == MISSING else ', '}{fate.text}" if fate.text else ""
+        at = f"; last seen in {inner(place.where)}" if place.where else ""
+        return f"{_ENDS[fate.kind]}{more}{at}"
+    spot = place.worker or inner(place.where)
+    if place.activity in _DOES:
+        text = _DOES[place.activity] + (f": {spot}" if spot and place.activity != ENDING else "")
+    else:
+        text = f"it is in {spot}" if spot else ""
+    told = "worker" if place.worker else text  # what the sentence has already
+    details = [detail for detail in place.details if detail not in text and told not in detail]
+    return "; ".join([*([text] if text else []), *details[:3]])
+
+
+_ENDS = {
+    STOPPED: "it is stopped (state T, SIGSTOP or Ctrl-Z)",
+    TRACED: "a debugger holds it",
+    RAISED: "it raised an exception",
+    KILLED: "it was killed",
+    GONE: "it was killed or crashed: no record tells of its end",
+    ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
+    FAILED: "its launcher saw it fail",
+    SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
+    MISSING: "it had not come",
+    UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
+    TERMINATED: "somebody ended it",
+    ABORTED: "it aborted, as ranks do that waited in vain",
+    STUCK: "its NCCL watchdog got stuck",
+}
+# Of which a line of evidence tells.
+_FATES = {
+    **_ENDS,
+    WAITED: "a time-out: a consequence, it waited",
+    CUT: "a connection closed: a consequence, another rank had gone",
+    GONE: "no record tells of its end",
+}
+
+
+def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) -> Finding:
+    """An exception that ended ranks. first: the one that is told."""
+    assert isinstance(first.value, Fate)
+    ranks = [account.rank for account in accounts]
+    where = f" in {inner(first.value.where)}" if first.value.where else ""
+    evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
+    return finding(
+        ids.EXCEPTION,
+        f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].",
+        ranks,
+        evidence,
+        next_step=_cure_of(first.value.text),
+    )
+
+
+def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[Account]) -> Finding:
+    """facts: of each account the one that tells of it."""
+    first = facts[0]
+    assert isinstance(first.value, Fate)
+    ranks = [account.rank for account in accounts]
+    at = accounts[0].place_value.where
+    how = f" ({first.value.text})" if first.value.text else ""
+    was = "was" if len(ranks) == 1 else "were"
+    place = f", in {inner(at)}" if at else ""
+    text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
+    kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
+    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *evidence_of(others)]
+    return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
+
+
+def is_for_memory(fact: Fact) -> bool:
+    """Whether it tells of a kill for want of memory."""
+    return _text_of(fact).startswith(FOR_MEMORY)
+
+
+def _text_of(fact: Fact) -> str:
+    return fact.value.text if isinstance(fact.value, Fate) else ""
+
+
+def _cure_of(error: str) -> str:
+    """What helps against an error that says so itself."""
+    return next((step for words, step in _CURES if words in error), "")
+
+
+_CURES = (
+    (
+        "shared memory",
+        "Give the container more shared memory (`docker run --shm-size`, /dev/shm), or the data loader fewer workers.",
+    ),
+    ("Bus error", "A full /dev/shm ends a process so: give the container more (`docker run --shm-size`)."),
+    ("Duplicate GPU", "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK), CUDA_VISIBLE_DEVICES."),
+)
+
+
+def title_of(seat: Seat) -> str:
+    """A numbered collective, for a person, and where it was called; without a number where that is below 0."""
+    kind = seat.kind or "a collective"
+    size = f" {seat.size}" if seat.size.startswith("[") else f" of {seat.size}" if seat.size else ""
+    number = f", number {seat.number}" if seat.number >= 0 else ""
+    number += f" of group {seat.group}" if seat.group and number else ""
+    return f"{kind}{size}{number}{f', from {seat.caller}' if seat.caller else ''}"
+
+
+def same_kind(one: str, other: str) -> bool:
+    """Whether two sources may speak of the same collective: "nccl:all_reduce", "ALLREDUCE", "all_reduce of ..."."""
+    first, second = (re.sub(r"[^a-z]", "", text.lower().rpartition(":")[2]) for text in (one, other))
+    return bool(first and second) and (first.startswith(second) or second.startswith(first) or second in first)
+
+
+def inner(where: str) -> str:
+    """The innermost two places, of which the first may be a library's."""
+    return " < ".join(where.split(" < ")[:2])
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def cited(fact: Fact, text: str) -> str:
+    """One line of evidence."""
+    return f"{who([fact.rank])} [{fact.cite}]: {text}"
+
+
+def evidence_of(accounts: Iterable[Account]) -> list[str]:
+    """What is known of ranks, a line for those that are at one place: in no collective first, then the fewest."""
+    groups: dict[tuple[str, str, str, bool], list[Account]] = {}
+    for account in accounts:
+        fate, place = account.fate_value, account.place_value
+        groups.setdefault((fate.kind, fate.text, place.seat or place.where, account.moved), []).append(account)
+    ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
+    return [line for group in ordered for line in _of_group(group)]
+
+
+def _of_group(group: list[Account]) -> Iterable[str]:
+    first, ranks = group[0], who(account.rank for account in group)
+    others = ", ..." if len(group) > 1 else ""
+    if first.fate is not None and first.fate_kind in _FATES:
+        text = f" ({first.fate_value.text})" if first.fate_value.text else ""
+        yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
+    if first.place is not None:
+        yield f"{ranks} [{first.place.cite}{others}]: {_where(first, len(group))}{_when(first)}"
+        yield from (f"  {detail}" for account in group[:4] for detail in account.place_value.details)
+
+
+def _where(account: Account, ranks: int) -> str:
+    place = account.place_value
+    state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
+    if place.collective:
+        return f"{state}{'waits' if ranks == 1 else 'wait'} in {place.seat}"
+    return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
+
+
+def _when(account: Account) -> str:
+    if account.moved:
+        return f" (moved: {account.moved_by})"
+    steps = ", ".join(f"{name} = {value}" for name, value in list(account.place_value.counters.items())[:4])
+    still = f"has not moved for {account.still_s:.0f} s" if account.still_s else ""
+    told = "; ".join(filter(None, (still, steps)))
+    return f" ({told})" if told else ""
+
+
+def _are_in(wait: Wait) -> str:
+    if wait.still_s:
+        return f"{'has' if len(wait.ranks) == 1 else 'have'} waited in for {wait.still_s:.0f} s"
+    return "is in" if len(wait.ranks) == 1 else "are in"
+
+
+def _plural(text: str) -> str:
+    for one, more in (("it is ", "they are "), ("it has ", "they have "), ("it was ", "they were ")):
+        if text.startswith(one):
+            return more + text.removeprefix(one)
+    return text

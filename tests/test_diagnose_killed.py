@@ -1,0 +1,100 @@
+"""torchrun's agent and real ranks, one of which is killed: `diagnose` names it by the traces, and nobody else.
+
+The agent ends the rest by SIGTERM, before or after their own connections to that rank have closed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import encoders
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import nemo_patches
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.diagnosis import diagnose
+from nemo_patches.tools.diagnose.findings import CRITICAL
+from nemo_patches.tools.diagnose.folder import Folder
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+
+STEPS = 400  # far more than any rank comes to
+MOMENTS = ("length sync", "encoder", "backward", "between steps", "evaluation", "any")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rank(folder: Path, odd: int, moment: str, at: int, after_s: float) -> None:
+    """One rank under the agent, which hides no signal from it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    nemo_patches.apply(trace=folder)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    encoder = encoders.conformer()
+    model = torch.nn.parallel.DistributedDataParallel(encoder)
+    is_odd = dist.get_rank() == odd
+    for step in range(STEPS):
+        now = step == at
+        if is_odd and now and moment in ("length sync", "any"):
+            threading.Timer(after_s, kill).start()
+        if not is_odd and now and moment == "length sync":
+            threading.Event().wait(2 * after_s)  # meanwhile the odd one waits there, and is killed
+        if is_odd and now and moment == "between steps":
+            kill()
+        if is_odd and now and moment == "encoder":
+            encoder.layers[0].register_forward_pre_hook(lambda *_: kill())
+        model.train()
+        out = encoders.run(model, 100)
+        if is_odd and now and moment == "backward":
+            out.register_hook(lambda *_: kill())
+        out.sum().backward()
+        if step % 10 == 9:
+            encoder.eval()
+            for batch in range(3):
+                if is_odd and moment == "evaluation" and step >= at and batch:
+                    kill()
+                with torch.no_grad():
+                    encoders.run(encoder, 100)
+
+
+def agent(_: int, __: int, size: int, *args: object) -> None:
+    """torchrun, with ranks that it forks: importing NeMo anew in each would take longer than all else."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id="killed",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    with pytest.raises(ChildFailedError):
+        elastic_launch(config, rank)(*args)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_who_was_killed_is_named_and_nobody_else(moment: str, tmp_path: Path) -> None:
+    for size in (2, 3):
+        draw = random.Random(f"{moment} {size}")
+        odd, folder = draw.randrange(size), tmp_path / str(size)
+        run_ranks(agent, 1, size, folder, odd, moment, draw.randrange(1, 30), draw.uniform(0.1, 0.4), group=False)
+        report = diagnose(Folder(folder).read())
+        first = report.findings[0]
+        assert (first.id, first.ranks, first.severity) == (ids.KILLED, (odd,), CRITICAL), report
+        assert {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks} == {odd}, report

@@ -1,0 +1,143 @@
+"""All evidence of a job, judged together: who wins, what contradicts, and that nobody who waits is accused."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose import facts as f
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place, Value
+from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.judge import judge
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+SYNC = Place(collective="all_reduce", caller="the length sync (conformer_encoder.py:794)", way=("main (a.py:9)",))
+ELSEWHERE = Place(where="read (data.py:41) < main (train.py:80)", way=("main (train.py:80)", "read (data.py:41)"))
+
+
+def facts(rank: int, *values: Value, cite: str = "", at: float = 0.0, own: bool = True) -> list[Fact]:
+    return [Fact(rank, value, cite or f"node1, pid {100 + rank}", at, "node1", own) for value in values]
+
+
+def report(*groups: list[Fact], world: int = 3, seats: dict[str, set[int]] | None = None) -> Report:
+    return judge(Evidence([fact for group in groups for fact in group], groups=seats or {}, world_size=world))
+
+
+def still(rank: int, place: Place, seconds: float = 60.0, at: float = 0.0) -> list[Fact]:
+    return facts(rank, Member(3, 100 + rank), Fate(f.RUNS), place, Motion(False, still_s=seconds), at=at)
+
+
+def test_who_is_in_no_collective_is_named_with_its_place() -> None:
+    found = report(still(0, SYNC), still(1, ELSEWHERE), still(2, SYNC))
+    first = found.findings[0]
+    assert (first.id, first.ranks, found.exit_code) == (ids.MISSING_RANK, (1,), 1)
+    assert first.text == (
+        "Rank 1 has not entered all_reduce of the length sync (conformer_encoder.py:794), which ranks 0, 2 have waited "
+        "in for 60 s: it is in read (data.py:41) < main (train.py:80)."
+    )
+    assert "py-spy dump --native --pid 101" in first.next_step and "node1, pid 101" in "".join(first.evidence)
+
+
+def test_young_waits_are_no_hang_and_what_moves_is_not_stuck() -> None:
+    young = report(still(0, SYNC, 2.0), still(1, ELSEWHERE, 2.0), still(2, SYNC, 2.0))
+    assert not young.findings and young.verdict.startswith("So far no hang: rank 1") and young.exit_code == 0
+    moves = [
+        *facts(1, Fate(f.RUNS), SYNC, Motion(True, "i of train went from 5 to 9")),
+    ]
+    goes_on = report(still(0, SYNC), moves, still(2, ELSEWHERE))
+    assert not goes_on.findings or goes_on.findings[0].ranks != (1,)
+
+
+def test_one_look_at_each_is_said_to_be_one() -> None:
+    found = report(*(facts(rank, place) for rank, place in enumerate((SYNC, ELSEWHERE, SYNC))))
+    assert found.verdict.startswith("At the moment of these stacks: rank 1 has not entered")
+
+
+@pytest.mark.parametrize(("kind", "id_"), [(f.STOPPED, ids.STOPPED), (f.TRACED, ids.TRACED), (f.GONE, ids.KILLED)])
+def test_who_is_held_up_or_gone_is_told_as_that(kind: str, id_: str) -> None:
+    found = report(still(0, SYNC), facts(1, Member(3, 101), Fate(kind)), still(2, SYNC))
+    assert (found.findings[0].id, found.findings[0].ranks) == (id_, (1,))
+    assert kind != f.STOPPED or "kill -CONT 101" in found.next_step
+
+
+def test_a_cause_comes_before_all_that_follows_from_it() -> None:
+    found = report(
+        facts(0, Fate(f.CUT, "Connection closed by peer"), cite="train.log:9"),
+        facts(1, Fate(f.RAISED, "ValueError: bad audio", "read (data.py:41)"), cite="train.log:5"),
+        facts(2, Fate(f.TERMINATED, "SIGTERM"), ELSEWHERE),
+    )
+    first = found.findings[0]
+    assert (first.id, first.ranks) == (ids.EXCEPTION, (1,))
+    assert "raised ValueError: bad audio in read (data.py:41) [train.log:5]" in first.text
+    assert len(found.findings) == 1
+
+
+def test_what_was_raised_after_waiting_in_vain_is_no_cause() -> None:
+    waited = Fact(0, Fate(f.WAITED, "Timed out waiting 1800000 ms"), "train.log:5", 5, "train.log")
+    after = Fact(0, Fate(f.RAISED, "KeyError: 'loss'"), "train.log:9", 9, "train.log")
+    other = Fact(2, Fate(f.RAISED, "KeyError: 'loss'"), "train.log:9", 9, "train.log")
+    found = report([waited, after, other])
+    assert found.findings[0].id == ids.WAITED_IN_VAIN and not found.findings[0].ranks
+
+
+def test_alike_errors_are_told_by_type_and_frame_not_by_words() -> None:
+    found = report(
+        facts(0, Fate(f.RAISED, "ValueError: row 7", "read (data.py:41)"), at=5.0),
+        facts(1, Fate(f.RAISED, "ValueError: row 9", "read (data.py:41)"), at=5.0),
+        facts(2, Fate(f.RAISED, "ValueError: row 9", "step (train.py:4)"), at=9.0),
+    )
+    assert found.findings[0].ranks == (0, 1)
+
+
+def numbered(rank: int, number: int, done: bool, cite: str) -> list[Fact]:
+    return facts(
+        rank, *(Seat(rank, "0", n, "gloo:all_reduce", "[1]", n < number or done) for n in (1, number)), cite=cite
+    )
+
+
+def test_numbers_name_who_is_missing_and_stacks_say_why() -> None:
+    worker = Place(
+        "select (selectors.py:415) < train (hang.py:114)",
+        activity="its data loader",
+        worker="its worker (pid 9) is in __getitem__ (hang.py:24), at a.wav",
+    )
+    dumps = [numbered(rank, 7 - (rank == 2), rank == 2, f"json_rank_{rank}") for rank in range(3)]
+    found = report(
+        *dumps,
+        facts(2, worker),
+        facts(0, Fate(f.WAITED, "Timed out waiting 10000 ms"), cite="train.log:108"),
+        seats={"0": {0, 1, 2}},
+    )
+    first = found.findings[0]
+    assert (first.id, first.ranks) == (ids.MISSING_RANK, (2,))
+    assert "gloo:all_reduce [1], number 7 of group 0, which ranks 0-1 are in: it waits for its data" in first.text
+    assert "loader: its worker (pid 9) is in __getitem__ (hang.py:24), at a.wav" in first.text
+    assert any("json_rank_0" in line for line in first.evidence)
+
+
+def test_a_contradiction_is_printed_with_both_citations_and_accuses_nobody() -> None:
+    dumps = [numbered(rank, 7 - (rank == 2), rank == 2, f"json_rank_{rank}") for rank in range(3)]
+    later = facts(2, SYNC, cite="later.json, pid 102", at=99.0)
+    found = report(*dumps, later, seats={"0": {0, 1, 2}})
+    assert not any(2 in one.ranks for one in found.findings)
+
+
+def test_who_has_no_ending_where_connections_closed_is_the_suspect() -> None:
+    found = report(
+        facts(0, Fate(f.CUT, "Connection closed by peer")),
+        facts(1, Fate(f.GONE)),
+        facts(2, Fate(f.TERMINATED, "SIGTERM"), ELSEWHERE),
+    )
+    assert (found.findings[0].id, found.findings[0].ranks) == (ids.KILLED, (1,))
+
+
+def test_all_that_ended_in_good_order_is_no_finding() -> None:
+    found = report(*(facts(rank, Fate(f.ENDED)) for rank in range(3)))
+    assert not found.findings and found.exit_code == 0
+
+
+def test_nothing_recognised_says_what_was_looked_for() -> None:
+    found = judge(Evidence(looked_for=["stacks", "the watchdog's lines"]))
+    assert found.exit_code == 2 and "Looked for: stacks; the watchdog's lines." in found.verdict

@@ -1,0 +1,193 @@
+"""The judge over seats, on the records of jobs that are played through: who stopped is known there, and who waits."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from nemo_patches.stall import judge as j
+from nemo_patches.stall.judge import Judgement, Seat, judge
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+JOBS = int(os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000"))  # 100,000 take some minutes
+KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
+
+
+@dataclass
+class Job:
+    """What happened. stopped: ranks that are in no collective, and never come to their next; waits: who is in one."""
+
+    groups: dict[str, list[int]]
+    seats: list[Seat] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    waits: dict[int, Seat] = field(default_factory=dict)
+
+    def absent(self, rank: int) -> set[int]:
+        """Whom a rank that waits waits for."""
+        seat = self.waits[rank]
+        entered = {one.rank for one in self.seats if (one.group, one.number) == (seat.group, seat.number)}
+        return set(self.groups[seat.group]) - entered
+
+
+def played(chance: random.Random, stops: int = 0, swaps: int = 0, tells_completion: bool = True) -> Job:
+    """A job of some ranks and groups, to the point where nobody can go on.
+
+    stops: so many ranks stop somewhere. swaps: so many ranks make two of their collectives in the other order.
+    """
+    world = chance.randint(2, 6)
+    groups = {"0": list(range(world))}
+    for number in range(1, chance.randint(1, 4)):
+        groups[str(number)] = sorted(chance.sample(range(world), chance.randint(2, world)))
+    steps = [(name, chance.choice(KINDS)) for name in chance.choices(sorted(groups), k=chance.randint(1, 25))]
+    programs = {rank: [step for step in steps if rank in groups[step[0]]] for rank in range(world)}
+    for rank in chance.sample(range(world), swaps):
+        program = programs[rank]
+        if len(program) > 1:
+            at = chance.randrange(len(program) - 1)
+            program[at : at + 2] = reversed(program[at : at + 2])
+    stop_at = {rank: chance.randint(0, len(programs[rank])) for rank in chance.sample(range(world), stops)}
+    job = Job(groups)
+    at = dict.fromkeys(range(world), 0)
+    last: dict[tuple[int, str], int] = defaultdict(int)  # by rank and group: the number of the last collective
+    inside: dict[int, Seat] = {}
+    done: list[Seat] = []
+
+    def enter() -> Iterator[int]:
+        for rank, program in programs.items():
+            if rank not in inside and at[rank] < len(program) and at[rank] != stop_at.get(rank):
+                group, kind = program[at[rank]]
+                last[rank, group] += 1
+                inside[rank] = Seat(rank, group, last[rank, group], kind)
+                yield rank
+
+    def complete() -> Iterator[int]:
+        """By a group's number alone: that ranks are in unlike collectives of one number holds them up for ever."""
+        for group, ranks in groups.items():
+            there = [inside.get(rank) for rank in ranks]
+            if (
+                all(seat is not None and seat.group == group for seat in there)
+                and len({s and s[2:4] for s in there}) == 1
+            ):
+                for rank in ranks:
+                    done.append(
+                        inside.pop(rank)._replace(done=True if tells_completion else None, completed=tells_completion)
+                    )
+                    at[rank] += 1
+                    yield rank
+
+    while [*enter(), *complete()]:
+        pass
+    job.waits = {rank: seat._replace(done=False if tells_completion else None) for rank, seat in inside.items()}
+    job.seats = [*done, *job.waits.values()]
+    job.stopped = {rank for rank, place in stop_at.items() if place == at[rank] and rank not in inside}
+    return job
+
+
+def accused(found: list[Judgement]) -> set[int]:
+    return {rank for one in found for rank in one.accused}
+
+
+def of(job: Job, chance: random.Random) -> list[Judgement]:
+    """The judgement on its seats in any order."""
+    return judge(chance.sample(job.seats, len(job.seats)), job.groups)
+
+
+@pytest.mark.parametrize("tells_completion", [True, False])
+def test_who_stopped_is_named_and_nobody_who_waits(tells_completion: bool) -> None:
+    named = 0
+    for seed in range(JOBS):
+        chance = random.Random(seed)
+        job = played(chance, stops=chance.randint(1, 2), tells_completion=tells_completion)
+        found = of(job, chance)
+        assert accused(found) <= job.stopped, (seed, found)
+        if job.waits:  # in the first collective that not all have come to, for whoever stopped before it
+            assert accused(found), (seed, found)
+            named += 1
+        for one in found:
+            for rank in one.accused:
+                assert any(rank in job.absent(other) for other in one.waiting if other in job.waits), (seed, one)
+    assert named > JOBS / 3
+
+
+def test_where_all_end_in_good_order_there_is_nothing() -> None:
+    for seed in range(JOBS):
+        chance = random.Random(seed)
+        job = played(chance)
+        assert not job.waits and not job.stopped
+        assert of(job, chance) == [], seed
+
+
+@pytest.mark.parametrize("tells_completion", [True, False])
+def test_where_all_made_as_many_nobody_made_fewer(tells_completion: bool) -> None:
+    """Collectives in another order: all wait, in as many collectives of each group or not, and nobody is missing."""
+    for seed in range(JOBS):
+        chance = random.Random(seed)
+        job = played(chance, swaps=chance.randint(1, 2), tells_completion=tells_completion)
+        found = of(job, chance)
+        assert not accused(found), (seed, found)
+        counts = {
+            group: {sum(s.rank == r and s.group == group for s in job.seats) for r in ranks}
+            for group, ranks in job.groups.items()
+        }
+        assert all(one.id != j.MISSING or len(counts[one.seat.group]) > 1 for one in found), (seed, found)
+
+
+def test_records_that_are_not_there_or_lost_their_beginning_accuse_nobody_who_waits() -> None:
+    for seed in range(JOBS):
+        chance = random.Random(seed)
+        job = played(chance, stops=chance.randint(0, 2), swaps=chance.randint(0, 1))
+        here = set(chance.sample(range(len(job.groups["0"])), chance.randint(1, len(job.groups["0"]))))
+        keeps = {rank: chance.choice((1, 2, 5, 100)) for rank in here}
+        kept = [seat for rank in here for seat in [one for one in job.seats if one.rank == rank][-keeps[rank] :]]
+        whole = {rank for rank in here if keeps[rank] == 100}
+        members = {
+            group: [rank for rank in ranks if rank in whole or any((s.rank, s.group) == (rank, group) for s in kept)]
+            for group, ranks in job.groups.items()
+        }
+        found = judge(kept, members)
+        assert not accused(found) & job.waits.keys(), (seed, found)
+
+
+def test_records_of_different_moments_accuse_nobody() -> None:
+    """A collective that is completed had every rank in it."""
+    late = [Seat(0, "0", number, done=True, completed=True) for number in range(1, 9)]
+    early = [Seat(1, "0", number, done=True, completed=True) for number in range(1, 6)]
+    (found,) = judge([*late, *early], {"0": [0, 1]})
+    assert (found.id, found.accused, found.absent, found.seat.number) == (j.OLDER, (), (1,), 6)
+
+
+def test_of_records_with_one_seat_each_the_last_is_named_where_it_is_told_where_they_begin() -> None:
+    """As RAS tells: rank 2 has launched 60 operations, rank 1 62, rank 0 64."""
+    seats = [Seat(0, "0", 64, done=None), Seat(1, "0", 62, done=None), Seat(2, "0", 60, done=None)]
+    (found,) = judge(seats, {"0": [0, 1, 2]}, {("0", rank): 60 for rank in range(3)})
+    assert (found.id, found.accused, found.seat.number) == (j.MISSING, (2,), 62)
+
+
+@pytest.mark.parametrize(
+    ("kind", "may_differ"),
+    [
+        ("nccl:all_reduce", False),
+        ("nccl:_reduce_scatter_base", False),
+        ("ALLGATHER", False),
+        ("nccl:gather", True),
+        ("gloo:scatter", True),
+        ("nccl:all_to_all", True),
+        ("ALLTOALL_BASE", True),
+        ("nccl:coalesced", True),
+    ],
+)
+def test_in_some_collectives_ranks_may_give_unlike_sizes(kind: str, may_differ: bool) -> None:
+    found = judge([Seat(rank, "0", 1, kind, f"[{rank}]") for rank in range(2)], {})
+    assert [one.id for one in found] == [j.ALL_IN if may_differ else j.SIZES]
+
+
+def test_who_waits_in_a_group_of_which_nobody_else_is_known_is_not_missing() -> None:
+    seats = [Seat(0, "tp", 1), Seat(1, "0", 1)]
+    (found,) = judge(seats, {"0": [0, 1]})
+    assert (found.id, found.accused, found.absent) == (j.CROSSED, (), (0,))

@@ -1,0 +1,440 @@
+"""Which processes of a host are ranks, what is collected of them, and what without the right to look inside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_patches.tools.diagnose.collect import belongings as lying
+from nemo_patches.tools.diagnose.collect import host_ranks, samples
+from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    FORMAT,
+    WHAT,
+    HostFile,
+    HostJob,
+    NothingToLookAtError,
+    SampledRank,
+    has_settled,
+    jobs_here,
+    look,
+)
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.facts import (
+    GONE,
+    RUNS,
+    STOPPED,
+    TRACED,
+    UNREADABLE,
+    Evidence,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
+from nemo_patches.tools.diagnose.sources import stacks as reader
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+CHECKOUT = Path(__file__).parent.parent
+needs_py_spy = pytest.mark.skipif(not samples.py_spy(), reason="py-spy is not installed")
+# It starts itself with what is left of its arguments, each as the variables of one child; ends when its input does.
+PROGRAM = """
+import json, os, subprocess, sys
+for variables in json.loads(sys.argv[1]):
+    subprocess.Popen([sys.executable, __file__, "[]"], env={**os.environ, **variables})
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+TORCHRUN = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+
+
+@contextlib.contextmanager
+def process(
+    folder: Path, variables: Mapping[str, str], children: list[dict[str, str]] | None = None, text: str = PROGRAM
+) -> Iterator[int]:
+    """A Python process with these variables that works in the folder, with its children; its process id."""
+    program = folder / "program.py"
+    program.write_text(text)
+    own = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LD_LIBRARY_PATH")}
+    started = subprocess.Popen(
+        [sys.executable, str(program), json.dumps(children or [])],
+        env={**own, **variables},
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert started.stdin is not None
+    assert started.stdout is not None
+    try:
+        for _ in range(1 + len(children or [])):
+            assert started.stdout.readline()
+        yield started.pid
+    finally:
+        started.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(1 if children is None else 10)
+        started.kill()
+        started.wait()
+        started.stdout.close()
+
+
+def here(folder: Path) -> list[tuple[int, int, int, str, str]]:
+    [ranks] = jobs_here(str(folder))
+    return [(one.rank, one.world_size, one.local_world_size, one.job, one.found_by) for one in ranks]
+
+
+def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
+    ranks = [{**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "2"} for rank in (4, 5)]
+    with process(tmp_path, ranks[0], [{}]) as pid, process(tmp_path, ranks[1]):
+        assert here(tmp_path) == [(4, 8, 2, "node1:29500", "torchrun"), (5, 8, 2, "node1:29500", "torchrun")]
+        [found] = jobs_here(str(tmp_path))
+        assert found[0].pid == pid
+        assert found[0].launch == "2"
+        assert len(found[0].workers) == 1
+        assert found[1].workers == ()
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+    ],
+    ids=["srun torchrun", "a pod's torchrun"],
+)
+def test_torchruns_agent_is_no_rank_whatever_its_own_launcher_has_set(agent: dict[str, str], tmp_path: Path) -> None:
+    ranks = [{**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RUN_ID": "none"} for rank in (2, 3)]
+    with process(tmp_path, agent, ranks) as pid:
+        assert here(tmp_path) == [(rank, 8, 2, "node1:29500", "torchrun") for rank in (2, 3)]
+        assert pid not in {rank.pid for rank in jobs_here(str(tmp_path))[0]}
+
+
+def test_a_launcher_without_a_run_id_under_srun_is_no_rank(tmp_path: Path) -> None:
+    with process(tmp_path, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, [{**TORCHRUN, "RANK": "0"}]):
+        assert here(tmp_path) == [(0, 8, 2, "node1:29500", "torchrun")]
+
+
+def test_a_rank_that_is_not_there_has_ended(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "5"}) as pid:
+        [ranks] = jobs_here(str(tmp_path))
+        facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
+        assert [fact.rank for fact in facts if isinstance(fact.value, Fate) and fact.value.kind == GONE] == [4]
+        [ranks] = jobs_here(pids=[pid])  # who is given alone has others beside it
+        facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
+        assert {fact.rank for fact in facts} == {5}
+
+
+def test_lightnings_launcher_gives_its_first_rank_no_variables(tmp_path: Path) -> None:
+    child = {"LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with process(tmp_path, {}, [child]) as pid:
+        launcher = "Lightning's launcher"
+        assert here(tmp_path) == [(2, 4, 2, "a:1", launcher), (3, 4, 2, "a:1", launcher)]
+        assert jobs_here(str(tmp_path))[0][0].pid == pid
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_ID": "4711"},
+            (3, 8, 4, "4711", "Slurm"),
+        ),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "5,3", "MASTER_PORT": "9"},
+            (3, 8, 0, ":9", "Slurm"),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "1",
+            },
+            (1, 2, 2, "", "Open MPI"),
+        ),
+    ],
+    ids=["slurm", "slurm, uneven nodes", "open mpi under slurm"],
+)
+def test_other_launchers(variables: dict[str, str], told: tuple[Any, ...], tmp_path: Path) -> None:
+    with process(tmp_path, variables):
+        assert here(tmp_path) == [told]
+
+
+def test_a_shell_may_be_between_a_rank_and_its_launcher_and_is_none(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = f"{sys.executable} {program} '[]'; true"
+    variables = {**os.environ, **TORCHRUN, "RANK": "0"}
+    with subprocess.Popen(["sh", "-c", command], env=variables, cwd=tmp_path, stdin=-1, stdout=-1) as shell:
+        assert shell.stdout is not None
+        pid = int(shell.stdout.readline())
+        [[rank]] = jobs_here(str(tmp_path))
+        assert rank.pid == pid != shell.pid
+
+
+def test_given_processes_are_ranks_by_their_variables_or_else_by_their_order(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "5"}) as five, process(tmp_path, {**TORCHRUN, "RANK": "4"}) as four:
+        [ranks] = jobs_here(pids=[five, four])
+        assert [(one.rank, one.pid) for one in ranks] == [(4, four), (5, five)]
+    with process(tmp_path, {}) as first, process(tmp_path, {}) as second:
+        [ranks] = jobs_here(pids=[second, first])
+        assert ranks == [
+            HostRank(0, second, 2, 2, found_by="the order of --pids"),
+            HostRank(1, first, 2, 2, found_by="the order of --pids"),
+        ]
+        with pytest.raises(NothingToLookAtError, match=r"no rank of a job works there"):
+            jobs_here(str(tmp_path))
+    with pytest.raises(NothingToLookAtError, match=f"no process {first} runs"):
+        jobs_here(pids=[first])
+
+
+GOES_ON = """
+import os, time
+print(os.getpid(), flush=True)
+def train():
+    for i in range(6000):
+        time.sleep(0.01)
+train()
+"""
+COUNTS = """
+import os, sys
+def train(password, secret_number):
+    for i in range(3, 9):
+        step = "no number"
+        print(os.getpid(), flush=True)
+        sys.stdin.read()
+def main():
+    for i in range(2):
+        pass
+    train("hunter2", 123456)
+main()
+"""
+
+
+@needs_py_spy
+def test_of_a_processs_variables_only_loop_counters_leave_it(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "0"}, text=COUNTS) as pid:
+        [ranks] = jobs_here(str(tmp_path))
+        job = look(ranks, lambda _: True, between_s=0.1)
+    main = job.ranks[0].samples[-1].main
+    assert main is not None
+    assert main.counters == {"i of train (program.py)": 3, "i of main (program.py)": 1}
+    assert main.loops == {"i of train (program.py)": 4, "i of main (program.py)": 0}
+    text = HostFile(WHAT, FORMAT, (job,)).as_json()
+    assert "hunter2" in COUNTS
+    assert "hunter2" not in text
+    assert "123456" not in text
+    assert job.ranks[0].rank.pid == pid
+
+
+def test_what_lies_beside_a_rank(tmp_path: Path) -> None:
+    trace, dump = tmp_path / "trace", tmp_path / "dump"
+    for folder in (trace, dump):
+        folder.mkdir()
+    old, new = tmp_path / "fr_old_0", tmp_path / "fr_0"
+    old.touch()
+    os.utime(old, (1.0, 1.0))
+    variables = {
+        **TORCHRUN,
+        "RANK": "0",
+        "NEMO_PATCHES_TRACE": "trace",
+        "NEMO_PATCHES_DUMP": str(dump),
+        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(tmp_path / "fr_old_"),
+        "TMPDIR": str(tmp_path),
+    }
+    with process(tmp_path, variables) as pid:
+        own = tmp_path / f"nemo_patches-{os.getuid()}" / "port-29500"
+        own.mkdir(parents=True)
+        (own / f"rank_0.{pid}.sock").touch()
+        new.touch()
+        found = belongings([HostRank(0, pid, 8, 2)])
+    assert [one for one in found if one.kind != lying.LOG] == [
+        Belonging(lying.TRACES, str(trace)),
+        Belonging(lying.DUMPS, str(dump)),
+        Belonging(lying.DUMPS, str(own)),
+        Belonging(lying.FLIGHT_RECORDER, str(new)),
+    ]
+
+
+def of(job: Any, kind: type[Any]) -> Any:
+    return next((fact.value for fact in reader.of_samples(job) if isinstance(fact.value, kind)), None)
+
+
+@needs_py_spy
+def test_a_stopped_rank_is_read_without_stopping_it_once_more(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        [ranks] = jobs_here(str(tmp_path))
+        job = look(ranks, lambda _: True, between_s=0.1)
+        assert of(job, Fate).kind == STOPPED
+        assert "program.py" in of(job, Place).where
+        assert not of(job, Motion).moved
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(not shutil.which("gdb"), reason="gdb is not installed")
+def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
+    with (
+        process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid,
+        subprocess.Popen(["gdb", "-q", "-nx", "-p", str(pid)], stdin=-1, stdout=-1, stderr=-1) as debugger,
+    ):
+        deadline = time.monotonic() + 60
+        while not samples.number_in(samples.read(f"/proc/{pid}/status"), "TracerPid"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        [ranks] = jobs_here(str(tmp_path))
+        job = look(ranks, lambda _: True, between_s=0.1)
+        assert of(job, Fate) == Fate(TRACED, f"traced by pid {debugger.pid} (gdb, strace)")
+        debugger.kill()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Path]:
+    """stacks.pyz, in a folder that everybody may read."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    if not (CHECKOUT / "nemo_patches").exists() or not shutil.which("make"):
+        pytest.skip("of the checkout")
+    subprocess.run(
+        ["make", "-s", "stacks.pyz", f"PYTHON={sys.executable}", f"PYZ={folder / 'stacks'}"],
+        check=True,
+        cwd=CHECKOUT,
+        timeout=60,
+    )
+    try:
+        yield folder / "stacks.pyz"
+    finally:
+        shutil.rmtree(folder)
+
+
+def run_alone(pyz: Path, pid: int, python: str = sys.executable, path: str = "", **more: Any) -> Evidence:
+    """What the one file tells of a process, which knows nothing of the package's other modules."""
+    done = subprocess.run(
+        [python, "-I", str(pyz), "--pids", str(pid)],
+        env={"PATH": path, "HOME": "/nowhere"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **more,
+    )
+    assert done.returncode == 0, done.stderr
+    file = Path(tempfile.mkdtemp()) / "node1.json"
+    try:
+        file.write_text(done.stdout)
+        assert reader.recognises(str(file), done.stdout[:1000].encode())
+        evidence = Evidence()
+        reader.read([file], evidence)
+        return evidence
+    finally:
+        shutil.rmtree(file.parent)
+
+
+@needs_py_spy
+def test_the_one_file_for_containers_tells_the_same(alone: Path, tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "3"}, text=GOES_ON) as pid:
+        evidence = run_alone(alone, pid)
+    assert not evidence.problems
+    assert evidence.world_size == 8
+    told = [fact.value for fact in evidence.facts]
+    assert told[:2] == [Member(8, pid, "node1:29500", "", False), Fate(RUNS)]
+    assert "program.py" in told[2].where  # type: ignore[union-attr]
+    assert isinstance(told[3], Motion)
+    assert told[3].by.startswith("i of train (program.py) went from ")
+
+
+@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no second Python")
+def test_without_py_spy_it_says_what_to_install_and_what_the_kernel_tells(alone: Path, tmp_path: Path) -> None:
+    if shutil.which("py-spy", path="/usr/bin:/usr/local/bin"):
+        pytest.skip("py-spy is beside it")
+    with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
+        evidence = run_alone(alone, pid, python="/usr/bin/python3")
+    fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
+    assert fate.kind == UNREADABLE
+    assert "pip install py-spy" in fate.text
+    motion = next(fact.value for fact in evidence.facts if isinstance(fact.value, Motion))
+    assert not motion.moved  # it has slept
+    assert motion.still_s is not None
+    assert motion.still_s > 1.0
+
+
+@needs_py_spy
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="no Python that everybody may run")
+def test_another_users_rank_says_whose_it_is_and_what_the_kernel_tells(alone: Path, tmp_path: Path) -> None:
+    shutil.copy(samples.py_spy(), alone.parent / "py-spy")
+    with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
+        evidence = run_alone(alone, pid, python="/usr/bin/python3", path=str(alone.parent), user=65534, group=65534)
+    fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
+    assert fate == Fate(UNREADABLE, "it is user 0's: run this as that user, or as root")
+    assert any(isinstance(fact.value, Motion) and not fact.value.moved for fact in evidence.facts)
+
+
+def test_a_job_has_settled_where_its_ranks_slept_long_or_ran_on() -> None:
+    def sample(frames: str, slept_s: float, uptime_s: float) -> samples.Sample:
+        thread = samples.Thread(tid=1, frames=(samples.Frame(frames, "a.py", 1),))
+        return samples.Sample(1, "S", uptime_s=uptime_s, slept_s=slept_s, threads=(thread,))
+
+    def job(*two: samples.Sample) -> HostJob:
+        return HostJob("node1", 1.0, (SampledRank(HostRank(0, 1, 1, 1), two),))
+
+    assert has_settled(job(sample("f", 40, 100), sample("f", 42, 102)))
+    assert has_settled(job(sample("f", 1, 100), sample("g", 1, 102)))
+    assert not has_settled(job(sample("f", 1, 100), sample("f", 3, 102)))
+
+
+def test_python_that_has_no_launchers_variables_is_named_with_torch_loaded(tmp_path: Path) -> None:
+    with process(tmp_path, {}) as pid:
+        among = host_ranks.processes()
+        assert among[pid].is_python
+        assert pid not in host_ranks.with_torch(among)
+        assert pid not in {rank.pid for rank in host_ranks.ranks(among)}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from nemo_patches.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "stacks", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+@needs_py_spy
+def test_the_command_prints_what_was_collected(tmp_path: Path) -> None:
+    with process(tmp_path, {**TORCHRUN, "RANK": "3"}, text=GOES_ON) as pid:
+        done = command("--job", str(tmp_path))
+        as_json = command("--pids", str(pid), "--json")
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = done.stdout.splitlines()
+    assert first == f"job node1:29500 on {socket.gethostname()}: 1 ranks, found by torchrun"
+    assert second.startswith(f"  rank 3 (pid {pid}): in train (program.py:")
+    assert "moved: i of train (program.py) went from " in second
+    file = tmp_path / "node1.json"
+    file.write_text(as_json.stdout)
+    evidence = Evidence()
+    reader.read([file], evidence)
+    assert {fact.rank for fact in evidence.facts} == {3}
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    done = command("--pids", "x")
+    assert done.returncode == 2
+    assert done.stderr == "nemo-patches stacks: --pids=x: allowed are process ids with commas between: 4711,4712\n"
+    done = command("--job", str(tmp_path))
+    assert done.returncode == 2
+    assert "no rank of a job works there" in done.stderr
