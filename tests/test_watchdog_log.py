@@ -459,7 +459,8 @@ def of_group_9(rank: int) -> str:
         # Reports of torch itself: what they tell of who came counts too.
         (MISMATCH, SIZES, ()),
         (
-            f"{FR}missing ranks: {{0, 1}}\nexpected ranks: {{0, 1, 2, 3}}\nmissing ranks: {{2, 3}}\nexpected ranks: {{0, 1, 2, 3}}",
+            f"{FR}missing ranks: {{0, 1}}\nexpected ranks: {{0, 1, 2, 3}}\n"
+            "missing ranks: {2, 3}\nexpected ranks: {0, 1, 2, 3}",
             WAITED_IN_VAIN,
             (),
         ),

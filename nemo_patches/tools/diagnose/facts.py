@@ -29,6 +29,7 @@ RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
 
 
+AT_START = "at start-up"  # how the text of such a WAITED or CUT begins: there was no process group yet
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
 NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likewise a Seat's number
 

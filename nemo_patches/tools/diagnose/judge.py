@@ -26,6 +26,7 @@ from nemo_patches.tools.diagnose.accounts import (
 )
 from nemo_patches.tools.diagnose.facts import (
     ABORTED,
+    AT_START,
     CUT,
     ENDED,
     FAILED,
@@ -137,6 +138,8 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
     if not hang.findings:
         hang = _by_places(case)
     if causes:
+        if not any(one.ranks for one in causes):  # whose it was is not told: the launcher's tables may help
+            causes += _by_launcher(case, of_ranks_that_waited=True)
         explained = {rank for one in causes for rank in one.ranks}
         rest = [one for one in hang.findings if not set(one.ranks) <= explained]
         return Ruling((*causes, *(replace(one, because=causes[0].id, severity=WARNING) for one in rest)))
@@ -373,7 +376,8 @@ def _by_places(case: _Case) -> Ruling:
     seen = [one for one in accounts.values() if one.place or one.fate_kind in (*_OUT, UNREADABLE)]
     if not seen:
         return Ruling()
-    if all(one.fate_kind in (GONE, ENDED) and not one.place_value.where for one in seen) and not case.unseen:
+    over = all(one.fate_kind in (GONE, ENDED) for one in accounts.values())
+    if over and not any(one.place_value.where for one in seen) and not case.unseen:
         return Ruling(text="The job has ended: none of its processes is there any more.", goes_on=True)
     moving = [one for one in seen if one.moved]
     # Who has ended its script is missing where others wait; else it waits itself, with a collective pending.
@@ -551,13 +555,15 @@ def _by_ends(case: _Case) -> Ruling:
         found = _grouped(suspects, None, evidence)
         more = f" {who(ended)} {how}."
         return Ruling(tuple(replace(one, text=one.text + more[:1] + more[1].upper() + more[2:]) for one in found))
+    if all(one.fate_value.text.startswith(AT_START) for one in (*waited, *cut)):
+        return Ruling((_start_up([*waited, *cut], evidence, case), *_by_launcher(case, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, case)
     ends = "; ".join(
         f"{who(one.rank for one in some)} {how}"
         for some, how in ((waited, f"waited {what} until a time limit"), (cut, "had a connection closed"))
         if some
     )
-    unseen = f"; nothing is known of {named(case.unseen)}" if case.evidence.world_size and case.unseen else ""
+    unseen = _unseen_text(case)
     text = f"{ends}: another rank did not come, or had gone before. Which one, this does not tell{unseen}."
     seats_of = [
         cited(fact, title_of(fact.value)) for one in waited for fact in one.seats if isinstance(fact.value, Seat)
@@ -565,6 +571,19 @@ def _by_ends(case: _Case) -> Ruling:
     lines = [*seats_of[:8], *evidence]
     found = [finding(ids.WAITED_IN_VAIN, text[0].upper() + text[1:], evidence=lines, next_step=step)]
     return Ruling((*found, *_by_launcher(case, of_ranks_that_waited=True)))
+
+
+def _unseen_text(case: _Case) -> str:
+    return f"; nothing is known of {named(case.unseen)}" if case.evidence.world_size and case.unseen else ""
+
+
+def _start_up(waited: list[Account], evidence: list[str], case: _Case) -> Finding:
+    ranks, told = who(one.rank for one in waited), waited[0].fate_value.text.removeprefix(f"{AT_START}: ")
+    text = f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
+    rank = "It" if len(waited) == 1 else who([waited[0].rank])
+    return finding(
+        ids.START_UP, f"{text}{rank[0].upper()}{rank[1:]} says: {told}{_unseen_text(case)}.", evidence=evidence
+    )
 
 
 def _collective_of(waited: list[Account], case: _Case) -> tuple[str, str]:
@@ -589,7 +608,7 @@ def _stuck(case: _Case) -> list[Finding]:
         f"The NCCL watchdog of {who(ranks)} got stuck, and no collective timed out: a call of CUDA or NCCL does not "
         "return, or something holds Python's lock. Perhaps it waits for another rank."
     )
-    return [finding(ids.STUCK_WATCHDOG, text, ranks, evidence_of(stuck), severity=CRITICAL)]
+    return [finding(ids.STUCK_WATCHDOG, text, evidence=evidence_of(stuck))]
 
 
 def _by_launcher(case: _Case, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:

@@ -81,6 +81,8 @@ _NEXT_STEPS = {
     "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
     ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
     "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
+    ids.START_UP: "Look at the ranks of which nothing is here, and at their stderr: a process that was not started, "
+    "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
     ids.STUCK_WATCHDOG: "Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next "
     "run tells whether all ranks came out of the encoder.",
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose.facts import (
+    AT_START,
     CUT,
     MISSING,
     NOT_TOLD,
@@ -323,11 +324,11 @@ class C10dLines:
             return
         if clients := _CLIENTS.search(text):
             self._found.has_size(clients[2])
-            waits = Fate(WAITED, f"at start-up: {clients[1]} of {clients[2]} ranks had joined its store")
+            waits = Fate(WAITED, f"{AT_START}: {clients[1]} of {clients[2]} ranks had joined its store")
             self._found.add(line.rank, waits, line)
         elif connecting := CONNECTING.search(text):
             at = shown(connecting[1])
-            self._found.add(line.rank, Fate(WAITED, f"at start-up: it could not connect to the store at {at}"), line)
+            self._found.add(line.rank, Fate(WAITED, f"{AT_START}: it could not connect to the store at {at}"), line)
         elif unique := UNIQUE_ID.search(text):
             self._take_unique_id(unique, line)
         elif line.has_prefix and _STORE_WAIT.search(text) and "store" in text.lower():
@@ -337,7 +338,7 @@ class C10dLines:
         """Who sets up a communicator waits for the first rank of its group to publish an id: it has not come."""
         of_default = _DEFAULT_KEY.search(line.text) is not None
         rank = line.rank if line.has_prefix else int(unique[1]) if of_default else NOT_TOLD
-        text = f"it waited for rank {unique[2]} of its group to set up an NCCL communicator"
+        text = f"for rank {unique[2]} of its group to set up an NCCL communicator"
         self._found.add(rank, Fate(WAITED, text), line)
         if of_default and rank == int(unique[1]):
             self._name_missing([int(unique[2])], "the set-up of the first NCCL communicator", line)
@@ -351,7 +352,7 @@ class C10dLines:
         if len(ranks) < MOST_KEPT and rank < MOST_RANKS:
             ranks.add(rank)
         if barrier[1].startswith("Timed"):
-            text = f"at start-up: {came} of {size} ranks had come to the store based barrier"
+            text = f"{AT_START}: {came} of {size} ranks had come to the store based barrier"
             self._found.add(rank, Fate(WAITED, text), line)
 
     def _take_stack(self, line: Line) -> None:

@@ -6,8 +6,19 @@ import re
 from collections import deque
 from dataclasses import dataclass, field
 
-from nemo_patches.tools.diagnose.facts import CUT, FAILED, KILLED, NOT_TOLD, RAISED, TERMINATED, WAITED, Fate, Place
-from nemo_patches.tools.diagnose.process_end import is_of_a_collective
+from nemo_patches.tools.diagnose.facts import (
+    AT_START,
+    CUT,
+    FAILED,
+    KILLED,
+    NOT_TOLD,
+    RAISED,
+    TERMINATED,
+    WAITED,
+    Fate,
+    Place,
+)
+from nemo_patches.tools.diagnose.process_end import is_of_a_collective, is_of_the_start
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
@@ -237,7 +248,8 @@ class ExceptionLines:
             fate = Fate(TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or _MISMATCH in error.words:
             kind = CUT if _CLOSED.search(error.words) else WAITED
-            fate = Fate(kind, error.text, error.where, details)
+            start = f"{AT_START}: " if is_of_the_start(error.type, error.words, error.traceback) else ""
+            fate = Fate(kind, f"{start}{error.text}", error.where, details)
         elif writing.was_over:
             fate = Fate(FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
         else:
