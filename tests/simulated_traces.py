@@ -21,6 +21,7 @@ from nemo_patches.tracing import records
 TIMEOUT = timedelta(seconds=10)
 LATENCY = 0.0005
 STALL_S = 60.0
+RANKS_OF_A_HOST = 4
 PLACE = "read_audio (my_asr/dataset.py:41) < __getitem__ (my_asr/dataset.py:30) < main (my_asr/train.py:88)"
 PHASES = ("length sync", "growth", "pre_encode", "layers")
 
@@ -426,10 +427,10 @@ def write(
     if reports:
         _report_stall(world, ranks, ended_at + STALL_S)
     del _ALIVE[id(world)]
+    hours = [draw.uniform(-9, 9) * 3600 for _ in range(size)]  # by host, of its clock
     for rank in ranks:
-        hours = draw.uniform(-9, 9) * 3600
         if rank.setup.traced and rank.setup.patched:
-            _write(folder, rank, launched + hours, bound)
+            _write(folder, rank, launched + rank.begins + hours[rank.number // RANKS_OF_A_HOST], bound)
     return folder
 
 
@@ -464,7 +465,7 @@ def header(rank: int, size: int, started: float, setup: Setup, bound: int = 1 <<
         format=records.FORMAT,
         rank=rank,
         world_size=size,
-        host=f"node{rank // 4}",
+        host=f"node{rank // RANKS_OF_A_HOST}",
         pid=4000 + rank,
         started=started,
         part=part,

@@ -12,8 +12,11 @@ from simulated_traces import Away, Call, Event, Exit, Gradients, Setup, evaluati
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
+from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import CRITICAL
 from nemo_patches.tools.diagnose.folder import Folder
+from nemo_patches.tools.diagnose.judge import rule
+from nemo_patches.tools.diagnose.sources import traces
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -94,8 +97,10 @@ def test_no_cut_of_a_fault_free_job_is_critical(seed: int, tmp_path: Path) -> No
         job = Folder(folder).read()
         if number % 2:  # its processes run: this is while it does
             job.alive, job.ago = set(silent), silent
-        report = diagnose(job)
-        assert not [one for one in report.findings if one.severity == CRITICAL], (seed, at, report)
+        evidence = Evidence()
+        report = traces.read(job, evidence)
+        for findings in (report.findings, rule(evidence).findings):
+            assert not [one for one in findings if one.severity == CRITICAL], (seed, at, findings)
 
 
 @pytest.mark.parametrize("seed", range(16))

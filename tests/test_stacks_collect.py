@@ -46,6 +46,7 @@ from nemo_patches.tools.diagnose.facts import (
     Place,
 )
 from nemo_patches.tools.diagnose.sources import stacks as reader
+from nemo_patches.tools.diagnose.verdicts import LOADER
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -438,3 +439,54 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     done = command("--job", str(tmp_path))
     assert done.returncode == 2
     assert "no rank of a job works there" in done.stderr
+
+
+IN_LOADER = (
+    samples.Frame("select", "/usr/lib/python3.11/selectors.py", 415),
+    samples.Frame("poll", "/usr/lib/python3.11/multiprocessing/connection.py", 257),
+    samples.Frame("_try_get_data", "/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 1300),
+    samples.Frame("train", "/job/train.py", 80),
+)
+IDLE = (
+    *IN_LOADER[:2],
+    samples.Frame("get", "/usr/lib/python3.11/multiprocessing/queues.py", 113),
+    samples.Frame("_worker_loop", "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", 330),
+    samples.Frame("train", "/job/train.py", 80),  # of its parent, which it was forked from
+)
+READS = (
+    samples.Frame("read", "/v/lib/python3.11/site-packages/soundfile.py", 285),
+    samples.Frame("__getitem__", "/v/lib/python3.11/site-packages/nemo/collections/asr/data/audio_to_text.py", 600),
+    samples.Frame("fetch", "/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py", 54),
+    *IDLE[-2:],
+)
+
+
+@pytest.mark.parametrize(
+    ("frames", "state", "told"),
+    [
+        ((IDLE, IDLE), "S", ""),
+        (
+            (IDLE, READS),
+            "S",
+            "its worker (pid 102) is in read (soundfile.py:285) < __getitem__ (audio_to_text.py:600) <",
+        ),
+        ((READS, READS), "S", "its workers (pids 101, 102) are in read (soundfile.py:285)"),
+        ((IDLE, IDLE), "Z", "its worker (pid 101) has died"),
+        ((IDLE, IDLE), "T", "its workers (pids 101, 102) are in select (selectors.py:415) < poll"),
+    ],
+    ids=["idle", "one reads, in libraries only", "both read", "dead", "stopped"],
+)
+def test_the_worker_that_a_rank_waits_for(frames: Any, state: str, told: str) -> None:
+    workers = tuple(
+        samples.Sample(pid, state, threads=(samples.Thread(tid=pid, frames=of_one),), slept_s=50.0)
+        for pid, of_one in zip((101, 102), frames, strict=True)
+    )
+    main = samples.Thread(tid=100, frames=IN_LOADER)
+    two = tuple(samples.Sample(100, "S", at, threads=(main,), workers=workers, slept_s=1.0) for at in (10.0, 12.0))
+    job = HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),))
+    place = of(job, Place)
+    assert place.activity == LOADER
+    assert place.worker.startswith(told)
+    assert bool(place.worker) == bool(told)
+    assert ("stopped (state T)" in place.worker) == (state == "T")
+    assert of(job, Motion) == Motion(False, still_s=52.0)  # its workers' time: it looks for dead ones every few seconds

@@ -135,7 +135,7 @@ def test_of_a_long_message_both_ends_are_recorded() -> None:
 
 
 def job(folder: Path, raised: dict[int, tuple[float, float, str, str]], host: str = "node") -> Report:
-    """Four ranks after one call. raised: by rank when its trace began, and of its exception seconds after, type, file."""
+    """Four ranks after one call. raised: by rank when its trace began; of its exception: seconds later, type, file."""
     for rank in range(4):
         started, t, kind, file = raised.get(rank, (1000.0, 5.0, "", ""))
         versions, where = {"python": "3"}, host.format(rank=rank)

@@ -235,12 +235,18 @@ for name, (before, after) in {when!r}.items():
         quiet()
         folder, came = folder / name, []
         tracing.start(TraceSettings(folder))
-        exec(before)
+        exec("" if "trainer" in before else before)
         call()  # SIGTERM's handler is ours from here on
         recorded()
-        exec(before if "trainer" in before else "")
+        if "trainer" in before:
+            exec(before)
+            while b'"failed"' not in next(folder.glob("*")).read_bytes():
+                time.sleep(0.002)
         theirs.send("")
-        libc.pause()
+        while not after:
+            libc.pause()
+        while not came:
+            time.sleep(0.002)
         theirs.send("")
         theirs.poll(60)
         exec(after)

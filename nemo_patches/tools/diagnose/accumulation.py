@@ -6,14 +6,14 @@ import numpy as np
 
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.alignment import Floats
+from nemo_patches.tools.diagnose.alignment import Floats, Whole
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, BACKWARD_ENDED
 
 _LEAST_DRIFT = 2  # calls; under DDP, ranks that reduce the gradients of every call are never so far apart
 _LEAST_STEPS = 3
-_MOST_PER_STEP = 64
+_MOST_PER_STEP = 32
 
 
 def unlike_accumulation(case: Case) -> list[Finding]:
@@ -28,11 +28,14 @@ def unlike_accumulation(case: Case) -> list[Finding]:
     until = min(float(times[-1]) for times in entered.values())
     slow = min(entered, key=lambda rank: int(np.searchsorted(entered[rank], until)))
     found = {rank: per_step for rank, times in entered.items() if (per_step := _per_step(entered[slow], times))}
-    if len(set(found.values())) != 1:
+    alike = set.intersection(*map(set, found.values())) if found else set()
+    if not alike:
         return []
-    fewer, more = next(iter(found.values()))
+    begin, (fewer, more) = min((max(per_step[pair] for per_step in found.values()), pair) for pair in alike)
     fast = sorted(found)
     rest = sorted(entered.keys() - found.keys())
+    if any(len(_drifted(entered[slow], entered[rank])[1]) for rank in rest):
+        return []
     odd = min(rest, fast, key=len)
     return [
         Finding(
@@ -44,13 +47,13 @@ def unlike_accumulation(case: Case) -> list[Finding]:
             next_step="Give every rank the same accumulate_grad_batches, a scheduler of it and what leaves `no_sync` "
             "included: at each step ranks wait until the length sync gives up, and at the last one for ever.",
             encoder=case.name,
-            call=fewer + 1,
+            call=begin + fewer + 1,
         )
     ]
 
 
 def _training_calls(case: Case, rank: int) -> Floats | None:
-    """When a rank entered each training call, on the common scale; None where the drift of its calls tells nothing."""
+    """When a rank entered each training call, by a clock that all share; None where its calls tell nothing."""
     track = case.tracks[rank]
     calls = track.calls
     if not calls.n or calls.n[0] != 1 or track.damaged_at >= 0 or not track.info.ddp:
@@ -59,23 +62,41 @@ def _training_calls(case: Case, rank: int) -> Floats | None:
     backward = np.array(calls.backward, dtype=np.int8)[training]
     if not len(backward) or not np.isin(backward[:-1], (BACKWARD, BACKWARD_ENDED)).all():
         return None
-    times: Floats | None = case.clocks.common(rank, np.array(calls.entered)[training])
-    return times
+    entered: Floats = np.array(calls.entered)[training]
+    if all(case.clocks.common(other, 0.0) is not None for other in case.tracks):
+        return case.clocks.common(rank, entered)
+    headers = {other: case.job.traces[other].header for other in case.tracks}
+    is_one_host = len({header.host for header in headers.values()}) == 1
+    return entered + headers[rank].started if is_one_host else None
 
 
-def _per_step(own: Floats, theirs: Floats) -> tuple[int, int] | None:
-    """Over how many calls this and the other rank accumulate, if these are not the same; None where that is not so."""
-    for size in range(1, _MOST_PER_STEP + 1):
-        begins = own[size::size]  # of each of its steps but the first
-        begins = begins[begins <= theirs[-1]]
-        if len(begins) < _LEAST_STEPS:
-            return None
-        made = np.searchsorted(theirs, begins)
-        steps = np.arange(1, len(begins) + 1)
-        other_size = round(int(made[-1]) / len(steps))
-        if (other_size - size) * len(steps) >= _LEAST_DRIFT and np.isin(made - other_size * steps, (0, 1)).all():
-            return size, other_size
-    return None
+def _per_step(own: Floats, theirs: Floats) -> dict[tuple[int, int], int]:
+    """Over how many calls this and the other rank may accumulate, and from which call on; empty where it is the same.
+
+    Several may fit: of those that have fitted the longest, the smallest is meant, since its multiples fit as well.
+    """
+    made, drifted = _drifted(own, theirs)
+    found: dict[tuple[int, int], int] = {}
+    if not len(drifted):
+        return found
+    for begin in range(max(0, int(drifted[0]) - 2 * _MOST_PER_STEP), int(drifted[0]) + 1):
+        for size in range(1, _MOST_PER_STEP + 1):
+            at_steps = made[begin + size :: size] - begin
+            steps = np.arange(1, len(at_steps) + 1)
+            if len(steps) < _LEAST_STEPS:
+                break
+            other_size = round(int(at_steps[-1]) / len(steps))
+            if (other_size - size) * len(steps) >= _LEAST_DRIFT and np.isin(
+                at_steps - other_size * steps, (0, 1)
+            ).all():
+                found.setdefault((size, other_size), begin)
+    return found
+
+
+def _drifted(own: Floats, theirs: Floats) -> tuple[Whole, Whole]:
+    """How many calls the other rank had made when this one entered each; at which of them it was ahead."""
+    made: Whole = np.searchsorted(theirs, own[own <= theirs[-1]])
+    return made, np.flatnonzero(made - np.arange(len(made)) >= _LEAST_DRIFT)
 
 
 def _reduces(ranks: list[int]) -> str:

@@ -134,6 +134,8 @@ class StallReports:
     texts: dict[int, str]  # by reporter: where all ranks were
     waited: bool  # some rank waited in a collective, as the monitors of ranks that have not ended saw it
     past: frozenset[int]  # ranks that only those name who have ended in good order since
+    by: dict[int, int]  # of each rank in kinds: who says it
+    waits: dict[int, tuple[str, int]]  # ranks that wait themselves: in what, and who says it
 
 
 def stall_reports(case: Case) -> StallReports:
@@ -147,6 +149,8 @@ def stall_reports(case: Case) -> StallReports:
     texts: dict[int, str] = {}
     waited = False
     present: set[int] = set()
+    by: dict[int, int] = {}
+    waits: dict[int, tuple[str, int]] = {}
     for rank, trace in case.job.traces.items():
         if trace.mixed:
             continue
@@ -156,20 +160,24 @@ def stall_reports(case: Case) -> StallReports:
         ]
         is_past = case.has_gone_on(rank)
         for report in reversed(reports):  # the job's stall report looks at every rank
-            waits = report.collectives if isinstance(report, records.Missing) else []
+            collectives = report.collectives if isinstance(report, records.Missing) else []
             for at, (missing, kind, place) in enumerate(zip(report.ranks, report.kinds, report.where, strict=False)):
                 is_rank = 0 <= missing < case.job.world_size and missing != rank
                 is_over = kind != LEFT and missing in case.endings and case.endings[missing].in_good_order
                 is_over = is_over or _has_come_since(case, rank, report, missing)
-                if is_rank and not any(waits[at : at + 1]) and not is_over:
+                collective = next(iter(collectives[at : at + 1]), "")
+                if is_rank and collective and not is_over:
+                    waits.setdefault(missing, (safe(collective), rank))
+                elif is_rank and not is_over:
                     kinds.setdefault(missing, safe(kind))
+                    by.setdefault(missing, rank)
                     present.update(() if is_past else {missing})
                     if place:
                         where.setdefault(missing, safe(place))
             if isinstance(report, records.Stalled) and not is_past:
                 texts[rank] = safe(report.text)
                 waited |= report.waited
-    return StallReports(kinds, where, texts, waited, frozenset(kinds.keys() - present))
+    return StallReports(kinds, where, texts, waited, frozenset(kinds.keys() - present), by, waits)
 
 
 def last_entered(job: Job, rank: int) -> float:

@@ -40,7 +40,7 @@ _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_LINES, _MOST_SUMMARIES = 20, 8
 _LEAST_WAITING = 0.01  # share of the time; whom less waiting is for, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
-_HANGS = frozenset(
+HANGS = frozenset(
     {
         ids.EXCEPTION,
         ids.DIFFERENT_SYNC,
@@ -57,12 +57,12 @@ _HANGS = frozenset(
         ids.STOPPED_AT_ONCE,
     }
 )
-_OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
+_OVER_AT_THE_END = HANGS | {ids.UNEVEN_CALLS}
 
 
-def diagnose(job: Job) -> Report:
-    """The report on what has been read of a job."""
-    encoders = cases(job)
+def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
+    """The report on what has been read of a job. encoders: its cases, where they are at hand."""
+    encoders = cases(job) if encoders is None else encoders
     swapped = swapped_order(encoders)
     left_out = [] if swapped else skipped_call(encoders)
     findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped, *left_out]
@@ -167,7 +167,7 @@ def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list
             if ending.unsure:
                 unsure.setdefault(rank, ending.unsure)
     if not unsure and encoders and any(case.tracks for case in encoders):
-        explains_the_end = {*_HANGS, ids.UNEVEN_CALLS, ids.SYNC_ENDED}
+        explains_the_end = {*HANGS, ids.UNEVEN_CALLS, ids.SYNC_ENDED}
         explained = any(finding.id in explains_the_end for finding in findings)
         if explained or _all_ended(encoders) or job.moving or job.absent:
             return []
@@ -177,7 +177,7 @@ def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list
         return [_not_enough_records((), reason, ())]
     if not encoders:
         return [] if job.moving else [_not_enough_records((), "no rank has recorded an encoder call", ())]
-    if not unsure or any(finding.id in _HANGS for finding in findings):
+    if not unsure or any(finding.id in HANGS for finding in findings):
         return []
     ranks = tuple(sorted(unsure))
     reasons = tuple(f"rank {rank}: {why}" for rank, why in list(unsure.items())[:8])
@@ -203,7 +203,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
         return tuple(ordered)
     explained = {ids.TIMEOUTS}
     if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD):
-        explained |= _HANGS - {root.id}
+        explained |= HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))
 

@@ -34,7 +34,7 @@ _Fault = TypeVar("_Fault", records.Raised, records.Finding)
 
 
 @dataclass(frozen=True)
-class _Exception:
+class EndingException:
     """An exception of a rank. t: by its trace. n: its call, or the last before."""
 
     case: Case
@@ -55,10 +55,10 @@ def ending_exceptions(cases: list[Case], reported: set[int]) -> list[Finding]:
 
     reported: the ranks that the others' stall reports name; then who is not among them has not begun it.
     """
-    raised: dict[int, _Exception] = {}
+    raised: dict[int, EndingException] = {}
     for case in cases:
         for rank, ending in case.endings.items():
-            found = _ending_exception(case, rank) if ending.at_fault and not ending.unsure else None
+            found = ending_exception(case, rank) if ending.at_fault and not ending.unsure else None
             if found is not None and (rank not in raised or found.inside):
                 raised[rank] = found
     if not raised:
@@ -105,21 +105,22 @@ def _start_up(case: Case) -> list[Finding]:
     ]
 
 
-def _ending_exception(case: Case, rank: int) -> _Exception | None:
+def ending_exception(case: Case, rank: int) -> EndingException | None:
+    """What ended a rank, where nobody else is the reason."""
     trace, ending = case.job.traces[rank], case.endings[rank]
     for raised in reversed(trace.raised):
         track = case.tracks.get(rank)
         if ending.raised and track is not None and (raised.e, raised.n) == (track.info.e, ending.call):
-            return _Exception(case, rank, raised.t, raised.n, True, error_of(raised))
+            return EndingException(case, rank, raised.t, raised.n, True, error_of(raised))
     if not ending.process.own_error:
         return None
     if (failed := ending_failure(trace)) is not None:
-        return _Exception(case, rank, failed.t, ending.call, False, error_of(failed))
+        return EndingException(case, rank, failed.t, ending.call, False, error_of(failed))
     kind, _, message = ending.process.own_error.partition(": ")
-    return _Exception(case, rank, trace.last, ending.call, False, Error(kind, message, ""))
+    return EndingException(case, rank, trace.last, ending.call, False, Error(kind, message, ""))
 
 
-def _did_harm(first: _Exception, raised: set[int]) -> bool:
+def _did_harm(first: EndingException, raised: set[int]) -> bool:
     """Whether the exception ended its process, or any other rank waited or was ended; else it may have been caught."""
     end = first.case.job.traces[first.rank].end
     if first.inside or end is None or end.exit_code:
@@ -132,7 +133,7 @@ def _at(case: Case, rank: int, t: float) -> float:
     return float(common) if common is not None else t
 
 
-def _first_exception(raised: list[_Exception]) -> _Exception:
+def _first_exception(raised: list[EndingException]) -> EndingException:
     """By time: that of the rounds, or of the one host; by call and rank where the clocks cannot be compared."""
     if all(one.case.clocks.common(one.rank, 0.0) is not None for one in raised):
         return min(raised, key=lambda one: (_at(one.case, one.rank, one.t), one.n))

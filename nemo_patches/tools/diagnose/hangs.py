@@ -14,7 +14,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import ELSEWHERE, GONE, LATE, LEFT, SILENT, UNANNOUNCED, named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, usual_call, whom
-from nemo_patches.tools.diagnose.endings import Ending, Position
+from nemo_patches.tools.diagnose.endings import Ending, Position, killed_ranks
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.lateness import behind_since
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD
@@ -46,7 +46,7 @@ _PHASES = {
     ids.PRE_ENCODE: "in pre_encode, the subsampling",
     ids.LAYERS: "in its layers",
 }
-_LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
+LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
 _PHASE_ORDER = list(_PHASES)
 _MISSING = {
     ELSEWHERE: "it is elsewhere",
@@ -135,17 +135,14 @@ def _left_in_a_collective(case: Case, sure: list[Ending]) -> list[Ending]:
 def _gone_first(case: Case, rest: list[Ending]) -> list[Ending]:
     """Who went before connections were closed, of the ranks that do not tell that they waited.
 
-    Whom SIGTERM ended is not the reason, but who sent it. It leaves no stack where a handler has been put back, as in
-    Lightning's teardown: of several ranks without an end, only those of hosts that are gone as a whole are named.
+    Whom SIGTERM ended is not the reason, but who sent it.
     """
     top = _top(list(case.endings.values()))
     if left := [ending for ending in rest if ending.process.ordinary and _is_early(case, ending, top)]:
         return left
-    unknown = [ending for ending in rest if ending.process.unknown]
-    others = {case.job.traces[rank].header.host for rank in case.endings.keys() - {ending.rank for ending in unknown}}
-    if len(unknown) > 1 and any(case.job.traces[ending.rank].header.host in others for ending in unknown):
-        return []
-    return unknown or [ending for ending in rest if not ending.process.terminated]
+    if any(ending.process.unknown for ending in rest):
+        return killed_ranks(case.job.traces, rest)
+    return [ending for ending in rest if not ending.process.terminated]
 
 
 def _is_early(case: Case, ending: Ending, top: Position) -> bool:
@@ -366,8 +363,8 @@ def _has_just_come(case: Case, ending: Ending) -> bool:
     """Whether a rank entered its last call shortly before its dump, or now: then it may not wait in vain."""
     trace = case.job.traces[ending.rank]
     if trace.dumped is not None:
-        return trace.dumped.t - last_entered(case.job, ending.rank) < _LONG_S
-    return ending.rank in case.job.alive and case.job.ago.get(ending.rank, _LONG_S) < _LONG_S
+        return trace.dumped.t - last_entered(case.job, ending.rank) < LONG_S
+    return ending.rank in case.job.alive and case.job.ago.get(ending.rank, LONG_S) < LONG_S
 
 
 def _stopped_at_once(case: Case) -> list[Finding]:

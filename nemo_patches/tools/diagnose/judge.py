@@ -376,7 +376,8 @@ def _by_places(case: _Case) -> Ruling:
     seen = [one for one in accounts.values() if one.place or one.fate_kind in (*_OUT, UNREADABLE)]
     if not seen:
         return Ruling()
-    if all(one.fate_kind in (GONE, ENDED) and not one.place_value.where for one in seen) and not case.unseen:
+    over = all(one.fate_kind in (GONE, ENDED) for one in accounts.values())
+    if over and not any(one.place_value.where for one in seen) and not case.unseen:
         return Ruling(text="The job has ended: none of its processes is there any more.", goes_on=True)
     moving = [one for one in seen if one.moved]
     # Who has ended its script is missing where others wait; else it waits itself, with a collective pending.

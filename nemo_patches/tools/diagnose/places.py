@@ -5,8 +5,9 @@ What torch's functions wait for is in stall/waits.py, which stall reports share.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 from nemo_patches.stall import waits
@@ -28,6 +29,7 @@ _NATIVE_WAITS = (
 )
 _MOST_NATIVE_FRAMES = 25
 _LOADER_FUNCTIONS = {"_try_get_data", "_get_data", "_next_data", "__next__", "_MultiProcessingDataLoaderIter"}
+_WORKER_FILES = ("utils/data/_utils/worker.py", "multiprocessing/")
 _LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<|\.so(\.|$)")
 _TORCH = re.compile(r"(?:^|/)torch/(.*)$")
@@ -73,15 +75,18 @@ def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = F
     return Place(where, activity=activity, way=way)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def shown(frame: Frame) -> str:
     """ "train (train.py:80)"."""
     return f"{_function(frame)} ({_base(frame)}:{frame.line})"
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def is_native(frame: Frame) -> bool:
     return ".so" in frame.file or not frame.file or frame.name.startswith("0x") or "::" in frame.name
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def is_library(frame: Frame) -> bool:
     """Whether it is no code of the user's own."""
     is_short = not frame.file.startswith(("/", "<"))
@@ -106,6 +111,7 @@ def _base(frame: Frame) -> str:
     return frame.file.rpartition("/")[2]
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _in_torch(frame: Frame) -> str:
     found = _TORCH.search(frame.file)
     return found[1] if found else ""
@@ -171,5 +177,9 @@ def _waits_for_lock(frames: Sequence[Frame], calls: Sequence[str], in_futex: boo
     return in_futex and any(call in ("with", "join", "acquire") or "lock" in call.lower() for call in calls)
 
 
-def users_own(frames: Sequence[Frame]) -> Iterator[Frame]:
-    return (frame for frame in frames if not is_library(frame))
+def waits_for_work(frames: Sequence[Frame]) -> bool:
+    """Whether a data loader's worker has nothing to do: these are its frames, up to the loop that it is in."""
+    return all(
+        _in_torch(frame).startswith(_WORKER_FILES) or any(part in frame.file for part in _STDLIB_WAITS)
+        for frame in frames
+    )

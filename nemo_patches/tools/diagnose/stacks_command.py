@@ -80,7 +80,7 @@ def _of_rank(rank: int, facts: Sequence[Fact]) -> Iterator[str]:
     place = next((value for value in values if isinstance(value, Place)), Place())
     motion = next((value for value in values if isinstance(value, Motion)), None)
     pid = next((value.pid for value in values if isinstance(value, Member)), 0)
-    told = [] if fate.kind == RUNS else [f"{fate.kind}: {fate.text}"]
+    told = [] if fate.kind == RUNS else [": ".join(filter(None, (fate.kind, fate.text)))]
     told += [f"waits in {place.seat}"] if place.collective else []
     told += [f"in {safe(place.where)}"] if place.where else []
     told += [f"{name} = {value}" for name, value in list(place.counters.items())[:4]]

@@ -52,20 +52,20 @@ def uneven_calls(case: Case) -> list[tuple[Finding, UnevenRun]]:
 def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
     first, kind = uneven[0], "training" if uneven[0].training else "evaluation"
     more, fewer = named(sorted(first.more)), named(sorted(first.fewer))
-    fewer_ranks = len(first.fewer) < len(first.more)
+    fewer_ranks = len(first.fewer) < len(first.more) + first.training  # of two, the one whose batches ended first
     text = (
         f"{fewer} made fewer {kind} calls than {more}" if fewer_ranks else f"{more} made more {kind} calls than {fewer}"
     )
     count = len({run.call for run in uneven})
     times = f", {count} times" if count > 1 else ""
     text = f"{text}, from call {first.call} of {case.name} on{times}."
+    undecided = bool(first.elsewhere) and first.training and len(first.fewer) == len(first.more)
     if first.elsewhere:
         text = first.elsewhere
-        fewer_ranks = first.training
     return Finding(
         id=ids.UNEVEN_CALLS,
         severity=CRITICAL if first.training else WARNING,
-        ranks=tuple(sorted(first.fewer if fewer_ranks else first.more)),
+        ranks=() if undecided else tuple(sorted(first.fewer if fewer_ranks else first.more)),
         text=text,
         next_step=_NEXT_STEP_ELSEWHERE if first.elsewhere else _NEXT_STEPS[first.training],
         encoder=case.name,

@@ -36,6 +36,7 @@ _COUNTERS = {
 }
 SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's counter
 _PY_SPY_S = 20.0
+_NOT_ALLOWED = re.compile(r"permission denied|operation not permitted|ptrace", re.IGNORECASE)
 _AT_ONCE = 8  # processes
 _MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
 _DRIVERS = ("libcuda.so", "libamdhip64.so")
@@ -213,7 +214,10 @@ def _threads(pid: int, state: str) -> tuple[tuple[Thread, ...], str]:
     if state in "TtD":  # it would not stop once more, or not in time
         command.append("--nonblocking")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PY_SPY_S)
+        for _ in range(2):  # it may meet the stack while that changes
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PY_SPY_S)
+            if not done.returncode or _NOT_ALLOWED.search(done.stderr):
+                break
         if done.returncode:
             return (), _why_not(pid, done.stderr)
         found = json.loads(done.stdout)
@@ -229,7 +233,7 @@ def _threads(pid: int, state: str) -> tuple[tuple[Thread, ...], str]:
 def _why_not(pid: int, said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     reason = lines[0] if lines else "py-spy failed"
-    if not re.search(r"permission denied|operation not permitted|ptrace", said, re.IGNORECASE):
+    if not _NOT_ALLOWED.search(said):
         return reason[:200]
     try:
         owner = os.stat(f"/proc/{pid}").st_uid

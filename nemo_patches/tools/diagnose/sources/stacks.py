@@ -31,7 +31,7 @@ from nemo_patches.tools.diagnose.facts import (
     Motion,
     Place,
 )
-from nemo_patches.tools.diagnose.places import is_library, place, trunk
+from nemo_patches.tools.diagnose.places import is_library, place, trunk, waits_for_work
 from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
 
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
@@ -40,6 +40,7 @@ _MOST_FRAMES, _MOST_THREADS = 300, 200
 _MOST_RANK = 1 << 20
 _MOST_RANKS_OF_HOST = 1 << 12
 _MOST_DETAILS = 4
+_HELD = dict.fromkeys("Tt", "stopped (state T)") | {"D": "in state D: a disk or a network file system"}
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _SERVICE_THREADS = (
     "QueueFeederThread",
@@ -198,7 +199,7 @@ def _fate(last: Sample) -> Fate:
     if last.tracer:
         return Fate(TRACED, f"traced by pid {last.tracer} (gdb, strace)")
     if last.state in ("T", "t"):
-        return Fate(STOPPED, "state T")
+        return Fate(STOPPED)
     return Fate(RUNS) if last.main is not None else Fate(UNREADABLE, safe(last.error, 300))
 
 
@@ -251,18 +252,16 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
     for sample in last.workers:
         frames = sample.main.frames if sample.main is not None else ()
         inside = _inside_worker(frames)
-        if inside is None:
-            if sample.state in ("T", "t", "D"):
-                pids_by_text.setdefault(_held(sample), []).append(sample.pid)
+        held = _HELD.get(sample.state, "")
+        if not held and (inside is None or waits_for_work(inside)):
             continue
-        if not any(not is_library(frame) for frame in inside[:-1]) and not sample.file:
-            continue  # it waits for work
         at = f", at {safe(sample.file, 200)}" if sample.file else ""
-        pids_by_text.setdefault(f"{place(inside).where}{at}", []).append(sample.pid)
+        text = f"in {place(inside).where}{at}" if inside else ""
+        pids_by_text.setdefault(", ".join(filter(None, (text, held))), []).append(sample.pid)
     told = [f"its worker (pid {pid}) has died" for pid in died]
     for text, pids in pids_by_text.items():
         many = f"s (pids {', '.join(map(str, pids[:4]))}) are" if len(pids) > 1 else f" (pid {pids[0]}) is"
-        told.append(f"its worker{many} in {text}")
+        told.append(f"its worker{many} {text}")
     return told[0] if told else "", told[1:]
 
 
@@ -272,10 +271,6 @@ def _inside_worker(frames: Sequence[Frame]) -> tuple[Frame, ...] | None:
         if frame.name.rpartition(".")[2] == "_worker_loop":
             return tuple(frames[: number + 1])
     return None
-
-
-def _held(sample: Sample) -> str:
-    return "state D: a disk or a network file system" if sample.state == "D" else "state T: stopped"
 
 
 def _other_threads(last: Sample) -> list[str]:

@@ -1,0 +1,196 @@
+"""Reader of traces and dumps: how each rank ended, where it was, and which rounds and calls it has come to.
+
+The reports of a rank's stall monitor tell of other ranks; that is hearsay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from nemo_patches.channel.safe_text import safe
+from nemo_patches.stall.judge import Seat
+from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
+from nemo_patches.stall.rank_text import LEFT, LENGTH_SYNC, UNANNOUNCED
+from nemo_patches.stall.rank_text import SILENT as NO_HEARTBEAT
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.case import Case, StallReports, cases, last_entered, stall_reports
+from nemo_patches.tools.diagnose.diagnosis import HANGS, diagnose
+from nemo_patches.tools.diagnose.endings import Ending, killed_ranks
+from nemo_patches.tools.diagnose.facts import (
+    CUT,
+    ENDED,
+    GONE,
+    RAISED,
+    RUNS,
+    SILENT,
+    TERMINATED,
+    UNSEEN,
+    WAITED,
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+    Value,
+)
+from nemo_patches.tools.diagnose.faults import ending_exception
+from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.hangs import LONG_S
+from nemo_patches.tools.diagnose.rank_trace import BACKWARD
+
+_KINDS = {LEFT: GONE, NO_HEARTBEAT: SILENT, UNANNOUNCED: UNSEEN}
+_MOST_DETAILS = 4
+# Where ranks are not at one step, who came to a round, and who to the next call, shows nothing.
+_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
+
+
+def read(job: Job, evidence: Evidence) -> Report:
+    """Add what the files of a launch tell of its ranks; the report on what they tell by themselves.
+
+    Ranks whose files are damaged are members, and no more.
+    """
+    encoders = cases(job)
+    report = diagnose(job, encoders)
+    evidence.world_size = max(evidence.world_size, job.world_size)
+    evidence.moving |= job.moving
+    evidence.runs |= bool(job.ago)
+    evidence.findings += [one for one in report.findings if one.id not in HANGS and one.id != ids.NOT_ENOUGH]
+    evidence.ranks += report.ranks
+    evidence.summary += report.summary
+    evidence.problems += report.problems
+    evidence.earlier += report.earlier
+    for rank, trace in sorted(job.traces.items()):
+        header = trace.header
+        member = Member(header.world_size, header.pid, safe(header.job), str(header.restart))
+        evidence.facts.append(_fact(job, rank, member))
+    out_of_step = any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in report.findings)
+    for case in encoders:
+        gone = _gone(case)
+        for rank, ending in sorted(case.sure.items()):
+            evidence.facts += _ends(case, rank, ending, rank in gone)
+        if not out_of_step:
+            evidence.facts += _stall(case)
+            _add_seats(case, evidence)
+    return report
+
+
+def _gone(case: Case) -> set[int]:
+    """The ranks without an end that have gone, where others tell that somebody has."""
+    endings = list(case.endings.values())
+    told = any(end.ended or end.process.terminated or end.process.waited or end.sync_ended for end in endings)
+    if case.job.moving or not told:
+        return set()
+    rest = [end for end in endings if not end.sync_ended and end.rank not in case.job.alive]
+    return {ending.rank for ending in killed_ranks(case.job.traces, rest)}
+
+
+def _fact(job: Job, rank: int, value: Value, t: float | None = None, of: int | None = None, said: str = "") -> Fact:
+    """t: by the trace of `rank`, which is the reporter's where it tells of another rank, `of`."""
+    trace = job.traces[rank]
+    what = "dump" if trace.dumped is not None else "trace"
+    at = trace.header.started + (trace.last if t is None else t)
+    cite = f"rank {rank}'s {said or what}"
+    return Fact(rank if of is None else of, value, cite, at, safe(trace.header.host), own=of is None)
+
+
+def _ends(case: Case, rank: int, ending: Ending, is_gone: bool) -> Iterator[Fact]:
+    """How it ended and where that found it, if it did."""
+    job, process = case.job, ending.process
+    trace = job.traces[rank]
+    if ending.at_fault and (raised := ending_exception(case, rank)) is not None:
+        error = raised.error
+        frames = " < ".join(
+            f"{function} ({file.rpartition('/')[2]}:{line})" for file, line, function in error.frames[:3]
+        )
+        lines = tuple(safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:])
+        yield _fact(job, rank, Fate(RAISED, error.line, safe(frames), lines), raised.t)
+    elif process.waited or (ending.sync_ended and process.unknown):
+        kind = WAITED if process.timed_out else CUT
+        text = process.error or "its length sync has ended: another rank had gone"
+        yield _fact(job, rank, Fate(kind, text), process.at)
+    elif process.terminated:
+        yield _fact(job, rank, Fate(TERMINATED, process.error or "SIGTERM"), process.at)
+    elif trace.end is not None:
+        yield _fact(job, rank, Fate(ENDED, _after(case, ending)), trace.end.t)
+    elif trace.dumped is not None or rank in job.alive or job.moving:
+        yield _fact(job, rank, Fate(RUNS))
+    elif is_gone:
+        yield _fact(job, rank, Fate(GONE, _after(case, ending)))
+    if process.where:
+        collective = "a collective" if process.in_collective else ""
+        yield _fact(job, rank, Place(process.where, collective), process.at)
+    elif trace.dumped is not None and trace.dumped.where:
+        yield _fact(job, rank, Place(safe(trace.dumped.where)), trace.dumped.t)
+
+
+def _after(case: Case, ending: Ending) -> str:
+    if ending.inside:
+        return f"in {case.call(ending)}, {ending.phase}"
+    return f"after {case.call(ending)}" if ending.call else "before its first encoder call"
+
+
+def _stall(case: Case) -> Iterator[Fact]:
+    """What the latest stall reports say, of the stall that the traces end in; and who waits in the backward."""
+    reports = stall_reports(case)
+    for rank in sorted(reports.texts):
+        trace = case.job.traces[rank]
+        still_s = trace.stalled[-1].t - last_entered(case.job, rank)
+        yield _fact(case.job, rank, Motion(False, still_s=still_s), trace.stalled[-1].t)
+    for rank, kind in sorted(reports.kinds.items()):
+        by = reports.by[rank]
+        where = reports.where.get(rank, "")
+        trace = case.job.traces[by]
+        t = max((*(one.t for one in trace.missing[-1:]), *(one.t for one in trace.stalled[-1:])), default=trace.last)
+        fate = GONE if where == PROCESS_GONE else _KINDS.get(kind)
+        if fate is not None:
+            yield _fact(case.job, by, Fate(fate), t, rank, "stall report")
+        elif where:
+            yield _fact(case.job, by, Place(where), t, rank, "stall report")
+    for rank, (collective, by) in sorted(reports.waits.items()):
+        yield _fact(case.job, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
+    in_vain = any(ending.in_vain for ending in case.sure.values())
+    for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
+        if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
+            where = f"the backward of {case.call(case.sure[rank])}"
+            yield _fact(case.job, rank, Place(where, "the gradients' all-reduce"))
+    for by in sorted(reports.texts) if reports.waited and reports.kinds else ():
+        if by not in reports.kinds and by not in reports.waits:
+            yield _fact(case.job, by, Place("", "a collective"), of=by, said="stall report")
+
+
+def _add_seats(case: Case, evidence: Evidence) -> None:
+    """The last rounds of the length sync, where some rank has waited in one for long, or has given it up.
+
+    A round pairs by its number. That ranks are at different calls shows no wait, nor does a round that has just begun.
+    """
+    group = f"length sync of {case.name}"
+    known, reports = case.sure, stall_reports(case)
+    if not any(_has_waited(case, ending, reports) for ending in known.values()):
+        return
+    members = evidence.groups.setdefault(group, set())
+    for rank, ending in sorted(known.items()):
+        if not (ending.round or ending.phase == ids.LENGTH_SYNC) or ending.sync_ended:
+            continue
+        members.add(rank)
+        came = ending.round - ending.in_vain
+        for number, done, completed in _rounds(ending, came):
+            seat = Seat(rank, group, number, LENGTH_SYNC, done=done, completed=completed, caller=case.call(ending))
+            evidence.facts.append(_fact(case.job, rank, seat, last_entered(case.job, rank)))
+
+
+def _has_waited(case: Case, ending: Ending, reports: StallReports) -> bool:
+    dumped = case.job.traces[ending.rank].dumped
+    is_long = dumped is not None and dumped.t - last_entered(case.job, ending.rank) >= LONG_S
+    return ending.in_vain or (ending.phase == ids.LENGTH_SYNC and (is_long or ending.rank in reports.texts))
+
+
+def _rounds(ending: Ending, came: int) -> Iterable[tuple[int, bool, bool]]:
+    """Number, whether the rank has come out, whether it is known that all came."""
+    if came:
+        yield came, True, False
+    if ending.in_vain:
+        yield ending.round, True, False
+    if ending.phase == ids.LENGTH_SYNC:
+        yield ending.round + 1, False, False

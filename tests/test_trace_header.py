@@ -1,0 +1,33 @@
+"""What a trace's header says of the settings that ranks are to have alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_patches.stall import subscriber
+from nemo_patches.sync import length_sync
+from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.tracing.trace_header import make_header
+from nemo_patches.uneven.settings import DEFERRED, EVALUATION, STAGES, TRAINING, UnevenSettings
+
+pytestmark = pytest.mark.one_nemo
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        (UnevenSettings(), {"metrics": "stock", "stop_together": "none"}),
+        (UnevenSettings(DEFERRED), {"metrics": "deferred", "stop_together": "none"}),
+        (UnevenSettings(DEFERRED, (EVALUATION,)), {"metrics": "deferred", "stop_together": "evaluation"}),
+        (UnevenSettings(stop_together=STAGES), {"metrics": "stock", "stop_together": f"{TRAINING},{EVALUATION}"}),
+    ],
+)
+def test_the_header_carries_what_is_done_about_uneven_batches(chosen: UnevenSettings, told: dict[str, str]) -> None:
+    before, others = subscriber.settings_in_force(), subscriber.other_settings()
+    subscriber.use(before, str(chosen))
+    try:
+        settings = make_header(TraceSettings(), length_sync.current(), 1e9).settings
+    finally:
+        subscriber.use(before, others)
+    assert told.items() <= settings.items()
+    assert settings["sync"] == "bounded"

@@ -1,0 +1,151 @@
+"""Traces as facts: what their reader tells of each rank, and that the judge over it accuses nobody who waited."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from simulated_traces import Away, Call, Event, Exit, Gradients, Killed, Setup, evaluation, steps, write
+
+from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.facts import (
+    CUT,
+    ENDED,
+    GONE,
+    RAISED,
+    TERMINATED,
+    Evidence,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
+from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Report
+from nemo_patches.tools.diagnose.folder import Folder
+from nemo_patches.tools.diagnose.judge import rule
+from nemo_patches.tools.diagnose.sources import traces
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+CLOSED = Exit("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
+TIMED_OUT = Exit("DistBackendError: [Rank 0] Watchdog caught collective operation timeout")
+SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line 41 in read_audio\n'
+JOBS = 150
+
+
+def read(folder: Path) -> tuple[Report, Evidence]:
+    evidence = Evidence()
+    return traces.read(Folder(folder).read(), evidence), evidence
+
+
+def fates(evidence: Evidence, own: bool = True) -> dict[int, str]:
+    return {one.rank: one.value.kind for one in evidence.facts if isinstance(one.value, Fate) and one.own == own}
+
+
+def test_how_each_rank_ended_and_where_that_found_it(tmp_path: Path) -> None:
+    last = [[Call(), CLOSED], [Killed()], [Call()], [Call(raises="ValueError"), Exit()], [Exit()]]
+    write(tmp_path, [steps(9) + of_rank for of_rank in last], reports=False)
+    file = sorted(tmp_path.iterdir())[2]
+    file.write_bytes(file.read_bytes() + SIGTERM)
+    _, evidence = read(tmp_path)
+    assert fates(evidence) == {0: CUT, 1: GONE, 2: TERMINATED, 3: RAISED, 4: ENDED}
+    (place,) = [one for one in evidence.facts if isinstance(one.value, Place)]
+    assert (place.rank, place.value, place.cite) == (2, Place("read_audio (my_asr/dataset.py:41)"), "rank 2's trace")
+    members = [one for one in evidence.facts if isinstance(one.value, Member)]
+    assert [one.value.world_size for one in members] == [5] * 5 and members[0].value.pid == 4000
+    assert members[0].host == "node0"
+
+
+def test_a_stall_is_told_by_rounds_and_by_hearsay_of_who_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, [steps(9) + ([] if rank == 2 else steps(1)) for rank in range(4)])
+    _, evidence = read(tmp_path)
+    rounds = {(one.value.rank, one.value.number): one.value for one in evidence.facts if isinstance(one.value, Seat)}
+    assert set(rounds) == {(0, 9), (0, 10), (1, 9), (1, 10), (2, 9), (3, 9), (3, 10)}
+    assert rounds[0, 10].group == "length sync of ConformerEncoder" and rounds[0, 10].done
+    hearsay = [one for one in evidence.facts if not one.own]
+    assert [(one.rank, one.cite) for one in hearsay if one.value.where.startswith("read_audio")] == [  # type: ignore[union-attr]
+        (2, "rank 0's stall report")
+    ]
+    assert all(one.value.still_s > 60 for one in evidence.facts if isinstance(one.value, Motion))  # type: ignore[operator]
+    ruling = rule(evidence)
+    assert [(one.id, one.ranks) for one in ruling.findings] == [(ids.MISSING_RANK, (2,))]
+    assert "read_audio" in ruling.findings[0].text
+
+
+def test_ranks_that_are_at_unlike_calls_show_no_wait(tmp_path: Path) -> None:
+    """Killed at once: some have just entered their length sync, one has not."""
+    write(
+        tmp_path, [[*steps(9), *([] if rank == 2 else [Call(stuck="length sync")])] for rank in range(4)], reports=False
+    )
+    _, evidence = read(tmp_path)
+    assert not [one for one in evidence.facts if isinstance(one.value, Seat | Place | Fate)]
+
+
+def random_job(seed: int) -> tuple[str, int, list[list[Event]], dict[int, Setup]]:
+    """What kind of job it is, its odd rank, and what each rank does."""
+    draw = random.Random(seed)
+    size = draw.randrange(2, 6)
+    odd = draw.randrange(size)
+    whole = [
+        event
+        for _ in range(draw.randrange(1, 4))
+        for event in draw.choice([steps(draw.randrange(2, 12))] * 2 + [evaluation(3)])
+    ]
+    ends = draw.choice([[Exit()], [], [CLOSED], [TIMED_OUT]])
+    last = [*draw.choice([steps(1), steps(3)]), *ends]
+    of_odd, of_others = {
+        "good": ([*steps(2), Exit()], [*steps(2), Exit()]),
+        "late": ([Call(pause=26), Gradients(), *steps(4), Exit()], [*steps(5), Exit()]),
+        "decodes": ([*steps(2), Away(200), Exit()], [*steps(2), Exit()]),
+        "away": ([], last),
+        "killed": ([Killed()], last),
+        "stopped": ([Killed(gone=False)], last),
+        "ended": ([Exit()], last),
+        "raised": ([Call(raises="ValueError"), Exit()], last),
+        "failed": ([Exit("ValueError: no such audio")], last),
+        "stuck": ([Call(length=9000, stuck=draw.choice(("growth", "pre_encode", "layers")))], last),
+        "evaluates more": ([*evaluation(4), *steps(5), Exit()], [*evaluation(3), *steps(5), Exit()]),
+        "evaluates once more": ([*steps(4), *evaluation(3), *steps(6), Exit()], [*steps(10), Exit()]),
+        "left out a backward": ([Call(), *steps(5)], [*steps(6), *ends]),
+    }[kind := draw.choice(KINDS)]
+    setups = {rank: Setup(sync=draw.choice(("bounded", "bounded", "local"))) for rank in range(1)}
+    return (
+        kind,
+        odd,
+        [whole + (of_odd if rank == odd else of_others) for rank in range(size)],
+        dict.fromkeys(range(size), setups[0]),
+    )
+
+
+WELL = ("good", "late", "decodes")
+KINDS = (
+    *WELL,
+    *("away", "killed", "stopped", "ended", "raised", "failed", "stuck"),
+    *("evaluates more", "evaluates once more", "left out a backward"),
+)
+
+
+def accused(findings: tuple[Finding, ...]) -> set[int]:
+    of_nobody = (ids.ALL_INSIDE, ids.OUTSIDE, ids.ALL_IN)  # these name all ranks
+    return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
+
+
+@pytest.mark.parametrize("begin", range(0, JOBS, JOBS // 5))
+def test_random_jobs_accuse_nobody_but_the_odd_rank(begin: int, tmp_path: Path) -> None:
+    named = 0
+    for seed in range(begin, begin + JOBS // 5):
+        kind, odd, schedules, setups = random_job(seed)
+        report, evidence = read(write(tmp_path / str(seed), schedules, setups, reports=seed % 2 == 0, seed=seed))
+        for findings in (report.findings, rule(evidence).findings):
+            assert accused(findings) <= (set() if kind in WELL else {odd}), (seed, kind, odd, findings)
+            named += accused(findings) == {odd}
+        if kind in WELL:
+            assert not [one for one in report.findings if one.severity == CRITICAL], (seed, kind, report)
+        made = {
+            rank: sum(isinstance(event, Call) and event.training for event in of) for rank, of in enumerate(schedules)
+        }
+        if len(set(made.values())) == 1:
+            assert "fewer training calls" not in str(report.findings), (seed, kind, report)
+    assert named > JOBS // 5 // 2  # of two verdicts on each job
