@@ -16,7 +16,6 @@ from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
 from nemo_patches.tracing.settings import DUMP, TRACE, TRACE_CHECKS, TRACE_SIZE, TraceSettings
-from nemo_patches.uneven.settings import SETTINGS as UNEVEN_SETTINGS
 
 _LONGEST_JOB = 200  # characters
 
@@ -40,16 +39,15 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
             for setting, value in (*settings.items(), *subscriber.settings_in_force().items(), *trace.items())
             if setting not in (TRACE, TRACE_CHECKS, TRACE_SIZE, DUMP)
         }
-        | _uneven_settings(),
+        | _other_settings(),
         checks=list(trace.checks),
         job=_job(os.environ),
     )
 
 
-def _uneven_settings() -> dict[str, str]:
-    """Ranks that differ in these wait for each other: by the text that ranks compare, which leaves defaults out."""
-    chosen = dict(one.split("=", 1) for one in subscriber.other_settings().split(", ") if "=" in one)
-    return {setting.name: chosen.get(setting.name, setting.text(setting.default)) for setting in UNEVEN_SETTINGS}
+def _other_settings() -> dict[str, str]:
+    """Of the upper layers, what is not the default: ranks that differ in these wait for each other."""
+    return dict(one.split("=", 1) for one in subscriber.other_settings().split(", ") if "=" in one)
 
 
 def _job(environment: Mapping[str, str]) -> str:

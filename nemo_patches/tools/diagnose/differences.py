@@ -15,6 +15,7 @@ from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.rank_trace import Input, Track
+from nemo_patches.uneven.settings import SETTINGS as UNEVEN_SETTINGS
 
 _MAY_DIFFER = frozenset({"trace"})  # a folder may have another name on another host
 _TOO_FEW_CALLS = 2  # to say which kind of input is usual
@@ -84,6 +85,7 @@ def other_than_configured(cases: list[Case]) -> list[Finding]:
     return findings
 
 
+_DEFAULTS = {setting.name: setting.text(setting.default) for setting in UNEVEN_SETTINGS}  # a header leaves them out
 _FLAGS = {"true": True, "false": False}
 
 
@@ -127,7 +129,7 @@ def different_ranks(job: Job, cases: list[Case], without_sync: bool = False) -> 
 
 def _compared(settings: Mapping[str, str], without_sync: bool) -> dict[str, str]:
     left_out = _MAY_DIFFER | {"sync"} if without_sync else _MAY_DIFFER
-    return {name: value for name, value in settings.items() if name not in left_out}
+    return {name: value for name, value in {**_DEFAULTS, **settings}.items() if name not in left_out}
 
 
 def _usual_input(track: Track) -> dict[str, str]:
