@@ -739,6 +739,12 @@ def test_a_workers_exception_is_told_by_its_last_line_and_place(
         assert f"in {function} (data.py:9) < main (train.py:13)" in first.text and "Caught" not in first.text
 
 
+def test_where_a_rank_waited_is_told_by_its_traceback(tmp_path: Path) -> None:
+    out = OF_GLOO.replace("Connection closed by peer [127.0.0.1]:1", "Timed out waiting 6000ms for recv operation")
+    report = report_on(tmp_path, *CLOSED.format(rank=0, error=out).splitlines())
+    assert "waited for others in all_reduce (distributed_c10d.py:3252) < main (train.py:17) (Timed" in report.verdict
+
+
 def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path) -> None:
     traceback = "\n".join(
         line.removeprefix("[rank1]: ")

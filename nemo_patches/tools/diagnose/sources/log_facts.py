@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nemo_patches.channel.safe_text import safe
@@ -70,7 +70,8 @@ class LaunchFacts:
         key = _key(fact.rank, fact.value)
         if isinstance(fact.value, (Place, Motion)):
             self.facts.pop(key, None)
-        elif key in self.facts:
+        elif (before := self.facts.get(key)) is not None:
+            self.facts[key] = _with_place(before, fact)
             return
         if not NOT_TOLD <= fact.rank < MOST_RANKS or len(self.facts) >= _MOST_FACTS:
             return
@@ -103,6 +104,13 @@ class LaunchFacts:
     @property
     def tells_anything(self) -> bool:
         return any(not isinstance(fact.value, Member) for fact in self.facts.values())
+
+
+def _with_place(before: Fact, fact: Fact) -> Fact:
+    """The earlier fate, with where the later one of its kind says that it was."""
+    if not (isinstance(before.value, Fate) and isinstance(fact.value, Fate)) or before.value.where:
+        return before
+    return replace(before, value=replace(before.value, where=fact.value.where, details=fact.value.details))
 
 
 def _key(rank: int, value: Value) -> tuple[object, ...]:
