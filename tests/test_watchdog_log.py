@@ -603,6 +603,18 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     # It came late, and nobody waits any more.
     late = report_on(tmp_path, ours + call + missing, f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late")
     assert not any(one.ranks for one in late.findings)
+    gave_up = (
+        "other ranks waited for this one, and gave up (ConformerEncoder call 72); it had been in read (data.py:41)"
+    )
+    came = report_on(tmp_path, ours + call + missing, f"nemo_patches WARNING [rank 5/8 node8] {gave_up}")
+    assert not any(one.ranks for one in came.findings), came
+    # The dump's line: where to look on.
+    dumped = (
+        f"{ours}a stall was reported: the last 64 encoder calls of this rank are in /tmp/nemo_patches-0/j/rank0.jsonl"
+    )
+    report = report_on(tmp_path, f"{dumped}; `nemo-patches diagnose /tmp/nemo_patches-0/j` reads those of all ranks on "
+                       "this host")  # fmt: skip
+    assert "nemo-patches diagnose /tmp/nemo_patches-0/j" in report.summary[0] and report.exit_code == 2
     # What is written where all is well names nobody.
     for text in ("patched on all 8 ranks: ConformerEncoder", "settings changed: timeout=5"):
         assert report_on(tmp_path, ours.replace("WARNING", "INFO") + text).findings[0].id == NOT_ENOUGH
@@ -725,6 +737,12 @@ def test_a_workers_exception_is_told_by_its_last_line_and_place(
         kind = error.rpartition(".")[2]
         assert first.text.startswith(f"Rank 1 raised {kind}: {message}"), first.text
         assert f"in {function} (data.py:9) < main (train.py:13)" in first.text and "Caught" not in first.text
+
+
+def test_where_a_rank_waited_is_told_by_its_traceback(tmp_path: Path) -> None:
+    out = OF_GLOO.replace("Connection closed by peer [127.0.0.1]:1", "Timed out waiting 6000ms for recv operation")
+    report = report_on(tmp_path, *CLOSED.format(rank=0, error=out).splitlines())
+    assert "waited for others in all_reduce (distributed_c10d.py:3252) < main (train.py:17) (Timed" in report.verdict
 
 
 def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from nemo_patches.tools.diagnose.facts import (
     GONE,
     KILLED,
     MISSING,
+    NOT_TOLD,
     RAISED,
     RUNS,
     SILENT,
@@ -127,7 +128,8 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         else:
             account.member = _counts(account.member, fact)
     for account in accounts.values():
-        account.fates = _that_count(account.fates)
+        if account.rank != NOT_TOLD:  # those may be of several ranks
+            account.fates = _that_count(account.fates)
         account.fate = min(account.fates, key=_order_of_fates, default=None)
     return dict(sorted(accounts.items()))
 

@@ -54,6 +54,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     cited,
     evidence_of,
     finding,
+    inner,
     is_for_memory,
     killed,
     kind_of_absent,
@@ -590,8 +591,9 @@ def _collective_of(waited: list[Account], case: _Case) -> tuple[str, str]:
     """What they waited in, if that is the same for all of which it is known; and what to do then."""
     facts = [fact for one in waited for fact in one.seats if isinstance(fact.value, Seat) and fact.value.kind]
     if not facts:
-        told = waited[0].fate_value.text if waited else ""
-        return f"for others ({told})" if told else "for others", ""
+        fate = waited[0].fate_value if waited else Fate("")
+        at = f" in {inner(fate.where)}" if fate.where else ""
+        return f"for others{at}" + (f" ({fate.text})" if fate.text else ""), ""
     seat = _most_told(facts)
     if len({fact.value.group for fact in facts if isinstance(fact.value, Seat)}) > 1:
         return "in collectives of several groups", ""

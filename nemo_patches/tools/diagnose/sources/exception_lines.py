@@ -16,7 +16,6 @@ from nemo_patches.tools.diagnose.facts import (
     TERMINATED,
     WAITED,
     Fate,
-    Place,
 )
 from nemo_patches.tools.diagnose.process_end import is_of_a_collective, is_of_the_start
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
@@ -24,7 +23,7 @@ from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts
 _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
 _SHOWN_FRAMES = 3
-_STRAY, _FAULTHANDLERS = -2, -3  # in place of a rank: lines without a prefix in a file of many ranks; another writer
+_STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
 _PREFIX = re.compile(r"\[rank\d{1,7}\]: ?")
 _CONTINUES = re.compile(r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)")  # a message, for sure
 _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
@@ -51,7 +50,6 @@ _CLOSED = re.compile(
 )
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
-_STACK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]{1,16} .{0,80}\(most recent call first\):")
 _FATAL_NAMES = ("Segmentation fault", "Bus error", "Illegal instruction", "Floating-point exception")
 
 
@@ -113,12 +111,11 @@ class ExceptionLines:
         self._stray: dict[int, _Writing] = {}  # by rank, the last that was written without a prefix
         self._fatal: dict[int, int] = {}  # by writer, the rank that what is being written without a prefix ended
         self._skips = 0  # lines
-        self._stack_of: tuple[str, Line] | None = None  # faulthandler's: what happened
 
     @property
     def is_reading(self) -> bool:
         """Whether lines may follow that hold nothing of interest by themselves."""
-        return self._stack_of is not None or any(one.in_traceback for one in self._writing.values())
+        return any(one.in_traceback for one in self._writing.values())
 
     def take(self, line: Line) -> None:
         text = line.text
@@ -137,7 +134,8 @@ class ExceptionLines:
         if _IGNORED.search(text):
             self._skips = 60
             return
-        if self._take_faulthandler(line):
+        if (fatal := _FATAL_PYTHON.search(text)) and fatal[1].startswith(_FATAL_NAMES):
+            self._found.add(line.rank, Fate(KILLED, shown(fatal[1])), line)
             return
         if self._skips and key not in self._writing:
             self._skips -= 1
@@ -151,29 +149,6 @@ class ExceptionLines:
             self._writing[key] = _Writing(in_traceback=True, was_over=self._found.is_over)
             return
         self._take(key, line, text)
-
-    def _take_faulthandler(self, line: Line) -> bool:
-        text = line.text
-        if fatal := _FATAL_PYTHON.search(text):
-            name = shown(fatal[1])
-            self._stack_of = (name, line)
-            if name.startswith(_FATAL_NAMES):
-                self._found.add(line.rank, Fate(KILLED, name), line)
-            return True
-        if self._stack_of is None:
-            return False
-        name, first = self._stack_of
-        if frame := _FRAME.match(text):
-            writing = self._writing.setdefault(_FAULTHANDLERS, _Writing())
-            if len(writing.frames) < _SHOWN_FRAMES and not _LIBRARY.search(frame[1]):
-                writing.frames.append((frame[1], frame[2], frame[3]))
-            return True
-        if text and not _STACK.search(text):
-            writing = self._writing.pop(_FAULTHANDLERS, _Writing())
-            self._stack_of = None
-            if writing.frames and first.rank >= 0:
-                self._found.add(first.rank, Place(where=" < ".join(map(_shown_frame, writing.frames))), first)
-        return bool(_STACK.search(text))
 
     def _take(self, key: int, line: Line, text: str) -> None:
         """One line of a rank's, without its prefix."""
@@ -226,7 +201,7 @@ class ExceptionLines:
     def _end(self, key: int) -> None:
         """One is told to its end."""
         writing = self._writing.pop(key, None)
-        if writing is None or writing.root is None or key == _FAULTHANDLERS:
+        if writing is None or writing.root is None:
             return
         if key >= 0 and writing.root.line.has_prefix:
             self._tell(key, writing)

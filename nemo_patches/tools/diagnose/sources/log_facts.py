@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nemo_patches.channel.safe_text import safe
@@ -14,6 +14,7 @@ MOST_RANKS = 1 << 20
 MOST_KEPT = 4096  # ranks, and the like, of one launch
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # fates of which the log does not tell the rank
+_MOST_DUMPS = 4  # folders
 _LONGEST_TEXT = 300
 _PID_AND_RANK = re.compile(
     r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\] pid=(\d{1,9})"
@@ -49,7 +50,8 @@ class LaunchFacts:
 
     world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out, or of an end.
     rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves out lines of some
-    ranks that are like others'.
+    ranks that are like others'. not_told: fates so far of which the log does not tell the rank. dumps: folders of
+    nemo_patches' dumps that lines name.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class LaunchFacts:
     patched: bool = False
     missing_lines: bool = False
     not_told: int = 0
+    dumps: dict[str, None] = field(default_factory=dict)
 
     def add(self, rank: int, value: Value, line: Line, own: bool = True) -> None:
         self.keep(Fact(rank, value, line.cite, float(line.number), line.file, own))
@@ -67,7 +70,8 @@ class LaunchFacts:
         key = _key(fact.rank, fact.value)
         if isinstance(fact.value, (Place, Motion)):
             self.facts.pop(key, None)
-        elif key in self.facts:
+        elif (before := self.facts.get(key)) is not None:
+            self.facts[key] = _with_place(before, fact)
             return
         if not NOT_TOLD <= fact.rank < MOST_RANKS or len(self.facts) >= _MOST_FACTS:
             return
@@ -86,6 +90,10 @@ class LaunchFacts:
         if "pid=" in text and len(self.rank_of_pid) < MOST_KEPT and (both := _PID_AND_RANK.search(text)):
             self.rank_of_pid[int(both[1] or both[4])] = int(both[2] or both[3])
 
+    def note_dumps(self, folder: str) -> None:
+        if len(self.dumps) < _MOST_DUMPS:
+            self.dumps[folder] = None
+
     def has(self, rank: int, fate: str) -> bool:
         return (rank, Fate, fate, "") in self.facts
 
@@ -96,6 +104,13 @@ class LaunchFacts:
     @property
     def tells_anything(self) -> bool:
         return any(not isinstance(fact.value, Member) for fact in self.facts.values())
+
+
+def _with_place(before: Fact, fact: Fact) -> Fact:
+    """The earlier fate, with where the later one of its kind says that it was."""
+    if not (isinstance(before.value, Fate) and isinstance(fact.value, Fate)) or before.value.where:
+        return before
+    return replace(before, value=replace(before.value, where=fact.value.where, details=fact.value.details))
 
 
 def _key(rank: int, value: Value) -> tuple[object, ...]:

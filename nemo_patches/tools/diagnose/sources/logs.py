@@ -233,6 +233,9 @@ class _Reading:
         evidence.patched = evidence.patched or found.patched
         evidence.world_size = max(evidence.world_size, found.world_size)
         evidence.looked_for.append(LOOKED_FOR)
+        evidence.summary += [
+            f"dumps of the ranks on one host: nemo-patches diagnose {folder}" for folder in found.dumps
+        ]
         if self._launches > 1:
             text = f"{self._launches} launches in one log: told is of the last one that tells anything"
             evidence.earlier.append(text)

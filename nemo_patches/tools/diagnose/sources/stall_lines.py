@@ -34,7 +34,7 @@ _LAST_CALL = re.compile(r"; its last encoder call, \d{1,12}, began .*$")
 _RECOVERED = re.compile(r"recovered: ranks? ([\d, -]{1,2000}) came (\d{1,9}(?:\.\d{1,3})?) s late")
 _GAVE_UP = re.compile(r"other ranks waited for this one, and gave up \((.{0,200})\)(?:; it had been in (.{1,400}))?")
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
-_DUMPED = re.compile(r"(?:where this rank is, is|the last \d{1,9} encoder calls of this rank are) in (.{1,400}?); ")
+_DUMPED = re.compile(r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host")
 _DOES = {
     " writes a checkpoint": CHECKPOINT,
     " is in a debugger": DEBUGGER,
@@ -77,6 +77,12 @@ class StallLines:
             self._found.facts.pop((reporter, Place), None)
         elif _STALL_EXIT.search(text):
             self._found.add(reporter, Fate(TERMINATED, "stall_exit"), line)
+        elif gave_up := _GAVE_UP.search(text):
+            been = f", which had been in {gave_up[2]}" if gave_up[2] else ""
+            self._found.add(reporter, Motion(True, shown(f"others had waited for this rank{been}")), line)
+            self._found.facts.pop((reporter, Place), None)
+        elif dumped := _DUMPED.search(text):
+            self._found.note_dumps(shown(dumped[1]))
         elif "calls go on, after" in text or "collectives go on, after" in text:
             self._found.add(reporter, Motion(True, shown(text)), line)
             self._found.facts.pop((reporter, Place), None)
