@@ -334,7 +334,7 @@ def diagnose(
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Ask a running job: the folder in which it runs on this machine, its dumps' folder, or its own.",
+            help="A running job: the folder in which it runs; with nemo_patches, also its dumps' folder or its own.",
             show_default="none",
         ),
     ] = None,
@@ -381,7 +381,7 @@ def stacks(
         Path | None, typer.Option(metavar="DIR", help="Only ranks that work in this folder.", show_default="all")
     ] = None,
 ) -> None:
-    """Collect where the ranks on this host are, of any job, by py-spy and /proc; nothing in the job is changed.
+    """Collect where the ranks on this host are, of any job, by /proc and py-spy, which stops each for some 0.1 s.
 
     It is judged by `nemo-patches diagnose`: collect on every host, as `nemo-patches stacks --json > $(hostname).json`.
     Exit code 0: collected. 2: there is nothing to collect.

@@ -104,13 +104,13 @@ def test_a_stopped_rank_comes_before_the_one_that_the_others_wait_for(job: tuple
 
 
 def test_the_commands_as_a_user_types_them(job: tuple[Path, list[int]], tmp_path: Path) -> None:
-    _, pids = job
+    folder, pids = job
     nemo_patches = [sys.executable, "-m", "nemo_patches"]
     given = ["--pids", ",".join(map(str, pids))]
     collected = run([*nemo_patches, "stacks", "--json", *given], environment(), LIMIT_S)
     assert collected.returncode == 0, collected.stderr
     (tmp_path / "node1.json").write_text(collected.stdout)
-    for arguments in (given, [str(tmp_path)]):
+    for arguments in (given, ["--job", str(folder)], [str(tmp_path)]):
         done = run([*nemo_patches, "diagnose", *arguments], environment(), LIMIT_S)
         assert done.returncode == 1, done
         assert done.stdout.startswith("Rank 1 has not entered all_reduce of main (job.py:"), done.stdout

@@ -22,7 +22,7 @@ from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.live import diagnose_job
+from nemo_patches.tools.diagnose.live import NoSocketError, diagnose_job
 from nemo_patches.tools.diagnose.report_text import show
 from nemo_patches.tools.diagnose.sources import nccl_ras
 from nemo_patches.tools.diagnose.watch import follow, once
@@ -87,7 +87,7 @@ def _of_files(
     if len(jobs) == 1 and not any(part.facts or part.findings for _, part in others):
         report = jobs[0][1]
     else:
-        parts = [*others, *(("traces", reading.of_traces(*each)) for each in jobs)]
+        parts = [*others, *(("traces", reading.of_traces(each)) for each, _ in jobs)]
         report = judge(
             reading.joined(parts, found.problems, found.earlier), ", ".join(safe(str(path)) for path in paths[:4])
         )
@@ -105,17 +105,23 @@ def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
         evidence = Evidence()
         nccl_ras.ask(ras, evidence)
         return _told(judge(evidence, safe(ras)), json)
-    if job is not None:
-        return _told(diagnose_job(Path(job)), json)
-    code = 0
-    jobs = jobs_here(pids=pids_in(pids))
+    try:
+        if job is not None:
+            return _told(diagnose_job(Path(job)), json)
+        jobs = jobs_here(pids=pids_in(pids))
+    except NoSocketError as error:
+        try:
+            jobs = jobs_here(job or "")
+        except NothingToLookAtError:
+            raise error from None
+    codes = set()
     for ranks in jobs:
         report = running.diagnose(ranks)
         if len(jobs) > 1 and not json:
             print(f"--- {report.folder}")
         _print(report, json, one_line=len(jobs) > 1)
-        code = max(code, report.exit_code)
-    return code
+        codes.add(report.exit_code)
+    return 1 if 1 in codes else max(codes)
 
 
 def _watch(path: Path, json: bool, launch: int | None) -> int:

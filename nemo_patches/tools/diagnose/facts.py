@@ -119,7 +119,8 @@ class Evidence:
     groups: by process group, as Seats name it, its ranks of which anything is known; begins: by group and rank from
     which number on its record is whole. partly_known: groups that may have ranks of which nothing is known. patched:
     nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
-    findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
+    findings: of what is no hang (a source's own: stragglers, settings that differ). hangs: a source's own verdicts on
+    the hang, which count where all facts together decide nothing. looked_for: what was looked for in
     files that told nothing.
     """
 
@@ -130,6 +131,7 @@ class Evidence:
     patched: bool = False
     world_size: int = 0
     findings: list[Finding] = field(default_factory=list)
+    hangs: list[Finding] = field(default_factory=list)
     ranks: list[RankSummary] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -111,7 +111,8 @@ class _Case:
 def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Report:
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
     ruling = rule(evidence, stuck_after_s)
-    findings = _ordered([*ruling.findings, *evidence.findings])
+    hangs = ruling.findings or (() if ruling.goes_on else tuple(evidence.hangs))
+    findings = _ordered([*hangs, *(_following(one, hangs) for one in evidence.findings)])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
     return Report(
@@ -127,6 +128,11 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         earlier=tuple(evidence.earlier[:20]),
         summary=tuple(evidence.summary),
     )
+
+
+def _following(one: Finding, hangs: tuple[Finding, ...]) -> Finding:
+    """What followed from a source's own verdict on the hang follows from the one over all evidence."""
+    return replace(one, because=hangs[0].id if hangs else "") if one.because else one
 
 
 def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:

@@ -39,6 +39,10 @@ _GOES_ON = (CALLING, MOVING)
 _HERE = "run it on a host of the job, as the same user; nemo_patches must be on there"
 
 
+class NoSocketError(UnreadableError):
+    """No rank of a job with nemo_patches is meant; one of a job without it may be."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks at one place, as the job tells of them; host, pid and the like are the first one's."""
@@ -104,7 +108,7 @@ def _sockets(folder: Path) -> list[Path]:
         found.setdefault(folder.resolve(), []).append(file)
     jobs = {each.resolve(): sorted(set(files), key=_rank_of) for each, files in found.items()}
     if not jobs:
-        raise UnreadableError(f"--job={folder}: no rank of a running job works there or has its dumps there; {_HERE}")
+        raise NoSocketError(f"--job={folder}: no rank of a running job works there or has its dumps there; {_HERE}")
     if len(jobs) > 1:
         raise UnreadableError(f"--job={folder}: several jobs; give one of {', '.join(map(str, sorted(jobs)))}")
     return jobs.popitem()[1]

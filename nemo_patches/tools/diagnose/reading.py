@@ -10,13 +10,14 @@ from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose.diagnosis import HANGS
 from nemo_patches.tools.diagnose.facts import Evidence, Fact
-from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
-from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
+from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks, traces
 
 STANDARD_INPUT = Path("-")
 _TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
+_FOR_OTHER_READERS = (": not a trace", ": a folder; not looked into")  # how folder.py's lines on others' files end
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
 _MOST_FILES = 10_000
 _HEAD_BYTES = 1 << 16
@@ -128,15 +129,12 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
     return parts
 
 
-def of_traces(job: Job, report: Report) -> Evidence:
+def of_traces(job: Job) -> Evidence:
     """What a folder of traces, or of dumps, tells, beside other evidence."""
-    evidence = Evidence(world_size=job.world_size, findings=list(report.findings), ranks=list(report.ranks))
-    evidence.summary, evidence.problems, evidence.earlier = (
-        list(report.summary),
-        list(report.problems),
-        list(report.earlier),
-    )
-    evidence.moving, evidence.runs = report.moving, report.runs
+    evidence = Evidence()
+    report = traces.read(job, evidence)
+    evidence.hangs = [one for one in report.findings if one.id in HANGS]
+    evidence.problems = [line for line in evidence.problems if not line.endswith(_FOR_OTHER_READERS)]
     return evidence
 
 
@@ -158,6 +156,7 @@ def joined(
         whole.groups |= {taken.get(group, group): ranks for group, ranks in part.groups.items()}
         whole.begins |= {(taken.get(group, group), rank): first for (group, rank), first in part.begins.items()}
         whole.findings += part.findings
+        whole.hangs += part.hangs
         whole.ranks += part.ranks
         whole.summary += part.summary
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}

@@ -89,7 +89,7 @@ def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[
         try:
             found = reading.find([Path(one.path)])
             parts += reading.read(found)
-            parts += [("traces", reading.of_traces(*once(folder))) for folder in found.traces]
+            parts += [("traces", reading.of_traces(once(folder)[0])) for folder in found.traces]
         except (UnreadableError, OSError) as error:
             problems.append(safe(f"{one.kind} {one.path}: {error}"))
     return parts

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, named
+from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, LENGTH_SYNC, named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import (
@@ -310,6 +310,8 @@ _CURES = (
 
 def title_of(seat: Seat) -> str:
     """A numbered collective, for a person, and where it was called; without a number where that is below 0."""
+    if seat.kind == LENGTH_SYNC and seat.caller:
+        return f"the length sync of {seat.caller}"
     kind = seat.kind or "a collective"
     size = f" {seat.size}" if seat.size.startswith("[") else f" of {seat.size}" if seat.size else ""
     number = f", number {seat.number}" if seat.number >= 0 else ""

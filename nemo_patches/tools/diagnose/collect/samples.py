@@ -1,7 +1,8 @@
 """Samples of processes from outside: what /proc tells, and their Python stacks by py-spy, which stops them for that.
 
 Some 0.1 s each. A write() that waits for its reader returns then with what it has written; Python's files go on, a bare
-os.write() does not. Of their variables, only whole numbers leave a process, and only those with a name of _COUNTERS: how far its loops are.
+os.write() does not. Of their variables only whole numbers leave a process, and only those with a name of _COUNTERS: how
+far its loops are.
 """
 
 from __future__ import annotations
