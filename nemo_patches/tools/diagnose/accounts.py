@@ -35,6 +35,7 @@ from nemo_patches.tools.diagnose.facts import (
 
 CAUSES = frozenset({RAISED, KILLED})
 CONSEQUENCES = frozenset({WAITED, CUT})
+HELD = (STOPPED, TRACED)
 GONE_FATES = CAUSES | CONSEQUENCES | {TERMINATED, ENDED, FAILED, GONE, ABORTED}
 _THERE = frozenset({RUNS, STOPPED, TRACED})
 _NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
@@ -110,6 +111,35 @@ class Account:
 
 _NO_FATE = Fate("")
 _NO_PLACE = Place()
+
+
+@dataclass
+class Hearing:
+    """All ranks' accounts, and what contradicts among their facts, as it is found."""
+
+    accounts: dict[int, Account]
+    evidence: Evidence
+    world_size: int
+    stuck_after_s: float
+    contradictions: list[str] = field(default_factory=list)
+
+    def __getitem__(self, rank: int) -> Account:
+        return self.accounts.get(rank) or Account(rank)
+
+    @property
+    def unseen(self) -> list[int]:
+        """Ranks of which nothing is known."""
+        told = {rank for rank, one in self.accounts.items() if one.fate or one.place or one.seats}
+        return [rank for rank in range(self.world_size) if rank not in told]
+
+    @property
+    def waiting(self) -> list[Account]:
+        """Who stands in a collective, by what was seen of it last."""
+        return [
+            one
+            for one in self.accounts.values()
+            if one.place_value.collective and not one.moved and one.fate_kind not in (*HELD, *CAUSES)
+        ]
 
 
 def accounts_of(evidence: Evidence) -> dict[int, Account]:

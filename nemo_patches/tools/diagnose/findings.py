@@ -152,3 +152,13 @@ class Report:
         if not self.findings:
             return 0
         return 2 if all(finding.id == NOT_ENOUGH for finding in self.findings) else 1
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What it comes to. goes_on: the job does, as `text` says. is_too_early: its waits are young; look again."""
+
+    findings: tuple[Finding, ...] = ()
+    text: str = ""
+    goes_on: bool = False
+    is_too_early: bool = False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, LENGTH_SYNC, named
@@ -200,6 +201,15 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding
     return finding(kind, text, ranks, evidence_of(accounts), accounts[0], next_step=step)
 
 
+def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[str] = ()) -> list[Finding]:
+    """A finding for each kind of absent rank."""
+    by_kind: dict[str, list[Account]] = defaultdict(list)
+    for account in accused:
+        by_kind[kind_of_absent(account)].append(account)
+    found = [absent(kind, accounts, wait) for kind, accounts in by_kind.items()]
+    return [replace(one, evidence=tuple(dict.fromkeys((*one.evidence, *evidence)))[:12]) for one in found]
+
+
 def _doings(accounts: Sequence[Account]) -> str:
     """What is known of each; where that differs, with their ranks."""
     doings: dict[str, list[int]] = {}
@@ -306,6 +316,23 @@ _CURES = (
     ("Bus error", "A full /dev/shm ends a process so: give the container more (`docker run --shm-size`)."),
     ("Duplicate GPU", "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK), CUDA_VISIBLE_DEVICES."),
 )
+
+
+def out_of_step(parties: dict[str, list[int]], evidence: Iterable[str], why: str = "") -> Finding:
+    sizes = [len(ranks) for ranks in parties.values()]
+    odd = next(iter(parties.values())) if sizes[0] < sizes[-1] else []
+    is_ = "is the odd one" if len(odd) == 1 else "are the odd ones"
+    remark = f" {why}" if why else f" {capital(named(odd))} {is_} out." if odd else ""
+    told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in parties.items())
+    return finding(
+        ids.OUT_OF_STEP, f"The ranks are in different collectives, so none can end: {told}.{remark}", evidence=evidence
+    )
+
+
+def most_told(facts: Iterable[Fact]) -> Seat:
+    """Of one collective's seats the one that tells most."""
+    known = [fact.value for fact in facts if isinstance(fact.value, Seat)]
+    return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
 
 
 def title_of(seat: Seat) -> str:

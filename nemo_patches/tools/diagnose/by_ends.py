@@ -1,0 +1,140 @@
+"""What ends alone tell: ranks whose connections closed, or whose time ran out, where nobody is known to be missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nemo_patches.stall.judge import Seat
+from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, first_of
+from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
+    AT_START,
+    CUT,
+    ENDED,
+    FAILED,
+    GONE,
+    MISSING,
+    SILENT,
+    STUCK,
+    TERMINATED,
+    UNSEEN,
+    WAITED,
+    Fate,
+)
+from nemo_patches.tools.diagnose.findings import Finding, Ruling
+from nemo_patches.tools.diagnose.verdicts import (
+    all_absent,
+    capital,
+    cited,
+    evidence_of,
+    finding,
+    inner,
+    most_told,
+    reading_of,
+    title_of,
+    who,
+)
+
+_NOT_COME = (GONE, SILENT, UNSEEN, MISSING, ENDED)
+
+
+def by_ends(hearing: Hearing) -> Ruling:
+    waited = [one for one in hearing.accounts.values() if one.fate_kind == WAITED]
+    cut = [one for one in hearing.accounts.values() if one.fate_kind == CUT]
+    evidence = evidence_of(hearing.accounts.values())
+    if not waited and not cut:
+        stuck = _stuck(hearing)
+        return Ruling((*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))))
+    kinds = _NOT_COME if waited else (GONE, SILENT, MISSING)
+    suspects = [one for one in hearing.accounts.values() if one.fate_kind in kinds and one.waits is None]
+    if suspects:
+        ended = [one.rank for one in (waited or cut)]
+        how = "waited until a time limit" if waited else "had their connections closed"
+        found = all_absent(suspects, None, evidence)
+        return Ruling(tuple(replace(one, text=f"{one.text} {capital(who(ended))} {how}.") for one in found))
+    if all(one.fate_value.text.startswith(AT_START) for one in (*waited, *cut)):
+        return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
+    what, step = _collective_of(waited, hearing)
+    ends = "; ".join(
+        f"{who(one.rank for one in some)} {how}"
+        for some, how in ((waited, f"waited {what} until a time limit"), (cut, "had a connection closed"))
+        if some
+    )
+    unseen = _unseen_text(hearing)
+    text = f"{ends}: another rank did not come, or had gone before. Which one, this does not tell{unseen}."
+    seats_of = [
+        cited(fact, title_of(fact.value)) for one in waited for fact in one.seats if isinstance(fact.value, Seat)
+    ]
+    lines = [*seats_of[:8], *evidence]
+    found = [finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)]
+    return Ruling((*found, *by_launcher(hearing, of_ranks_that_waited=True)))
+
+
+def _unseen_text(hearing: Hearing) -> str:
+    return f"; nothing is known of {named(hearing.unseen)}" if hearing.evidence.world_size and hearing.unseen else ""
+
+
+def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
+    ranks, told = who(one.rank for one in waited), waited[0].fate_value.text.removeprefix(f"{AT_START}: ")
+    text = f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
+    rank = "It" if len(waited) == 1 else who([waited[0].rank])
+    return finding(ids.START_UP, f"{text}{capital(rank)} says: {told}{_unseen_text(hearing)}.", evidence=evidence)
+
+
+def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
+    """What they waited in, if that is the same for all of which it is known; and what to do then."""
+    facts = [fact for one in waited for fact in one.seats if isinstance(fact.value, Seat) and fact.value.kind]
+    if not facts:
+        fate = waited[0].fate_value if waited else Fate("")
+        at = f" in {inner(fate.where)}" if fate.where else ""
+        return f"for others{at}" + (f" ({fate.text})" if fate.text else ""), ""
+    seat = most_told(facts)
+    if len({fact.value.group for fact in facts if isinstance(fact.value, Seat)}) > 1:
+        return "in collectives of several groups", ""
+    remark, step = reading_of(seat, hearing.evidence.patched)
+    return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
+
+
+def _stuck(hearing: Hearing) -> list[Finding]:
+    stuck = [one for one in hearing.accounts.values() if one.fate_kind == STUCK]
+    if not stuck:
+        return []
+    ranks = [one.rank for one in stuck]
+    text = (
+        f"The NCCL watchdog of {who(ranks)} got stuck, and no collective timed out: a call of CUDA or NCCL does not "
+        "return, or something holds Python's lock. Perhaps it waits for another rank."
+    )
+    return [finding(ids.STUCK_WATCHDOG, text, evidence=evidence_of(stuck))]
+
+
+def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:
+    """Who failed first by the launcher's tables. of_ranks_that_waited: a code of 1 may be that of such a rank."""
+    facts = [fact for one in hearing.accounts.values() for fact in one.fates if fate_kind(fact) in (FAILED, ABORTED)]
+    firsts = [fact for fact in first_of(facts) if not fact.own]
+    if not firsts:
+        gone = [one for one in hearing.accounts.values() if one.fate_kind == GONE and one.fate and not one.fate.own]
+        return () if of_ranks_that_waited else tuple(all_absent(gone, None)) or _ended_by_others(hearing)
+    ranks = sorted({fact.rank for fact in firsts})
+    first = firsts[0]
+    assert isinstance(first.value, Fate)
+    lines = [cited(fact, fact.value.text) for fact in firsts if isinstance(fact.value, Fate)]
+    if len(ranks) > 1:
+        text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
+        return (finding(ids.FIRST_FAILURE, text, (), lines),)
+    text = f"{who(ranks)} failed first, {first.value.text} [{first.cite}]."
+    if may_have_waited := fate_kind(first) == ABORTED or of_ranks_that_waited:
+        text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
+    return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, hearing[ranks[0]]),)
+
+
+def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
+    fates = [fact for one in hearing.accounts.values() for fact in one.fates]
+    facts = [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
+    if not facts:
+        return ()
+    text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record tells of "
+    text += "a failure before: a user, the scheduler, or another host's launcher ended the job."
+    lines = [cited(fact, fact.value.text) for fact in facts[:8] if isinstance(fact.value, Fate)]
+    return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

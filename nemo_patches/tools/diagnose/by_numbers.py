@@ -1,0 +1,141 @@
+"""Who is missing by records of which collectives each rank has entered: numbers, never clocks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from nemo_patches.stall import judge as seats
+from nemo_patches.stall.judge import Judgement, Seat
+from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.accounts import Account, Hearing
+from nemo_patches.tools.diagnose.facts import Fact
+from nemo_patches.tools.diagnose.findings import Finding, Ruling
+from nemo_patches.tools.diagnose.verdicts import (
+    Wait,
+    all_absent,
+    cited,
+    finding,
+    most_told,
+    out_of_step,
+    reading_of,
+    same_kind,
+    title_of,
+)
+
+
+def by_numbers(hearing: Hearing) -> Ruling:
+    groups = hearing.evidence.groups
+    facts = {
+        (seat.group, seat.number, fact.rank): fact
+        for fact in hearing.evidence.facts
+        if isinstance(seat := fact.value, Seat) and fact.rank in groups.get(seat.group, ())
+    }
+    known = (fact.value for fact in facts.values() if isinstance(fact.value, Seat))
+    judged = seats.judge(known, groups, hearing.evidence.begins)
+    order = (seats.MISSING, seats.OUT_OF_STEP, seats.SIZES, seats.CROSSED, seats.ALL_IN, seats.OLDER)
+    found = []
+    for one in sorted(judged, key=lambda each: order.index(each.id)):
+        found += _of_judgement(one, hearing, facts)
+    if found and hearing.unseen:
+        text = f"Nothing is known of {named(hearing.unseen)}: it left no record, or its files are elsewhere."
+        found.append(finding(ids.NOT_SEEN, text))
+    return Ruling(tuple(found))
+
+
+def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, int], Fact]) -> list[Finding]:
+    title = title_of(one.seat)
+    there = [facts[one.seat.group, one.seat.number, rank] for rank in one.waiting]
+    evidence = [cited(fact, title_of(fact.value)) for fact in there if isinstance(fact.value, Seat)]
+    if one.id == seats.MISSING:
+        step = reading_of(most_told(there), hearing.evidence.patched)[1]
+        wait = Wait(one.waiting, title, seat=one.seat)
+        behind = {rank: last for rank in one.accused if (last := _pending(hearing, rank, one.seat, facts))}
+        accused = [
+            hearing[rank]
+            for rank in one.accused
+            if rank not in behind and not _has_come_since(hearing, rank, one, there[0])
+        ]
+        if not accused and behind:
+            return [_behind(behind, wait, evidence)]
+        found = all_absent(accused, wait, [*(_last_entered(account) for account in accused), *evidence])
+        return [replace(each, next_step=f"{each.next_step} {step}".strip()) for each in found]
+    if one.id == seats.OUT_OF_STEP:
+        return [out_of_step(_by_title(there), evidence)]
+    if one.id == seats.SIZES:
+        told = "; ".join(f"{title} on {named(ranks)}" for title, ranks in _by_title(there).items())
+        return [finding(ids.SIZES, f"The ranks give the same collective different sizes: {told}.", evidence=evidence)]
+    if one.id == seats.CROSSED:
+        have = "has" if len(one.absent) == 1 else "have"
+        text = (
+            f"Ranks wait in collectives of different groups: {named(one.waiting)} in {title}, and {named(one.absent)}, "
+            f"which {have} not entered that, in one of another group. Which rank is missing, this does not tell."
+        )
+        return [finding(ids.CROSSED, text, evidence=evidence)]
+    if one.id == seats.ALL_IN and one.seat.group in hearing.evidence.partly_known:
+        return []  # that nobody is missing is not known
+    if one.id == seats.ALL_IN:
+        unseen = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
+        text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it{unseen}."
+        return [finding(ids.ALL_IN, text, evidence=evidence)]
+    came = f"{named(one.absent)} came to it after {'its' if len(one.absent) == 1 else 'their'} own"
+    text = f"The records were not made at one time: {title} was completed, so {came}."
+    return [finding(ids.NOT_ENOUGH, text, next_step="Take the dumps of all ranks while the job hangs.")]
+
+
+def _last_entered(account: Account) -> str:
+    """What it has entered last, of any group."""
+    facts = [(fact.at, fact.value.number, fact) for fact in account.seats if isinstance(fact.value, Seat)]
+    if not facts:
+        return f"rank {account.rank}: no collective of it is known"
+    *_, last = max(facts, key=lambda one: one[:2])
+    return cited(last, f"its last collective: {title_of(last.value)}") if isinstance(last.value, Seat) else ""
+
+
+def _pending(hearing: Hearing, rank: int, seat: Seat, facts: dict[tuple[str, int, int], Fact]) -> Fact | None:
+    """The earlier collective of that group in which it waits itself, if it does: one that has ended for nobody."""
+    own = [
+        fact.value.number
+        for fact in hearing[rank].seats
+        if isinstance(fact.value, Seat) and fact.value.group == seat.group
+    ]
+    last = facts.get((seat.group, max((number for number in own if number < seat.number), default=-1), rank))
+    if last is None or not isinstance(last.value, Seat) or last.value.done is not False:
+        return None
+    there = (facts.get((seat.group, last.value.number, other)) for other in hearing.evidence.groups[seat.group])
+    has_ended = any(fact and isinstance(fact.value, Seat) and fact.value.completed for fact in there)
+    return None if has_ended else last
+
+
+def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding:
+    titles = {rank: title_of(fact.value) for rank, fact in behind.items() if isinstance(fact.value, Seat)}
+    text = f"All wait, and their collectives have drifted apart: {named(behind)} in {next(iter(titles.values()))}, "
+    text += f"{named(wait.ranks)} in {wait.title}."
+    lines = [cited(fact, titles[rank]) for rank, fact in behind.items()]
+    return finding(ids.SKIPPED, text, evidence=[*lines, *evidence])
+
+
+def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) -> bool:
+    """Whether another fact shows the rank waiting, or going on; the contradiction is kept."""
+    account = hearing[rank]
+    waits = account.motion if account.moved else account.waits
+    if waits is None:
+        return False
+    place = account.place_value
+    since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
+    what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate_value.text})"
+    what = f"it goes on ({account.moved_by})" if account.moved else what
+    entered = f"rank {rank} had not entered {title_of(one.seat)}"
+    hearing.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}")
+    return True
+
+
+def _by_title(facts: Iterable[Fact]) -> dict[str, list[int]]:
+    """By what it is, who is in it; the smallest party first."""
+    parties: dict[str, list[int]] = defaultdict(list)
+    for fact in facts:
+        if isinstance(fact.value, Seat):
+            parties[f"{fact.value.kind or 'a collective'} {fact.value.size}".strip()].append(fact.rank)
+    return dict(sorted(parties.items(), key=lambda item: len(item[1])))

@@ -1,0 +1,183 @@
+"""Who is missing by where each rank was seen: by stacks, stall reports, or what found it at its end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from nemo_patches.stall import judge as seats
+from nemo_patches.stall.judge import Judgement, Seat
+from nemo_patches.stall.rank_text import CHECKPOINT, is_guess, named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, HELD, Account, Hearing
+from nemo_patches.tools.diagnose.facts import ENDED, GONE, KILLED, MISSING, RAISED, SILENT, UNREADABLE, UNSEEN
+from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
+from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step
+from nemo_patches.tools.diagnose.ways import apart, further_on, parting
+
+_OUT = (*HELD, GONE, ENDED, KILLED, RAISED, SILENT, MISSING, UNSEEN)
+
+
+def by_places(hearing: Hearing) -> Ruling:
+    accounts = hearing.accounts
+    waiting = hearing.waiting
+    seen = [one for one in accounts.values() if one.place or one.fate_kind in (*_OUT, UNREADABLE)]
+    if not seen:
+        return Ruling()
+    over = all(one.fate_kind in (GONE, ENDED) for one in accounts.values())
+    if over and not any(one.place_value.where for one in seen) and not hearing.unseen:
+        return Ruling(text="The job has ended: none of its processes is there any more.", goes_on=True)
+    moving = [one for one in seen if one.moved]
+    # Who has ended its script is missing where others wait; else it waits itself, with a collective pending.
+    others_wait = [one for one in waiting if one.place_value.activity != ENDING]
+    waiting = others_wait or waiting
+    unreadable = [one for one in seen if one.fate_kind == UNREADABLE]
+    if len(unreadable) == len(seen):
+        text = f"None of {len(seen)} ranks could be read: {unreadable[0].fate_value.text}"
+        return Ruling((finding(ids.NOT_ENOUGH, text),))
+    if not waiting:
+        return _nobody_waits(hearing, seen, moving)
+    if any(one.place_value.collective for one in moving) and len(moving) + 1 >= len(seen):
+        return _goes_on(moving)
+    # Who moves from one collective to the next goes on; the others wait for nobody that is known.
+    going = {one.rank for one in moving if one.place_value.collective}
+    unseen = set(range(hearing.world_size)) - {one.rank for one in seen}
+    members = [rank for rank in range(hearing.world_size) if rank not in going and rank not in unseen]
+    kinds = {one.rank: "" if is_guess(one.place_value.collective) else one.place_value.seat for one in waiting}
+    out = [rank for rank in members if rank not in kinds and accounts[rank] not in unreadable]
+    if out and len(set(kinds.values())) > 1:  # who is outside every collective comes first, whatever the others are in
+        kinds = dict.fromkeys(kinds, "")
+    judged = seats.judge((Seat(rank, "job", 1, kind) for rank, kind in kinds.items()), {"job": members})
+    ruling = _of_places(judged[0] if judged else None, hearing, waiting, sorted(unseen))
+    return _aged(ruling, waiting, hearing)
+
+
+def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], unseen: list[int]) -> Ruling:
+    who, evidence = named([each.rank for each in waiting]), evidence_of(hearing.accounts.values())
+    title = waiting[0].place_value.seat
+    if one is not None and one.id == seats.MISSING:
+        accused = [hearing[rank] for rank in one.accused]
+        if unreadable := [each for each in accused if each.fate_kind == UNREADABLE]:
+            text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate_value.text}"
+            return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence),))
+        accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
+        wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
+        return Ruling(tuple(all_absent(accused, wait, evidence)))
+    if unseen:
+        are = "is" if len(waiting) == 1 else "are"
+        text = f"{who} {are} in {title}; nothing is known of {named(unseen)}, whose hosts may not be collected yet."
+        return Ruling((finding(ids.NOT_SEEN, text, evidence=evidence),))
+    if one is not None and one.id == seats.OUT_OF_STEP:
+        return Ruling((_different(waiting, evidence),))
+    return Ruling((_all_in(waiting, evidence),))
+
+
+def _different(waiting: list[Account], evidence: list[str]) -> Finding:
+    parties: dict[str, list[Account]] = defaultdict(list)
+    for each in waiting:
+        parties[each.place_value.seat].append(each)
+    ordered = dict(sorted(parties.items(), key=lambda item: len(item[1])))
+    first, *_, last = ordered.values()
+    why = further_on(first, last)
+    found = out_of_step({title: [one.rank for one in ranks] for title, ranks in ordered.items()}, evidence, why.text)
+    return replace(found, id=why.id or found.id) if why.text else found
+
+
+def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
+    """All wait: in the same, as far as a stack tells."""
+    seat = next((one.place_value.seat for one in waiting if not is_guess(one.place_value.collective)), "")
+    if steps := apart(waiting):
+        text = f"Every rank waits, and they are not at the same step: {steps}."
+        return finding(ids.SKIPPED, text, evidence=evidence)
+    if any(is_guess(one.place_value.collective) for one in waiting):
+        text = "Every rank waits, at least one of them for the GPU: a stack does not tell for which collective."
+        step = (
+            "Ask NCCL (`nemo-patches diagnose --ras HOST`), or dump the Flight Recorder: numbers tell who is missing."
+        )
+        return finding(ids.NOT_ENOUGH, text, evidence=evidence, next_step=step)
+    if ways := parting(waiting):
+        text = (
+            f"Every rank waits in {seat}, and they came to it by different ways: {ways}. Possibly these are not the "
+            "same call, and one rank is ahead."
+        )
+        return finding(ids.SKIPPED, text, evidence=evidence)
+    text = f"Every rank waits in the same collective, {seat}: one is a call ahead, or the network has failed."
+    return finding(ids.ALL_IN, text, evidence=evidence)
+
+
+def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) -> Ruling:
+    bad = [one for one in seen if one.fate_kind in (*HELD, GONE, SILENT)]
+    stuck = [one for one in seen if one.place and _is_still(one, hearing.stuck_after_s)]
+    evidence = evidence_of(seen)
+    if not bad and len(stuck) == len(seen) > 1 and not hearing.unseen:
+        places = sorted({one.place_value.worker or one.place_value.where for one in stuck})
+        least = min(one.still_s or 0.0 for one in stuck)
+        where = f"all are in {places[0]}" if len(places) == 1 else f"they are in {'; '.join(places[:3])}"
+        text = f"No rank is in a collective, and none has moved for {least:.0f} s: {where}."
+        return Ruling((finding(ids.NO_RANK_MOVES, text, evidence=evidence),))
+    if bad:
+        if not moving and all(one.fate_kind in (GONE, SILENT) for one in bad) and not any(one.place for one in seen):
+            return Ruling()  # how they ended, if anything tells it, is the better answer
+        return Ruling(tuple(all_absent(bad, None, evidence)))
+    if stuck and not moving:
+        return Ruling(tuple(all_absent(stuck, None, evidence)))
+    if moving:
+        return _goes_on(moving)
+    return Ruling()
+
+
+def _is_still(one: Account, stuck_after_s: float) -> bool:
+    return one.was_looked_at_twice and not one.moved and (one.still_s or 0.0) >= stuck_after_s
+
+
+def _goes_on(moving: list[Account]) -> Ruling:
+    who, how = named([one.rank for one in moving]), f" ({moving[0].moved_by})" if moving[0].moved_by else ""
+    text = f"No rank is stuck: {who} went on between the looks{how}."
+    return Ruling(text=text, goes_on=True)
+
+
+def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
+    """Where the waits are young, no hang yet; where each rank was seen once, a hang by this moment's look only."""
+    if not ruling.findings:
+        return ruling
+    first, *rest = ruling.findings
+    least = _still_s(waiting)
+    if least is not None and least < hearing.stuck_after_s and any(one.was_looked_at_twice for one in waiting):
+        text = f"So far no hang: {first.text[0].lower()}{first.text[1:]} Look again if it lasts."
+        return Ruling(text=text, goes_on=True, is_too_early=True)
+    works = [hearing[rank] for rank in first.ranks]
+    if (
+        works
+        and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
+        and any(one.moved for one in works)
+    ):
+        text = f"{first.text[:-1]}; it works, and may come."
+        first = replace(first, text=text, severity=WARNING)
+    held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, GONE) for rank in first.ranks)
+    is_moment = all(one.place is not None and one.place.own and not one.was_looked_at_twice for one in waiting)
+    if is_moment and not held:
+        more = "One look at each rank cannot tell a hang from a slow step; look again: who has moved is not stuck."
+        first = replace(first, text=f"At the moment of these stacks: {first.text[0].lower()}{first.text[1:]} {more}")
+    return replace(ruling, findings=(first, *rest))
+
+
+def _waited_by_its_end(hearing: Hearing, one: Account, waiting: Account) -> bool:
+    """Whether the error that ended it shows it waiting for others, too."""
+    waits = one.waits
+    if waits is None or one.fate_kind not in CONSEQUENCES:
+        return False
+    cite = waiting.place.cite if waiting.place is not None else ""
+    waited = f"it waited ({one.fate_value.text})"
+    hearing.contradictions.append(
+        f"contradiction: by {cite} rank {one.rank} is in no collective; by {waits.cite} {waited}"
+    )
+    return True
+
+
+def _titles(waiting: list[Account]) -> str:
+    titles = sorted({one.place_value.seat for one in waiting})
+    return titles[0] + (f" (and {len(titles) - 1} other places)" if len(titles) > 1 else "")
+
+
+def _still_s(waiting: list[Account]) -> float | None:
+    return min((one.still_s for one in waiting if one.still_s is not None), default=None)
