@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.differences import (
     other_than_configured,
 )
 from nemo_patches.tools.diagnose.endings import Ending
+from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.faults import (
     caught_exceptions,
     check_findings,
@@ -30,10 +31,11 @@ from nemo_patches.tools.diagnose.faults import (
 )
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
+from nemo_patches.tools.diagnose.judge import rule
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
 from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
 from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNSYNCED, UNWAITED, RankTrace
+from nemo_patches.tools.diagnose.sources import traces
 from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
@@ -55,8 +57,13 @@ HANGS = frozenset(
         ids.ALL_INSIDE,
         ids.OUTSIDE,
         ids.STOPPED_AT_ONCE,
+        ids.ALL_IN,
+        ids.NOT_SEEN,
+        ids.WAITED_IN_VAIN,
     }
 )
+# Where ranks are not at one step, who came to a round, and who to the next call, shows nothing.
+_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
 _OVER_AT_THE_END = HANGS | {ids.UNEVEN_CALLS}
 
 
@@ -68,7 +75,7 @@ def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
     findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped, *left_out]
     without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     findings += check_findings(job, encoders)
-    hanging: list[Finding] = []
+    behind: dict[str, set[int]] = {}
     for case in encoders:
         findings += caught_exceptions(case)
         pairs = [] if any(finding.encoder == case.name for finding in left_out) else uneven_calls(case)
@@ -83,10 +90,17 @@ def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
         if accumulation := unlike_accumulation(case):
             findings += accumulation
             waiting = frozenset(case.endings)
-        hanging += [unlike_backwards(case, hang) for hang in hangs(case, set(explained) | waiting)]
+        behind[case.name] = set(explained) | waiting
         findings += [*sync_ended(case), *incidents(case)]
     gpus = gpu_utilisation(job)
-    findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in _foremost(hanging)]
+    evidence = Evidence()
+    if any(behind.values()) or any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in findings):
+        evidence.explained = behind
+    traces.read(job, encoders, evidence)
+    hanging = [one for one in rule(evidence).findings if one.id != ids.EXCEPTION]
+    for case in encoders:
+        hanging = [unlike_backwards(case, one) if one.encoder == case.name else one for one in hanging]
+    findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in hanging]
     reported = {rank for case in encoders for rank in stall_reports(case).kinds}
     findings += [*ending_exceptions(encoders or [without_encoders(job)], reported), *failed_threads(job)]
     findings += straggler(encoders[0]) if encoders else []
@@ -112,6 +126,25 @@ def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
     )
 
 
+def sync_ended(case: Case) -> list[Finding]:
+    """Every rank's length sync has ended: no rank is to blame, the network may be."""
+    ended = [ending for ending in case.endings.values() if ending.sync_ended]
+    if not ended or len(ended) < len(case.endings) or len(ended) < case.job.world_size:
+        return []
+    return [
+        Finding(
+            id=ids.SYNC_ENDED,
+            severity=WARNING,
+            ranks=tuple(ending.rank for ending in ended),
+            text=f"The length sync of {case.name} has ended on all ranks, and all went on with their own lengths.",
+            next_step="Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
+            "network was lost, or GLOO_SOCKET_IFNAME names no interface.",
+            encoder=case.name,
+            call=ended[0].call,
+        )
+    ]
+
+
 def _bounded(lines: list[str]) -> tuple[str, ...]:
     more = len(lines) - _MOST_LINES
     return (*lines[:_MOST_LINES], *([f"and {more} more starts"] if more > 0 else []))
@@ -129,14 +162,6 @@ def _summary(case: Case) -> str:
     begins = f"; of {named(lost)} the first calls are gone (trace_size), and are not counted" if lost else ""
     most = max((len(of_rank.n) for of_rank in calls), default=0)
     return f"{case.name}: {most} calls, {given_up} fallbacks on all ranks, longest wait {longest:.2f} s{cost}{begins}."
-
-
-def _foremost(hanging: list[Finding]) -> list[Finding]:
-    """If ranks are unequal in one encoder, it is no finding that they are equal in another one."""
-    level = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)
-    unequal = [finding for finding in hanging if finding.id not in level]
-    inside = [finding for finding in hanging if finding.id == ids.ALL_INSIDE]
-    return unequal or inside or hanging[:1]
 
 
 def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:

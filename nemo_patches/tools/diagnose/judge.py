@@ -13,6 +13,7 @@ from dataclasses import replace
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CAUSES, Hearing, accounts_of, fate_kind, first_of, is_before
+from nemo_patches.tools.diagnose.by_calls import by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
@@ -56,9 +57,13 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
     most = max([*accounts, *(rank for ranks in evidence.groups.values() for rank in ranks)], default=-1) + 1
     hearing = Hearing(accounts, evidence, max(evidence.world_size, most), stuck_after_s)
     causes = _causes(hearing)
-    hang = by_numbers(hearing)
-    if not hang.findings:
-        hang = by_places(hearing)
+    hang = by_calls(hearing)
+    # What traces tell of a job in which ranks are not at one step, or raised an exception, is told by then.
+    told = any(one.calls for one in accounts.values()) and bool(causes or evidence.explained)
+    if not hang.findings and not told:
+        hang = by_numbers(hearing)
+        if not hang.findings:
+            hang = by_places(hearing)
     if causes:
         if not any(one.ranks for one in causes):  # whose it was is not told: the launcher's tables may help
             causes += by_launcher(hearing, of_ranks_that_waited=True)
@@ -67,7 +72,7 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
         return Ruling((*causes, *(replace(one, because=causes[0].id, severity=WARNING) for one in rest)))
     if hang.findings or hang.goes_on:
         return _with_contradictions(hang, hearing)
-    ends = by_ends(hearing)
+    ends = Ruling() if told else by_ends(hearing)
     return _with_contradictions(ends if ends.findings else hang, hearing)
 
 
