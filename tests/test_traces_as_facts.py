@@ -10,6 +10,7 @@ from simulated_traces import Away, Call, Event, Exit, Gradients, Killed, Setup, 
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.facts import (
     CUT,
     ENDED,
@@ -25,7 +26,6 @@ from nemo_patches.tools.diagnose.facts import (
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Report
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.tools.diagnose.judge import rule
-from nemo_patches.tools.diagnose.sources import traces
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -37,7 +37,7 @@ JOBS = 150
 
 def read(folder: Path) -> tuple[Report, Evidence]:
     evidence = Evidence()
-    return traces.read(Folder(folder).read(), evidence), evidence
+    return diagnose(Folder(folder).read(), evidence), evidence
 
 
 def fates(evidence: Evidence, own: bool = True) -> dict[int, str]:

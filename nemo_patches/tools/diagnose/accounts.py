@@ -9,7 +9,6 @@ from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose.facts import (
     ABORTED,
     CUT,
-    Call,
     ENDED,
     FAILED,
     GONE,
@@ -26,6 +25,7 @@ from nemo_patches.tools.diagnose.facts import (
     UNREADABLE,
     UNSEEN,
     WAITED,
+    Call,
     Evidence,
     Fact,
     Fate,

@@ -28,6 +28,7 @@ from nemo_patches.tools.diagnose.facts import (
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import doing, evidence_of, finding
 
+OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse nobody
 LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
 _PHASES = {
     ids.LENGTH_SYNC: "in the length sync",
@@ -113,9 +114,8 @@ def by_calls(hearing: Hearing) -> Ruling:
         sure = [one for one in standings if not one.call.unsure]
         explained = frozenset(hearing.evidence.explained.get(encoder, ()))
         found += _of_encoder(_Ranks(hearing, standings, sure, explained), encoder)
-    level = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)
     # If ranks are unequal in one encoder, it is no finding that they are equal in another one.
-    unequal = [one for one in found if one.id not in level]
+    unequal = [one for one in found if one.id not in OF_ALL]
     inside = [one for one in found if one.id == ids.ALL_INSIDE]
     return Ruling(tuple(unequal or inside or found[:1]))
 
@@ -165,8 +165,10 @@ def _is_excused(account: Account, ranks: _Ranks) -> bool:
 
 
 def _waits(one: _Standing) -> bool:
-    """By another source than its trace, too."""
-    return bool(one.account.place_value.collective) or one.account.moved
+    """A rank that has no end beside others that have one may have been killed while it waited in its backward."""
+    place = one.account.place_value
+    by_its_trace = one.call.in_backward and not place.way
+    return one.account.moved or bool(place.collective and not (by_its_trace and one.has_no_end and not one.runs))
 
 
 def _top(some: Iterable[_Standing]) -> tuple[int, int]:
@@ -287,7 +289,7 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     if kind == ids.SOME_INSIDE and not any(one.call.phase for one in others):
         text = f"{who} {is_} inside {first.call.title}, {_PHASES[first.call.phase]}, and {theirs} came out of it: "
         text += it_does or "stuck there, or killed"
-    elif kind == ids.SOME_INSIDE or first.call.position >= usual.call.position and not first.call.unsure:
+    elif kind == ids.SOME_INSIDE or (first.call.position >= usual.call.position and not first.call.unsure):
         text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
     else:
         there, here = usual.call.number, first.call.number + 1
@@ -320,7 +322,7 @@ def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
         or_killed = "" if first.account.reported is not None or first.runs else ", or was killed there"
         told = f"it is stuck before the encoder, in its data or elsewhere{or_killed}"
     if kind == ids.MISSING_RANK and first.call.unsure:
-        at = f"; of itself {first.call.unsure}"
+        at = f"; {first.call.unsure}"
     return told + at
 
 

@@ -63,6 +63,8 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
         accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
         return Ruling(tuple(all_absent(accused, wait, evidence)))
+    if any(hearing[rank].calls for rank in unseen):
+        return Ruling()  # something is known of it: its trace is damaged, or tells nothing of where it is
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
         text = f"{who} {are} in {title}; nothing is known of {named(unseen)}, whose hosts may not be collected yet."

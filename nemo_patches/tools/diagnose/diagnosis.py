@@ -42,16 +42,13 @@ _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_LINES, _MOST_SUMMARIES = 20, 8
 _LEAST_WAITING = 0.01  # share of the time; whom less waiting is for, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
-HANGS = frozenset(
+# What judge.py tells, over the facts of all sources.
+JUDGED = frozenset(
     {
         ids.EXCEPTION,
-        ids.DIFFERENT_SYNC,
-        ids.DIFFERENT_ORDER,
-        ids.NO_BACKWARD,
         ids.KILLED,
         ids.ENDED,
         ids.MISSING_RANK,
-        ids.BEFORE_ENCODER,
         ids.SILENT,
         ids.SOME_INSIDE,
         ids.ALL_INSIDE,
@@ -62,14 +59,16 @@ HANGS = frozenset(
         ids.WAITED_IN_VAIN,
     }
 )
+_HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD}
 # Where ranks are not at one step, who came to a round, and who to the next call, shows nothing.
 _OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
-_OVER_AT_THE_END = HANGS | {ids.UNEVEN_CALLS}
+_OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 
 
-def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
-    """The report on what has been read of a job. encoders: its cases, where they are at hand."""
-    encoders = cases(job) if encoders is None else encoders
+def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
+    """The report on what has been read of a job. evidence: where the facts go on which it rests."""
+    evidence = Evidence() if evidence is None else evidence
+    encoders = cases(job)
     swapped = swapped_order(encoders)
     left_out = [] if swapped else skipped_call(encoders)
     findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped, *left_out]
@@ -93,11 +92,13 @@ def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
         behind[case.name] = set(explained) | waiting
         findings += [*sync_ended(case), *incidents(case)]
     gpus = gpu_utilisation(job)
-    evidence = Evidence()
     if any(behind.values()) or any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in findings):
         evidence.explained = behind
+    evidence.traces_alone = True
     traces.read(job, encoders, evidence)
-    hanging = [one for one in rule(evidence).findings if one.id != ids.EXCEPTION]
+    # Which of them came of an exception, the order of all findings tells.
+    ruled = (replace(one, severity=CRITICAL, because="") if one.because else one for one in rule(evidence).findings)
+    hanging = [one for one in ruled if one.id != ids.EXCEPTION]
     for case in encoders:
         hanging = [unlike_backwards(case, one) if one.encoder == case.name else one for one in hanging]
     findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in hanging]
@@ -192,7 +193,7 @@ def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list
             if ending.unsure:
                 unsure.setdefault(rank, ending.unsure)
     if not unsure and encoders and any(case.tracks for case in encoders):
-        explains_the_end = {*HANGS, ids.UNEVEN_CALLS, ids.SYNC_ENDED}
+        explains_the_end = {*_HANGS, ids.UNEVEN_CALLS, ids.SYNC_ENDED}
         explained = any(finding.id in explains_the_end for finding in findings)
         if explained or _all_ended(encoders) or job.moving or job.absent:
             return []
@@ -202,7 +203,7 @@ def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list
         return [_not_enough_records((), reason, ())]
     if not encoders:
         return [] if job.moving else [_not_enough_records((), "no rank has recorded an encoder call", ())]
-    if not unsure or any(finding.id in HANGS for finding in findings):
+    if not unsure or any(finding.id in _HANGS for finding in findings):
         return []
     ranks = tuple(sorted(unsure))
     reasons = tuple(f"rank {rank}: {why}" for rank, why in list(unsure.items())[:8])
@@ -228,7 +229,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
         return tuple(ordered)
     explained = {ids.TIMEOUTS}
     if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD):
-        explained |= HANGS - {root.id}
+        explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))
 

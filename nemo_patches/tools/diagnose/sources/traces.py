@@ -138,7 +138,9 @@ def _ends(case: Case, rank: int, ending: Ending, is_gone: bool, has_left: bool) 
         yield _fact(job, rank, Fate(ENDED, _after(case, ending), details=details), trace.end.t)
     elif is_gone:
         yield _fact(job, rank, Fate(GONE, _after(case, ending)))
-    elif rank in job.alive or job.moving or (trace.dumped is not None and not has_left):
+    elif job.moving or (trace.dumped is not None and not has_left):
+        yield _fact(job, rank, Fate(RUNS))
+    if rank in job.alive:
         yield _fact(job, rank, Fate(RUNS))
     if process.where:
         collective = "a collective" if process.in_collective else ""
@@ -175,7 +177,8 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
             yield _fact(case.job, by, Place(where), t, rank, "stall report")
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case.job, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
-    in_vain = any(ending.in_vain for ending in case.sure.values())
+    vain = [ending.in_vain for ending in case.sure.values()]
+    in_vain = any(vain) and not all(vain)  # else some trace is not what its rank wrote
     for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
         if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
             where = f"the backward of {case.call(case.sure[rank])}"
