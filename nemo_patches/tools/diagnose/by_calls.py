@@ -129,7 +129,9 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     reported = [account for account in ranks.hearing.accounts.values() if account.reported is not None]
     if accused := [_standing(ranks, encoder, one) for one in reported if not _is_excused(one, ranks)]:
         others = _at_top([one for one in ranks.all if one.account.reported is None])
-        return _grouped(ranks, accused, others or accused)
+        past = ranks.hearing.evidence.past
+        found = _grouped(ranks, accused, others or accused)
+        return [replace(one, severity=WARNING) if past.issuperset(one.ranks) else one for one in found]
     if any(one.kind == RAISED for one in ranks.sure):
         return []  # who raised an exception did not wait
     known = [

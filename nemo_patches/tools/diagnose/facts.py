@@ -155,7 +155,8 @@ class Evidence:
     which number on its record is whole. partly_known: groups that may have ranks of which nothing is known. patched:
     nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
     findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
-    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. traces_alone: there is no
+    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. past: ranks whom only those
+    reported missing that have ended in good order since. traces_alone: there is no
     other source, and the ranks' calls tell all that their rounds and places do. explained: by encoder the ranks that are
     behind for a reason that a finding has; not empty where ranks are not at one step, so that who came to a round, and
     who to the next call, shows nothing.
@@ -167,6 +168,7 @@ class Evidence:
     partly_known: set[str] = field(default_factory=set)
     patched: bool = False
     saw_a_wait: bool = False
+    past: set[int] = field(default_factory=set)
     traces_alone: bool = False
     explained: dict[str, set[int]] = field(default_factory=dict)
     world_size: int = 0

@@ -133,9 +133,10 @@ def _ends(case: Case, rank: int, ending: Ending, is_gone: bool, has_left: bool) 
         yield _fact(job, rank, Fate(kind, text), process.at)
     elif process.terminated:
         yield _fact(job, rank, Fate(TERMINATED, process.error or "SIGTERM"), process.at)
-    elif trace.end is not None:
-        details = (f"exit code {trace.end.exit_code}",) if trace.end.exit_code else ()
-        yield _fact(job, rank, Fate(ENDED, _after(case, ending), details=details), trace.end.t)
+    elif trace.end is not None or process.ordinary:
+        code = trace.end.exit_code if trace.end is not None else 0
+        details = (f"exit code {code}",) if code else ()
+        yield _fact(job, rank, Fate(ENDED, _after(case, ending), details=details), trace.end.t if trace.end else None)
     elif is_gone:
         yield _fact(job, rank, Fate(GONE, _after(case, ending)))
     elif job.moving or (trace.dumped is not None and not has_left):
@@ -159,13 +160,12 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
     """What the latest stall reports say, of the stall that the traces end in; and who waits in the backward."""
     reports = stall_reports(case)
     evidence.saw_a_wait |= reports.waited
+    evidence.past |= reports.past
     for rank in sorted(reports.texts):
         trace = case.job.traces[rank]
         still_s = trace.stalled[-1].t - last_entered(case.job, rank)
         yield _fact(case.job, rank, Motion(False, reports.texts[rank][:600], still_s), trace.stalled[-1].t)
     for rank, kind in sorted(reports.kinds.items()):
-        if rank in reports.past:
-            continue
         by = reports.by[rank]
         where = reports.where.get(rank, "")
         trace = case.job.traces[by]
