@@ -310,7 +310,7 @@ def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(folder: Path,
         trace.write(records.encode(records.Stopped(last + 1, "revert()")))
     report = diagnosed(tmp_path / "stopped")
     assert [(one.id, one.ranks) for one in report.findings][:1] == [(ids.MISSING_RANK, (1,))]
-    assert "it is elsewhere: " in report.verdict and "read_audio (tests/test_stall_reports.py:" in report.verdict
+    assert "it is in " in report.verdict and "read_audio (tests/test_stall_reports.py:" in report.verdict
     assert "its trace was stopped: revert()" in report.verdict
 
 

@@ -125,7 +125,7 @@ def test_the_verdict_where_only_the_waiting_rank_has_dumped(dumped: Path, tmp_pa
         file.unlink()
     first = diagnosed(tmp_path / "one").findings[0]
     assert (first.id, first.ranks, first.call) == (ids.MISSING_RANK, (1,), 4)
-    assert "Rank 1 is missing, say the stall reports: it is elsewhere: " in first.text
+    assert "Rank 1 has not entered training call 4 " in first.text
     assert "read_audio (tests/test_stall_reports.py:" in first.text
     assert "waited in vain for its round: rank 0" in first.evidence
 

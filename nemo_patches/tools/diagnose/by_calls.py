@@ -126,9 +126,9 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     """
     if not any(one.call.number for one in ranks.all):
         return []
-    reported = [account for account in ranks.hearing.accounts.values() if account.reported is not None]
-    if accused := [_standing(ranks, encoder, one) for one in reported if not _is_excused(one, ranks)]:
-        others = _at_top([one for one in ranks.all if one.account.reported is None])
+    reported = [account for account in ranks.hearing.accounts.values() if _is_reported(account, encoder)]
+    if accused := [_Standing(one, _standing_call(one, encoder)) for one in reported if not _is_excused(one, ranks)]:
+        others = _at_top([one for one in ranks.all if not one.call.reported])
         past = ranks.hearing.evidence.past
         found = _grouped(ranks, accused, others or accused)
         return [replace(one, severity=WARNING) if past.issuperset(one.ranks) else one for one in found]
@@ -154,9 +154,14 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     return _stopped_at_once(ranks)
 
 
-def _standing(ranks: _Ranks, encoder: str, account: Account) -> _Standing:
+def _standing_call(account: Account, encoder: str) -> Call:
     no_trace = Call(encoder, 0, "its first encoder call", unsure="it has no trace here")
-    return _Standing(account, account.calls.get(encoder, no_trace))
+    return account.calls.get(encoder, no_trace)
+
+
+def _is_reported(account: Account, encoder: str) -> bool:
+    """Whether others say that it is missing; of a rank without a trace they may say so for any encoder."""
+    return account.reported is not None and (not account.calls or _standing_call(account, encoder).reported)
 
 
 def _is_excused(account: Account, ranks: _Ranks) -> bool:
@@ -290,7 +295,7 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     it_does = _doing(kind, some, ranks)
     if kind == ids.SOME_INSIDE and not any(one.call.phase for one in others):
         text = f"{who} {is_} inside {first.call.title}, {_PHASES[first.call.phase]}, and {theirs} came out of it: "
-        text += it_does or "stuck there, or killed"
+        text += doing(first.account) or "stuck there, or killed"
     elif kind == ids.SOME_INSIDE or (first.call.position >= usual.call.position and not first.call.unsure):
         text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
     else:

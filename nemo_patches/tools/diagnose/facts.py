@@ -85,7 +85,8 @@ class Call:
     ended so. in_backward: it is in that call's. since_s: for how long it had entered no other when it was looked at;
     None where nobody looked. behind_since: the call from which on others gave up waiting for it; 0: none. unsure: why
     this may not be what it did last; lost_last: that is so only because the last round is not there, as in the record
-    of a rank that was killed. last: its last record, for a person.
+    of a rank that was killed. reported: others that wait for a round of this encoder, or for the job, say that it is
+    missing. last: its last record, for a person.
     """
 
     encoder: str
@@ -103,6 +104,7 @@ class Call:
     behind_since: int = 0
     unsure: str = ""
     lost_last: bool = False
+    reported: bool = False
     last: str = ""
 
 
@@ -156,10 +158,9 @@ class Evidence:
     nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
     findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
     files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. past: ranks whom only those
-    reported missing that have ended in good order since. traces_alone: there is no
-    other source, and the ranks' calls tell all that their rounds and places do. explained: by encoder the ranks that are
-    behind for a reason that a finding has; not empty where ranks are not at one step, so that who came to a round, and
-    who to the next call, shows nothing.
+    reported missing that have ended in good order since. traces_alone: there is no other source, and the ranks' calls
+    tell all that their rounds and places do. explained: by encoder the ranks that are behind for a reason that a finding
+    has; not empty where ranks are not at one step, so that who came to a round, and who to the next call, shows nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)

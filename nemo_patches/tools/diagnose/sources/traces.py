@@ -93,6 +93,7 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
         behind_since=behind_since(case, rank),
         unsure=ending.unsure,
         lost_last=ending.lost_last,
+        reported=rank in stall_reports(case).kinds,
         last=case.last_record(rank),
     )
 
