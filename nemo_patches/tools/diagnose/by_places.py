@@ -34,7 +34,8 @@ def by_places(hearing: Hearing) -> Ruling:
     unreadable = [one for one in seen if one.fate_kind == UNREADABLE]
     if len(unreadable) == len(seen):
         text = f"None of {len(seen)} ranks could be read: {unreadable[0].fate_value.text}"
-        return Ruling((finding(ids.NOT_ENOUGH, text),))
+        step = "Then run this again; what is known of each process without its stack is below."
+        return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence_of(seen), next_step=step),))
     if not waiting:
         return _nobody_waits(hearing, seen, moving)
     if any(one.place_value.collective for one in moving) and len(moving) + 1 >= len(seen):

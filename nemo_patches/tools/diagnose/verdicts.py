@@ -27,6 +27,7 @@ from nemo_patches.tools.diagnose.facts import (
     STUCK,
     TERMINATED,
     TRACED,
+    UNREADABLE,
     UNSEEN,
     WAITED,
     Fact,
@@ -255,6 +256,7 @@ _ENDS = {
     ABORTED: "it aborted, as ranks do that waited in vain",
     STUCK: "its NCCL watchdog got stuck",
 }
+_STACK_UNREAD = "its stack could not be read"
 # Of which a line of evidence tells.
 _FATES = {
     **_ENDS,
@@ -371,7 +373,10 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
     groups: dict[tuple[str, str, str, bool], list[Account]] = {}
     for account in accounts:
         fate, place = account.fate_value, account.place_value
-        groups.setdefault((fate.kind, fate.text, place.seat or place.where, account.moved), []).append(account)
+        at = place.seat or place.where
+        if fate.kind == UNREADABLE:
+            at = f"{fate.details} {account.still_s or 0:.0f}"
+        groups.setdefault((fate.kind, fate.text, at, account.moved), []).append(account)
     ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
     return [line for group in ordered for line in _of_group(group)]
 
@@ -379,7 +384,10 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
 def _of_group(group: list[Account]) -> Iterable[str]:
     first, ranks = group[0], who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.fate is not None and first.fate_kind in _FATES:
+    if first.fate is not None and first.fate_kind == UNREADABLE:
+        told = "; ".join((_STACK_UNREAD, *first.fate_value.details))
+        yield f"{ranks} [{first.fate.cite}{others}]: {told}{_when(first)}"
+    elif first.fate is not None and first.fate_kind in _FATES:
         text = f" ({first.fate_value.text})" if first.fate_value.text else ""
         yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
     if first.place is not None:

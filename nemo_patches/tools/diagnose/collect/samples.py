@@ -31,7 +31,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
 )
 from nemo_patches.tools.diagnose.collect.source import calls, loop_of
 
-NO_PY_SPY = "py-spy is not installed: `pip install py-spy`, or `pip install 'nemo-patches[stacks]'`"
+NO_PY_SPY = "py-spy is not installed: `pip install py-spy` (nemo-patches' extra `stacks`)"
 GONE, ZOMBIE = "gone", "Z"
 _COUNTERS = {
     *("i", "j", "k", "it", "iteration", "step", "batch", "batch_idx", "batch_nb", "global_step", "epoch"),

@@ -200,7 +200,9 @@ def _fate(last: Sample) -> Fate:
         return Fate(TRACED, f"traced by pid {last.tracer} (gdb, strace)")
     if last.state in ("T", "t"):
         return Fate(STOPPED)
-    return Fate(RUNS) if last.main is not None else Fate(UNREADABLE, safe(last.error, 300))
+    if last.main is not None:
+        return Fate(RUNS)
+    return Fate(UNREADABLE, safe(last.error, 300), details=(f"state {last.state}, {last.cpu_s:.0f} s of CPU time",))
 
 
 def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
