@@ -10,6 +10,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place, Value
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.verdicts import _NEXT_STEPS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -141,3 +142,45 @@ def test_all_that_ended_in_good_order_is_no_finding() -> None:
 def test_nothing_recognised_says_what_was_looked_for() -> None:
     found = judge(Evidence(looked_for=["stacks", "the watchdog's lines"]))
     assert found.exit_code == 2 and "Looked for: stacks; the watchdog's lines." in found.verdict
+
+
+# Who is further on: train() has a loop of epochs at line 10, in it one of batches at line 11 to 13, and then validates.
+def in_train(line: int, epoch: int, batch_idx: int, loop_of_batches: int, collective: str) -> Place:
+    epochs, batches = "epoch of train (train.py)", "batch_idx of train (train.py)"
+    return Place(
+        collective=collective,
+        caller=f"train (train.py:{line})",
+        way=("<module> (train.py:80)", f"train (train.py:{line})", f"{collective} (distributed_c10d.py:9)"),
+        counters={epochs: epoch, batches: batch_idx},
+        loops={epochs: 10, batches: loop_of_batches},
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch_idx", "id_", "words"),
+    [
+        (
+            4,
+            ids.FEWER_BATCHES,
+            "at batch_idx of train (train.py) = 5, where rank 1 came to 4: rank 1 had fewer batches",
+        ),
+        (5, ids.SKIPPED, "rank 1 came to the loop's end, after as many steps, without this call"),
+    ],
+)
+def test_within_an_epoch_its_batches_tell_and_what_to_do_goes_with_the_reason(
+    batch_idx: int, id_: str, words: str
+) -> None:
+    ahead = in_train(14, epoch=0, batch_idx=batch_idx, loop_of_batches=0, collective="all_reduce")
+    behind = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="broadcast")
+    found = report(still(0, behind), still(1, ahead), still(2, behind))
+    first = found.findings[0]
+    assert (first.id, first.ranks) == (id_, ())
+    assert words in first.text
+    assert first.next_step == _NEXT_STEPS[id_]
+
+
+def test_a_counter_of_another_loop_does_not_tell_of_fewer_batches() -> None:
+    ahead = in_train(19, epoch=0, batch_idx=0, loop_of_batches=18, collective="all_reduce")
+    behind = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="broadcast")
+    found = report(still(0, behind), still(1, ahead), still(2, behind))
+    assert "fewer batches" not in found.findings[0].text

@@ -80,8 +80,8 @@ def _different(waiting: list[Account], evidence: list[str]) -> Finding:
     ordered = dict(sorted(parties.items(), key=lambda item: len(item[1])))
     first, *_, last = ordered.values()
     why = further_on(first, last)
-    found = out_of_step({title: [one.rank for one in ranks] for title, ranks in ordered.items()}, evidence, why.text)
-    return replace(found, id=why.id or found.id) if why.text else found
+    by_title = {title: [one.rank for one in ranks] for title, ranks in ordered.items()}
+    return out_of_step(by_title, evidence, why.text, why.id or ids.OUT_OF_STEP)
 
 
 def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:

@@ -320,15 +320,17 @@ _CURES = (
 )
 
 
-def out_of_step(parties: dict[str, list[int]], evidence: Iterable[str], why: str = "") -> Finding:
+def out_of_step(
+    parties: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
+) -> Finding:
+    """kind: the id of what explains it."""
     sizes = [len(ranks) for ranks in parties.values()]
     odd = next(iter(parties.values())) if sizes[0] < sizes[-1] else []
     is_ = "is the odd one" if len(odd) == 1 else "are the odd ones"
     remark = f" {why}" if why else f" {capital(named(odd))} {is_} out." if odd else ""
     told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in parties.items())
-    return finding(
-        ids.OUT_OF_STEP, f"The ranks are in different collectives, so none can end: {told}.{remark}", evidence=evidence
-    )
+    text = f"The ranks are in different collectives, so none can end: {told}.{remark}"
+    return finding(kind, text, evidence=evidence)
 
 
 def most_told(facts: Iterable[Fact]) -> Seat:

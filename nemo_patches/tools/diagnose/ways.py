@@ -49,22 +49,34 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
         return Reason()
     is_ahead = step.line > their_step.line
     first, last = (few, many) if is_ahead else (many, few)
-    ahead, behind = _names(first), _names(last)
     near, far = sorted((step.line, their_step.line))
-    place = f"in {step.function} {ahead} {_is(first)} at line {far}, {behind} at line {near}"
+    place = f"in {step.function} {_names(first)} {_is(first)} at line {far}, {_names(last)} at line {near}"
     inner = {_step(way).function for way in last[0].place_value.way[level:]}
-    came_to = first[0].place_value.counters
-    for name, value in last[0].place_value.counters.items():
-        if _of(name) not in inner:
-            continue
-        if came_to.get(name) == value:
-            text = f"At the same step ({name} = {value}) {place}: {ahead} passed that line without this call, or has "
-            return Reason(ids.SKIPPED, text + "come from it.")
-        if came_to.get(name, -1) < value:
-            only = f", where {ahead} came to {came_to[name]}" if name in came_to else ""
+    return _by_loops(first, last, inner, place) or Reason(ids.OUT_OF_STEP, f"Further on: {place}.")
+
+
+def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str], place: str) -> Reason | None:
+    """first: further on in a function, by its lines. By the counters of the loops that the others are in there."""
+    ahead, behind = _names(first), _names(last)
+    theirs, mine = first[0].place_value, last[0].place_value
+    counters = {name: value for name, value in mine.counters.items() if _of(name) in inner}
+    for name, value in counters.items():
+        is_in_another_loop = theirs.loops.get(name, 0) not in (0, mine.loops.get(name))
+        if theirs.counters.get(name, -1) < value and not is_in_another_loop:
+            only = f", where {ahead} came to {theirs.counters[name]}" if name in theirs.counters else ""
             text = f"Further on: {place}, {behind} still in the loop, at {name} = {value}{only}: "
             return Reason(ids.FEWER_BATCHES, f"{text}{ahead} had fewer batches.")
-    return Reason(ids.OUT_OF_STEP, f"Further on: {place}.")
+    # The innermost loop tells most: within one epoch, its batches. What is no loop's may be an argument.
+    for name, value in sorted(reversed(counters.items()), key=lambda item: not mine.loops.get(item[0])):
+        if theirs.counters.get(name) != value:
+            continue
+        text = f"At the same step ({name} = {value}) {place}: {ahead} "
+        if theirs.loops.get(name) == 0 and mine.loops.get(name, 0) > 0:
+            text += "came to the loop's end, after as many steps, without this call: a step before has left one out."
+        else:
+            text += "passed that line without this call, or has come from it."
+        return Reason(ids.SKIPPED, text)
+    return None
 
 
 def apart(waiting: Sequence[Account]) -> str:
