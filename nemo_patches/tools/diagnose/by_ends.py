@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from nemo_patches.stall.judge import Seat
@@ -16,6 +17,7 @@ from nemo_patches.tools.diagnose.facts import (
     FAILED,
     GONE,
     MISSING,
+    NOT_TOLD,
     SILENT,
     STUCK,
     TERMINATED,
@@ -23,7 +25,7 @@ from nemo_patches.tools.diagnose.facts import (
     WAITED,
     Fate,
 )
-from nemo_patches.tools.diagnose.findings import Finding, Ruling
+from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     all_absent,
     capital,
@@ -33,6 +35,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     inner,
     most_told,
     reading_of,
+    step_of,
     title_of,
     who,
 )
@@ -54,6 +57,8 @@ def by_ends(hearing: Hearing) -> Ruling:
         how = "waited until a time limit" if waited else "had their connections closed"
         found = all_absent(suspects, None, evidence)
         return Ruling(tuple(replace(one, text=f"{one.text} {capital(who(ended))} {how}.") for one in found))
+    if not waited and (first := _left_first(cut, hearing)):
+        return Ruling((first,))
     if all(one.fate_value.text.startswith(AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
@@ -64,6 +69,10 @@ def by_ends(hearing: Hearing) -> Ruling:
     )
     unseen = _unseen_text(hearing)
     text = f"{ends}: another rank did not come, or had gone before. Which one, this does not tell{unseen}."
+    if len(places := _places_of(waited)) > 1:
+        told = "; ".join(f"{named(ranks)} in {place}" for place, ranks in places.items())
+        text = f"{ends}, at different places: {told}. One of them may have made a collective more or fewer{unseen}."
+        step = step or step_of(ids.OUT_OF_STEP)
     seats_of = [
         cited(fact, title_of(fact.value)) for one in waited for fact in one.seats if isinstance(fact.value, Seat)
     ]
@@ -72,8 +81,18 @@ def by_ends(hearing: Hearing) -> Ruling:
     return Ruling((*found, *by_launcher(hearing, of_ranks_that_waited=True)))
 
 
+def _left_first(cut: list[Account], hearing: Hearing) -> Finding | None:
+    """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it."""
+    found = by_launcher(hearing)
+    if len(found) != 1 or len(found[0].ranks) != 1 or hearing[found[0].ranks[0]].waits is not None or hearing.unseen:
+        return None
+    text = f"{found[0].text} {capital(who(one.rank for one in cut))} had their connections closed."
+    evidence = (*found[0].evidence, *evidence_of(cut))
+    return replace(found[0], text=text, severity=CRITICAL, evidence=evidence)
+
+
 def _unseen_text(hearing: Hearing) -> str:
-    return f"; nothing is known of {named(hearing.unseen)}" if hearing.evidence.world_size and hearing.unseen else ""
+    return f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
@@ -88,6 +107,8 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
     facts = [fact for one in waited for fact in one.seats if isinstance(fact.value, Seat) and fact.value.kind]
     if not facts:
         fate = waited[0].fate_value if waited else Fate("")
+        if len(_places_of(waited)) > 1:
+            return "for others", ""
         at = f" in {inner(fate.where)}" if fate.where else ""
         return f"for others{at}" + (f" ({fate.text})" if fate.text else ""), ""
     seat = most_told(facts)
@@ -95,6 +116,15 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
         return "in collectives of several groups", ""
     remark, step = reading_of(seat, hearing.evidence.patched)
     return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
+
+
+def _places_of(waited: list[Account]) -> dict[str, list[int]]:
+    """By where their errors say that they waited, the ranks; the smallest party first."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for one in waited:
+        if one.fate_value.where:
+            places[inner(one.fate_value.where)].append(one.rank)
+    return dict(sorted(places.items(), key=lambda item: len(item[1])))
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
@@ -134,7 +164,11 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     facts = [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
     if not facts:
         return ()
-    text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record tells of "
-    text += "a failure before: a user, the scheduler, or another host's launcher ended the job."
+    first = facts[0].value.text if isinstance(facts[0].value, Fate) else ""
+    if all(fact.rank == NOT_TOLD for fact in facts):  # the scheduler's, which is of the job
+        text = f"The job was ended ({first}) [{facts[0].cite}], and no record tells of a failure before."
+    else:
+        text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record "
+        text += "tells of a failure before: a user, the scheduler, or another host's launcher ended the job."
     lines = [cited(fact, fact.value.text) for fact in facts[:8] if isinstance(fact.value, Fate)]
     return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

@@ -25,6 +25,7 @@ CUT = "cut"  # a closed connection ended it: another rank had gone before
 TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
 MISSING = "missing"  # another rank's report, or torch's own, says that it has not come; text: to what
 STUCK = "stuck"  # its NCCL watchdog does not get on: a CUDA or NCCL call does not return; perhaps it waits
+LOGGED = "logged"  # its log has a traceback, and nothing tells whether that ended it: it may have been caught
 RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
 

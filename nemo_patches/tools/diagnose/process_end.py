@@ -28,7 +28,8 @@ _OF_TORCH = re.compile(
 _OF_ANY_CONNECTION = re.compile(r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout")
 _OWN_FAULT = re.compile(
     r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate GPU|ncclInvalid|"
-    r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use"
+    r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use|ncclUnhandledCudaError|"
+    r"unhandled cuda error|Error while (?:creating|attaching to) shared memory"
 )
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(

@@ -19,6 +19,7 @@ from nemo_patches.tools.diagnose.facts import (
     FOR_MEMORY,
     GONE,
     KILLED,
+    LOGGED,
     MISSING,
     NOT_TOLD,
     RAISED,
@@ -134,6 +135,11 @@ def finding(
     )
 
 
+def step_of(kind: str) -> str:
+    """What to do, by the table."""
+    return _NEXT_STEPS[kind]
+
+
 def who(ranks: Iterable[int]) -> str:
     """Ranks as a person reads them, of which one may not be told."""
     ranks = sorted(set(ranks))
@@ -227,6 +233,8 @@ def _doings(accounts: Sequence[Account]) -> str:
 def doing(account: Account) -> str:
     """What is known of a rank that others wait for: how it ended, or where it is."""
     fate, place = account.fate_value, account.place_value
+    if fate.kind == UNSEEN and fate.text:
+        return f"there is no sign of it: {fate.text}"
     if fate.kind in _ENDS:
         more = f"{' ' if fate.kind == MISSING else ', '}{fate.text}" if fate.text else ""
         at = f"; last seen in {inner(place.where)}" if place.where else ""
@@ -248,7 +256,7 @@ _ENDS = {
     KILLED: "it was killed",
     GONE: "it was killed or crashed: no record tells of its end",
     ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
-    FAILED: "its launcher saw it fail",
+    FAILED: "it failed",
     SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
     MISSING: "it had not come",
     UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
@@ -263,6 +271,7 @@ _FATES = {
     WAITED: "a time-out: a consequence, it waited",
     CUT: "a connection closed: a consequence, another rank had gone",
     GONE: "no record tells of its end",
+    LOGGED: "a traceback, which may have been caught",
 }
 
 
@@ -421,7 +430,10 @@ def _are_in(wait: Wait) -> str:
 
 
 def _plural(text: str) -> str:
-    for one, more in (("it is ", "they are "), ("it has ", "they have "), ("it was ", "they were ")):
-        if text.startswith(one):
-            return more + text.removeprefix(one)
-    return text
+    """ "it waits for its data loader": "they wait for their data loader"."""
+    it, _, rest = text.partition(" ")
+    verb, _, rest = rest.partition(" ")
+    if it != "it":
+        return text
+    irregular = {"is": "are", "has": "have", "was": "were", "does": "do"}
+    return f"they {irregular.get(verb, verb.removesuffix('s'))} {rest}".replace(" for its ", " for their ").rstrip()

@@ -7,10 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from nemo_patches.tools.diagnose.facts import (
+    ABORTED,
     AT_START,
     CUT,
     FAILED,
     KILLED,
+    LOGGED,
     NOT_TOLD,
     RAISED,
     TERMINATED,
@@ -26,6 +28,7 @@ _SHOWN_FRAMES = 3
 _STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
 _PREFIX = re.compile(r"\[rank\d{1,7}\]: ?")
 _CONTINUES = re.compile(r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)")  # a message, for sure
+_LAST_ERROR = "Last error:"
 _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
 _FRAME = re.compile(r'^\s{0,8}File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$')
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before the last of them.
@@ -46,7 +49,8 @@ _OF_LAUNCHERS = re.compile(
 _BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt")
 _MISMATCH = "Detected mismatch"  # of collectives, which the ranks are told to be in
 _CLOSED = re.compile(
-    r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left"
+    r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
+    r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError"
 )
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
@@ -74,8 +78,10 @@ class _Error:
 
     @property
     def text(self) -> str:
-        kind = self.type.rpartition(".")[2]
-        return shown(f"{kind}: {self.message}" if self.message.strip() else kind)
+        kind, message = self.type.rpartition(".")[2], self.message.strip()
+        if _LAST_ERROR in self.lines[:-1]:  # NCCL's; its first line says of what kind it is, and not what happened
+            message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
+        return shown(f"{kind}: {message}" if message else kind)
 
     @property
     def is_of_a_collective(self) -> bool:
@@ -232,12 +238,27 @@ class ExceptionLines:
         self._found.add(rank, fate, error.line)
 
     def finish(self, was_ended: bool) -> None:
-        """was_ended: the log tells of processes that failed, so what was raised last without a prefix ended one."""
+        """was_ended: the log tells of failures: what was raised last without a prefix may have ended one."""
         for key in list(self._writing):
             self._end(key)
-        if was_ended:
-            for key, writing in self._stray.items():
-                self._tell(max(key, NOT_TOLD), writing)
+        for key, writing in self._stray.items():
+            rank = max(key, NOT_TOLD)
+            if was_ended and self._may_have_ended(rank):
+                self._tell(rank, writing)
+            elif (error := writing.root) is not None and not _OF_LAUNCHERS.search(error.type):
+                self._found.add(rank, Fate(LOGGED, error.text, error.where), error.line)
+
+    def _may_have_ended(self, rank: int) -> bool:
+        """Whether what is told of this rank's end allows that an exception was it: its exit code then is 1.
+
+        rank: NOT_TOLD where the log does not tell whose the traceback is.
+        """
+        fates = [(fact.rank, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
+        ends = [(of, kind) for of, kind in fates if kind in (FAILED, KILLED, TERMINATED, ABORTED, CUT, WAITED)]
+        if rank == NOT_TOLD:
+            return not any(kind in (KILLED, RAISED) for _, kind in fates) or any(of == NOT_TOLD for of, _ in ends)
+        own = {kind for of, kind in ends if of == rank}
+        return own == {FAILED} or not any(of != NOT_TOLD for of, _ in ends)
 
 
 def _is_name(name: str) -> bool:

@@ -22,7 +22,21 @@ from nemo_patches.tools.diagnose.facts import (
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 # One of which each line has that tells something here, but for torchrun's table.
-_WORDS = ("emory", "oom_kill", "bus error", "killed by", "return", "srun: ", "on signal", "with signal", "died")
+_WORDS = (
+    *(
+        "emory",
+        "oom_kill",
+        "oom-kill",
+        "bus error",
+        "killed by",
+        "return",
+        "srun: ",
+        "on signal",
+        "with signal",
+        "died",
+    ),
+    *("CANCELLED", " Killed ", "terminated with code"),
+)
 CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _HOST = re.compile(r"\bhost      : (\S{1,255})")
@@ -37,12 +51,18 @@ _STALL_EXIT = 83
 _BY_OTHERS = frozenset({15, 2, 1})
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
 DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(-?\d{1,9})")
-_SRUN = re.compile(r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): (Killed|Bus error|Segmentation fault)")
+_SRUN = re.compile(
+    r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): "
+    r"(?:(Killed|Bus error|Segmentation fault)|Exited with exit code (\d{1,3}))"
+)
+_CANCELLED = re.compile(r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S{1,80} ON \S{1,80} (CANCELLED AT .{1,120}?) ?\*\*\*")
+_SHELL = re.compile(r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S")  # bash, of a process in its script
 _MPIRUN = re.compile(r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) exited on signal (\d{1,3})")
+_LIGHTNING = re.compile(r"\[rank: (\d{1,7})\] Child process with PID (\d{1,9}) terminated with code (-?\d{1,3})\.")
 _SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")
 # Of Slurm, the kernel and Ray; each has words of its own, and none tells the rank.
 _OUT_OF_MEMORY = re.compile(
-    r"oom_kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
+    r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
     r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
 )
 _SHARED_MEMORY = re.compile(r"Unexpected bus error encountered in worker\. This might be caused by insufficient")
@@ -86,7 +106,7 @@ class LauncherLines:
         if " : " in text:
             self._take_table(line)
         if "exitcode: " in text and (failed := FAILED_LINE.search(text)) and len(self._in_lines) < MOST_KEPT:
-            self._in_lines.append((int(failed[1]), int(failed[2]), int(failed[3]), line))
+            self._in_lines.append((_signed(failed[1]), int(failed[2]), int(failed[3]), line))
         if "forcefully" in text and (forced := _FORCED.search(text)) and len(self._forced) < MOST_KEPT:
             self._forced.add(int(forced[1]))
         if self._ray is None and not any(words in text for words in _WORDS):
@@ -99,11 +119,22 @@ class LauncherLines:
         elif not line.has_prefix and (killed := _WORKER_KILLED.search(text)):
             self._tell(line.rank, Fate(RAISED, f"RuntimeError: {shown(killed[0])}"), line)
         elif deepspeed := DEEPSPEED.search(text):
-            self._tell(NOT_TOLD, _fate_of(int(deepspeed[1]), "DeepSpeed's launcher"), line)
+            self._tell(NOT_TOLD, _fate_of(_signed(deepspeed[1]), "DeepSpeed's launcher"), line)
         elif srun := _SRUN.search(text):
-            self._tell(NOT_TOLD, Fate(KILLED, f"Slurm's task {srun[2]} on {shown(srun[1])}: {srun[3]}"), line)
+            task = f"Slurm's task {srun[2]} on {shown(srun[1])}"
+            fate = (
+                Fate(KILLED, f"{task}: {srun[3]}") if srun[3] else _fate_of(_signed(srun[4]), f"Slurm, of {task[8:]}")
+            )
+            self._tell(NOT_TOLD, fate, line)
+        elif cancelled := _CANCELLED.search(text):
+            self._tell(NOT_TOLD, Fate(TERMINATED, f"Slurm: {shown(cancelled[1])}"), line)
+        elif shell := _SHELL.search(text):
+            self._tell(NOT_TOLD, Fate(KILLED, f"SIGKILL of process {shell[1]}, says the shell"), line)
         elif mpirun := _MPIRUN.search(text):
             self._tell(int(mpirun[1]), _fate_of(-int(mpirun[3]), "mpirun"), line)
+        elif child := _LIGHTNING.search(text):
+            fate = _fate_of(_signed(child[3]), f"Lightning, of local rank {child[1]} (pid {child[2]})")
+            self._tell(self._found.rank_of_pid.get(int(child[2]), NOT_TOLD), fate, line)
         elif spawned := _SPAWNED.search(text):
             self._tell(NOT_TOLD, Fate(KILLED, f"torch.multiprocessing: {spawned[1]}"), line)
         self._take_ray(line)

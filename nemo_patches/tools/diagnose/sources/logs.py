@@ -46,6 +46,7 @@ _OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\
 _NAMES = re.compile(
     r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b", re.IGNORECASE
 )
+_TEE = re.compile(r"\[default(\d{1,6})\]:")  # of torchrun --tee: the local rank, the job's on a single host
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Of lines that tell something one holds one of these; the others follow it closely.
@@ -61,6 +62,9 @@ _NEEDLES = (
     b"exit",
     b"rank      :",
     b"oom_kill",
+    b"oom-kill",
+    b"CANCELLED",
+    b" Killed ",
     b"ut of memory",
     b"bus error",
     b"killed ",
@@ -74,7 +78,7 @@ _NEEDLES = (
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
-    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
     r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
@@ -187,8 +191,9 @@ class _Reading:
                 for number, message in _messages(self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))):
                     if alone and _PROCESSES.search(message):
                         self._begin_launch()
-                    prefixed = rank_in(message)
-                    line_rank = rank if prefixed is None else prefixed
+                    prefixed, tee = rank_in(message), _TEE.match(message)
+                    line_rank = prefixed if prefixed is not None else int(tee[1]) if tee else rank
+                    message = message[tee.end() :] if tee else message
                     self._launch.take(Line(message, name, number, line_rank, prefixed is not None))
         except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
             self._evidence.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
