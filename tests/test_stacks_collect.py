@@ -411,7 +411,8 @@ def test_another_users_rank_says_whose_it_is_and_what_the_kernel_tells(alone: Pa
     with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
         evidence = run_alone(alone, pid, python="/usr/bin/python3", path=str(alone.parent), user=65534, group=65534)
     fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
-    assert fate == Fate(UNREADABLE, "it is user 0's: run this as that user, or as root")
+    assert (fate.kind, fate.text) == (UNREADABLE, "it is user 0's: run this as that user, or as root")
+    assert fate.details[0].startswith("state ") and fate.details[0].endswith(" s of CPU time")
     assert any(isinstance(fact.value, Motion) and not fact.value.moved for fact in evidence.facts)
 
 
