@@ -109,6 +109,8 @@ _NEXT_STEPS_AT = {
     LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
     "`py-spy dump --native --pid {pid}`.",
     CHILD: "Look at that process on {host}, and at the file or server that it waits for: `ls -l /proc/PID/fd`.",
+    LAST_THREADS: "Look why its script ended before the others': an error at the end of its stderr, fewer batches. "
+    "Then at what that thread waits for.",
     CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
@@ -410,7 +412,9 @@ def _where(account: Account, ranks: int) -> str:
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
     if place.collective:
         waits = "waits" if ranks == 1 else "wait"
-        return f"{state}{waits}, {place.seat}" if is_guess(place.collective) else f"{state}{waits} in {place.seat}"
+        if is_guess(place.collective):
+            return f"{state}{waits}, perhaps for {place.seat.removeprefix(PERHAPS)}"
+        return f"{state}{waits} in {place.seat}"
     return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
 
 
