@@ -70,7 +70,7 @@ def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = F
         return Place(where, collective, _caller(python), activity, way=way)
     if not activity and in_loader:
         activity = LOADER
-    if not activity and python and (_function(python[-1]), _base(python[-1])) == ("_shutdown", "threading.py"):
+    if not activity and any((_function(frame), _base(frame)) == ("_shutdown", "threading.py") for frame in python):
         activity = LAST_THREADS
     if not activity and _waits_for_lock(python, calls, in_futex):
         activity = LOCK
