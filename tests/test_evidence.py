@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nemo_patches.stall.judge import Seat
+from nemo_patches.stall.rank_text import CHECKPOINT, PERHAPS
 from nemo_patches.tools.diagnose import facts as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place, Value
@@ -170,7 +173,7 @@ def in_train(line: int, epoch: int, batch_idx: int, loop_of_batches: int, collec
 def test_within_an_epoch_its_batches_tell_and_what_to_do_goes_with_the_reason(
     batch_idx: int, id_: str, words: str
 ) -> None:
-    ahead = in_train(14, epoch=0, batch_idx=batch_idx, loop_of_batches=0, collective="all_reduce")
+    ahead = in_train(14, epoch=0, batch_idx=batch_idx, loop_of_batches=10, collective="all_reduce")
     behind = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="broadcast")
     found = report(still(0, behind), still(1, ahead), still(2, behind))
     first = found.findings[0]
@@ -184,3 +187,36 @@ def test_a_counter_of_another_loop_does_not_tell_of_fewer_batches() -> None:
     behind = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="broadcast")
     found = report(still(0, behind), still(1, ahead), still(2, behind))
     assert "fewer batches" not in found.findings[0].text
+
+
+def test_who_is_held_where_the_others_wait_is_not_accused_while_one_is_elsewhere() -> None:
+    held = facts(0, Member(3, 100), Fate(f.TRACED), SYNC, Motion(False, still_s=60.0))
+    found = report(held, still(1, ELSEWHERE), still(2, SYNC))
+    assert [(one.id, one.ranks) for one in found.findings] == [(ids.MISSING_RANK, (1,))]
+    assert "a debugger holds it" in "".join(found.findings[0].evidence)
+    [alone] = report(held, still(1, SYNC), still(2, SYNC)).findings
+    assert (alone.id, alone.ranks) == (ids.TRACED, (0,))
+
+
+def test_a_checkpoint_that_is_being_written_is_no_hang() -> None:
+    writes = replace(ELSEWHERE, activity=CHECKPOINT)
+    found = report(still(0, SYNC), facts(1, Fate(f.RUNS), writes, Motion(True, "it wrote 3.1 MB")), still(2, SYNC))
+    assert found.verdict.startswith("So far no hang: rank 1 has not entered")
+    assert (found.exit_code, found.findings) == (0, ())
+    assert report(still(0, SYNC), still(1, writes), still(2, SYNC)).exit_code == 1
+
+
+def test_a_guess_at_what_others_wait_for_is_said_to_be_one() -> None:
+    guess = Place(collective=PERHAPS + "the GPU, in item()", caller="train (a.py:3)")
+    found = report(still(0, guess), still(1, ELSEWHERE), still(2, guess))
+    assert found.findings[0].ranks == (1,)
+    assert found.verdict.startswith(
+        "Ranks 0, 2 have waited for 60 s, perhaps for the GPU, in item() of train (a.py:3), and rank 1 is not there: it"
+    )
+
+
+def test_what_is_between_two_ranks_is_no_collective() -> None:
+    recv = Place(collective="recv", caller="pipeline (a.py:3)")
+    found = report(still(0, recv), still(1, recv), still(2, recv))
+    assert "between two ranks" in found.verdict
+    assert "NCCL_DEBUG" not in found.next_step

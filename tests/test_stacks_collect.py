@@ -333,6 +333,25 @@ def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
         debugger.kill()
 
 
+@needs_py_spy
+@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+def test_strace_holds_nobody(tmp_path: Path) -> None:
+    with (
+        process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid,
+        subprocess.Popen(["strace", "-o", "/dev/null", "-p", str(pid)], stdin=-3, stderr=-3) as tracer,
+    ):
+        deadline = time.monotonic() + 60
+        while not samples.number_in(samples.read(f"/proc/{pid}/status"), "TracerPid"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        [ranks] = jobs_here(str(tmp_path))
+        job = look(ranks, lambda _: True, between_s=0.1)
+        tracer.kill()
+    assert of(job, Fate) == Fate(RUNS)
+    assert "program.py" in of(job, Place).where
+    assert f"pid {tracer.pid} traces it (strace, gdb)" in of(job, Place).details
+
+
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Path]:
     """stacks.pyz, in a folder that everybody may read."""

@@ -17,6 +17,8 @@ from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
 _OUT = (*HELD, GONE, ENDED, KILLED, RAISED, SILENT, MISSING, UNSEEN)
 
+_OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+
 
 def by_places(hearing: Hearing) -> Ruling:
     accounts = hearing.accounts
@@ -62,6 +64,9 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
             text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate_value.text}"
             return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence),))
         accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
+        # Who is held up where the others wait would not end their wait: not while anybody is elsewhere.
+        elsewhere = [each for each in accused if not each.place_value.collective]
+        accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
         return Ruling(tuple(all_absent(accused, wait, evidence)))
     if unseen:
@@ -102,7 +107,14 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
             "same call, and one rank is ahead."
         )
         return finding(ids.SKIPPED, text, evidence=evidence)
-    text = f"Every rank waits in the same collective, {seat}: one is a call ahead, or the network has failed."
+    if waiting[0].place_value.collective in _OF_TWO:
+        text = f"Every rank waits in {seat}, which is between two ranks: each waits for the other side's call."
+        step = "Look at who sends to whom there, and in which order: each recv needs a rank that comes to its send."
+        return finding(ids.ALL_IN, text, evidence=evidence, next_step=step)
+    text = (
+        f"Every rank waits in the same collective, {seat}: one is a call ahead, their process groups differ, or the "
+        "network has failed."
+    )
     return finding(ids.ALL_IN, text, evidence=evidence)
 
 
@@ -147,6 +159,9 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
         text = f"So far no hang: {first.text[0].lower()}{first.text[1:]} Look again if it lasts."
         return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [hearing[rank] for rank in first.ranks]
+    if works and all(one.moved and one.place_value.activity == CHECKPOINT for one in works):
+        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].moved_by})."
+        return Ruling(text=text, goes_on=True)
     if (
         works
         and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, LENGTH_SYNC, named
+from nemo_patches.stall.rank_text import (
+    CHECKPOINT,
+    COMPILATION,
+    DEBUGGER,
+    EXPORT,
+    LENGTH_SYNC,
+    PERHAPS,
+    is_guess,
+    named,
+)
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import (
@@ -38,6 +47,7 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Findin
 
 # Activities beside those of stall/rank_text.py; a stack's reader tells them.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
+CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 
 _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
@@ -47,6 +57,8 @@ _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 _DOES = {
     LOADER: "it waits for its data loader",
     LOCK: "it waits for a lock or a thread of its own",
+    CHILD: "it waits for a process that it has started",
+    LAST_THREADS: "its script has come to its end, and waits for its other threads",
     CHECKPOINT: "it writes a checkpoint",
     DEBUGGER: "it is in a debugger",
     COMPILATION: "it compiles",
@@ -98,6 +110,9 @@ _NEXT_STEPS_AT = {
     "with C frames: `py-spy dump --native --pid PID` of its worker.",
     LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
     "`py-spy dump --native --pid {pid}`.",
+    CHILD: "Look at that process on {host}, and at the file or server that it waits for: `ls -l /proc/PID/fd`.",
+    LAST_THREADS: "Look why its script ended before the others': an error at the end of its stderr, fewer batches. "
+    "Then at what that thread waits for.",
     CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
@@ -199,7 +214,10 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding
     """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
     ranks = [account.rank for account in accounts]
     text = who(ranks)
-    if wait is not None:
+    if wait is not None and is_guess(wait.title):
+        is_ = "is" if len(ranks) == 1 else "are"
+        text = f"{capital(who(wait.ranks))} {_waits_for(wait)}, and {text} {is_} not there"
+    elif wait is not None:
         have = "has" if len(ranks) == 1 else "have"
         text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
     told = _doings(accounts)
@@ -410,7 +428,10 @@ def _where(account: Account, ranks: int) -> str:
     place = account.place_value
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
     if place.collective:
-        return f"{state}{'waits' if ranks == 1 else 'wait'} in {place.seat}"
+        waits = "waits" if ranks == 1 else "wait"
+        if is_guess(place.collective):
+            return f"{state}{waits}, perhaps for {place.seat.removeprefix(PERHAPS)}"
+        return f"{state}{waits} in {place.seat}"
     return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
 
 
@@ -427,6 +448,14 @@ def _are_in(wait: Wait) -> str:
     if wait.still_s:
         return f"{'has' if len(wait.ranks) == 1 else 'have'} waited in for {wait.still_s:.0f} s"
     return "is in" if len(wait.ranks) == 1 else "are in"
+
+
+def _waits_for(wait: Wait) -> str:
+    """Of a wait that is a guess."""
+    for_ = f", perhaps for {wait.title.removeprefix(PERHAPS)}"
+    if wait.still_s:
+        return f"{'has' if len(wait.ranks) == 1 else 'have'} waited for {wait.still_s:.0f} s{for_}"
+    return f"{'waits' if len(wait.ranks) == 1 else 'wait'}{for_}"
 
 
 def _plural(text: str) -> str:

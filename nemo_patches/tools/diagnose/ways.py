@@ -61,22 +61,22 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
     theirs, mine = first[0].place_value, last[0].place_value
     counters = {name: value for name, value in mine.counters.items() if _of(name) in inner}
     for name, value in counters.items():
-        is_in_another_loop = theirs.loops.get(name, 0) not in (0, mine.loops.get(name))
-        if theirs.counters.get(name, -1) < value and not is_in_another_loop:
+        is_in_later_loop = theirs.loops.get(name, 0) > mine.loops.get(name, 0)  # which sets the same variable
+        if theirs.counters.get(name, -1) < value and not is_in_later_loop:
             only = f", where {ahead} came to {theirs.counters[name]}" if name in theirs.counters else ""
             text = f"Further on: {place}, {behind} still in the loop, at {name} = {value}{only}: "
             return Reason(ids.FEWER_BATCHES, f"{text}{ahead} had fewer batches.")
+    same = [name for name, value in counters.items() if theirs.counters.get(name) == value]
+    if not same:
+        return None
     # The innermost loop tells most: within one epoch, its batches. What is no loop's may be an argument.
-    for name, value in sorted(reversed(counters.items()), key=lambda item: not mine.loops.get(item[0])):
-        if theirs.counters.get(name) != value:
-            continue
-        text = f"At the same step ({name} = {value}) {place}: {ahead} "
-        if theirs.loops.get(name) == 0 and mine.loops.get(name, 0) > 0:
-            text += "came to the loop's end, after as many steps, without this call: a step before has left one out."
-        else:
-            text += "passed that line without this call, or has come from it."
-        return Reason(ids.SKIPPED, text)
-    return None
+    name = next((name for name in reversed(same) if mine.loops.get(name)), same[-1])
+    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} "
+    if name in theirs.loops and theirs.loops[name] < mine.loops.get(name, 0):
+        text += "came to the loop's end, after as many steps, without this call: a step before has left one out."
+    else:
+        text += "passed that line without this call, or has come from it."
+    return Reason(ids.SKIPPED, text)
 
 
 def apart(waiting: Sequence[Account]) -> str:

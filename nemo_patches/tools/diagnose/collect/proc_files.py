@@ -37,6 +37,15 @@ def process_ids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
+def children(pid: int) -> list[int]:
+    """The processes that its threads have started; none where the kernel does not tell."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [int(child) for thread in threads for child in read(f"/proc/{pid}/task/{thread}/children").split()]
+
+
 def variables(pid: int) -> dict[str, str]:
     pairs = (text.partition("=") for text in read(f"/proc/{pid}/environ").split("\0"))
     return {name: value for name, _, value in pairs if name}
