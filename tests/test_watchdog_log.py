@@ -611,6 +611,7 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     # It came late, and nobody waits any more.
     late = report_on(tmp_path, ours + call + missing, f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late")
     assert not any(one.ranks for one in late.findings)
+    assert late.verdict.startswith("Rank 5 went on (it came 12.50 s late)"), late
     gave_up = (
         "other ranks waited for this one, and gave up (ConformerEncoder call 72); it had been in read (data.py:41)"
     )
