@@ -611,6 +611,7 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     # It came late, and nobody waits any more.
     late = report_on(tmp_path, ours + call + missing, f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late")
     assert not any(one.ranks for one in late.findings)
+    assert late.verdict.startswith("Rank 5 went on (it came 12.50 s late)"), late
     gave_up = (
         "other ranks waited for this one, and gave up (ConformerEncoder call 72); it had been in read (data.py:41)"
     )
@@ -753,6 +754,13 @@ def test_where_a_rank_waited_is_told_by_its_traceback(tmp_path: Path) -> None:
     assert "waited for others in all_reduce (distributed_c10d.py:3252) < main (train.py:17) (Timed" in report.verdict
 
 
+ELASTIC = """\
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/run.py", line 1032, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: """
+
+
 def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path) -> None:
     traceback = "\n".join(
         line.removeprefix("[rank1]: ")
@@ -777,12 +785,7 @@ def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path
     assert (first.id, first.ranks) == (EXCEPTION, (1,)) and "ValueError: bad row in fit (train.py:13)" in first.text
     # A traceback that is logged, of an error that was caught, ends nothing; nor is it the launcher's own.
     assert report_on(tmp_path, traceback).findings[0].id == NOT_ENOUGH
-    elastic = (
-        "Traceback (most recent call last):\n"
-        '  File "/venv/lib/python3.11/site-packages/torch/distributed/run.py", line 1032, in <module>\n    main()\n'
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    )
-    report = report_on(tmp_path, elastic, table(1, 1))
+    report = report_on(tmp_path, ELASTIC, table(1, 1))
     assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, (1,))]
 
 
@@ -868,6 +871,44 @@ def test_the_scheduler_is_named_where_it_ended_the_job(tmp_path: Path) -> None:
     )
 
 
+TERM = (
+    "W1124 07:07:55.7 4813 torch/distributed/elastic/agent/server/api.py:753] Received 15 death signal, shutting down"
+)
+SENT = "W1 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process {pid} closing signal SIGTERM"
+
+
+def test_what_sigterm_ended_is_not_the_reason(tmp_path: Path) -> None:
+    """torchrun got it: connections that closed then, and a traceback that was caught before, explain nothing."""
+    stray = [f"[default1]:{one}" for one in STRAY.splitlines()]
+    cut = CLOSED.format(rank=2, error=OF_GLOO).splitlines()
+    for lines in ([], stray, [*stray, "", *cut]):
+        before, after = (lines[: len(STRAY.splitlines())], lines[len(STRAY.splitlines()) :])
+        ended = [f"{TERM} workers", *(SENT.format(pid=pid) for pid in (76, 77, 78))]
+        report = report_on(tmp_path, *before, *ended, *after)
+        assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, ())], report
+        assert "The job was ended (torchrun got SIGTERM)" in report.verdict
+    # After a connection has closed, somebody looks at a job that has ended already.
+    assert report_on(tmp_path, *cut, f"{TERM} workers").findings[0].id == WAITED_IN_VAIN
+
+
+def test_a_sigterm_that_torchrun_had_not_sent_came_first(tmp_path: Path) -> None:
+    cut = [CLOSED.format(rank=rank, error=OF_GLOO) for rank in (0, 2)]
+    tables = [table(rank, -15).replace("pid: 77", f"pid: {76 + rank}") for rank in (0, 2, 1)]
+    for connections in ([], cut):
+        lines = "".join([*connections, *(SENT.format(pid=pid) + "\n" for pid in (76, 78)), *tables]).splitlines()
+        report = report_on(tmp_path, *lines)
+        assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, ())], report
+        assert "Rank 1 ended first, by a SIGTERM that torchrun had not sent" in report.verdict
+
+
+def test_what_slurm_kills_when_it_ends_a_job_is_not_the_reason(tmp_path: Path) -> None:
+    cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***"
+    report = report_on(tmp_path, cancelled, "srun: error: n1: task 3: Killed")
+    assert [one.id for one in report.findings] == [FIRST_FAILURE] and "TIME LIMIT" in report.verdict, report
+    first = report_on(tmp_path, "srun: error: n1: task 3: Killed", cancelled).findings[0]
+    assert first.id == KILLED, first
+
+
 @pytest.mark.parametrize(
     ("kind", "last"),
     [
@@ -950,6 +991,8 @@ def test_a_traceback_that_nobody_says_ended_a_rank_is_told_as_that(tmp_path: Pat
     report = report_on(tmp_path, *STRAY.splitlines())
     assert [(one.id, one.ranks) for one in report.findings] == [(NOT_ENOUGH, ())], report
     assert "has a traceback, FileNotFoundError" in report.verdict and "was caught" in report.verdict
+    failed = report_on(tmp_path, *STRAY.splitlines(), ELASTIC, *table(2, 1).splitlines()).findings[0]
+    assert (failed.id, failed.ranks) == (FIRST_FAILURE, (2,)) and "FileNotFoundError" in failed.evidence[1], failed
     killed = report_on(tmp_path, *STRAY.splitlines(), *table(2, -9).splitlines())
     assert [(one.id, one.ranks) for one in killed.findings] == [(KILLED, (2,))], killed
 

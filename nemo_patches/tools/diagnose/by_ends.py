@@ -8,7 +8,7 @@ from dataclasses import replace
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, first_of
+from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, first_of, is_before
 from nemo_patches.tools.diagnose.facts import (
     ABORTED,
     AT_START,
@@ -16,6 +16,7 @@ from nemo_patches.tools.diagnose.facts import (
     ENDED,
     FAILED,
     GONE,
+    LOGGED,
     MISSING,
     NOT_TOLD,
     SILENT,
@@ -23,9 +24,11 @@ from nemo_patches.tools.diagnose.facts import (
     TERMINATED,
     UNSEEN,
     WAITED,
+    Fact,
     Fate,
 )
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
+from nemo_patches.tools.diagnose.sources.launcher_lines import OUTSIDE
 from nemo_patches.tools.diagnose.verdicts import (
     all_absent,
     capital,
@@ -58,7 +61,7 @@ def by_ends(hearing: Hearing) -> Ruling:
         found = all_absent(suspects, None, evidence)
         return Ruling(tuple(replace(one, text=f"{one.text} {capital(who(ended))} {how}.") for one in found))
     if not waited and (first := _left_first(cut, hearing)):
-        return Ruling((first,))
+        return Ruling(first)
     if all(one.fate_value.text.startswith(AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
@@ -81,18 +84,25 @@ def by_ends(hearing: Hearing) -> Ruling:
     return Ruling((*found, *by_launcher(hearing, of_ranks_that_waited=True)))
 
 
-def _left_first(cut: list[Account], hearing: Hearing) -> Finding | None:
-    """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it."""
+def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
+    """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it; or
+    who else ended the job.
+    """
+    terminated = [fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or _text(fact) == OUTSIDE]
+    if terminated and not any(is_before(fact, terminated[0]) for one in cut for fact in one.fates):
+        return tuple(replace(one, evidence=(*one.evidence, *evidence_of(cut))) for one in _ended_by_others(hearing))
     found = by_launcher(hearing)
     if len(found) != 1 or len(found[0].ranks) != 1 or hearing[found[0].ranks[0]].waits is not None or hearing.unseen:
-        return None
+        return ()
     text = f"{found[0].text} {capital(who(one.rank for one in cut))} had their connections closed."
     evidence = (*found[0].evidence, *evidence_of(cut))
-    return replace(found[0], text=text, severity=CRITICAL, evidence=evidence)
+    return (replace(found[0], text=text, severity=CRITICAL, evidence=evidence),)
 
 
 def _unseen_text(hearing: Hearing) -> str:
-    return f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
+    logged = [one.rank for one in hearing.accounts.values() if one.fate_kind == LOGGED and one.rank != NOT_TOLD]
+    text = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
+    return text + (f"; of {named(logged)} no end is told" if logged else "")
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
@@ -149,7 +159,9 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]
     assert isinstance(first.value, Fate)
-    lines = [cited(fact, fact.value.text) for fact in firsts if isinstance(fact.value, Fate)]
+    lines = [cited(fact, _text(fact)) for fact in firsts]
+    fates = (fact for one in hearing.accounts.values() for fact in one.fates)
+    lines += [cited(fact, f"a traceback, {_text(fact)}") for fact in fates if fate_kind(fact) == LOGGED]
     if len(ranks) > 1:
         text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
         return (finding(ids.FIRST_FAILURE, text, (), lines),)
@@ -159,16 +171,30 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
     return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, hearing[ranks[0]]),)
 
 
-def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
+def _terminated(hearing: Hearing) -> list[Fact]:
+    """What launchers and schedulers tell of ranks, or of the job, that somebody else ended."""
     fates = [fact for one in hearing.accounts.values() for fact in one.fates]
-    facts = [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
+    return [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
+
+
+def _text(fact: Fact) -> str:
+    return fact.value.text if isinstance(fact.value, Fate) else ""
+
+
+def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
+    facts = _terminated(hearing)
     if not facts:
         return ()
-    first = facts[0].value.text if isinstance(facts[0].value, Fate) else ""
-    if all(fact.rank == NOT_TOLD for fact in facts):  # the scheduler's, which is of the job
-        text = f"The job was ended ({first}) [{facts[0].cite}], and no record tells of a failure before."
+    of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
+    outside = [fact for fact in facts if _text(fact) == OUTSIDE]
+    first = (of_job or outside or facts)[0]
+    if of_job:
+        text = f"The job was ended ({_text(first)}) [{first.cite}], and no record tells of a failure before."
+    elif outside:
+        text = f"{who(fact.rank for fact in outside)} ended first, by a SIGTERM that torchrun had not sent "
+        text += f"[{first.cite}]: a user, the scheduler, or another program sent it."
     else:
-        text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record "
-        text += "tells of a failure before: a user, the scheduler, or another host's launcher ended the job."
-    lines = [cited(fact, fact.value.text) for fact in facts[:8] if isinstance(fact.value, Fate)]
+        text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{first.cite}], and no record tells "
+        text += "of a failure before: a user, the scheduler, or another host's launcher ended the job."
+    lines = [cited(fact, _text(fact)) for fact in (*of_job, *outside, *facts)[:8]]
     return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from nemo_patches.tools.diagnose.facts import (
-    ABORTED,
     AT_START,
     CUT,
     FAILED,
@@ -215,8 +214,8 @@ class ExceptionLines:
         if key in self._fatal:
             self._tell(self._fatal.pop(key), writing)
             return
-        self._stray.pop(key, None)
-        self._stray[key] = writing
+        if not _OF_LAUNCHERS.search(writing.root.type):
+            self._stray[key] = writing
 
     def _tell(self, rank: int, writing: _Writing) -> None:
         error = writing.root
@@ -237,28 +236,25 @@ class ExceptionLines:
             fate = Fate(RAISED, error.text, error.where, details)
         self._found.add(rank, fate, error.line)
 
-    def finish(self, was_ended: bool) -> None:
-        """was_ended: the log tells of failures: what was raised last without a prefix may have ended one."""
+    def finish(self) -> None:
+        """After the launcher's lines: what was raised last without a prefix ended a rank only if that had failed."""
         for key in list(self._writing):
             self._end(key)
         for key, writing in self._stray.items():
             rank = max(key, NOT_TOLD)
-            if was_ended and self._may_have_ended(rank):
+            if self._may_have_ended(rank):
                 self._tell(rank, writing)
-            elif (error := writing.root) is not None and not _OF_LAUNCHERS.search(error.type):
-                self._found.add(rank, Fate(LOGGED, error.text, error.where), error.line)
+            elif writing.root is not None:
+                self._found.add(rank, Fate(LOGGED, writing.root.text, writing.root.where), writing.root.line)
 
     def _may_have_ended(self, rank: int) -> bool:
-        """Whether what is told of this rank's end allows that an exception was it: its exit code then is 1.
-
-        rank: NOT_TOLD where the log does not tell whose the traceback is.
-        """
-        fates = [(fact.rank, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
-        ends = [(of, kind) for of, kind in fates if kind in (FAILED, KILLED, TERMINATED, ABORTED, CUT, WAITED)]
+        """Whether the launcher tells of an exit code, as that of an exception is one, which may be of this rank."""
+        facts = [(fact, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
+        failed = {fact.rank for fact, kind in facts if kind == FAILED and not fact.own}
         if rank == NOT_TOLD:
-            return not any(kind in (KILLED, RAISED) for _, kind in fates) or any(of == NOT_TOLD for of, _ in ends)
-        own = {kind for of, kind in ends if of == rank}
-        return own == {FAILED} or not any(of != NOT_TOLD for of, _ in ends)
+            return failed == {NOT_TOLD} and not any(kind in (KILLED, RAISED) for _, kind in facts)
+        own = {kind for fact, kind in facts if fact.rank == rank}
+        return (rank in failed and own == {FAILED}) or (failed == {NOT_TOLD} and not own)
 
 
 def _is_name(name: str) -> bool:

@@ -45,6 +45,9 @@ _EXIT_CODE = re.compile(r"\bexitcode  : (-?\d{1,9}) \(pid: (\d{1,9})\)")
 FAILED_LINE = re.compile(
     r"failed ?\(exitcode: ?(-?\d{1,9})\) ?local_rank: ?(\d{1,7}) ?\(pid: ?(\d{1,9})\)"
 )  # a terminal may have wrapped it at a blank
+_SENT = re.compile(r"[Ss]ending process (\d{1,9}) closing signal ")
+_DEATH = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal, shutting down workers")
+OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 _FORCED = re.compile(r"(?:process|Process) (\d{1,9}) via (?:Signals\.)?SIGTERM, forcefully exiting")
 _SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM", 2: "SIGINT", 1: "SIGHUP"}
 _STALL_EXIT = 83
@@ -62,7 +65,8 @@ _LIGHTNING = re.compile(r"\[rank: (\d{1,7})\] Child process with PID (\d{1,9}) t
 _SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")
 # Of Slurm, the kernel and Ray; each has words of its own, and none tells the rank.
 _OUT_OF_MEMORY = re.compile(
-    r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
+    r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
+    r"Out of memory: Killed process \d+|"
     r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
 )
 _SHARED_MEMORY = re.compile(r"Unexpected bus error encountered in worker\. This might be caused by insufficient")
@@ -96,6 +100,8 @@ class LauncherLines:
         self._found = found
         self._table: list[_Failure] = []
         self._in_lines: list[tuple[int, int, int, Line]] = []  # code, local rank, pid
+        self._sent: set[tuple[str, int]] = set()  # files and pids that torchrun sent SIGTERM, as others had failed
+        self._cancelled: set[str] = set()  # files that tell that Slurm has ended the job
         self._forced: set[int] = set()  # pids that torchrun killed, as they did not heed SIGTERM
         self._at, self._host, self._rank = 0.0, "", NOT_TOLD
         self._ray: Line | None = None  # a death whose process id may follow
@@ -109,6 +115,12 @@ class LauncherLines:
             self._in_lines.append((_signed(failed[1]), int(failed[2]), int(failed[3]), line))
         if "forcefully" in text and (forced := _FORCED.search(text)) and len(self._forced) < MOST_KEPT:
             self._forced.add(int(forced[1]))
+        if "closing" in text and (sent := _SENT.search(text)) and len(self._sent) < MOST_KEPT:
+            self._sent.add((line.file, int(sent[1])))
+        if "death signal" in text and (death := _DEATH.search(text)):
+            number = int(death[1]) if death[1].isdigit() else 0
+            signal = _SIGNALS.get(number, f"signal {shown(death[1])}")
+            self._found.add(NOT_TOLD, Fate(TERMINATED, f"torchrun got {signal}"), line, own=False)
         if self._ray is None and not any(words in text for words in _WORDS):
             return
         if _OUT_OF_MEMORY.search(text):
@@ -125,9 +137,10 @@ class LauncherLines:
             fate = (
                 Fate(KILLED, f"{task}: {srun[3]}") if srun[3] else _fate_of(_signed(srun[4]), f"Slurm, of {task[8:]}")
             )
-            self._tell(NOT_TOLD, fate, line)
+            self._tell(NOT_TOLD, None if line.file in self._cancelled else fate, line)
         elif cancelled := _CANCELLED.search(text):
-            self._tell(NOT_TOLD, Fate(TERMINATED, f"Slurm: {shown(cancelled[1])}"), line)
+            self._cancelled.add(line.file)
+            self._found.add(NOT_TOLD, Fate(TERMINATED, f"Slurm: {shown(cancelled[1])}"), line, own=False)
         elif shell := _SHELL.search(text):
             self._tell(NOT_TOLD, Fate(KILLED, f"SIGKILL of process {shell[1]}, says the shell"), line)
         elif mpirun := _MPIRUN.search(text):
@@ -200,6 +213,9 @@ class LauncherLines:
         later = one.at > first + _PATIENCE_S
         if one.code == -9 and (one.pid in self._forced or later):
             return Fate(TERMINATED, "SIGKILL by its launcher, as others had failed")
+        of_others = {pid for file, pid in self._sent if file == one.line.file}
+        if one.code == -15 and of_others and one.pid not in of_others:
+            return Fate(TERMINATED, OUTSIDE)
         return _fate_of(one.code, "torchrun")
 
 

@@ -64,6 +64,7 @@ _NEEDLES = (
     b"oom_kill",
     b"oom-kill",
     b"CANCELLED",
+    b"death signal",
     b" Killed ",
     b"ut of memory",
     b"bus error",
@@ -78,7 +79,8 @@ _NEEDLES = (
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
-    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|"
+    r"ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
     r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
@@ -94,10 +96,6 @@ _TELL_OF_AN_END = (
         "monitoredBarrier",
     ),
     *("failed (exitcode", "first observed failure", "exits with return code"),
-)
-_TELL_OF_FAILURES = (
-    *("failed (exitcode", "first observed failure", "exits with return code", "srun: error", "exited on signal"),
-    "closing signal SIG",
 )
 
 
@@ -136,7 +134,6 @@ class _Launch:
         self.exceptions = ExceptionLines(self.found)
         self.stalls = StallLines(self.found)
         self.by_file: list[set[int]] = []  # of each file the ranks of which it tells
-        self.has_failed = False  # a line tells of processes that ended by themselves
 
     def begin_file(self) -> None:
         self.found.is_over = False
@@ -152,7 +149,6 @@ class _Launch:
         if line.has_prefix and len(self.by_file[-1]) < MOST_KEPT:
             self.by_file[-1].add(line.rank)
         found.is_over = found.is_over or any(words in text for words in _TELL_OF_AN_END)
-        self.has_failed = self.has_failed or any(words in text for words in _TELL_OF_FAILURES)
         if "nemo_patches" in text:
             self.stalls.take(line)
         self.c10d.take(line)
@@ -161,7 +157,7 @@ class _Launch:
 
     def finish(self, evidence: Evidence) -> None:
         self.launcher.finish()
-        self.exceptions.finish(self.has_failed)
+        self.exceptions.finish()
         self.c10d.finish(evidence, self.by_file)
 
 
