@@ -8,9 +8,12 @@ import linecache
 import os
 import re
 import stat
+import threading
 
 _LARGEST = 1 << 21  # bytes
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+# Python 3.11's parser counts its depth for the whole interpreter: of two threads that parse, one gets a SystemError.
+_parsing = threading.Lock()
 
 
 def calls(pid: int, file: str, line: int) -> tuple[str, ...]:
@@ -65,7 +68,8 @@ def _loops(text: str, line: int, variable: str) -> tuple[tuple[int, int], ...]:
 @functools.lru_cache(maxsize=64)
 def _tree(text: str) -> ast.Module | None:
     try:
-        return ast.parse(text)
+        with _parsing:
+            return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a newer Python than this one, or none at all
         return None
 
