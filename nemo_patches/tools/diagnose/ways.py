@@ -9,6 +9,7 @@ from typing import NamedTuple
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
+from nemo_patches.tools.diagnose.facts import Place
 from nemo_patches.tools.diagnose.verdicts import capital
 
 
@@ -38,12 +39,13 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
         parts_there = _of(name) == _step(one.way[level]).function == _step(other.way[level]).function
         is_around = _of(name) in around or (parts_there and in_loop)
         if is_around and (there := other.counters.get(name, value)) != value:
-            ahead = mine if value > there else theirs
+            ahead, behind = (mine, many) if value > there else (theirs, few)
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
-            return Reason(
-                ids.SKIPPED,
-                text + "collective that the other side waits in (a skipped backward, a swallowed exception).",
-            )
+            text += "collective that the other side waits in"
+            if inner := _inner_loop(behind[0].place_value, level, around):
+                text += f", in a loop that {ahead} has left, at {inner}: fewer batches there, or one left it out."
+                return Reason(ids.SKIPPED, text)
+            return Reason(ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception).")
     step, their_step = _step(one.way[level]), _step(other.way[level])
     if step.function != their_step.function or step.line == their_step.line:
         return Reason()
@@ -53,6 +55,13 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     place = f"in {step.function} {_names(first)} {_is(first)} at line {far}, {_names(last)} at line {near}"
     inner = {_step(way).function for way in last[0].place_value.way[level:]}
     return _by_loops(first, last, inner, place) or Reason(ids.OUT_OF_STEP, f"Further on: {place}.")
+
+
+def _inner_loop(behind: Place, level: int, around: set[str]) -> str:
+    """ "j of evaluate (train.py) = 3": the outermost loop that it is in, below the function in which the ways part."""
+    inner = {_step(way).function for way in behind.way[level + 1 :]} - around
+    known = (f"{name} = {value}" for name, value in behind.counters.items() if behind.loops.get(name))
+    return next((text for text in known if _of(text.partition(" = ")[0]) in inner), "")
 
 
 def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str], place: str) -> Reason | None:
