@@ -182,6 +182,19 @@ def test_within_an_epoch_its_batches_tell_and_what_to_do_goes_with_the_reason(
     assert first.next_step == _NEXT_STEPS[id_]
 
 
+def test_an_argument_is_no_loops_counter_and_does_not_tell_of_fewer_batches() -> None:
+    """A batch that was left out in a function that catches its exception; after as many, the others are in the last."""
+    ahead = in_train(14, epoch=0, batch_idx=5, loop_of_batches=10, collective="barrier")
+    last = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="backward")
+    step = "step (train.py:30)"
+    behind = replace(
+        last, way=(*last.way[:2], step, last.way[2]), counters={**last.counters, "batch_idx of step (train.py)": 5}
+    )
+    [first] = report(still(0, behind), still(1, ahead), still(2, behind)).findings
+    assert first.id == ids.SKIPPED
+    assert "a step before has left one out" in first.text
+
+
 def test_a_counter_of_another_loop_does_not_tell_of_fewer_batches() -> None:
     ahead = in_train(19, epoch=0, batch_idx=0, loop_of_batches=18, collective="all_reduce")
     behind = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="broadcast")

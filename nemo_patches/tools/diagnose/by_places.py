@@ -166,7 +166,8 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
         and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
         and any(one.moved for one in works)
     ):
-        text = f"{first.text[:-1]}; it works, and may come."
+        by = next((one.moved_by for one in works if one.moved), "")
+        text = f"{first.text[:-1]}; it works{f' ({by})' if by else ''}, and may come."
         first = replace(first, text=text, severity=WARNING)
     held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, GONE) for rank in first.ranks)
     is_moment = all(one.place is not None and one.place.own and not one.was_looked_at_twice for one in waiting)
@@ -191,7 +192,8 @@ def _waited_by_its_end(hearing: Hearing, one: Account, waiting: Account) -> bool
 
 def _titles(waiting: list[Account]) -> str:
     titles = sorted({one.place_value.seat for one in waiting})
-    return titles[0] + (f" (and {len(titles) - 1} other places)" if len(titles) > 1 else "")
+    others = len(titles) - 1
+    return titles[0] + (f" (and {others} other place{'s' if others > 1 else ''})" if others else "")
 
 
 def _still_s(waiting: list[Account]) -> float | None:

@@ -42,8 +42,8 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
             ahead, behind = (mine, many) if value > there else (theirs, few)
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
             text += "collective that the other side waits in"
-            if inner := _inner_loop(behind[0].place_value, level, around):
-                text += f", in a loop that {ahead} has left, at {inner}: fewer batches there, or one left it out."
+            if loop := _inner_loop(behind[0].place_value, level, around):
+                text += f", in a loop that {ahead} left, at {loop}: fewer batches there, or one left it out."
                 return Reason(ids.SKIPPED, text)
             return Reason(ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception).")
     step, their_step = _step(one.way[level]), _step(other.way[level])
@@ -70,22 +70,23 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
     theirs, mine = first[0].place_value, last[0].place_value
     counters = {name: value for name, value in mine.counters.items() if _of(name) in inner}
     for name, value in counters.items():
-        is_in_later_loop = theirs.loops.get(name, 0) > mine.loops.get(name, 0)  # which sets the same variable
-        if theirs.counters.get(name, -1) < value and not is_in_later_loop:
-            only = f", where {ahead} came to {theirs.counters[name]}" if name in theirs.counters else ""
+        came_to, begins = theirs.counters.get(name, -1), mine.loops.get(name, 0)
+        if came_to == value and theirs.loops.get(name, begins) < begins:
+            text = f"At the same step ({name} = {value}) {place}: {ahead} came to the loop's end, after as many steps, "
+            return Reason(ids.SKIPPED, text + "without this call: a step before has left one out.")
+        is_argument = bool(mine.loops) and not begins
+        is_in_later_loop = theirs.loops.get(name, 0) > begins  # which sets the same variable
+        if came_to < value and not is_argument and not is_in_later_loop:
+            only = f", where {ahead} came to {came_to}" if name in theirs.counters else ""
             text = f"Further on: {place}, {behind} still in the loop, at {name} = {value}{only}: "
             return Reason(ids.FEWER_BATCHES, f"{text}{ahead} had fewer batches.")
+    # The innermost loop tells most: within one epoch, its batches. What is no loop's may be an argument.
     same = [name for name, value in counters.items() if theirs.counters.get(name) == value]
     if not same:
         return None
-    # The innermost loop tells most: within one epoch, its batches. What is no loop's may be an argument.
     name = next((name for name in reversed(same) if mine.loops.get(name)), same[-1])
-    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} "
-    if name in theirs.loops and theirs.loops[name] < mine.loops.get(name, 0):
-        text += "came to the loop's end, after as many steps, without this call: a step before has left one out."
-    else:
-        text += "passed that line without this call, or has come from it."
-    return Reason(ids.SKIPPED, text)
+    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} passed that line without this call, or has "
+    return Reason(ids.SKIPPED, text + "come from it.")
 
 
 def apart(waiting: Sequence[Account]) -> str:
