@@ -272,3 +272,13 @@ def test_what_is_between_two_ranks_is_no_collective() -> None:
     found = report(still(0, recv), still(1, recv), still(2, recv))
     assert "between two ranks" in found.verdict
     assert "NCCL_DEBUG" not in found.next_step
+
+
+def test_ranks_of_hosts_that_are_not_collected_are_told_beside_a_missing_one() -> None:
+    found = report(still(0, SYNC), still(1, ELSEWHERE), world=4)
+    assert found.findings[0].ranks == (1,)
+    assert "nothing is known of ranks 2-3, whose hosts may not be collected yet" in found.findings[0].evidence
+    backward = Place(collective="backward, which reduces the gradients", caller="train (a.py:27)")
+    [first] = report(still(2, SYNC), still(3, backward), world=4).findings
+    assert (first.id, first.ranks) == (ids.NOT_SEEN, ())
+    assert "(and 1 other place); nothing is known of ranks 0-1" in first.text

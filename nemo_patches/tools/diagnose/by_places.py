@@ -56,7 +56,8 @@ def by_places(hearing: Hearing) -> Ruling:
 
 def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], unseen: list[int]) -> Ruling:
     who, evidence = named([each.rank for each in waiting]), evidence_of(hearing.accounts.values())
-    title = waiting[0].place_value.seat
+    title = _titles(waiting)
+    not_known = [f"nothing is known of {named(unseen)}, whose hosts may not be collected yet"] if unseen else []
     if one is not None and one.id == seats.MISSING:
         accused = [hearing[rank] for rank in one.accused]
         if unreadable := [each for each in accused if each.fate_kind == UNREADABLE]:
@@ -67,10 +68,10 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
         elsewhere = [each for each in accused if not each.place_value.collective]
         accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
-        return Ruling(tuple(all_absent(accused, wait, evidence)))
+        return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
-        text = f"{who} {are} in {title}; nothing is known of {named(unseen)}, whose hosts may not be collected yet."
+        text = f"{who} {are} in {title}; {not_known[0]}."
         return Ruling((finding(ids.NOT_SEEN, text, evidence=evidence),))
     if one is not None and one.id == seats.OUT_OF_STEP:
         return Ruling((_different(waiting, evidence),))
