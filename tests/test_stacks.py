@@ -169,7 +169,7 @@ HANGS = [
         jobs.one_evaluation_batch_more,
         {0: "all_gather of validate (stock_hangs.py:", 1: LENGTH_SYNC, 2: LENGTH_SYNC},
         verdict=OUT_OF_STEP,
-        words=("rank 0 in all_gather of validate", "ranks 1-2 went on"),
+        words=("rank 0 in all_gather of validate", "ranks 1-2 went on", "at j of evaluate (stock_hangs.py) = 4: fewer"),
         reaching=(0, 1, 2),
     ),
     Hang(

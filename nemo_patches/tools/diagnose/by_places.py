@@ -57,7 +57,8 @@ def by_places(hearing: Hearing) -> Ruling:
 
 def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], unseen: list[int]) -> Ruling:
     who, evidence = named([each.rank for each in waiting]), evidence_of(hearing.accounts.values())
-    title = waiting[0].place_value.seat
+    title = _titles(waiting)
+    not_known = [f"nothing is known of {named(unseen)}, whose hosts may not be collected yet"] if unseen else []
     if one is not None and one.id == seats.MISSING:
         accused = [hearing[rank] for rank in one.accused]
         if unreadable := [each for each in accused if each.fate_kind == UNREADABLE]:
@@ -68,10 +69,10 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
         elsewhere = [each for each in accused if not each.place_value.collective]
         accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
-        return Ruling(tuple(all_absent(accused, wait, evidence)))
+        return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
-        text = f"{who} {are} in {title}; nothing is known of {named(unseen)}, whose hosts may not be collected yet."
+        text = f"{who} {are} in {title}; {not_known[0]}."
         return Ruling((finding(ids.NOT_SEEN, text, evidence=evidence),))
     if one is not None and one.id == seats.OUT_OF_STEP:
         return Ruling((_different(waiting, evidence),))
@@ -167,7 +168,8 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
         and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
         and any(one.moved for one in works)
     ):
-        text = f"{first.text[:-1]}; it works, and may come."
+        by = next((one.moved_by for one in works if one.moved), "")
+        text = f"{first.text[:-1]}; it works{f' ({by})' if by else ''}, and may come."
         first = replace(first, text=text, severity=WARNING)
     held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, GONE) for rank in first.ranks)
     is_moment = all(one.place is not None and one.place.own and not one.was_looked_at_twice for one in waiting)
@@ -192,7 +194,8 @@ def _waited_by_its_end(hearing: Hearing, one: Account, waiting: Account) -> bool
 
 def _titles(waiting: list[Account]) -> str:
     titles = sorted({one.place_value.seat for one in waiting})
-    return titles[0] + (f" (and {len(titles) - 1} other places)" if len(titles) > 1 else "")
+    others = len(titles) - 1
+    return titles[0] + (f" (and {others} other place{'s' if others > 1 else ''})" if others else "")
 
 
 def _still_s(waiting: list[Account]) -> float | None:

@@ -81,8 +81,8 @@ _NEXT_STEPS = {
     "its data, a checkpoint, the end of its stderr.",
     ids.OUT_OF_STEP: "One rank has made a collective more or fewer: look for uneven batches, and for code that only "
     "some ranks run. nemo_patches helps where the one too many is the encoder's length sync (uneven evaluation).",
-    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a "
-    "collective that only some ranks call.",
+    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a batch "
+    "less in an evaluation, a collective that only some ranks call.",
     ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
     "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
     ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
