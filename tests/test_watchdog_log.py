@@ -370,11 +370,12 @@ def test_a_log_that_is_cut_accuses_nobody(tmp_path: Path) -> None:
     (tmp_path / "b.log.gz").write_bytes(gzip.compress(f"{line(2)}\n{NOISE}".encode())[:-20])
     report = diagnose_logs([tmp_path])
     assert not any(one.ranks for one in report.findings) and "not whole" in report.problems[0], report
-    whole = CLOSED.format(rank=2, error=OF_GLOO).rstrip()
-    for end in range(whole.index("Error:"), len(whole)):
-        (tmp_path / "c.log").write_text(whole[:end])
-        report = diagnose_logs([tmp_path / "c.log"])
-        assert not any(one.ranks for one in report.findings), (whole[:end][-60:], report)
+    for error in (OF_GLOO, "KeyboardInterrupt"):
+        whole = CLOSED.format(rank=2, error=error).rstrip()
+        for end in range(whole.rindex("\n") + len("[rank2]: ") + 1, len(whole)):
+            (tmp_path / "c.log").write_text(whole[:end])
+            report = diagnose_logs([tmp_path / "c.log"])
+            assert not any(one.ranks for one in report.findings), (whole[:end][-60:], report)
 
 
 def test_what_is_no_log(tmp_path: Path) -> None:
@@ -1097,6 +1098,16 @@ def test_what_is_a_log() -> None:
 # Whatever lines there are, and in whatever order.
 
 
+_OF_THE_JOB = (
+    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***",
+    "srun: error: n1: task 0: Exited with exit code 1",
+    "srun: error: n1: task 0: Killed",
+    "[rank: 1] Child process with PID 22 terminated with code 1. Forcefully terminating all other processes",
+    "x.sh: line 28:  8156 Killed                  python3 train.py",
+    "[default] Worker group FAILED. 3/3 attempts left; will restart worker group",
+)
+
+
 @st.composite
 def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
     """Lines of one job, and the ranks that one of them shows waiting."""
@@ -1128,6 +1139,9 @@ def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
         else:
             lines.append(signal(draw(st.integers(0, world - 1)), f" rank {rank}", number, number))
         waits.add(rank)
+        if draw(st.booleans()):  # caught, and written by torchrun --tee
+            lines.append("\n".join(f"[default{rank}]:{one}" for one in STRAY.splitlines()))
+    lines += draw(st.lists(st.sampled_from([f"{TERM} workers", SENT.format(pid=77), *_OF_THE_JOB]), max_size=3))
     for rank in draw(st.lists(st.integers(0, world - 1), max_size=4)):
         codes = st.sampled_from([1, -6, -15, 83])  # so a rank may end that waited
         lines += table(rank, draw(codes), draw(st.sampled_from(["12:35", "12:36"]))).splitlines()
