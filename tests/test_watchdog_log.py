@@ -363,6 +363,21 @@ def test_a_damaged_log_is_no_crash(seed: int, data: bytes, tmp_path_factory: pyt
     assert report.verdict.isprintable()
 
 
+def test_a_log_that_is_cut_accuses_nobody(tmp_path: Path) -> None:
+    """Neither whose lines are lost, nor who waited by a message that ends in the middle."""
+    waiting = "\n".join([START, *(line(rank) for rank in (0, 1, 3))])
+    (tmp_path / "a.log").write_text(waiting)
+    (tmp_path / "b.log.gz").write_bytes(gzip.compress(f"{line(2)}\n{NOISE}".encode())[:-20])
+    report = diagnose_logs([tmp_path])
+    assert not any(one.ranks for one in report.findings) and "not whole" in report.problems[0], report
+    for error in (OF_GLOO, "KeyboardInterrupt"):
+        whole = CLOSED.format(rank=2, error=error).rstrip()
+        for end in range(whole.rindex("\n") + len("[rank2]: ") + 1, len(whole)):
+            (tmp_path / "c.log").write_text(whole[:end])
+            report = diagnose_logs([tmp_path / "c.log"])
+            assert not any(one.ranks for one in report.findings), (whole[:end][-60:], report)
+
+
 def test_what_is_no_log(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="No such file"):
         diagnose_logs([tmp_path / "none"])
@@ -530,6 +545,20 @@ def test_of_several_launches_in_one_log_the_last_that_tells_anything_counts(late
     assert [(one.id, one.ranks) for one in report.findings] == [(MISSING_RANK, (1,))]
     assert report.earlier == (f"{2 + len(later)} launches in one log: told is of the last one that tells anything",)
     assert report.world_size == 4
+
+
+@pytest.mark.parametrize(
+    "between",
+    [table(2, 1) + table(0, -15), "[default] Worker group FAILED. 3/3 attempts left; will restart worker group\n"],
+)
+def test_a_later_launch_is_told_by_what_ended_the_one_before(between: str, tmp_path: Path) -> None:
+    """torchrun's table, or its restart: what a rank says after its end, it says in a later launch."""
+    first = ["[rank2]: KeyError: 'audio'", *between.splitlines()]
+    second = [*CLOSED.format(rank=0, error=OF_GLOO).splitlines(), *table(1, -9).splitlines()]
+    report = report_on(tmp_path, *first, *second)
+    assert [(one.id, one.ranks) for one in report.findings] == [(KILLED, (1,))], report
+    assert "2 launches in one log" in report.earlier[0]
+    assert report_on(tmp_path, *first, "Epoch 0: 1%").findings[0].id == EXCEPTION
 
 
 def test_ranks_of_a_host_whose_log_is_not_there_are_not_accused(tmp_path: Path) -> None:
@@ -1069,6 +1098,16 @@ def test_what_is_a_log() -> None:
 # Whatever lines there are, and in whatever order.
 
 
+_OF_THE_JOB = (
+    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***",
+    "srun: error: n1: task 0: Exited with exit code 1",
+    "srun: error: n1: task 0: Killed",
+    "[rank: 1] Child process with PID 22 terminated with code 1. Forcefully terminating all other processes",
+    "x.sh: line 28:  8156 Killed                  python3 train.py",
+    "[default] Worker group FAILED. 3/3 attempts left; will restart worker group",
+)
+
+
 @st.composite
 def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
     """Lines of one job, and the ranks that one of them shows waiting."""
@@ -1100,6 +1139,9 @@ def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
         else:
             lines.append(signal(draw(st.integers(0, world - 1)), f" rank {rank}", number, number))
         waits.add(rank)
+        if draw(st.booleans()):  # caught, and written by torchrun --tee
+            lines.append("\n".join(f"[default{rank}]:{one}" for one in STRAY.splitlines()))
+    lines += draw(st.lists(st.sampled_from([f"{TERM} workers", SENT.format(pid=77), *_OF_THE_JOB]), max_size=3))
     for rank in draw(st.lists(st.integers(0, world - 1), max_size=4)):
         codes = st.sampled_from([1, -6, -15, 83])  # so a rank may end that waited
         lines += table(rank, draw(codes), draw(st.sampled_from(["12:35", "12:36"]))).splitlines()

@@ -255,6 +255,9 @@ def doing(account: Account) -> str:
         return f"there is no sign of it: {fate.text}"
     if fate.kind in _ENDS:
         more = f"{' ' if fate.kind == MISSING else ', '}{fate.text}" if fate.text else ""
+        spot = place.worker or (f"it was in {inner(place.where)}" if place.where else "")
+        if spot and fate.kind in (TERMINATED, ABORTED):  # which came after it had held the others up
+            return f"{spot}; in the end {_ENDS[fate.kind]}{more}"
         at = f"; last seen in {inner(place.where)}" if place.where else ""
         return f"{_ENDS[fate.kind]}{more}{at}"
     spot = place.worker or inner(place.where)

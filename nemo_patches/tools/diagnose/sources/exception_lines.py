@@ -18,7 +18,7 @@ from nemo_patches.tools.diagnose.facts import (
     WAITED,
     Fate,
 )
-from nemo_patches.tools.diagnose.process_end import is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.process_end import BY_HAND, is_of_a_collective, is_of_the_start
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
@@ -224,7 +224,9 @@ class ExceptionLines:
                 self._found.add(rank, Fate(TERMINATED, error.text), error.line)
             return
         details = tuple(shown(one) for one in [*error.lines[-3:]] if one.strip())
-        if _BY_OTHERS.search(error.type + error.words):
+        kind = error.type.rpartition(".")[2]
+        is_cut = not error.words.strip() and any(name.startswith(kind) for name in BY_HAND)  # "KeyboardInter"
+        if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or _MISMATCH in error.words:
             kind = CUT if _CLOSED.search(error.words) else WAITED

@@ -99,6 +99,7 @@ class LauncherLines:
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._table: list[_Failure] = []
+        self.ended: set[int] = set()  # in the table: what such a rank says after it, it says in a later launch
         self._in_lines: list[tuple[int, int, int, Line]] = []  # code, local rank, pid
         self._sent: set[tuple[str, int]] = set()  # files and pids that torchrun sent SIGTERM, as others had failed
         self._cancelled: set[str] = set()  # files that tell that Slurm has ended the job
@@ -161,6 +162,7 @@ class LauncherLines:
         elif rank := _RANK.search(text):
             self._rank = int(rank[1])
         elif (code := _EXIT_CODE.search(text)) and self._rank >= 0 and len(self._table) < MOST_KEPT:
+            self.ended.add(self._rank)
             self._table.append(_Failure(self._rank, _signed(code[1]), int(code[2]), self._at, self._host, line))
             self._at, self._host, self._rank = 0.0, "", NOT_TOLD
 

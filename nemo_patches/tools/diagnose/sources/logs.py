@@ -39,6 +39,7 @@ LOOKED_FOR = (
 )
 STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
+_LEAST_GZIP_BYTES = 18  # of header and trailer
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _MOST_JOINED = 3  # lines that a terminal may have made of one
 _MOST_JOINED_OF_LONG = 16  # likewise, of one that is known to be long
@@ -86,6 +87,7 @@ _NEW_MESSAGE = re.compile(
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
 _SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
+_RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
 _TELL_OF_AN_END = (
     *(
@@ -190,15 +192,21 @@ class _Reading:
                     prefixed, tee = rank_in(message), _TEE.match(message)
                     line_rank = prefixed if prefixed is not None else int(tee[1]) if tee else rank
                     message = message[tee.end() :] if tee else message
+                    if alone and (_RESTARTS in message or prefixed in self._launch.launcher.ended):
+                        self._launches = max(self._launches, 1)
+                        self._begin_launch()
                     self._launch.take(Line(message, name, number, line_rank, prefixed is not None))
         except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
             self._evidence.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
+            if isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES:  # its end is lost
+                self._launch.found.missing_lines = True
         except OSError as error:
+            self._launch.found.missing_lines = True
             raise UnreadableError(f"{path}: {error.strerror}") from error
 
     def _name_of(self, path: Path) -> str:
         """As it is cited: with as many of its folders as tell it from others."""
-        for depth in range(1, len(path.parts) + 1):
+        for depth in range(2 if _rank_of_folder(path) >= 0 else 1, len(path.parts) + 1):
             name = safe("/".join(path.parts[-depth:]), 200)
             if self._names.setdefault(name, path) == path:
                 return name
