@@ -162,7 +162,7 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
     works = [hearing[rank] for rank in first.ranks]
     if works and all(one.moved and one.place_value.activity == CHECKPOINT for one in works):
         text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].moved_by})."
-        return Ruling(text=text, goes_on=True)
+        return Ruling(text=f"{text} Look again if it lasts.", goes_on=True)
     if (
         works
         and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
