@@ -15,6 +15,7 @@ from nemo_patches.tools.diagnose.facts import (
     CUT,
     ENDED,
     FAILED,
+    FROM_OUTSIDE,
     GONE,
     LOGGED,
     MISSING,
@@ -28,7 +29,6 @@ from nemo_patches.tools.diagnose.facts import (
     Fate,
 )
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
-from nemo_patches.tools.diagnose.sources.launcher_lines import OUTSIDE
 from nemo_patches.tools.diagnose.verdicts import (
     all_absent,
     capital,
@@ -88,7 +88,7 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it; or
     who else ended the job.
     """
-    terminated = [fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or _text(fact) == OUTSIDE]
+    terminated = [fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or _text(fact) == FROM_OUTSIDE]
     if terminated and not any(is_before(fact, terminated[0]) for one in cut for fact in one.fates):
         return tuple(replace(one, evidence=(*one.evidence, *evidence_of(cut))) for one in _ended_by_others(hearing))
     found = by_launcher(hearing)
@@ -186,7 +186,7 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     if not facts:
         return ()
     of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
-    outside = [fact for fact in facts if _text(fact) == OUTSIDE]
+    outside = [fact for fact in facts if _text(fact) == FROM_OUTSIDE]
     first = (of_job or outside or facts)[0]
     if of_job:
         text = f"The job was ended ({_text(first)}) [{first.cite}], and no record tells of a failure before."

@@ -31,6 +31,7 @@ UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says wh
 
 
 AT_START = "at start-up"  # how the text of such a WAITED or CUT begins: there was no process group yet
+FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
 NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likewise a Seat's number
 

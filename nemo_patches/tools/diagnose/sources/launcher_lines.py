@@ -11,6 +11,7 @@ from nemo_patches.tools.diagnose.facts import (
     ABORTED,
     FAILED,
     FOR_MEMORY,
+    FROM_OUTSIDE,
     KILLED,
     NOT_TOLD,
     RAISED,
@@ -47,7 +48,6 @@ FAILED_LINE = re.compile(
 )  # a terminal may have wrapped it at a blank
 _SENT = re.compile(r"[Ss]ending process (\d{1,9}) closing signal ")
 _DEATH = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal, shutting down workers")
-OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 _FORCED = re.compile(r"(?:process|Process) (\d{1,9}) via (?:Signals\.)?SIGTERM, forcefully exiting")
 _SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM", 2: "SIGINT", 1: "SIGHUP"}
 _STALL_EXIT = 83
@@ -217,7 +217,7 @@ class LauncherLines:
             return Fate(TERMINATED, "SIGKILL by its launcher, as others had failed")
         of_others = {pid for file, pid in self._sent if file == one.line.file}
         if one.code == -15 and of_others and one.pid not in of_others:
-            return Fate(TERMINATED, OUTSIDE)
+            return Fate(TERMINATED, FROM_OUTSIDE)
         return _fate_of(one.code, "torchrun")
 
 
