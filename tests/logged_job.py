@@ -30,11 +30,15 @@ class Samples(Dataset[torch.Tensor]):
 
 
 def train() -> None:
+    if RANK == 1 and HOW == "early":
+        raise FileNotFoundError(2, "No such file or directory", "/数据/训练.json")
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     loader = DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=lambda rows: torch.stack([*rows]))
     for number, batch in enumerate(loader):
         if RANK == 1 and HOW == "kill" and number == 5:
             os.kill(os.getpid(), signal.SIGKILL)
+        if RANK == 1 and HOW in ("term", "leave") and number == 5:
+            os.kill(os.getpid(), signal.SIGTERM) if HOW == "term" else os._exit(3)
         dist.all_reduce(batch.sum())
 
 

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -234,6 +235,39 @@ def logger_at_the_end(rank: Rank) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def child(rank: Rank) -> None:
+    """A decoder that it has started waits for its input, in a shell."""
+    train(rank, lambda: decode_with_sox(rank.folder / FIFO))
+
+
+def decode_with_sox(path: Path) -> None:
+    subprocess.run(f"cat {path} | cat", shell=True, check=True)
+
+
+def collective_of_a_thread(rank: Rank) -> None:
+    """Each rank's main thread waits for one that is in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    train(rank, lambda: None, only=-1)
+    if rank.number == 1:
+        rank.reached()
+        ask_metadata_server()
+    saving = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)), name="async checkpoint", daemon=True)
+    saving.start()
+    saving.join()
+
+
+def thread_left(rank: Rank) -> None:
+    """Rank 1's script has come to its end, and a thread of it goes on."""
+    train(rank, lambda: None, only=-1)
+    if rank.number == 1:
+        threading.Thread(target=ask_metadata_server, name="uploader").start()
+        rank.reached()
+    else:
+        validate()
+
+
 def two_missing(rank: Rank) -> None:
     """Rank 1 asks a server, rank 3 polls."""
     import encoders
@@ -257,6 +291,27 @@ def save_checkpoint() -> None:
 
 def checkpoint_on_rank_0(rank: Rank) -> None:
     train(rank, save_checkpoint, only=0)
+
+
+def writes_checkpoint(rank: Rank) -> None:
+    """Rank 0 alone, for long, while the others wait."""
+    import torch.distributed as dist
+
+    train(rank, lambda: None, only=-1)
+    if rank.number == 0:
+        rank.reached()
+        save_to(rank.folder / "last.ckpt")
+    dist.barrier()
+
+
+def save_to(path: Path) -> None:
+    """To a slow file system."""
+    part = bytes(1 << 16)
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(part)
+            file.seek(0)
+            time.sleep(0.05)
 
 
 def barrier_on_one(rank: Rank) -> None:

@@ -179,6 +179,21 @@ def test_what_is_no_job_is_said(folders: Path) -> None:
             live.diagnose_job(given)
 
 
+def test_a_socket_that_a_killed_process_has_left_is_not_its_successors(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process has the number of the one that made it, and works in the folder."""
+    monkeypatch.chdir(folders)
+    left = folders / f"nemo_patches-{os.getuid()}" / "job" / f"rank_0.{os.getpid()}.ask"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    with pytest.raises(UnreadableError, match="no rank of the job answers"):
+        live.diagnose_job(folders)
+    os.utime(left, (1e9, 1e9))
+    with pytest.raises(live.NoSocketError):
+        live.diagnose_job(folders)
+
+
 @contextlib.contextmanager
 def answering(folder: Path, name: str, answer: bytes | None) -> Iterator[None]:
     """A socket like a rank's, of this process. answer: None: it says nothing."""
@@ -291,5 +306,5 @@ def test_several_jobs_in_one_folder_are_named(folders: Path, monkeypatch: pytest
 
 
 def test_the_command_takes_one_thing_to_look_at(tmp_path: Path) -> None:
-    for arguments in ([], [".", "--job", str(tmp_path)], ["--job", str(tmp_path), "--watch"], ["--job", str(tmp_path)]):
+    for arguments in ([".", "--job", str(tmp_path)], ["--job", str(tmp_path), "--watch"], ["--job", str(tmp_path)]):
         assert CliRunner().invoke(app, ["diagnose", *arguments]).exit_code == 2

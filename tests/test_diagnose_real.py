@@ -293,7 +293,9 @@ def test_the_verdict_while_it_hangs(
     assert report.problems == ()
     assert json.loads((folder / f"{name}.live").read_text()) == [finding, list(ranks)]
     if name in ASKED:
-        assert json.loads((folder / f"{name}.asked").read_text()) == [finding, list(ranks)]
+        asked, missing = json.loads((folder / f"{name}.asked").read_text())
+        # In "loader" rank 2, which copies the files, is away as well.
+        assert asked == ids.MISSING_RANK and set(ranks) <= set(missing) <= {*ranks, 2}
 
 
 @pytest.mark.parametrize("name", ["loader", "workers", "loop", "gil", "stopped"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nemo_patches.stall.judge import Seat
+from nemo_patches.stall.rank_text import CHECKPOINT, PERHAPS
 from nemo_patches.tools.diagnose import facts as f
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.collect.source import NO_LOOP
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place, Value
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.verdicts import _NEXT_STEPS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -141,3 +146,139 @@ def test_all_that_ended_in_good_order_is_no_finding() -> None:
 def test_nothing_recognised_says_what_was_looked_for() -> None:
     found = judge(Evidence(looked_for=["stacks", "the watchdog's lines"]))
     assert found.exit_code == 2 and "Looked for: stacks; the watchdog's lines." in found.verdict
+
+
+# Who is further on: train() has a loop of epochs at line 10, in it one of batches at line 11 to 13, and then validates.
+def in_train(line: int, epoch: int, batch_idx: int, loop_of_batches: int, collective: str) -> Place:
+    epochs, batches = "epoch of train (train.py)", "batch_idx of train (train.py)"
+    return Place(
+        collective=collective,
+        caller=f"train (train.py:{line})",
+        way=("<module> (train.py:80)", f"train (train.py:{line})", f"{collective} (distributed_c10d.py:9)"),
+        counters={epochs: epoch, batches: batch_idx},
+        loops={epochs: 10, batches: loop_of_batches},
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch_idx", "id_", "words"),
+    [
+        (
+            4,
+            ids.FEWER_BATCHES,
+            "at batch_idx of train (train.py) = 5, where rank 1 came to 4: rank 1 had fewer batches",
+        ),
+        (5, ids.SKIPPED, "rank 1 came to the loop's end, after as many steps, without this call"),
+    ],
+)
+def test_within_an_epoch_its_batches_tell_and_what_to_do_goes_with_the_reason(
+    batch_idx: int, id_: str, words: str
+) -> None:
+    ahead = in_train(14, epoch=0, batch_idx=batch_idx, loop_of_batches=10, collective="all_reduce")
+    behind = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="broadcast")
+    found = report(still(0, behind), still(1, ahead), still(2, behind))
+    first = found.findings[0]
+    assert (first.id, first.ranks) == (id_, ())
+    assert words in first.text
+    assert first.next_step == _NEXT_STEPS[id_]
+
+
+def test_an_argument_is_no_loops_counter_and_does_not_tell_of_fewer_batches() -> None:
+    """A batch that was left out in a function that catches its exception; after as many, the others are in the last."""
+    ahead = in_train(14, epoch=0, batch_idx=5, loop_of_batches=10, collective="barrier")
+    last = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="backward")
+    step = "step (train.py:30)"
+    behind = replace(
+        last, way=(*last.way[:2], step, last.way[2]), counters={**last.counters, "batch_idx of step (train.py)": 5}
+    )
+    behind = replace(behind, loops={**last.loops, "batch_idx of step (train.py)": NO_LOOP})
+    [first] = report(still(0, behind), still(1, ahead), still(2, behind)).findings
+    assert first.id == ids.SKIPPED
+    assert "a step before has left one out" in first.text
+    alone = replace(behind, counters={"batch_idx of step (train.py)": 5})
+    [first] = report(still(0, alone), still(1, replace(ahead, counters={})), still(2, alone)).findings
+    assert "or left this call out" in first.text
+
+
+def test_in_different_calls_of_a_function_the_later_call_is_ahead_whatever_the_lines() -> None:
+    """As in Lightning: advance() is called for each batch; rank 1 has a barrier of its own at its end."""
+    counter = "batch_idx of advance (training_epoch_loop.py)"
+
+    def advance(line: int, batch_idx: int, collective: str) -> Place:
+        way = ("run (fit_loop.py:205)", f"advance (training_epoch_loop.py:{line})", f"{collective} (module.py:9)")
+        return Place(collective=collective, way=way, counters={counter: batch_idx}, loops={counter: NO_LOOP})
+
+    [first] = report(
+        still(0, advance(250, 4, "backward")),
+        still(1, advance(270, 3, "barrier")),
+        still(2, advance(250, 4, "backward")),
+    ).findings
+    assert first.id == ids.SKIPPED
+    assert "rank 1 is at batch_idx of advance (training_epoch_loop.py) = 3, ranks 0, 2 at 4: ranks 0, 2 went on" in (
+        first.text.replace("Rank 1", "rank 1")
+    )
+
+
+@pytest.mark.parametrize(("batch_idx", "id_"), [(0, ids.SKIPPED), (3, ids.FEWER_BATCHES)])
+def test_of_a_loop_that_one_has_left_with_its_function_both_possibilities_are_told(batch_idx: int, id_: str) -> None:
+    counter = "batch_idx of run (evaluation_loop.py)"
+    inside = Place(
+        collective="barrier",
+        way=("fit (fit_loop.py:205)", "run (evaluation_loop.py:145)", "barrier (distributed_c10d.py:9)"),
+        counters={counter: batch_idx},
+        loops={counter: 140},
+    )
+    left = Place(collective="broadcast", way=("fit (fit_loop.py:206)", "broadcast (distributed_c10d.py:9)"))
+    [first] = report(still(0, inside), still(1, left), still(2, inside)).findings
+    assert first.id == id_
+    assert "rank 1 had fewer batches, or left this call out in one of them" in first.text
+
+
+def test_a_counter_of_another_loop_does_not_tell_of_fewer_batches() -> None:
+    ahead = in_train(19, epoch=0, batch_idx=0, loop_of_batches=18, collective="all_reduce")
+    behind = in_train(12, epoch=0, batch_idx=5, loop_of_batches=11, collective="broadcast")
+    found = report(still(0, behind), still(1, ahead), still(2, behind))
+    assert "fewer batches" not in found.findings[0].text
+
+
+def test_who_is_held_where_the_others_wait_is_not_accused_while_one_is_elsewhere() -> None:
+    held = facts(0, Member(3, 100), Fate(f.TRACED), SYNC, Motion(False, still_s=60.0))
+    found = report(held, still(1, ELSEWHERE), still(2, SYNC))
+    assert [(one.id, one.ranks) for one in found.findings] == [(ids.MISSING_RANK, (1,))]
+    assert "a debugger holds it" in "".join(found.findings[0].evidence)
+    [alone] = report(held, still(1, SYNC), still(2, SYNC)).findings
+    assert (alone.id, alone.ranks) == (ids.TRACED, (0,))
+
+
+def test_a_checkpoint_that_is_being_written_is_no_hang() -> None:
+    writes = replace(ELSEWHERE, activity=CHECKPOINT)
+    found = report(still(0, SYNC), facts(1, Fate(f.RUNS), writes, Motion(True, "it wrote 3.1 MB")), still(2, SYNC))
+    assert found.verdict.startswith("So far no hang: rank 1 has not entered")
+    assert (found.exit_code, found.findings) == (0, ())
+    assert report(still(0, SYNC), still(1, writes), still(2, SYNC)).exit_code == 1
+
+
+def test_a_guess_at_what_others_wait_for_is_said_to_be_one() -> None:
+    guess = Place(collective=PERHAPS + "the GPU, in item()", caller="train (a.py:3)")
+    found = report(still(0, guess), still(1, ELSEWHERE), still(2, guess))
+    assert found.findings[0].ranks == (1,)
+    assert found.verdict.startswith(
+        "Ranks 0, 2 have waited for 60 s, perhaps for the GPU, in item() of train (a.py:3), and rank 1 is not there: it"
+    )
+
+
+def test_what_is_between_two_ranks_is_no_collective() -> None:
+    recv = Place(collective="recv", caller="pipeline (a.py:3)")
+    found = report(still(0, recv), still(1, recv), still(2, recv))
+    assert "between two ranks" in found.verdict
+    assert "NCCL_DEBUG" not in found.next_step
+
+
+def test_ranks_of_hosts_that_are_not_collected_are_told_beside_a_missing_one() -> None:
+    found = report(still(0, SYNC), still(1, ELSEWHERE), world=4)
+    assert found.findings[0].ranks == (1,)
+    assert "nothing is known of ranks 2-3, whose hosts may not be collected yet" in found.findings[0].evidence
+    backward = Place(collective="backward, which reduces the gradients", caller="train (a.py:27)")
+    [first] = report(still(2, SYNC), still(3, backward), world=4).findings
+    assert (first.id, first.ranks) == (ids.NOT_SEEN, ())
+    assert "(and 1 other place); nothing is known of ranks 0-1" in first.text

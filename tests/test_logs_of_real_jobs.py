@@ -9,7 +9,7 @@ import pytest
 from interpreters import environment, run
 
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.findings import EXCEPTION, KILLED, Report
+from nemo_patches.tools.diagnose.findings import EXCEPTION, FIRST_FAILURE, KILLED, Report
 from nemo_patches.tools.diagnose.judge import judge
 
 pytestmark = [pytest.mark.one_nemo]
@@ -48,6 +48,30 @@ def test_the_rank_that_failed_is_named_and_no_other(how: str, id_: str, words: s
     first = report.findings[0]
     assert (first.id, first.ranks) == (id_, (1,)), report
     assert words in first.text and not any(set(one.ranks) - {1} for one in report.findings)
+
+
+def test_an_exception_before_there_is_a_process_group_is_the_ranks_by_torchruns_tee(tmp_path: Path) -> None:
+    log = logged(tmp_path, "early", "--log-dir", str(tmp_path / "logs"), "--tee", "3")
+    first = report_on(log).findings[0]
+    assert (first.id, first.ranks) == (EXCEPTION, (1,)) and "训练.json" in first.text, first
+    # The rank's own file alone does not tell whether that was caught; whoever reads it sees it all the same.
+    alone = report_on(tmp_path / "logs")
+    assert alone.exit_code == 2 and "The log of rank 1 has a traceback, FileNotFoundError" in alone.verdict, alone
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "words"),
+    [
+        ("leave", (1,), "Rank 1 failed first, exit code 3"),
+        ("term", (), "Rank 1 ended first, by a SIGTERM that torchrun had not sent"),
+    ],
+)
+def test_who_went_first_without_a_word_is_told_by_the_launcher(
+    how: str, ranks: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    report = report_on(logged(tmp_path, how))
+    assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, ranks)], report
+    assert words in report.verdict
 
 
 def test_an_exception_that_hydra_prints_is_the_ranks_by_its_folder(tmp_path: Path) -> None:

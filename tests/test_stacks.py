@@ -17,7 +17,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, jobs_here, lo
 from nemo_patches.tools.diagnose.facts import RUNS, STOPPED, Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources.stacks import of_samples, waits_are_old
-from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
+from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
@@ -104,6 +104,19 @@ HANGS = [
         words=("uploader",),
     ),
     Hang(
+        jobs.child,
+        LATE,
+        {1: "decode_with_sox"},
+        activity=CHILD,
+        details=f"/{jobs.FIFO}",
+        words=("it waits for a process that it has started", "its child cat (pid"),
+    ),
+    Hang(
+        jobs.collective_of_a_thread,
+        dict.fromkeys((0, 2), "all_reduce of collective_of_a_thread.<lambda> (stock_hangs.py:"),
+        {1: "ask_metadata_server"},
+    ),
+    Hang(
         jobs.two_missing,
         LATE,
         {1: "ask_metadata_server", 3: "poll_for"},
@@ -156,7 +169,7 @@ HANGS = [
         jobs.one_evaluation_batch_more,
         {0: "all_gather of validate (stock_hangs.py:", 1: LENGTH_SYNC, 2: LENGTH_SYNC},
         verdict=OUT_OF_STEP,
-        words=("rank 0 in all_gather of validate", "ranks 1-2 went on"),
+        words=("rank 0 in all_gather of validate", "ranks 1-2 went on", "at j of evaluate (stock_hangs.py) = 4: fewer"),
         reaching=(0, 1, 2),
     ),
     Hang(
@@ -220,6 +233,24 @@ def test_what_is_seen_of_a_hang_and_the_verdict(hang: Hang, tmp_path: Path) -> N
     assert first.ranks == tuple(hang.elsewhere)
     for word in hang.words:
         assert word.lower() in report.verdict.lower(), report.verdict
+
+
+def test_a_script_that_ended_before_one_of_its_threads_is_told_as_that(tmp_path: Path) -> None:
+    with jobs.running(jobs.thread_left, 2, tmp_path, 1) as pids:
+        _, facts = looked_at(pids, lambda facts: waits(facts, 0))
+    first = judge(Evidence(facts, world_size=2), stuck_after_s=STUCK_AFTER_S).findings[0]
+    assert first.ranks == (1,)
+    assert "its script has come to its end, and waits for its other threads" in first.text
+    assert "its thread 'uploader' is in ask_metadata_server (stock_hangs.py:" in first.text
+
+
+def test_a_checkpoint_that_is_being_written_is_no_hang(tmp_path: Path) -> None:
+    with jobs.running(jobs.writes_checkpoint, 2, tmp_path, 0) as pids:
+        _, facts = looked_at(pids, lambda facts: waits(facts, 1))
+    report = judge(Evidence(facts, world_size=2), stuck_after_s=STUCK_AFTER_S)
+    assert report.exit_code == 0, report.verdict
+    assert report.verdict.startswith("So far no hang: rank 0 has not entered barrier of writes_checkpoint")
+    assert "it wrote" in report.verdict
 
 
 @pytest.mark.parametrize("scenario", [jobs.healthy, jobs.straggling, jobs.pausing], ids=lambda one: one.__name__)

@@ -333,6 +333,25 @@ def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
         debugger.kill()
 
 
+@needs_py_spy
+@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+def test_strace_holds_nobody(tmp_path: Path) -> None:
+    with (
+        process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid,
+        subprocess.Popen(["strace", "-o", "/dev/null", "-p", str(pid)], stdin=-3, stderr=-3) as tracer,
+    ):
+        deadline = time.monotonic() + 60
+        while not samples.number_in(samples.read(f"/proc/{pid}/status"), "TracerPid"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        [ranks] = jobs_here(str(tmp_path))
+        job = look(ranks, lambda _: True, between_s=0.1)
+        tracer.kill()
+    assert of(job, Fate) == Fate(RUNS)
+    assert "program.py" in of(job, Place).where
+    assert f"pid {tracer.pid} traces it (strace, gdb)" in of(job, Place).details
+
+
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Path]:
     """stacks.pyz, in a folder that everybody may read."""
@@ -411,7 +430,8 @@ def test_another_users_rank_says_whose_it_is_and_what_the_kernel_tells(alone: Pa
     with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
         evidence = run_alone(alone, pid, python="/usr/bin/python3", path=str(alone.parent), user=65534, group=65534)
     fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
-    assert fate == Fate(UNREADABLE, "it is user 0's: run this as that user, or as root")
+    assert (fate.kind, fate.text) == (UNREADABLE, "it is user 0's: run this as that user, or as root")
+    assert fate.details[0].startswith("state ") and fate.details[0].endswith(" s of CPU time")
     assert any(isinstance(fact.value, Motion) and not fact.value.moved for fact in evidence.facts)
 
 

@@ -330,11 +330,13 @@ def test_ranks_that_torch_has_spawned_are_in_its_order(tmp_path: Path) -> None:
             real_ranks.wait_until(lambda: all((tmp_path / f"reached{rank}").exists() for rank in (0, 1)), 120)
             of_parent = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
             children = [int(pid) for pid in of_parent if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            [ranks] = jobs_here(pids=children[::-1])
+            # With their parent, and with multiprocessing's resource tracker: those are no ranks.
+            [ranks] = jobs_here(pids=[parent.pid, *map(int, of_parent[::-1])])
             job = look(ranks, lambda _: True, between_s=0.1)
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
     assert [(one.rank.rank, one.rank.pid) for one in job.ranks] == list(enumerate(sorted(children)))
+    assert {(one.rank.world_size, one.rank.local_world_size) for one in job.ranks} == {(2, 2)}
     assert job.ranks[0].rank.found_by == "torch.multiprocessing.spawn"
     main = job.ranks[0].samples[-1].main
     assert main is not None

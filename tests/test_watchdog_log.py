@@ -363,6 +363,21 @@ def test_a_damaged_log_is_no_crash(seed: int, data: bytes, tmp_path_factory: pyt
     assert report.verdict.isprintable()
 
 
+def test_a_log_that_is_cut_accuses_nobody(tmp_path: Path) -> None:
+    """Neither whose lines are lost, nor who waited by a message that ends in the middle."""
+    waiting = "\n".join([START, *(line(rank) for rank in (0, 1, 3))])
+    (tmp_path / "a.log").write_text(waiting)
+    (tmp_path / "b.log.gz").write_bytes(gzip.compress(f"{line(2)}\n{NOISE}".encode())[:-20])
+    report = diagnose_logs([tmp_path])
+    assert not any(one.ranks for one in report.findings) and "not whole" in report.problems[0], report
+    for error in (OF_GLOO, "KeyboardInterrupt"):
+        whole = CLOSED.format(rank=2, error=error).rstrip()
+        for end in range(whole.rindex("\n") + len("[rank2]: ") + 1, len(whole)):
+            (tmp_path / "c.log").write_text(whole[:end])
+            report = diagnose_logs([tmp_path / "c.log"])
+            assert not any(one.ranks for one in report.findings), (whole[:end][-60:], report)
+
+
 def test_what_is_no_log(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="No such file"):
         diagnose_logs([tmp_path / "none"])
@@ -390,6 +405,8 @@ def test_dump_signals_alone_tell_who_waited_and_who_had_not_come(tmp_path: Path)
     waited = [signal(rank, "this local rank", 22, 21) for rank in (0, 1)]
     first = report_on(tmp_path, *waited, signal(2, " rank 0", 21, 21)).findings[0]
     assert (first.id, first.ranks) == (MISSING_RANK, (2,)) and "Rank 2 has not entered a collective" in first.text
+    told = report_on(tmp_path, *(signal(rank, " rank 3", 22, 21) for rank in (0, 1, 2)))
+    assert told.verdict.startswith("Ranks 0-3 waited for others") and not any(one.ranks for one in told.findings)
     for other in (signal(2, " rank 0", 22, 21), signal(2, " rank 0", 21, 21, "7")):  # it has come; another group
         assert report_on(tmp_path, *waited, other).findings[0].ranks == ()
 
@@ -501,6 +518,12 @@ def of_group_9(rank: int) -> str:
         (f"slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed.\n"
          f"{OTHERS}", OUT_OF_MEMORY, ()),
         ("srun: error: gpu-12: task 3: Out Of Memory", OUT_OF_MEMORY, ()),
+        ("slurmstepd: error: Detected 8 oom-kill event(s) in step 5.batch cgroup.", OUT_OF_MEMORY, ()),
+        # The scheduler, or Slurm's or Lightning's word on a process, which tells no rank.
+        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***",
+         FIRST_FAILURE, ()),
+        ("srun: error: n1: task 3: Exited with exit code 1", FIRST_FAILURE, ()),
+        ("[rank: 1] Child process with PID 22 terminated with code 1. Forcefully", FIRST_FAILURE, ()),
         ("[12.3] Out of memory: Killed process 4711 (python) total-vm:9kB", OUT_OF_MEMORY, ()),
         ("CUDA out of memory. Tried to allocate 2 GiB", NOT_ENOUGH, ()),  # perhaps caught; nobody's name
         ("loading gloomy data ... Connection closed by peer", NOT_ENOUGH, ()),
@@ -522,6 +545,20 @@ def test_of_several_launches_in_one_log_the_last_that_tells_anything_counts(late
     assert [(one.id, one.ranks) for one in report.findings] == [(MISSING_RANK, (1,))]
     assert report.earlier == (f"{2 + len(later)} launches in one log: told is of the last one that tells anything",)
     assert report.world_size == 4
+
+
+@pytest.mark.parametrize(
+    "between",
+    [table(2, 1) + table(0, -15), "[default] Worker group FAILED. 3/3 attempts left; will restart worker group\n"],
+)
+def test_a_later_launch_is_told_by_what_ended_the_one_before(between: str, tmp_path: Path) -> None:
+    """torchrun's table, or its restart: what a rank says after its end, it says in a later launch."""
+    first = ["[rank2]: KeyError: 'audio'", *between.splitlines()]
+    second = [*CLOSED.format(rank=0, error=OF_GLOO).splitlines(), *table(1, -9).splitlines()]
+    report = report_on(tmp_path, *first, *second)
+    assert [(one.id, one.ranks) for one in report.findings] == [(KILLED, (1,))], report
+    assert "2 launches in one log" in report.earlier[0]
+    assert report_on(tmp_path, *first, "Epoch 0: 1%").findings[0].id == EXCEPTION
 
 
 def test_ranks_of_a_host_whose_log_is_not_there_are_not_accused(tmp_path: Path) -> None:
@@ -603,6 +640,7 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     # It came late, and nobody waits any more.
     late = report_on(tmp_path, ours + call + missing, f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late")
     assert not any(one.ranks for one in late.findings)
+    assert late.verdict.startswith("Rank 5 went on (it came 12.50 s late)"), late
     gave_up = (
         "other ranks waited for this one, and gave up (ConformerEncoder call 72); it had been in read (data.py:41)"
     )
@@ -745,6 +783,13 @@ def test_where_a_rank_waited_is_told_by_its_traceback(tmp_path: Path) -> None:
     assert "waited for others in all_reduce (distributed_c10d.py:3252) < main (train.py:17) (Timed" in report.verdict
 
 
+ELASTIC = """\
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/run.py", line 1032, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: """
+
+
 def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path) -> None:
     traceback = "\n".join(
         line.removeprefix("[rank1]: ")
@@ -769,12 +814,7 @@ def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path
     assert (first.id, first.ranks) == (EXCEPTION, (1,)) and "ValueError: bad row in fit (train.py:13)" in first.text
     # A traceback that is logged, of an error that was caught, ends nothing; nor is it the launcher's own.
     assert report_on(tmp_path, traceback).findings[0].id == NOT_ENOUGH
-    elastic = (
-        "Traceback (most recent call last):\n"
-        '  File "/venv/lib/python3.11/site-packages/torch/distributed/run.py", line 1032, in <module>\n    main()\n'
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    )
-    report = report_on(tmp_path, elastic, table(1, 1))
+    report = report_on(tmp_path, ELASTIC, table(1, 1))
     assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, (1,))]
 
 
@@ -820,6 +860,9 @@ ROOT = "Root Cause (first observed failure):"
         ("srun: error: n1: task 3: Killed", ()),
         ("torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL", ()),
         ("Fatal Python error: Segmentation fault", ()),
+        ("/var/spool/slurmd/job7/slurm_script: line 28:  8156 Killed                  python3 train.py --epochs 4", ()),
+        ("[rank: 1] Child process with PID 22 terminated with code -9. Forcefully terminating all other processes", ()),
+        ("E1 api.py:826] failed (exitcode: 137) local_rank: 2 (pid: 102) of binary: /bin/bash", ()),
         (
             "(T[rank=3] pid=77, ip=1) [rank3]: x\nray.exceptions.ActorDiedError: The actor died at once\n\tpid: 77",
             (3,),
@@ -847,6 +890,140 @@ def test_what_other_launchers_tell(text: str, ranks: tuple[int, ...], tmp_path: 
 def test_what_looks_alike_and_is_none(text: str, tmp_path: Path) -> None:
     report = report_on(tmp_path, *text.splitlines())
     assert [one.id for one in report.findings] == [NOT_ENOUGH], report
+
+
+def test_the_scheduler_is_named_where_it_ended_the_job(tmp_path: Path) -> None:
+    text = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***"
+    assert (
+        "The job was ended (Slurm: CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT) [train.log:4]"
+        in report_on(tmp_path, text).verdict
+    )
+
+
+TERM = (
+    "W1124 07:07:55.7 4813 torch/distributed/elastic/agent/server/api.py:753] Received 15 death signal, shutting down"
+)
+SENT = "W1 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process {pid} closing signal SIGTERM"
+
+
+def test_what_sigterm_ended_is_not_the_reason(tmp_path: Path) -> None:
+    """torchrun got it: connections that closed then, and a traceback that was caught before, explain nothing."""
+    stray = [f"[default1]:{one}" for one in STRAY.splitlines()]
+    cut = CLOSED.format(rank=2, error=OF_GLOO).splitlines()
+    for lines in ([], stray, [*stray, "", *cut]):
+        before, after = (lines[: len(STRAY.splitlines())], lines[len(STRAY.splitlines()) :])
+        ended = [f"{TERM} workers", *(SENT.format(pid=pid) for pid in (76, 77, 78))]
+        report = report_on(tmp_path, *before, *ended, *after)
+        assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, ())], report
+        assert "The job was ended (torchrun got SIGTERM)" in report.verdict
+    # After a connection has closed, somebody looks at a job that has ended already.
+    assert report_on(tmp_path, *cut, f"{TERM} workers").findings[0].id == WAITED_IN_VAIN
+
+
+def test_a_sigterm_that_torchrun_had_not_sent_came_first(tmp_path: Path) -> None:
+    cut = [CLOSED.format(rank=rank, error=OF_GLOO) for rank in (0, 2)]
+    tables = [table(rank, -15).replace("pid: 77", f"pid: {76 + rank}") for rank in (0, 2, 1)]
+    for connections in ([], cut):
+        lines = "".join([*connections, *(SENT.format(pid=pid) + "\n" for pid in (76, 78)), *tables]).splitlines()
+        report = report_on(tmp_path, *lines)
+        assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, ())], report
+        assert "Rank 1 ended first, by a SIGTERM that torchrun had not sent" in report.verdict
+
+
+def test_what_slurm_kills_when_it_ends_a_job_is_not_the_reason(tmp_path: Path) -> None:
+    cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***"
+    report = report_on(tmp_path, cancelled, "srun: error: n1: task 3: Killed")
+    assert [one.id for one in report.findings] == [FIRST_FAILURE] and "TIME LIMIT" in report.verdict, report
+    first = report_on(tmp_path, "srun: error: n1: task 3: Killed", cancelled).findings[0]
+    assert first.id == KILLED, first
+
+
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [
+        ("ncclUnhandledCudaError", "Cuda failure 2 'out of memory'"),
+        ("ncclUnhandledCudaError", "Failed to CUDA calloc async 608 bytes"),
+        ("ncclSystemError", "Error while creating shared memory segment /dev/shm/nccl-AB (size 9637888)"),
+    ],
+)
+def test_an_error_of_nccls_on_one_rank_is_that_ranks_own(kind: str, last: str, tmp_path: Path) -> None:
+    """What the others say, that its connection closed, followed from it."""
+    own = CLOSED.format(
+        rank=1,
+        error="torch.distributed.DistBackendError: NCCL error in: /pytorch/NCCLUtils.hpp:268, unhandled error\n"
+        f"[rank1]: {kind}: Call failed.\n[rank1]: Last error:\n[rank1]: {last}",
+    )
+    others = [CLOSED.format(rank=rank, error=OF_NCCL.format(rank=rank)) for rank in (0, 2)]
+    for texts in ([own, *others], [*others, own]):
+        first = report_on(tmp_path, *"".join(texts).splitlines()).findings[0]
+        assert (first.id, first.ranks) == (EXCEPTION, (1,)) and last in first.text, first
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+        "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, internal error\n[rank1]: ncclInternalError: x",
+        "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
+        "via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer",
+    ],
+)
+def test_a_closed_connection_is_not_said_to_be_a_time_limit(error: str, tmp_path: Path) -> None:
+    verdict = report_on(tmp_path, *CLOSED.format(rank=1, error=error).splitlines()).verdict
+    assert verdict.startswith("Rank 1 had a connection closed") and "time limit" not in verdict
+
+
+@pytest.mark.parametrize(("code", "how"), [(-11, "SIGSEGV"), (3, "exit code 3")])
+def test_who_failed_first_where_all_others_connections_closed(code: int, how: str, tmp_path: Path) -> None:
+    cut = [CLOSED.format(rank=rank, error=OF_NCCL.format(rank=rank)) for rank in (0, 2)]
+    failed = table(0, 1, "12:39", "Failures:") + table(2, 1, "12:39") + table(1, code, "12:35")
+    report = report_on(tmp_path, *"".join(cut).splitlines(), *failed.splitlines())
+    assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, (1,))], report
+    assert f"Rank 1 failed first, {how}" in report.verdict
+    # It may have waited, too: that is not known of it, or of a rank of which there is nothing.
+    for more in (line(1), START):
+        report = report_on(tmp_path, *"".join(cut).splitlines(), *failed.splitlines(), more)
+        assert not any(one.ranks for one in report.findings), report
+
+
+def test_where_each_rank_waited_is_told_where_that_differs(tmp_path: Path) -> None:
+    out = OF_GLOO.replace("Connection closed by peer [127.0.0.1]:1", "Timed out waiting 6000ms for recv operation")
+    waits = [CLOSED.format(rank=rank, error=out) for rank in range(3)]
+    waits[1] = waits[1].replace("train.py", "validate.py")
+    verdict = report_on(tmp_path, *"".join(waits).splitlines()).verdict
+    assert "rank 1 in all_reduce (distributed_c10d.py:3252) < main (validate.py:17); ranks 0, 2 in all_red" in verdict
+
+
+STRAY = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 5, in <module>
+    open(path)
+FileNotFoundError: [Errno 2] No such file or directory: '/数据/训练.json'
+"""
+
+
+def test_torchruns_tee_tells_whose_a_traceback_is(tmp_path: Path) -> None:
+    """One raised before there is a process group, of which torch puts no rank before the lines."""
+    lines = [f"[default1]:{one}" for one in STRAY.splitlines()]
+    lines[2:2] = ["[default0]:Traceback (most recent call last):", '[default0]:  File "/job/x.py", line 1, in f']
+    first = report_on(tmp_path, *lines, *table(1, 1).splitlines()).findings[0]
+    assert (first.id, first.ranks) == (EXCEPTION, (1,)), first
+    assert "FileNotFoundError: [Errno 2] No such file or directory: '/数据/训练.json' in <module>" in first.text
+    # Where the rank was ended by SIGTERM, or by its connections, it had been caught.
+    for other in (table(1, -15) + table(2, 1), table(2, -9) + CLOSED.format(rank=1, error=OF_GLOO)):
+        report = report_on(tmp_path, *lines, *other.splitlines())
+        assert not any(1 in one.ranks for one in report.findings), report
+        assert "FileNotFound" not in report.verdict, report
+
+
+def test_a_traceback_that_nobody_says_ended_a_rank_is_told_as_that(tmp_path: Path) -> None:
+    report = report_on(tmp_path, *STRAY.splitlines())
+    assert [(one.id, one.ranks) for one in report.findings] == [(NOT_ENOUGH, ())], report
+    assert "has a traceback, FileNotFoundError" in report.verdict and "was caught" in report.verdict
+    failed = report_on(tmp_path, *STRAY.splitlines(), ELASTIC, *table(2, 1).splitlines()).findings[0]
+    assert (failed.id, failed.ranks) == (FIRST_FAILURE, (2,)) and "FileNotFoundError" in failed.evidence[1], failed
+    killed = report_on(tmp_path, *STRAY.splitlines(), *table(2, -9).splitlines())
+    assert [(one.id, one.ranks) for one in killed.findings] == [(KILLED, (2,))], killed
 
 
 # torch's reports.
@@ -921,6 +1098,16 @@ def test_what_is_a_log() -> None:
 # Whatever lines there are, and in whatever order.
 
 
+_OF_THE_JOB = (
+    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***",
+    "srun: error: n1: task 0: Exited with exit code 1",
+    "srun: error: n1: task 0: Killed",
+    "[rank: 1] Child process with PID 22 terminated with code 1. Forcefully terminating all other processes",
+    "x.sh: line 28:  8156 Killed                  python3 train.py",
+    "[default] Worker group FAILED. 3/3 attempts left; will restart worker group",
+)
+
+
 @st.composite
 def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
     """Lines of one job, and the ranks that one of them shows waiting."""
@@ -952,6 +1139,9 @@ def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
         else:
             lines.append(signal(draw(st.integers(0, world - 1)), f" rank {rank}", number, number))
         waits.add(rank)
+        if draw(st.booleans()):  # caught, and written by torchrun --tee
+            lines.append("\n".join(f"[default{rank}]:{one}" for one in STRAY.splitlines()))
+    lines += draw(st.lists(st.sampled_from([f"{TERM} workers", SENT.format(pid=77), *_OF_THE_JOB]), max_size=3))
     for rank in draw(st.lists(st.integers(0, world - 1), max_size=4)):
         codes = st.sampled_from([1, -6, -15, 83])  # so a rank may end that waited
         lines += table(rank, draw(codes), draw(st.sampled_from(["12:35", "12:36"]))).splitlines()

@@ -13,6 +13,7 @@ from nemo_patches.tools.diagnose.facts import (
     FAILED,
     GONE,
     KILLED,
+    LOGGED,
     MISSING,
     NOT_TOLD,
     RAISED,
@@ -43,7 +44,7 @@ _NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
 # Causes before consequences, what is known before what is not.
 _RANKED = (
     *(RAISED, KILLED, STOPPED, TRACED, WAITED, CUT, STUCK, ABORTED, TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING),
-    *(UNSEEN, UNREADABLE, RUNS),
+    *(UNSEEN, UNREADABLE, LOGGED, RUNS),
 )
 
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, first_of
+from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, first_of, is_before
 from nemo_patches.tools.diagnose.facts import (
     ABORTED,
     AT_START,
     CUT,
     ENDED,
     FAILED,
+    FROM_OUTSIDE,
     GONE,
+    LOGGED,
     MISSING,
+    NOT_TOLD,
     SILENT,
     STUCK,
     TERMINATED,
     UNSEEN,
     WAITED,
+    Fact,
     Fate,
 )
-from nemo_patches.tools.diagnose.findings import Finding, Ruling
+from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     all_absent,
     capital,
@@ -33,6 +38,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     inner,
     most_told,
     reading_of,
+    step_of,
     title_of,
     who,
 )
@@ -54,6 +60,8 @@ def by_ends(hearing: Hearing) -> Ruling:
         how = "waited until a time limit" if waited else "had their connections closed"
         found = all_absent(suspects, None, evidence)
         return Ruling(tuple(replace(one, text=f"{one.text} {capital(who(ended))} {how}.") for one in found))
+    if not waited and (first := _left_first(cut, hearing)):
+        return Ruling(first)
     if all(one.fate_value.text.startswith(AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
@@ -64,6 +72,10 @@ def by_ends(hearing: Hearing) -> Ruling:
     )
     unseen = _unseen_text(hearing)
     text = f"{ends}: another rank did not come, or had gone before. Which one, this does not tell{unseen}."
+    if len(places := _places_of(waited)) > 1:
+        told = "; ".join(f"{named(ranks)} in {place}" for place, ranks in places.items())
+        text = f"{ends}, at different places: {told}. One of them may have made a collective more or fewer{unseen}."
+        step = step or step_of(ids.OUT_OF_STEP)
     seats_of = [
         cited(fact, title_of(fact.value)) for one in waited for fact in one.seats if isinstance(fact.value, Seat)
     ]
@@ -72,8 +84,25 @@ def by_ends(hearing: Hearing) -> Ruling:
     return Ruling((*found, *by_launcher(hearing, of_ranks_that_waited=True)))
 
 
+def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
+    """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it; or
+    who else ended the job.
+    """
+    terminated = [fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or _text(fact) == FROM_OUTSIDE]
+    if terminated and not any(is_before(fact, terminated[0]) for one in cut for fact in one.fates):
+        return tuple(replace(one, evidence=(*one.evidence, *evidence_of(cut))) for one in _ended_by_others(hearing))
+    found = by_launcher(hearing)
+    if len(found) != 1 or len(found[0].ranks) != 1 or hearing[found[0].ranks[0]].waits is not None or hearing.unseen:
+        return ()
+    text = f"{found[0].text} {capital(who(one.rank for one in cut))} had their connections closed."
+    evidence = (*found[0].evidence, *evidence_of(cut))
+    return (replace(found[0], text=text, severity=CRITICAL, evidence=evidence),)
+
+
 def _unseen_text(hearing: Hearing) -> str:
-    return f"; nothing is known of {named(hearing.unseen)}" if hearing.evidence.world_size and hearing.unseen else ""
+    logged = [one.rank for one in hearing.accounts.values() if one.fate_kind == LOGGED and one.rank != NOT_TOLD]
+    text = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
+    return text + (f"; of {named(logged)} no end is told" if logged else "")
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
@@ -88,6 +117,8 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
     facts = [fact for one in waited for fact in one.seats if isinstance(fact.value, Seat) and fact.value.kind]
     if not facts:
         fate = waited[0].fate_value if waited else Fate("")
+        if len(_places_of(waited)) > 1:
+            return "for others", ""
         at = f" in {inner(fate.where)}" if fate.where else ""
         return f"for others{at}" + (f" ({fate.text})" if fate.text else ""), ""
     seat = most_told(facts)
@@ -95,6 +126,15 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
         return "in collectives of several groups", ""
     remark, step = reading_of(seat, hearing.evidence.patched)
     return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
+
+
+def _places_of(waited: list[Account]) -> dict[str, list[int]]:
+    """By where their errors say that they waited, the ranks; the smallest party first."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for one in waited:
+        if one.fate_value.where:
+            places[inner(one.fate_value.where)].append(one.rank)
+    return dict(sorted(places.items(), key=lambda item: len(item[1])))
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
@@ -119,7 +159,9 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]
     assert isinstance(first.value, Fate)
-    lines = [cited(fact, fact.value.text) for fact in firsts if isinstance(fact.value, Fate)]
+    lines = [cited(fact, _text(fact)) for fact in firsts]
+    fates = (fact for one in hearing.accounts.values() for fact in one.fates)
+    lines += [cited(fact, f"a traceback, {_text(fact)}") for fact in fates if fate_kind(fact) == LOGGED]
     if len(ranks) > 1:
         text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
         return (finding(ids.FIRST_FAILURE, text, (), lines),)
@@ -129,12 +171,30 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
     return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, hearing[ranks[0]]),)
 
 
-def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
+def _terminated(hearing: Hearing) -> list[Fact]:
+    """What launchers and schedulers tell of ranks, or of the job, that somebody else ended."""
     fates = [fact for one in hearing.accounts.values() for fact in one.fates]
-    facts = [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
+    return [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
+
+
+def _text(fact: Fact) -> str:
+    return fact.value.text if isinstance(fact.value, Fate) else ""
+
+
+def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
+    facts = _terminated(hearing)
     if not facts:
         return ()
-    text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{facts[0].cite}], and no record tells of "
-    text += "a failure before: a user, the scheduler, or another host's launcher ended the job."
-    lines = [cited(fact, fact.value.text) for fact in facts[:8] if isinstance(fact.value, Fate)]
+    of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
+    outside = [fact for fact in facts if _text(fact) == FROM_OUTSIDE]
+    first = (of_job or outside or facts)[0]
+    if of_job:
+        text = f"The job was ended ({_text(first)}) [{first.cite}], and no record tells of a failure before."
+    elif outside:
+        text = f"{who(fact.rank for fact in outside)} ended first, by a SIGTERM that torchrun had not sent "
+        text += f"[{first.cite}]: a user, the scheduler, or another program sent it."
+    else:
+        text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{first.cite}], and no record tells "
+        text += "of a failure before: a user, the scheduler, or another host's launcher ended the job."
+    lines = [cited(fact, _text(fact)) for fact in (*of_job, *outside, *facts)[:8]]
     return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

@@ -17,6 +17,8 @@ from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
 _OUT = (*HELD, GONE, ENDED, KILLED, RAISED, SILENT, MISSING, UNSEEN)
 
+_OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+
 
 def by_places(hearing: Hearing) -> Ruling:
     accounts = hearing.accounts
@@ -34,7 +36,8 @@ def by_places(hearing: Hearing) -> Ruling:
     unreadable = [one for one in seen if one.fate_kind == UNREADABLE]
     if len(unreadable) == len(seen):
         text = f"None of {len(seen)} ranks could be read: {unreadable[0].fate_value.text}"
-        return Ruling((finding(ids.NOT_ENOUGH, text),))
+        step = "Then run this again; what is known of each process without its stack is below."
+        return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence_of(seen), next_step=step),))
     if not waiting:
         return _nobody_waits(hearing, seen, moving)
     if any(one.place_value.collective for one in moving) and len(moving) + 1 >= len(seen):
@@ -54,20 +57,24 @@ def by_places(hearing: Hearing) -> Ruling:
 
 def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], unseen: list[int]) -> Ruling:
     who, evidence = named([each.rank for each in waiting]), evidence_of(hearing.accounts.values())
-    title = waiting[0].place_value.seat
+    title = _titles(waiting)
+    not_known = [f"nothing is known of {named(unseen)}, whose hosts may not be collected yet"] if unseen else []
     if one is not None and one.id == seats.MISSING:
         accused = [hearing[rank] for rank in one.accused]
         if unreadable := [each for each in accused if each.fate_kind == UNREADABLE]:
             text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate_value.text}"
             return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence),))
         accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
+        # Who is held up where the others wait would not end their wait: not while anybody is elsewhere.
+        elsewhere = [each for each in accused if not each.place_value.collective]
+        accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
-        return Ruling(tuple(all_absent(accused, wait, evidence)))
+        return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
     if any(hearing[rank].calls for rank in unseen):
         return Ruling()  # something is known of it: its trace is damaged, or tells nothing of where it is
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
-        text = f"{who} {are} in {title}; nothing is known of {named(unseen)}, whose hosts may not be collected yet."
+        text = f"{who} {are} in {title}; {not_known[0]}."
         return Ruling((finding(ids.NOT_SEEN, text, evidence=evidence),))
     if one is not None and one.id == seats.OUT_OF_STEP:
         return Ruling((_different(waiting, evidence),))
@@ -81,8 +88,8 @@ def _different(waiting: list[Account], evidence: list[str]) -> Finding:
     ordered = dict(sorted(parties.items(), key=lambda item: len(item[1])))
     first, *_, last = ordered.values()
     why = further_on(first, last)
-    found = out_of_step({title: [one.rank for one in ranks] for title, ranks in ordered.items()}, evidence, why.text)
-    return replace(found, id=why.id or found.id) if why.text else found
+    by_title = {title: [one.rank for one in ranks] for title, ranks in ordered.items()}
+    return out_of_step(by_title, evidence, why.text, why.id or ids.OUT_OF_STEP)
 
 
 def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
@@ -103,7 +110,14 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
             "same call, and one rank is ahead."
         )
         return finding(ids.SKIPPED, text, evidence=evidence)
-    text = f"Every rank waits in the same collective, {seat}: one is a call ahead, or the network has failed."
+    if waiting[0].place_value.collective in _OF_TWO:
+        text = f"Every rank waits in {seat}, which is between two ranks: each waits for the other side's call."
+        step = "Look at who sends to whom there, and in which order: each recv needs a rank that comes to its send."
+        return finding(ids.ALL_IN, text, evidence=evidence, next_step=step)
+    text = (
+        f"Every rank waits in the same collective, {seat}: one is a call ahead, their process groups differ, or the "
+        "network has failed."
+    )
     return finding(ids.ALL_IN, text, evidence=evidence)
 
 
@@ -148,12 +162,16 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
         text = f"So far no hang: {first.text[0].lower()}{first.text[1:]} Look again if it lasts."
         return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [hearing[rank] for rank in first.ranks]
+    if works and all(one.moved and one.place_value.activity == CHECKPOINT for one in works):
+        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].moved_by})."
+        return Ruling(text=f"{text} Look again if it lasts.", goes_on=True)
     if (
         works
         and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
         and any(one.moved for one in works)
     ):
-        text = f"{first.text[:-1]}; it works, and may come."
+        by = next((one.moved_by for one in works if one.moved), "")
+        text = f"{first.text[:-1]}; it works{f' ({by})' if by else ''}, and may come."
         first = replace(first, text=text, severity=WARNING)
     held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, GONE) for rank in first.ranks)
     is_moment = all(one.place is not None and one.place.own and not one.was_looked_at_twice for one in waiting)
@@ -178,7 +196,8 @@ def _waited_by_its_end(hearing: Hearing, one: Account, waiting: Account) -> bool
 
 def _titles(waiting: list[Account]) -> str:
     titles = sorted({one.place_value.seat for one in waiting})
-    return titles[0] + (f" (and {len(titles) - 1} other places)" if len(titles) > 1 else "")
+    others = len(titles) - 1
+    return titles[0] + (f" (and {others} other place{'s' if others > 1 else ''})" if others else "")
 
 
 def _still_s(waiting: list[Account]) -> float | None:

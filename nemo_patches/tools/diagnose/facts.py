@@ -25,12 +25,14 @@ CUT = "cut"  # a closed connection ended it: another rank had gone before
 TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
 MISSING = "missing"  # another rank's report, or torch's own, says that it has not come; text: to what
 STUCK = "stuck"  # its NCCL watchdog does not get on: a CUDA or NCCL call does not return; perhaps it waits
+LOGGED = "logged"  # its log has a traceback, and nothing tells whether that ended it: it may have been caught
 RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
 
 
 AT_START = "at start-up"  # how the text of such a WAITED or CUT begins: there was no process group yet
 SYNC_ENDED = "its length sync has ended"  # likewise of a CUT rank whose process has no end
+FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
 NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likewise a Seat's number
 
@@ -55,7 +57,8 @@ class Place:
     none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: as stall/rank_text.py has
     them, or facts' own. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python
     frames, outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the
-    same, at which line that loop begins; 0: it has come out of it; none where that is not known.
+    same, at which line that loop begins; 0: it has come out of it; NO_LOOP (source.py): it is another one in each call;
+    none where that is not known.
     """
 
     where: str = ""
@@ -157,10 +160,10 @@ class Evidence:
     which number on its record is whole. partly_known: groups that may have ranks of which nothing is known. patched:
     nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
     findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
-    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. past: ranks whom only those
-    reported missing that have ended in good order since. traces_alone: there is no other source, and the ranks' calls
-    tell all that their rounds and places do. explained: by encoder the ranks that are behind for a reason that a finding
-    has; not empty where ranks are not at one step, so that who came to a round, and who to the next call, shows nothing.
+    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. past: ranks whom only
+    those reported missing that have ended in good order since. traces_alone: there is no other source, and the ranks'
+    calls tell all that their rounds and places do. explained: by encoder the ranks that are behind for a reason that a
+    finding has; not empty where ranks are not at one step, so that who came to a round shows nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)

@@ -17,9 +17,18 @@ from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
-from nemo_patches.tools.diagnose.facts import ENDED, KILLED, RAISED, WAITED, Evidence, Fact, Fate
+from nemo_patches.tools.diagnose.facts import ENDED, KILLED, LOGGED, RAISED, WAITED, Evidence, Fact, Fate, Motion
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report, Ruling
-from nemo_patches.tools.diagnose.verdicts import evidence_of, finding, is_for_memory, killed, raised
+from nemo_patches.tools.diagnose.verdicts import (
+    capital,
+    evidence_of,
+    finding,
+    inner,
+    is_for_memory,
+    killed,
+    raised,
+    who,
+)
 
 STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
 
@@ -105,7 +114,16 @@ def _not_enough(evidence: Evidence) -> Finding:
     told = {fact.rank for fact in evidence.facts}
     unseen = sorted(set(range(evidence.world_size)) - told)
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
-    text = f"Of {named(sorted(told))} something is told, and nothing that decides{of_others}."
+    text = f"Of {who(told)} something is told, and nothing that decides{of_others}."
+    for fact in evidence.facts:
+        if isinstance(fact.value, Motion) and fact.value.moved:
+            text = (
+                f"{capital(who([fact.rank]))} went on ({fact.value.by}) [{fact.cite}], and nothing is told after that."
+            )
+        if isinstance(fact.value, Fate) and fact.value.kind == LOGGED:
+            at = f" in {inner(fact.value.where)}" if fact.value.where else ""
+            text = f"The log of {who([fact.rank])} has a traceback, {fact.value.text}{at} [{fact.cite}], "
+            text += "and nothing tells whether it ended the rank or was caught."
     return finding(ids.NOT_ENOUGH, text + looked_for, evidence=evidence_of(accounts_of(evidence).values()))
 
 

@@ -25,6 +25,7 @@ from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, U
 from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
 from nemo_patches.tools.diagnose import facts
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
@@ -118,6 +119,8 @@ def _means(folder: Path, file: Path) -> bool:
     """Whether the process of this socket works in the folder, or has its dumps there."""
     process = Path(f"/proc/{process_of(file)}")
     with contextlib.suppress(OSError):
+        if started_at(process_of(file)) > file.lstat().st_mtime + CLOCK_SLACK_S:
+            return False  # a process that was killed has left its socket, and another one has its number now
         if (process / "cwd").samefile(folder):
             return True
         variables = (process / "environ").read_bytes().split(b"\0")

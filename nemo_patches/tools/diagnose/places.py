@@ -15,7 +15,7 @@ from nemo_patches.stall.rank_text import LENGTH_SYNC
 from nemo_patches.stall.waits import Call
 from nemo_patches.tools.diagnose.collect.samples import Frame
 from nemo_patches.tools.diagnose.facts import Place
-from nemo_patches.tools.diagnose.verdicts import ENDING, LOADER, LOCK
+from nemo_patches.tools.diagnose.verdicts import ENDING, LAST_THREADS, LOADER, LOCK
 
 _NO_FRAME = "the end of its script: no Python frame is left, it waits in C++"
 # C++ frames (py-spy --native, pystack --native, gdb); the first that matches, of the innermost.
@@ -70,6 +70,8 @@ def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = F
         return Place(where, collective, _caller(python), activity, way=way)
     if not activity and in_loader:
         activity = LOADER
+    if not activity and any((_function(frame), _base(frame)) == ("_shutdown", "threading.py") for frame in python):
+        activity = LAST_THREADS
     if not activity and _waits_for_lock(python, calls, in_futex):
         activity = LOCK
     return Place(where, activity=activity, way=way)

@@ -28,8 +28,10 @@ _OF_TORCH = re.compile(
 _OF_ANY_CONNECTION = re.compile(r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout")
 _OWN_FAULT = re.compile(
     r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate GPU|ncclInvalid|"
-    r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use"
+    r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use|ncclUnhandledCudaError|"
+    r"unhandled cuda error|Error while (?:creating|attaching to) shared memory"
 )
+_CUT = re.compile(r"\s*(?:\[[^\]]*)?")  # "[/pytorch/gl": of a message of torch's, where a log ends in the middle of it
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(
     r"waiting for clients|store based barrier|client socket has timed out|while trying to connect to"
@@ -169,11 +171,18 @@ def is_of_a_collective(kind: str, message: str, traceback: str = "") -> bool:
         return True
     if name == "RuntimeError" and _OF_TORCH.search(message):
         return True
+    is_cut = _CUT.fullmatch(message) is not None and (name == "RuntimeError" or not name.endswith("Error"))
+    if is_cut and _is_in_collective(message, traceback):
+        return True
     if not _OF_ANY_CONNECTION.search(message):
         return False
-    innermost = Error(name, message, traceback).frames[:_RAISED_WITHIN]
-    if not innermost:
+    if not Error(name, message, traceback).frames:
         return name == "RuntimeError"
+    return _is_in_collective(message, traceback)
+
+
+def _is_in_collective(message: str, traceback: str) -> bool:
+    innermost = Error("", message, traceback).frames[:_RAISED_WITHIN]
     return any(_OF_COLLECTIVES.search(file) for file, _, _ in innermost)
 
 

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, LENGTH_SYNC, named
+from nemo_patches.stall.rank_text import (
+    CHECKPOINT,
+    COMPILATION,
+    DEBUGGER,
+    EXPORT,
+    LENGTH_SYNC,
+    PERHAPS,
+    is_guess,
+    named,
+)
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import (
@@ -19,6 +28,7 @@ from nemo_patches.tools.diagnose.facts import (
     FOR_MEMORY,
     GONE,
     KILLED,
+    LOGGED,
     MISSING,
     NOT_TOLD,
     RAISED,
@@ -27,6 +37,7 @@ from nemo_patches.tools.diagnose.facts import (
     STUCK,
     TERMINATED,
     TRACED,
+    UNREADABLE,
     UNSEEN,
     WAITED,
     Fact,
@@ -36,6 +47,7 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Findin
 
 # Activities beside those of stall/rank_text.py; a stack's reader tells them.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
+CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 
 _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
@@ -45,6 +57,8 @@ _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 _DOES = {
     LOADER: "it waits for its data loader",
     LOCK: "it waits for a lock or a thread of its own",
+    CHILD: "it waits for a process that it has started",
+    LAST_THREADS: "its script has come to its end, and waits for its other threads",
     CHECKPOINT: "it writes a checkpoint",
     DEBUGGER: "it is in a debugger",
     COMPILATION: "it compiles",
@@ -67,8 +81,8 @@ _NEXT_STEPS = {
     "its data, a checkpoint, the end of its stderr.",
     ids.OUT_OF_STEP: "One rank has made a collective more or fewer: look for uneven batches, and for code that only "
     "some ranks run. nemo_patches helps where the one too many is the encoder's length sync (uneven evaluation).",
-    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a "
-    "collective that only some ranks call.",
+    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a batch "
+    "less in an evaluation, a collective that only some ranks call.",
     ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
     "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
     ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
@@ -106,6 +120,9 @@ _NEXT_STEPS_AT = {
     "with C frames: `py-spy dump --native --pid PID` of its worker.",
     LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
     "`py-spy dump --native --pid {pid}`.",
+    CHILD: "Look at that process on {host}, and at the file or server that it waits for: `ls -l /proc/PID/fd`.",
+    LAST_THREADS: "Look why its script ended before the others': an error at the end of its stderr, fewer batches. "
+    "Then at what that thread waits for.",
     CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
@@ -141,6 +158,11 @@ def finding(
         next_step=(next_step or _NEXT_STEPS[kind]).format(pid=pid, host=host),
         evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
     )
+
+
+def step_of(kind: str) -> str:
+    """What to do, by the table."""
+    return _NEXT_STEPS[kind]
 
 
 def who(ranks: Iterable[int]) -> str:
@@ -202,7 +224,10 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding
     """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
     ranks = [account.rank for account in accounts]
     text = who(ranks)
-    if wait is not None:
+    if wait is not None and is_guess(wait.title):
+        is_ = "is" if len(ranks) == 1 else "are"
+        text = f"{capital(who(wait.ranks))} {_waits_for(wait)}, and {text} {is_} not there"
+    elif wait is not None:
         have = "has" if len(ranks) == 1 else "have"
         text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
     told = _doings(accounts)
@@ -236,8 +261,13 @@ def _doings(accounts: Sequence[Account]) -> str:
 def doing(account: Account) -> str:
     """What is known of a rank that others wait for: how it ended, or where it is."""
     fate, place = account.fate_value, account.place_value
+    if fate.kind == UNSEEN and fate.text:
+        return f"there is no sign of it: {fate.text}"
     if fate.kind in _ENDS:
         more = f"{' ' if fate.kind == MISSING else ', '}{fate.text}" if fate.text else ""
+        spot = place.worker or (f"it was in {inner(place.where)}" if place.where else "")
+        if spot and fate.kind in (TERMINATED, ABORTED):  # which came after it had held the others up
+            return f"{spot}; in the end {_ENDS[fate.kind]}{more}"
         at = f"; last seen in {inner(place.where)}" if place.where else ""
         return f"{_ENDS[fate.kind]}{more}{at}"
     spot = place.worker or inner(place.where)
@@ -257,7 +287,7 @@ _ENDS = {
     KILLED: "it was killed",
     GONE: "it was killed or crashed: no record tells of its end",
     ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
-    FAILED: "its launcher saw it fail",
+    FAILED: "it failed",
     SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
     MISSING: "it had not come",
     UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
@@ -265,12 +295,14 @@ _ENDS = {
     ABORTED: "it aborted, as ranks do that waited in vain",
     STUCK: "its NCCL watchdog got stuck",
 }
+_STACK_UNREAD = "its stack could not be read"
 # Of which a line of evidence tells.
 _FATES = {
     **_ENDS,
     WAITED: "a time-out: a consequence, it waited",
     CUT: "a connection closed: a consequence, another rank had gone",
     GONE: "no record tells of its end",
+    LOGGED: "a traceback, which may have been caught",
 }
 
 
@@ -328,15 +360,17 @@ _CURES = (
 )
 
 
-def out_of_step(parties: dict[str, list[int]], evidence: Iterable[str], why: str = "") -> Finding:
+def out_of_step(
+    parties: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
+) -> Finding:
+    """kind: the id of what explains it."""
     sizes = [len(ranks) for ranks in parties.values()]
     odd = next(iter(parties.values())) if sizes[0] < sizes[-1] else []
     is_ = "is the odd one" if len(odd) == 1 else "are the odd ones"
     remark = f" {why}" if why else f" {capital(named(odd))} {is_} out." if odd else ""
     told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in parties.items())
-    return finding(
-        ids.OUT_OF_STEP, f"The ranks are in different collectives, so none can end: {told}.{remark}", evidence=evidence
-    )
+    text = f"The ranks are in different collectives, so none can end: {told}.{remark}"
+    return finding(kind, text, evidence=evidence)
 
 
 def most_told(facts: Iterable[Fact]) -> Seat:
@@ -381,7 +415,10 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
     groups: dict[tuple[str, str, str, bool], list[Account]] = {}
     for account in accounts:
         fate, place = account.fate_value, account.place_value
-        groups.setdefault((fate.kind, fate.text, place.seat or place.where, account.moved), []).append(account)
+        at = place.seat or place.where
+        if fate.kind == UNREADABLE:
+            at = f"{fate.details} {account.still_s or 0:.0f}"
+        groups.setdefault((fate.kind, fate.text, at, account.moved), []).append(account)
     ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
     return [line for group in ordered for line in _of_group(group)]
 
@@ -389,7 +426,10 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
 def _of_group(group: list[Account]) -> Iterable[str]:
     first, ranks = group[0], who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.fate is not None and first.fate_kind in _FATES:
+    if first.fate is not None and first.fate_kind == UNREADABLE:
+        told = "; ".join((_STACK_UNREAD, *first.fate_value.details))
+        yield f"{ranks} [{first.fate.cite}{others}]: {told}{_when(first)}"
+    elif first.fate is not None and first.fate_kind in _FATES:
         text = f" ({first.fate_value.text})" if first.fate_value.text else ""
         yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
     if first.place is not None:
@@ -401,7 +441,10 @@ def _where(account: Account, ranks: int) -> str:
     place = account.place_value
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
     if place.collective:
-        return f"{state}{'waits' if ranks == 1 else 'wait'} in {place.seat}"
+        waits = "waits" if ranks == 1 else "wait"
+        if is_guess(place.collective):
+            return f"{state}{waits}, perhaps for {place.seat.removeprefix(PERHAPS)}"
+        return f"{state}{waits} in {place.seat}"
     return f"{state}in {place.where}" if place.where else state.rstrip("; ") or "where is not known"
 
 
@@ -420,8 +463,19 @@ def _are_in(wait: Wait) -> str:
     return "is in" if len(wait.ranks) == 1 else "are in"
 
 
+def _waits_for(wait: Wait) -> str:
+    """Of a wait that is a guess."""
+    for_ = f", perhaps for {wait.title.removeprefix(PERHAPS)}"
+    if wait.still_s:
+        return f"{'has' if len(wait.ranks) == 1 else 'have'} waited for {wait.still_s:.0f} s{for_}"
+    return f"{'waits' if len(wait.ranks) == 1 else 'wait'}{for_}"
+
+
 def _plural(text: str) -> str:
-    for one, more in (("it is ", "they are "), ("it has ", "they have "), ("it was ", "they were ")):
-        if text.startswith(one):
-            return more + text.removeprefix(one)
-    return text
+    """ "it waits for its data loader": "they wait for their data loader"."""
+    it, _, rest = text.partition(" ")
+    verb, _, rest = rest.partition(" ")
+    if it != "it":
+        return text
+    irregular = {"is": "are", "has": "have", "was": "were", "does": "do"}
+    return f"they {irregular.get(verb, verb.removesuffix('s'))} {rest}".replace(" for its ", " for their ").rstrip()

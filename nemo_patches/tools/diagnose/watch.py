@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import socket
 import sys
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import Folder, Job, UnreadableError
@@ -22,7 +21,6 @@ from nemo_patches.tracing.records import Header
 REFRESH = timedelta(seconds=2)
 _FRESH = timedelta(minutes=10)  # a file that was written to since may still grow
 _SHORTEST, _LONGEST = timedelta(seconds=1), timedelta(seconds=10)  # between the two looks
-_CLOCK_SLACK_S = 2.0  # the kernel tells of the boot in whole seconds
 _CALLS = 3  # a running job writes within the time of so many calls
 
 
@@ -88,13 +86,9 @@ def _runs(header: Header) -> bool:
     """Whether the process that wrote this header runs now, on this host, as far as can be told."""
     if header.host != socket.gethostname():
         return False
-    try:
-        state, *fields = Path(f"/proc/{header.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        booted = int(re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)[0])
-    except (OSError, ValueError, IndexError):
-        return False
-    began = booted + int(fields[18]) / os.sysconf("SC_CLK_TCK")  # else it is another one with that number
-    return state not in "ZX" and began < header.started + _CLOCK_SLACK_S
+    fields = stat_fields(f"/proc/{header.pid}/stat")
+    is_there = bool(fields) and fields[0] not in "ZX"
+    return is_there and 0 < started_at(header.pid) < header.started + CLOCK_SLACK_S  # else another has its number
 
 
 def _patience(job: Job) -> timedelta:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
+from nemo_patches.tools.diagnose.collect.source import NO_LOOP
+from nemo_patches.tools.diagnose.facts import Place
 from nemo_patches.tools.diagnose.verdicts import capital
 
 
@@ -34,37 +36,63 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     mine, theirs = _names(few), _names(many)
     for name, value in one.counters.items():
         # Where the ways part within a loop, its counter tells as well: a loop that both are in.
-        in_loop = one.loops.get(name, 0) > 0 and one.loops.get(name) == other.loops.get(name)
+        # And one that no loop sets: they are in different calls of that function.
+        in_loop = one.loops.get(name, 0) != 0 and one.loops.get(name) == other.loops.get(name)
         parts_there = _of(name) == _step(one.way[level]).function == _step(other.way[level]).function
         is_around = _of(name) in around or (parts_there and in_loop)
         if is_around and (there := other.counters.get(name, value)) != value:
-            ahead = mine if value > there else theirs
+            ahead, behind = (mine, many) if value > there else (theirs, few)
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
-            return Reason(
-                ids.SKIPPED,
-                text + "collective that the other side waits in (a skipped backward, a swallowed exception).",
-            )
+            text += "collective that the other side waits in"
+            if loop := _inner_loop(behind[0].place_value, level, around):
+                text += f", in a loop that {ahead} left, at {loop}: fewer batches there, or one left it out."
+                return Reason(ids.SKIPPED, text)
+            return Reason(ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception).")
     step, their_step = _step(one.way[level]), _step(other.way[level])
     if step.function != their_step.function or step.line == their_step.line:
         return Reason()
     is_ahead = step.line > their_step.line
     first, last = (few, many) if is_ahead else (many, few)
-    ahead, behind = _names(first), _names(last)
     near, far = sorted((step.line, their_step.line))
-    place = f"in {step.function} {ahead} {_is(first)} at line {far}, {behind} at line {near}"
+    place = f"in {step.function} {_names(first)} {_is(first)} at line {far}, {_names(last)} at line {near}"
     inner = {_step(way).function for way in last[0].place_value.way[level:]}
-    came_to = first[0].place_value.counters
-    for name, value in last[0].place_value.counters.items():
-        if _of(name) not in inner:
+    return _by_loops(first, last, inner, place) or Reason(ids.OUT_OF_STEP, f"Further on: {place}.")
+
+
+def _inner_loop(behind: Place, level: int, around: set[str]) -> str:
+    """ "j of evaluate (train.py) = 3": the outermost loop that it is in, below the function in which the ways part."""
+    inner = {_step(way).function for way in behind.way[level + 1 :]} - around
+    known = (f"{name} = {value}" for name, value in behind.counters.items() if behind.loops.get(name, 0) > 0)
+    return next((text for text in known if _of(text.partition(" = ")[0]) in inner), "")
+
+
+def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str], place: str) -> Reason | None:
+    """first: further on in a function, by its lines. By the counters of the loops that the others are in there."""
+    ahead, behind = _names(first), _names(last)
+    theirs, mine = first[0].place_value, last[0].place_value
+    counters = {name: value for name, value in mine.counters.items() if _of(name) in inner}
+    for name, value in counters.items():
+        came_to, begins = theirs.counters.get(name, -1), mine.loops.get(name, 0)
+        if begins == NO_LOOP and name in theirs.counters:
             continue
-        if came_to.get(name) == value:
-            text = f"At the same step ({name} = {value}) {place}: {ahead} passed that line without this call, or has "
-            return Reason(ids.SKIPPED, text + "come from it.")
-        if came_to.get(name, -1) < value:
-            only = f", where {ahead} came to {came_to[name]}" if name in came_to else ""
-            text = f"Further on: {place}, {behind} still in the loop, at {name} = {value}{only}: "
-            return Reason(ids.FEWER_BATCHES, f"{text}{ahead} had fewer batches.")
-    return Reason(ids.OUT_OF_STEP, f"Further on: {place}.")
+        if came_to == value and theirs.loops.get(name, begins) < begins:
+            text = f"At the same step ({name} = {value}) {place}: {ahead} came to the loop's end, after as many steps, "
+            return Reason(ids.SKIPPED, text + "without this call: a step before has left one out.")
+        is_in_later_loop = theirs.loops.get(name, 0) > max(begins, 0)  # which sets the same variable
+        if came_to < value and not is_in_later_loop:
+            text = f"Further on: {place}, {behind} still in the loop, at {name} = {value}"
+            if name in theirs.counters:
+                return Reason(ids.FEWER_BATCHES, f"{text}, where {ahead} came to {came_to}: {ahead} had fewer batches.")
+            # How far it came in that function, which it has left, is not known.
+            kind = ids.FEWER_BATCHES if value else ids.SKIPPED
+            return Reason(kind, f"{text}: {ahead} had fewer batches, or left this call out in one of them.")
+    # The innermost loop tells most: within one epoch, its batches. What is no loop's may be an argument.
+    same = [name for name, value in counters.items() if theirs.counters.get(name) == value]
+    if not same:
+        return None
+    name = next((name for name in reversed(same) if mine.loops.get(name, 0) > 0), same[-1])
+    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} passed that line without this call, or has "
+    return Reason(ids.SKIPPED, text + "come from it.")
 
 
 def apart(waiting: Sequence[Account]) -> str:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.proc_files import (
-    CLOCK_TICKS_PER_S,
     link,
-    number_in,
     read,
-    stat_fields,
+    started_at,
     variables,
 )
 
@@ -46,7 +44,7 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
             yield Belonging(kind, path)
     if own := _folder_of_dumps(rank.pid, given.get("TMPDIR", "/tmp")):
         yield Belonging(DUMPS, own)
-    began = _began(rank.pid)
+    began = started_at(rank.pid)
     defaults = [*_FLIGHT_RECORDER_DEFAULTS]
     if home := given.get("HOME"):
         defaults.append(os.path.join(home, ".cache/torch/comm_lib_trace_rank_"))
@@ -75,10 +73,3 @@ def _changed(path: str) -> float:
         return os.stat(path).st_mtime
     except OSError:
         return 0.0
-
-
-def _began(pid: int) -> float:
-    """When the process has started, in seconds since 1970; 0 if that is not known."""
-    fields = stat_fields(f"/proc/{pid}/stat")
-    booted = number_in(read("/proc/stat").replace("btime ", "btime: "), "btime")
-    return booted + int(fields[19]) / CLOCK_TICKS_PER_S if booted and len(fields) > 19 else 0.0

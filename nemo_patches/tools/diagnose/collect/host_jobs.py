@@ -122,18 +122,32 @@ def _has_settled(first: Sample, last: Sample) -> bool:
 
 
 def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, ...]:
-    """Who was given without a rank, and was started by torch's spawn(), has it in a local of that."""
+    """Who was given without a rank, and was started by torch's spawn(), has it in a local of that.
+
+    Who has not, if others have, is no rank: their parent, or multiprocessing's resource tracker.
+    """
     if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
         return sampled
     mains = [one.samples[-1].main for one in sampled]
-    numbers = [main.spawned_as if main is not None else -1 for main in mains]
-    if -1 in numbers or len(set(numbers)) < len(numbers):
+    by_number = {
+        main.spawned_as: one for one, main in zip(sampled, mains, strict=True) if main and main.spawned_as >= 0
+    }
+    size = sum(main is not None and main.spawned_as >= 0 for main in mains)
+    if not by_number or len(by_number) < size or None in mains:
         return sampled
-    spawned = (
-        replace(one, rank=replace(one.rank, rank=number, found_by="torch.multiprocessing.spawn"))
-        for one, number in zip(sampled, numbers, strict=True)
+    return tuple(
+        replace(
+            one,
+            rank=replace(
+                one.rank,
+                rank=number,
+                world_size=size,
+                local_world_size=size,
+                found_by="torch.multiprocessing.spawn",
+            ),
+        )
+        for number, one in sorted(by_number.items())
     )
-    return tuple(sorted(spawned, key=lambda one: one.rank.rank))
 
 
 def main() -> None:

@@ -51,10 +51,14 @@ def processes() -> dict[int, Process]:
     for pid in process_ids():
         fields = stat_fields(f"/proc/{pid}/stat")
         if len(fields) > 1:
-            program = link(f"/proc/{pid}/exe")  # none of one that has ended, or that is another user's
-            is_python = bool(_PYTHON.search(program or read(f"/proc/{pid}/comm").strip()))
-            found[pid] = Process(pid, int(fields[1]), is_python, variables(pid) if is_python else {})
+            of_python = is_python(pid)
+            found[pid] = Process(pid, int(fields[1]), of_python, variables(pid) if of_python else {})
     return found
+
+
+def is_python(pid: int) -> bool:
+    program = link(f"/proc/{pid}/exe")  # none of one that has ended, or that is another user's
+    return bool(_PYTHON.search(program or read(f"/proc/{pid}/comm").strip()))
 
 
 def ranks(among: Mapping[int, Process], pids: Sequence[int] = (), folder: str = "") -> list[HostRank]:

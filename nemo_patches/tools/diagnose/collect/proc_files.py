@@ -7,6 +7,7 @@ import re
 import socket
 
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+CLOCK_SLACK_S = 2.0  # of started_at: the kernel tells of the boot in whole seconds
 _LONGEST = 1 << 22  # bytes
 
 
@@ -36,6 +37,15 @@ def process_ids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
+def children(pid: int) -> list[int]:
+    """The processes that its threads have started; none where the kernel does not tell."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [int(child) for thread in threads for child in read(f"/proc/{pid}/task/{thread}/children").split()]
+
+
 def variables(pid: int) -> dict[str, str]:
     pairs = (text.partition("=") for text in read(f"/proc/{pid}/environ").split("\0"))
     return {name: value for name, _, value in pairs if name}
@@ -62,3 +72,10 @@ def peer(pid: int, inode: str) -> str:
                 words = (bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8))
                 return f"a connection to {socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"
     return "a socket"
+
+
+def started_at(pid: int) -> float:
+    """When the process has started, in seconds since 1970; 0 if that is not known."""
+    fields = stat_fields(f"/proc/{pid}/stat")
+    booted = number_in(read("/proc/stat").replace("btime ", "btime: "), "btime")
+    return booted + int(fields[19]) / CLOCK_TICKS_PER_S if booted and len(fields) > 19 else 0.0

@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank, is_python
 from nemo_patches.tools.diagnose.collect.proc_files import (
     CLOCK_TICKS_PER_S,
+    children,
     link,
     number_in,
     peer,
@@ -31,7 +32,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
 )
 from nemo_patches.tools.diagnose.collect.source import calls, loop_of
 
-NO_PY_SPY = "py-spy is not installed: `pip install py-spy`, or `pip install 'nemo-patches[stacks]'`"
+NO_PY_SPY = "py-spy is not installed: `pip install py-spy` (nemo-patches' extra `stacks`)"
 GONE, ZOMBIE = "gone", "Z"
 _COUNTERS = {
     *("i", "j", "k", "it", "iteration", "step", "batch", "batch_idx", "batch_nb", "global_step", "epoch"),
@@ -41,26 +42,31 @@ SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's count
 _PY_SPY_S = 20.0
 _NOT_ALLOWED = re.compile(r"permission denied|operation not permitted|ptrace", re.IGNORECASE)
 _AT_ONCE = 8  # processes
-_MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
+_MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS, _MOST_CHILDREN = 300, 200, 32, 8
+# Of a thread that waits for a child process: files of its innermost frames.
+_OF_CHILDREN = re.compile(r"(^|/)(subprocess\.py|multiprocessing/|concurrent/futures/)")
 _STANDARD = {0: "standard input", 1: "standard output", 2: "standard error"}
 _DRIVERS = ("libcuda.so", "libamdhip64.so")
 
 
 class _SystemCalls(NamedTuple):
-    """Their numbers. of_file: whose first argument is an open file: read, recvfrom, flock and the like."""
+    """Their numbers. of_file: whose first argument is an open file: read, recvfrom, flock and the like. of_child: wait4
+    (whose first argument is the child) and waitid.
+    """
 
     of_file: frozenset[str]
     open: str
     openat: str
     futex: str
+    of_child: tuple[str, ...] = ()
 
 
 _SYSTEM_CALLS = {
     "x86_64": _SystemCalls(
-        frozenset(("0", "1", "17", "18", "19", "20", "44", "45", "73", "74", "75")), "2", "257", "202"
+        frozenset(("0", "1", "17", "18", "19", "20", "44", "45", "73", "74", "75")), "2", "257", "202", ("61", "247")
     ),
     "aarch64": _SystemCalls(
-        frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83", "206", "207")), "", "56", "98"
+        frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83", "206", "207")), "", "56", "98", ("260", "95")
     ),
 }.get(os.uname().machine, _SystemCalls(frozenset(), "", "", ""))
 
@@ -97,7 +103,9 @@ class Sample:
     state: as /proc has it, or GONE. uptime_s, ended_s: of the host, when the look began and ended. slept_s: so long it
     had not run; None where it ran, or where the kernel does not tell. undisturbed_s: so long no look had woken it.
     waits_untimed: in a futex without a time limit. file: that its system call is at. tracer: the pid of a debugger.
-    has_gpu: it has loaded a GPU's driver, as far as is known. error: why there are no threads.
+    has_gpu: it has loaded a GPU's driver, as far as is known. error: why there are no threads. workers: of one that is
+    in its data loader, or waits for a child: the processes that it has started. name: of the program. written: bytes,
+    by this thread. waits_for: the child that it waits for; -1: any; 0: none.
     """
 
     pid: int = 0
@@ -116,6 +124,9 @@ class Sample:
     threads: tuple[Thread, ...] = ()
     error: str = ""
     workers: tuple[Sample, ...] = ()
+    name: str = ""
+    written: int = 0
+    waits_for: int = 0
 
     @property
     def main(self) -> Thread | None:
@@ -147,16 +158,33 @@ def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sampl
         taken = replace(taken, undisturbed_s=taken.uptime_s - last.ended_s)
     main = taken.main
     if main is None or not any("utils/data/dataloader.py" in frame.file for frame in main.frames):
+        return _with_children(taken, offset)
+    workers = (_with_children(_process(pid, offset), offset) for pid in rank.workers[:_MOST_LOADER_WORKERS])
+    return replace(taken, workers=tuple(workers))
+
+
+def _with_children(taken: Sample, offset: float | None) -> Sample:
+    """Of a process that waits for others that it has started: those, and of a shell what it has started."""
+    frames = taken.main.frames[:6] if taken.main is not None else ()
+    if not taken.waits_for and not any(_OF_CHILDREN.search(frame.file) for frame in frames):
         return taken
-    return replace(taken, workers=tuple(_process(pid, offset) for pid in rank.workers[:_MOST_LOADER_WORKERS]))
+    rest = [taken.waits_for] if taken.waits_for > 0 else children(taken.pid)
+    found = list[Sample]()
+    while rest and len(found) < _MOST_CHILDREN:
+        pid = rest.pop(0)
+        if below := children(pid):
+            rest = [*below, *rest]
+        else:
+            found.append(_process(pid, offset) if is_python(pid) else _kernels(pid, offset))
+    return replace(taken, workers=tuple(found))
 
 
 def _process(pid: int, offset: float | None) -> Sample:
     """First what the kernel tells: py-spy wakes the threads. A stopped, traced or dead one is not disturbed at all."""
     taken = _kernels(pid, offset)
-    if taken.state in (GONE, ZOMBIE) or taken.tracer:
+    if taken.state in (GONE, ZOMBIE):
         return taken
-    threads, error = _threads(pid, taken.state)
+    threads, error = _threads(pid, is_held=taken.tracer > 0 or taken.state in "TtD")
     return replace(taken, threads=threads, error=error, ended_s=uptime_s())
 
 
@@ -191,8 +219,19 @@ def _kernels(pid: int, offset: float | None) -> Sample:
         waits_untimed=len(system_call) > 4 and system_call[0] == _SYSTEM_CALLS.futex and system_call[4] == "0x0",
         file=_file_of_call(pid, system_call),
         tracer=int(number_in(status, "TracerPid") or 0),
+        name=read(f"/proc/{pid}/comm").strip(),
+        written=int(number_in(read(f"/proc/{pid}/task/{pid}/io"), "wchar") or 0),
+        waits_for=_child_of_call(system_call),
         has_gpu=not (maps := read(f"/proc/{pid}/maps")) or any(driver in maps for driver in _DRIVERS),
     )
+
+
+def _child_of_call(call: Sequence[str]) -> int:
+    if len(call) < 3 or call[0] not in _SYSTEM_CALLS.of_child:
+        return 0
+    first, second = int(call[1], 16), int(call[2], 16)
+    pid = first if call[0] == _SYSTEM_CALLS.of_child[0] else second if first == os.P_PID else 0
+    return pid if 0 < pid < 1 << 31 else -1
 
 
 def _file_of_call(pid: int, call: Sequence[str]) -> str:
@@ -216,13 +255,13 @@ def _file_of_call(pid: int, call: Sequence[str]) -> str:
         return ""
 
 
-def _threads(pid: int, state: str) -> tuple[tuple[Thread, ...], str]:
+def _threads(pid: int, is_held: bool) -> tuple[tuple[Thread, ...], str]:
     """Its threads' stacks; or none, and why."""
     program = py_spy()
     if not program:
         return (), NO_PY_SPY
     command = [program, "dump", "--json", "--locals", "--pid", str(pid)]
-    if state in "TtD":  # it would not stop once more, or not in time
+    if is_held:  # it would not stop once more, or not in time
         command.append("--nonblocking")
     try:
         for _ in range(2):  # it may meet the stack while that changes

@@ -8,9 +8,13 @@ import linecache
 import os
 import re
 import stat
+import threading
 
 _LARGEST = 1 << 21  # bytes
+NO_LOOP = -1
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+# Python 3.11's parser counts its depth for the whole interpreter: of two threads that parse, one gets a SystemError.
+_parsing = threading.Lock()
 
 
 def calls(pid: int, file: str, line: int) -> tuple[str, ...]:
@@ -24,12 +28,15 @@ def calls(pid: int, file: str, line: int) -> tuple[str, ...]:
 def loop_of(pid: int, file: str, line: int, variable: str) -> int | None:
     """The line at which the loop begins that this line is in, and that sets the variable.
 
-    0: the function has such a loop, and has come out of it, or is not in it yet. None: it has none (the variable is an
-    argument), or there is no source.
+    0: the function has such a loop, and has come out of it, or is not in it yet. NO_LOOP: it has none, so the variable
+    is another one in each call. None: there is no source.
     """
-    loops = _loops("".join(_lines(pid, file)), line, variable)
+    lines = _lines(pid, file)
+    if not lines:
+        return None
+    loops = _loops("".join(lines), line, variable)
     around = [(first, last) for first, last in loops if first <= line <= last]
-    return max(around)[0] if around else 0 if loops else None
+    return max(around)[0] if around else 0 if loops else NO_LOOP
 
 
 def _lines(pid: int, file: str) -> list[str]:
@@ -65,7 +72,8 @@ def _loops(text: str, line: int, variable: str) -> tuple[tuple[int, int], ...]:
 @functools.lru_cache(maxsize=64)
 def _tree(text: str) -> ast.Module | None:
     try:
-        return ast.parse(text)
+        with _parsing:
+            return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a newer Python than this one, or none at all
         return None
 

@@ -88,6 +88,7 @@ UNIQUE_ID = re.compile(
 )
 _DEFAULT_KEY = re.compile(r"key: ?/?default_pg/0/(?:/cuda/)?/?0\b|keys: ?/?default_pg/0//(?:cuda//)?0\b")
 _STORE_WAIT = re.compile(r"(?:wait timeout after|Timeout waiting for key)|Wait timeout\b")
+_STORE_GONE = re.compile(r"got error: (?:Connection|Broken pipe|failed to recv)")
 _DUPLICATE = re.compile(r"Duplicate GPU detected : rank (\d{1,7}) and rank (\d{1,7}) both on CUDA device (\w{1,20})")
 _FRAME_OF_FAILED = re.compile(r"^#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
@@ -224,9 +225,12 @@ class C10dLines:
             )
         if signal[1]:
             self._found.add(line.rank, Fate(WAITED, "a collective timed out"), line)
-            if enqueued > completed >= 0 and len(self._groups) < 4 * MOST_KEPT:
-                self._groups.setdefault((line.rank, completed + 1), name)
-                self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", -1, line))
+        elif enqueued > completed >= 0:
+            what = f"in number {completed + 1}, when another rank's collective timed out"
+            self._found.add(line.rank, Fate(WAITED, what), line)
+        if signal[1] and enqueued > completed >= 0 and len(self._groups) < 4 * MOST_KEPT:
+            self._groups.setdefault((line.rank, completed + 1), name)
+            self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", -1, line))
 
     def _take_fingerprints(self, line: Line) -> None:
         """Of ranks that torch's debug wrapper has found in unlike collectives: each waits for the others."""
@@ -339,7 +343,7 @@ class C10dLines:
         of_default = _DEFAULT_KEY.search(line.text) is not None
         rank = line.rank if line.has_prefix else int(unique[1]) if of_default else NOT_TOLD
         text = f"for rank {unique[2]} of its group to set up an NCCL communicator"
-        self._found.add(rank, Fate(WAITED, text), line)
+        self._found.add(rank, Fate(CUT if _STORE_GONE.search(line.text) else WAITED, text), line)
         if of_default and rank == int(unique[1]):
             self._name_missing([int(unique[2])], "the set-up of the first NCCL communicator", line)
 

@@ -11,13 +11,14 @@ from nemo_patches.tools.diagnose.facts import (
     CUT,
     FAILED,
     KILLED,
+    LOGGED,
     NOT_TOLD,
     RAISED,
     TERMINATED,
     WAITED,
     Fate,
 )
-from nemo_patches.tools.diagnose.process_end import is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.process_end import BY_HAND, is_of_a_collective, is_of_the_start
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
@@ -26,6 +27,7 @@ _SHOWN_FRAMES = 3
 _STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
 _PREFIX = re.compile(r"\[rank\d{1,7}\]: ?")
 _CONTINUES = re.compile(r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)")  # a message, for sure
+_LAST_ERROR = "Last error:"
 _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
 _FRAME = re.compile(r'^\s{0,8}File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$')
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before the last of them.
@@ -46,7 +48,8 @@ _OF_LAUNCHERS = re.compile(
 _BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt")
 _MISMATCH = "Detected mismatch"  # of collectives, which the ranks are told to be in
 _CLOSED = re.compile(
-    r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left"
+    r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
+    r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError"
 )
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
@@ -74,8 +77,10 @@ class _Error:
 
     @property
     def text(self) -> str:
-        kind = self.type.rpartition(".")[2]
-        return shown(f"{kind}: {self.message}" if self.message.strip() else kind)
+        kind, message = self.type.rpartition(".")[2], self.message.strip()
+        if _LAST_ERROR in self.lines[:-1]:  # NCCL's; its first line says of what kind it is, and not what happened
+            message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
+        return shown(f"{kind}: {message}" if message else kind)
 
     @property
     def is_of_a_collective(self) -> bool:
@@ -209,8 +214,8 @@ class ExceptionLines:
         if key in self._fatal:
             self._tell(self._fatal.pop(key), writing)
             return
-        self._stray.pop(key, None)
-        self._stray[key] = writing
+        if not _OF_LAUNCHERS.search(writing.root.type):
+            self._stray[key] = writing
 
     def _tell(self, rank: int, writing: _Writing) -> None:
         error = writing.root
@@ -219,7 +224,9 @@ class ExceptionLines:
                 self._found.add(rank, Fate(TERMINATED, error.text), error.line)
             return
         details = tuple(shown(one) for one in [*error.lines[-3:]] if one.strip())
-        if _BY_OTHERS.search(error.type + error.words):
+        kind = error.type.rpartition(".")[2]
+        is_cut = not error.words.strip() and any(name.startswith(kind) for name in BY_HAND)  # "KeyboardInter"
+        if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or _MISMATCH in error.words:
             kind = CUT if _CLOSED.search(error.words) else WAITED
@@ -231,13 +238,25 @@ class ExceptionLines:
             fate = Fate(RAISED, error.text, error.where, details)
         self._found.add(rank, fate, error.line)
 
-    def finish(self, was_ended: bool) -> None:
-        """was_ended: the log tells of processes that failed, so what was raised last without a prefix ended one."""
+    def finish(self) -> None:
+        """After the launcher's lines: what was raised last without a prefix ended a rank only if that had failed."""
         for key in list(self._writing):
             self._end(key)
-        if was_ended:
-            for key, writing in self._stray.items():
-                self._tell(max(key, NOT_TOLD), writing)
+        for key, writing in self._stray.items():
+            rank = max(key, NOT_TOLD)
+            if self._may_have_ended(rank):
+                self._tell(rank, writing)
+            elif writing.root is not None:
+                self._found.add(rank, Fate(LOGGED, writing.root.text, writing.root.where), writing.root.line)
+
+    def _may_have_ended(self, rank: int) -> bool:
+        """Whether the launcher tells of an exit code, as that of an exception is one, which may be of this rank."""
+        facts = [(fact, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
+        failed = {fact.rank for fact, kind in facts if kind == FAILED and not fact.own}
+        if rank == NOT_TOLD:
+            return failed == {NOT_TOLD} and not any(kind in (KILLED, RAISED) for _, kind in facts)
+        own = {kind for fact, kind in facts if fact.rank == rank}
+        return (rank in failed and own == {FAILED}) or (failed == {NOT_TOLD} and not own)
 
 
 def _is_name(name: str) -> bool:

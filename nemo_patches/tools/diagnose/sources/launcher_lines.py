@@ -11,6 +11,7 @@ from nemo_patches.tools.diagnose.facts import (
     ABORTED,
     FAILED,
     FOR_MEMORY,
+    FROM_OUTSIDE,
     KILLED,
     NOT_TOLD,
     RAISED,
@@ -22,7 +23,21 @@ from nemo_patches.tools.diagnose.facts import (
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 # One of which each line has that tells something here, but for torchrun's table.
-_WORDS = ("emory", "oom_kill", "bus error", "killed by", "return", "srun: ", "on signal", "with signal", "died")
+_WORDS = (
+    *(
+        "emory",
+        "oom_kill",
+        "oom-kill",
+        "bus error",
+        "killed by",
+        "return",
+        "srun: ",
+        "on signal",
+        "with signal",
+        "died",
+    ),
+    *("CANCELLED", " Killed ", "terminated with code"),
+)
 CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _HOST = re.compile(r"\bhost      : (\S{1,255})")
@@ -31,18 +46,27 @@ _EXIT_CODE = re.compile(r"\bexitcode  : (-?\d{1,9}) \(pid: (\d{1,9})\)")
 FAILED_LINE = re.compile(
     r"failed ?\(exitcode: ?(-?\d{1,9})\) ?local_rank: ?(\d{1,7}) ?\(pid: ?(\d{1,9})\)"
 )  # a terminal may have wrapped it at a blank
+_SENT = re.compile(r"[Ss]ending process (\d{1,9}) closing signal ")
+_DEATH = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal, shutting down workers")
 _FORCED = re.compile(r"(?:process|Process) (\d{1,9}) via (?:Signals\.)?SIGTERM, forcefully exiting")
 _SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM", 2: "SIGINT", 1: "SIGHUP"}
 _STALL_EXIT = 83
 _BY_OTHERS = frozenset({15, 2, 1})
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
 DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(-?\d{1,9})")
-_SRUN = re.compile(r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): (Killed|Bus error|Segmentation fault)")
+_SRUN = re.compile(
+    r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): "
+    r"(?:(Killed|Bus error|Segmentation fault)|Exited with exit code (\d{1,3}))"
+)
+_CANCELLED = re.compile(r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S{1,80} ON \S{1,80} (CANCELLED AT .{1,120}?) ?\*\*\*")
+_SHELL = re.compile(r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S")  # bash, of a process in its script
 _MPIRUN = re.compile(r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) exited on signal (\d{1,3})")
+_LIGHTNING = re.compile(r"\[rank: (\d{1,7})\] Child process with PID (\d{1,9}) terminated with code (-?\d{1,3})\.")
 _SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")
 # Of Slurm, the kernel and Ray; each has words of its own, and none tells the rank.
 _OUT_OF_MEMORY = re.compile(
-    r"oom_kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|Out of memory: Killed process \d+|"
+    r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
+    r"Out of memory: Killed process \d+|"
     r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
 )
 _SHARED_MEMORY = re.compile(r"Unexpected bus error encountered in worker\. This might be caused by insufficient")
@@ -75,7 +99,10 @@ class LauncherLines:
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._table: list[_Failure] = []
+        self.ended: set[int] = set()  # in the table: what such a rank says after it, it says in a later launch
         self._in_lines: list[tuple[int, int, int, Line]] = []  # code, local rank, pid
+        self._sent: set[tuple[str, int]] = set()  # files and pids that torchrun sent SIGTERM, as others had failed
+        self._cancelled: set[str] = set()  # files that tell that Slurm has ended the job
         self._forced: set[int] = set()  # pids that torchrun killed, as they did not heed SIGTERM
         self._at, self._host, self._rank = 0.0, "", NOT_TOLD
         self._ray: Line | None = None  # a death whose process id may follow
@@ -86,9 +113,15 @@ class LauncherLines:
         if " : " in text:
             self._take_table(line)
         if "exitcode: " in text and (failed := FAILED_LINE.search(text)) and len(self._in_lines) < MOST_KEPT:
-            self._in_lines.append((int(failed[1]), int(failed[2]), int(failed[3]), line))
+            self._in_lines.append((_signed(failed[1]), int(failed[2]), int(failed[3]), line))
         if "forcefully" in text and (forced := _FORCED.search(text)) and len(self._forced) < MOST_KEPT:
             self._forced.add(int(forced[1]))
+        if "closing" in text and (sent := _SENT.search(text)) and len(self._sent) < MOST_KEPT:
+            self._sent.add((line.file, int(sent[1])))
+        if "death signal" in text and (death := _DEATH.search(text)):
+            number = int(death[1]) if death[1].isdigit() else 0
+            signal = _SIGNALS.get(number, f"signal {shown(death[1])}")
+            self._found.add(NOT_TOLD, Fate(TERMINATED, f"torchrun got {signal}"), line, own=False)
         if self._ray is None and not any(words in text for words in _WORDS):
             return
         if _OUT_OF_MEMORY.search(text):
@@ -99,11 +132,23 @@ class LauncherLines:
         elif not line.has_prefix and (killed := _WORKER_KILLED.search(text)):
             self._tell(line.rank, Fate(RAISED, f"RuntimeError: {shown(killed[0])}"), line)
         elif deepspeed := DEEPSPEED.search(text):
-            self._tell(NOT_TOLD, _fate_of(int(deepspeed[1]), "DeepSpeed's launcher"), line)
+            self._tell(NOT_TOLD, _fate_of(_signed(deepspeed[1]), "DeepSpeed's launcher"), line)
         elif srun := _SRUN.search(text):
-            self._tell(NOT_TOLD, Fate(KILLED, f"Slurm's task {srun[2]} on {shown(srun[1])}: {srun[3]}"), line)
+            task = f"Slurm's task {srun[2]} on {shown(srun[1])}"
+            fate = (
+                Fate(KILLED, f"{task}: {srun[3]}") if srun[3] else _fate_of(_signed(srun[4]), f"Slurm, of {task[8:]}")
+            )
+            self._tell(NOT_TOLD, None if line.file in self._cancelled else fate, line)
+        elif cancelled := _CANCELLED.search(text):
+            self._cancelled.add(line.file)
+            self._found.add(NOT_TOLD, Fate(TERMINATED, f"Slurm: {shown(cancelled[1])}"), line, own=False)
+        elif shell := _SHELL.search(text):
+            self._tell(NOT_TOLD, Fate(KILLED, f"SIGKILL of process {shell[1]}, says the shell"), line)
         elif mpirun := _MPIRUN.search(text):
             self._tell(int(mpirun[1]), _fate_of(-int(mpirun[3]), "mpirun"), line)
+        elif child := _LIGHTNING.search(text):
+            fate = _fate_of(_signed(child[3]), f"Lightning, of local rank {child[1]} (pid {child[2]})")
+            self._tell(self._found.rank_of_pid.get(int(child[2]), NOT_TOLD), fate, line)
         elif spawned := _SPAWNED.search(text):
             self._tell(NOT_TOLD, Fate(KILLED, f"torch.multiprocessing: {spawned[1]}"), line)
         self._take_ray(line)
@@ -117,6 +162,7 @@ class LauncherLines:
         elif rank := _RANK.search(text):
             self._rank = int(rank[1])
         elif (code := _EXIT_CODE.search(text)) and self._rank >= 0 and len(self._table) < MOST_KEPT:
+            self.ended.add(self._rank)
             self._table.append(_Failure(self._rank, _signed(code[1]), int(code[2]), self._at, self._host, line))
             self._at, self._host, self._rank = 0.0, "", NOT_TOLD
 
@@ -169,6 +215,9 @@ class LauncherLines:
         later = one.at > first + _PATIENCE_S
         if one.code == -9 and (one.pid in self._forced or later):
             return Fate(TERMINATED, "SIGKILL by its launcher, as others had failed")
+        of_others = {pid for file, pid in self._sent if file == one.line.file}
+        if one.code == -15 and of_others and one.pid not in of_others:
+            return Fate(TERMINATED, FROM_OUTSIDE)
         return _fate_of(one.code, "torchrun")
 
 

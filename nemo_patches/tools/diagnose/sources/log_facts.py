@@ -50,8 +50,8 @@ class LaunchFacts:
 
     world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out, or of an end.
     rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves out lines of some
-    ranks that are like others'. not_told: fates so far of which the log does not tell the rank. dumps: folders of
-    nemo_patches' dumps that lines name.
+    ranks that are like others', or a file was not read to its end. not_told: fates so far of which the log does not
+    tell the rank. dumps: folders of nemo_patches' dumps that lines name.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)

@@ -39,6 +39,7 @@ LOOKED_FOR = (
 )
 STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
+_LEAST_GZIP_BYTES = 18  # of header and trailer
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _MOST_JOINED = 3  # lines that a terminal may have made of one
 _MOST_JOINED_OF_LONG = 16  # likewise, of one that is known to be long
@@ -46,6 +47,7 @@ _OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\
 _NAMES = re.compile(
     r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b", re.IGNORECASE
 )
+_TEE = re.compile(r"\[default(\d{1,6})\]:")  # of torchrun --tee: the local rank, the job's on a single host
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Of lines that tell something one holds one of these; the others follow it closely.
@@ -61,6 +63,10 @@ _NEEDLES = (
     b"exit",
     b"rank      :",
     b"oom_kill",
+    b"oom-kill",
+    b"CANCELLED",
+    b"death signal",
+    b" Killed ",
     b"ut of memory",
     b"bus error",
     b"killed ",
@@ -74,12 +80,14 @@ _NEEDLES = (
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
-    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|"
+    r"ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
     r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
 _SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
+_RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
 _TELL_OF_AN_END = (
     *(
@@ -90,10 +98,6 @@ _TELL_OF_AN_END = (
         "monitoredBarrier",
     ),
     *("failed (exitcode", "first observed failure", "exits with return code"),
-)
-_TELL_OF_FAILURES = (
-    *("failed (exitcode", "first observed failure", "exits with return code", "srun: error", "exited on signal"),
-    "closing signal SIG",
 )
 
 
@@ -132,7 +136,6 @@ class _Launch:
         self.exceptions = ExceptionLines(self.found)
         self.stalls = StallLines(self.found)
         self.by_file: list[set[int]] = []  # of each file the ranks of which it tells
-        self.has_failed = False  # a line tells of processes that ended by themselves
 
     def begin_file(self) -> None:
         self.found.is_over = False
@@ -148,7 +151,6 @@ class _Launch:
         if line.has_prefix and len(self.by_file[-1]) < MOST_KEPT:
             self.by_file[-1].add(line.rank)
         found.is_over = found.is_over or any(words in text for words in _TELL_OF_AN_END)
-        self.has_failed = self.has_failed or any(words in text for words in _TELL_OF_FAILURES)
         if "nemo_patches" in text:
             self.stalls.take(line)
         self.c10d.take(line)
@@ -157,7 +159,7 @@ class _Launch:
 
     def finish(self, evidence: Evidence) -> None:
         self.launcher.finish()
-        self.exceptions.finish(self.has_failed)
+        self.exceptions.finish()
         self.c10d.finish(evidence, self.by_file)
 
 
@@ -187,17 +189,24 @@ class _Reading:
                 for number, message in _messages(self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))):
                     if alone and _PROCESSES.search(message):
                         self._begin_launch()
-                    prefixed = rank_in(message)
-                    line_rank = rank if prefixed is None else prefixed
+                    prefixed, tee = rank_in(message), _TEE.match(message)
+                    line_rank = prefixed if prefixed is not None else int(tee[1]) if tee else rank
+                    message = message[tee.end() :] if tee else message
+                    if alone and (_RESTARTS in message or prefixed in self._launch.launcher.ended):
+                        self._launches = max(self._launches, 1)
+                        self._begin_launch()
                     self._launch.take(Line(message, name, number, line_rank, prefixed is not None))
         except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
             self._evidence.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
+            if isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES:  # its end is lost
+                self._launch.found.missing_lines = True
         except OSError as error:
+            self._launch.found.missing_lines = True
             raise UnreadableError(f"{path}: {error.strerror}") from error
 
     def _name_of(self, path: Path) -> str:
         """As it is cited: with as many of its folders as tell it from others."""
-        for depth in range(1, len(path.parts) + 1):
+        for depth in range(2 if _rank_of_folder(path) >= 0 else 1, len(path.parts) + 1):
             name = safe("/".join(path.parts[-depth:]), 200)
             if self._names.setdefault(name, path) == path:
                 return name

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from nemo_patches.channel.safe_text import safe
+from nemo_patches.stall.rank_text import CHECKPOINT, is_guess
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, SampledRank
 from nemo_patches.tools.diagnose.collect.samples import GONE as NO_PROCESS
 from nemo_patches.tools.diagnose.collect.samples import ZOMBIE, Frame, Sample, Thread, counter
@@ -32,7 +33,7 @@ from nemo_patches.tools.diagnose.facts import (
     Place,
 )
 from nemo_patches.tools.diagnose.places import is_library, place, trunk, waits_for_work
-from nemo_patches.tools.diagnose.verdicts import LOADER, LOCK
+from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
 _LONGEST_LINE = 2000  # characters
@@ -42,6 +43,7 @@ _MOST_RANKS_OF_HOST = 1 << 12
 _MOST_DETAILS = 4
 _HELD = dict.fromkeys("Tt", "stopped (state T)") | {"D": "in state D: a disk or a network file system"}
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
+_MUCH_WRITTEN = 1 << 16  # bytes between two looks; a line of a log is less
 _SERVICE_THREADS = (
     "QueueFeederThread",
     "pin_memory",
@@ -184,8 +186,8 @@ def _of_rank(sampled: SampledRank, job: HostJob, whole_job: bool) -> list[Fact]:
     values: list[Fate | Place | Motion | Member] = [member]
     if samples:
         last, motion = samples[-1], _motion(samples)
-        values.append(_fate(last))
-        if last.main is not None and not last.tracer:
+        values.append(_fate(samples))
+        if last.main is not None:
             values.append(_place(samples, motion))
         if motion is not None:
             values.append(motion)
@@ -193,14 +195,22 @@ def _of_rank(sampled: SampledRank, job: HostJob, whole_job: bool) -> list[Fact]:
     return [Fact(rank.rank, value, cite, job.at, job.host) for value in values]
 
 
-def _fate(last: Sample) -> Fate:
+def _fate(samples: Sequence[Sample]) -> Fate:
+    last = samples[-1]
     if last.state in (NO_PROCESS, ZOMBIE):
         return Fate(GONE, "its process has ended")
-    if last.tracer:
+    if _is_held_by_tracer(samples):
         return Fate(TRACED, f"traced by pid {last.tracer} (gdb, strace)")
-    if last.state in ("T", "t"):
+    if last.state == "T":
         return Fate(STOPPED)
-    return Fate(RUNS) if last.main is not None else Fate(UNREADABLE, safe(last.error, 300))
+    if last.main is not None:
+        return Fate(RUNS)
+    return Fate(UNREADABLE, safe(last.error, 300), details=(f"state {last.state}, {last.cpu_s:.0f} s of CPU time",))
+
+
+def _is_held_by_tracer(samples: Sequence[Sample]) -> bool:
+    """strace, too, is a tracer, of which a process hardly feels anything."""
+    return all(sample.tracer and sample.state == "t" for sample in samples)
 
 
 def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
@@ -209,6 +219,8 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     main = last.main or Thread()
     is_in_futex = last.wait_channel.startswith("futex")
     found = place(main.frames, main.calls, is_in_futex, last.has_gpu)
+    if found.activity == LOCK and not found.collective:
+        found = _in_collective_of_thread(found, last)
     found = replace(found, counters=dict(main.counters), loops=dict(main.loops))
     details, worker = list[str](), ""
     stays = motion is not None and not motion.moved
@@ -218,18 +230,51 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
         details.append(f"{who} holds Python's lock (GIL) in a C call")
     if last.file and not found.collective:
         details.append(f"its system call is at {safe(last.file, 200)}")
+    if last.tracer and not _is_held_by_tracer(samples):
+        details.append(f"pid {last.tracer} traces it (strace, gdb)")
     if last.state == "D":
         channel = f" ({safe(last.wait_channel, 60)})" if last.wait_channel.strip("0") else ""
         details.append(f"in an uninterruptible system call{channel}: a disk or a network file system")
     if found.activity == LOADER:
         worker, more = _workers(last)
         details += more
+    elif not found.collective and (of_children := _children(last)):
+        found = replace(found, activity=CHILD if found.activity in ("", LOCK) else found.activity)
+        details += of_children
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
     runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
     if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
         details.append(f"it computes ({100 * share:.0f} % of a core)")
     return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
+
+
+def _in_collective_of_thread(found: Place, last: Sample) -> Place:
+    """Of a rank whose main thread waits for another one: if that is in a collective, so is the rank."""
+    for thread in last.threads:
+        if thread.tid != last.pid and _is_users(thread.name, thread.frames):
+            theirs = place(thread.frames, has_gpu=last.has_gpu)
+            if theirs.collective and not is_guess(theirs.collective):
+                return replace(found, collective=theirs.collective, caller=theirs.caller)
+    return found
+
+
+def _children(last: Sample) -> list[str]:
+    """Of one that waits for processes that it has started: where those are."""
+    told = list[str]()
+    for sample in last.workers:
+        frames = sample.main.frames if sample.main is not None else ()
+        if _inside_worker(frames) is not None or (frames and all(map(is_library, frames))):
+            continue  # a data loader's; or multiprocessing's own
+        name = f"{safe(sample.name, 30)} (pid {sample.pid})"
+        if sample.state in (NO_PROCESS, ZOMBIE):
+            told.append(f"its child {name} has ended")
+            continue
+        where = f"in {place(frames).where}" if frames else ""
+        at = f"at {safe(sample.file, 200)}" if sample.file else ""
+        text = ", ".join(filter(None, (where, at, _HELD.get(sample.state, ""))))
+        told.append(f"its child {name} {f'is {text}' if text else 'runs'}")
+    return told
 
 
 def _share_of_core(samples: Sequence[Sample]) -> float | None:
@@ -256,6 +301,7 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
         if not held and (inside is None or waits_for_work(inside)):
             continue
         at = f", at {safe(sample.file, 200)}" if sample.file else ""
+        at += "".join(f"; {child}" for child in _children(sample)[:1])
         text = f"in {place(inside).where}{at}" if inside else ""
         pids_by_text.setdefault(", ".join(filter(None, (text, held))), []).append(sample.pid)
     told = [f"its worker (pid {pid}) has died" for pid in died]
@@ -294,12 +340,15 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
     first, last = samples[0], samples[-1]
     if len(samples) < 2 or last.state in (NO_PROCESS, ZOMBIE):
         return None
-    if last.state in ("T", "t") or last.tracer:
+    if last.state == "T" or _is_held_by_tracer(samples):
         return Motion(False, still_s=last.uptime_s - first.uptime_s)
     if first.main is None or last.main is None:
         return _motion_by_kernel(first, last)
     if by := _went_on(first.main, last.main):
         return Motion(True, by)
+    wrote = last.written - first.written
+    if wrote >= _MUCH_WRITTEN and place(last.main.frames).activity == CHECKPOINT:
+        return Motion(True, f"it wrote {wrote / 1e6:.1f} MB")
     ran = _ran(samples)
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
