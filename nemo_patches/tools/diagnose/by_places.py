@@ -133,7 +133,7 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
         if not moving and all(one.fate_kind in (GONE, SILENT) for one in bad) and not any(one.place for one in seen):
             return Ruling()  # how they ended, if anything tells it, is the better answer
         return Ruling(tuple(all_absent(bad, None, evidence)))
-    if stuck and not moving:
+    if stuck and not moving and not hearing.unseen:
         return Ruling(tuple(all_absent(stuck, None, evidence)))
     if moving:
         return _goes_on(moving)

@@ -321,7 +321,8 @@ def _evidence(case: Case, endings: list[Ending], others: list[Ending], reports: 
         yield f"rank {ending.rank} was ended by {ending.process.error[:200]}"
     for rank, text in list(reports.texts.items())[:1]:
         yield f"rank {rank}'s stall report: {text[:600]}"
-    yield case.last_record(usual_call(others).rank)
+    if (usual := usual_call(others).rank) in case.endings:  # where all are reported missing it may have no trace
+        yield case.last_record(usual)
 
 
 def _level(case: Case, reports: StallReports) -> list[Finding]:
