@@ -121,12 +121,11 @@ _SEVERITIES = {ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: W
 
 @dataclass(frozen=True)
 class Wait:
-    """What the others wait in. title: for a person. seat: where records with numbers tell who has entered it."""
+    """What the others wait in. title: for a person."""
 
     ranks: tuple[int, ...]
     title: str
     still_s: float | None = None
-    seat: Seat | None = None
 
 
 def finding(
