@@ -34,6 +34,7 @@ from simulated_traces import (
     write,
 )
 
+from nemo_patches.stall.rank_text import ELSEWHERE
 from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode
@@ -1379,3 +1380,17 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     )
     done = python("-c", program)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ranks_that_all_report_each_other_missing_beside_more_without_a_trace(tmp_path: Path) -> None:
+    """The call that most of the missing stand at is then one of a rank without a trace."""
+    untraced = {rank: Setup(traced=False) for rank in (2, 3, 4)}
+    write(tmp_path, [steps(5)] * 5, setups=untraced, reports=False)
+    for rank, other in ((0, 1), (1, 0)):
+        (file,) = tmp_path.glob(f"rank-0000{rank}.*")
+        missing = [other, 2, 3, 4]
+        last = json.loads(file.read_bytes().splitlines()[-1])["t"]
+        report = records.Missing(last + 1, "ConformerEncoder", 0, missing, [ELSEWHERE] * 4, [""] * 4, "")
+        file.write_bytes(file.read_bytes() + records.encode(report))
+    report_ = diagnose(Folder(tmp_path).read())
+    assert report_.exit_code == 1 and report_.findings[0].severity

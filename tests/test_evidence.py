@@ -282,3 +282,8 @@ def test_ranks_of_hosts_that_are_not_collected_are_told_beside_a_missing_one() -
     [first] = report(still(2, SYNC), still(3, backward), world=4).findings
     assert (first.id, first.ranks) == (ids.NOT_SEEN, ())
     assert "(and 1 other place); nothing is known of ranks 0-1" in first.text
+
+
+def test_a_rank_that_stands_still_is_not_accused_while_others_are_not_seen() -> None:
+    found = report(still(1, ELSEWHERE))
+    assert not any(one.ranks for one in found.findings) and found.exit_code == 2

@@ -109,3 +109,14 @@ def test_a_log_of_another_job_is_listed_and_not_joined(tmp_path: Path) -> None:
     content = diagnosed(tmp_path)
     assert (content["findings"][0]["id"], content["findings"][0]["ranks"]) == (ids.MISSING_RANK, [2])
     assert any("of a job of 8 ranks, not of 4" in line for line in content["earlier"])
+
+
+def test_code_beside_a_jobs_logs_is_no_evidence(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(KEY_ERROR)
+    for name in ("tests/rank0.py", "README.md", ".venv/rank0.txt", "lib/site-packages/rank0.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(READS.format(pid=100) + KEY_ERROR.replace("rank2", "rank0"))
+    content = diagnosed(tmp_path)
+    assert [(one["id"], one["ranks"]) for one in content["findings"]] == [(ids.EXCEPTION, [2])]
+    (tmp_path / "rank0.md").write_text(KEY_ERROR.replace("rank2", "rank0"))
+    assert diagnosed(tmp_path / "rank0.md")["findings"][0]["ranks"] == [0]

@@ -51,7 +51,7 @@ def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, 
     evidence = [cited(fact, title_of(fact.value)) for fact in there if isinstance(fact.value, Seat)]
     if one.id == seats.MISSING:
         step = reading_of(most_told(there), hearing.evidence.patched)[1]
-        wait = Wait(one.waiting, title, seat=one.seat)
+        wait = Wait(one.waiting, title)
         behind = {rank: last for rank in one.accused if (last := _pending(hearing, rank, one.seat, facts))}
         accused = [
             hearing[rank]

@@ -17,6 +17,7 @@ from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
+from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.facts import ENDED, KILLED, LOGGED, RAISED, WAITED, Evidence, Fact, Fate, Motion
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
@@ -29,8 +30,6 @@ from nemo_patches.tools.diagnose.verdicts import (
     raised,
     who,
 )
-
-STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
 
 
 def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Report:

@@ -20,6 +20,12 @@ STANDARD_INPUT = Path("-")
 _TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
 _FOR_OTHER_READERS = (": not a trace", ": a folder; not looked into")  # how folder.py's lines on others' files end
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
+# Beside a job's logs its code may lie, some of which looks like evidence, and its data. Given itself, a file is read.
+_FOLDERS_OF_CODE = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+_NO_EVIDENCE = (
+    *(".py", ".pyi", ".ipynb", ".md", ".rst", ".diff", ".patch", ".sh", ".c", ".cc", ".cpp", ".cu", ".h"),
+    *(".yaml", ".yml", ".toml", ".cfg", ".wav", ".flac", ".mp3", ".tar", ".nemo", ".ckpt", ".pt", ".png", ".svg"),
+)
 _MOST_FILES = 10_000
 _HEAD_BYTES = 1 << 16
 
@@ -91,7 +97,11 @@ def _files(path: Path, found: Found) -> list[Path]:
     def note(error: OSError) -> None:
         found.problems.append(safe(f"{error.filename}: {error.strerror}"))
 
-    files = sorted(Path(folder, name) for folder, _, names in os.walk(path, onerror=note) for name in names)
+    files = []
+    for folder, folders, names in os.walk(path, onerror=note):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _FOLDERS_OF_CODE]
+        files += [Path(folder, name) for name in names if not name.endswith(_NO_EVIDENCE)]
+    files.sort()
     if not files:
         raise UnreadableError(f"{path}: {'; '.join(found.problems) or 'it is empty'}")
     return files

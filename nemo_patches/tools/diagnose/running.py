@@ -9,12 +9,12 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.accounts import GONE_FATES, fate_kind
 from nemo_patches.tools.diagnose.collect.belongings import RAS, Belonging
-from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, look
+from nemo_patches.tools.diagnose.collect.host_jobs import LONGER_S, STUCK_AFTER_S, HostJob, look
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.facts import Evidence, Fate, Place
 from nemo_patches.tools.diagnose.findings import Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
-from nemo_patches.tools.diagnose.judge import STUCK_AFTER_S, judge, rule
+from nemo_patches.tools.diagnose.judge import judge, rule
 from nemo_patches.tools.diagnose.sources import nccl_ras, stacks
 from nemo_patches.tools.diagnose.watch import once
 
@@ -23,7 +23,9 @@ _MOST_SHOWN = 6
 
 def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Report:
     """Look until the ranks go on, or wait for longer than this; then read what lies beside them."""
-    job = look(ranks, lambda seen: not rule(_seen(seen), stuck_after_s).is_too_early, at_most_s=stuck_after_s + 5.0)
+    job = look(
+        ranks, lambda seen: not rule(_seen(seen), stuck_after_s).is_too_early, at_most_s=stuck_after_s + LONGER_S
+    )
     problems: list[str] = []
     seen = _seen(job)
     beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]

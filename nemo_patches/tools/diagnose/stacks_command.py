@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,
+    LONGER_S,
     STUCK_AFTER_S,
     WHAT,
     HostFile,
@@ -40,7 +41,7 @@ def look_here(folder: Path | None = None, pids: Sequence[int] = (), stuck_after_
     """
     looks = []
     for ranks in jobs_here(str(folder or ""), pids):
-        job = look(ranks, lambda job: waits_are_old(job, stuck_after_s), at_most_s=stuck_after_s + 5.0)
+        job = look(ranks, lambda job: waits_are_old(job, stuck_after_s), at_most_s=stuck_after_s + LONGER_S)
         looks.append(Look(job, of_samples(job)))
     return looks
 

@@ -131,12 +131,11 @@ _SEVERITIES = {ids.STOPPED_AT_ONCE: WARNING, ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN:
 
 @dataclass(frozen=True)
 class Wait:
-    """What the others wait in. title: for a person. seat: where records with numbers tell who has entered it."""
+    """What the others wait in. title: for a person."""
 
     ranks: tuple[int, ...]
     title: str
     still_s: float | None = None
-    seat: Seat | None = None
 
 
 def finding(

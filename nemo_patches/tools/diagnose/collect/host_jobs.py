@@ -19,7 +19,7 @@ from nemo_patches.tools.diagnose.collect.samples import Sample, take
 FORMAT, WHAT = 1, "stacks"
 STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
 _BETWEEN_LOOKS_S = 2.0
-_LONGER_S = 5.0  # than that, and it is looked at no more
+LONGER_S = 5.0  # than that, and it is looked at no more
 
 
 class NothingToLookAtError(Exception):
@@ -94,7 +94,7 @@ def look(
     ranks: Sequence[HostRank],
     is_enough: Callable[[HostJob], bool],
     between_s: float = _BETWEEN_LOOKS_S,
-    at_most_s: float = STUCK_AFTER_S + _LONGER_S,
+    at_most_s: float = STUCK_AFTER_S + LONGER_S,
 ) -> HostJob:
     """At the ranks of a job: twice, and again until it is enough, or has lasted too long."""
     began, host = time.monotonic(), socket.gethostname()
@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="stacks.pyz",
         description="Print where the ranks on this host are, as JSON for `nemo-patches diagnose`. Takes up to "
-        f"{STUCK_AFTER_S + _LONGER_S:.0f} s.",
+        f"{STUCK_AFTER_S + LONGER_S:.0f} s.",
     )
     parser.add_argument("--job", default="", metavar="DIR", help="only ranks that work in this folder")
     parser.add_argument("--pids", default="", metavar="PID,PID", help="only these, in the order of the ranks")
