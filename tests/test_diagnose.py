@@ -1393,4 +1393,5 @@ def test_ranks_that_all_report_each_other_missing_beside_more_without_a_trace(tm
         report = records.Missing(last + 1, "ConformerEncoder", 0, missing, [ELSEWHERE] * 4, [""] * 4, "")
         file.write_bytes(file.read_bytes() + records.encode(report))
     report_ = diagnose(Folder(tmp_path).read())
-    assert report_.exit_code == 1 and report_.findings[0].severity
+    first = report_.findings[0]
+    assert first.ranks == (2, 3, 4) and "which ranks 0-1 went through" in first.text, first

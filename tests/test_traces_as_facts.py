@@ -132,6 +132,17 @@ def accused(findings: tuple[Finding, ...]) -> set[int]:
     return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
 
 
+def test_who_had_reported_that_it_waits_in_its_backward_is_not_accused(tmp_path: Path) -> None:
+    """Without an end beside others that have one, whatever came of it in the end."""
+    last: list[list[Event]] = [[Call(), Gradients()], [Call(), Gradients()], [Call(), TIMED_OUT], [Call(), Gradients()]]
+    write(tmp_path, [steps(6) + of_rank for of_rank in last])
+    at_its_end = sorted(tmp_path.iterdir())[3]
+    at_its_end.write_bytes(at_its_end.read_bytes() + SIGTERM)
+    report, evidence = read(tmp_path)
+    assert {one.rank for one in evidence.facts if isinstance(one.value, Motion)} >= {0, 1}
+    assert {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks} <= {3}, report.findings
+
+
 @pytest.mark.parametrize("begin", range(0, JOBS, JOBS // 5))
 def test_random_jobs_accuse_nobody_but_the_odd_rank(begin: int, tmp_path: Path) -> None:
     named = 0

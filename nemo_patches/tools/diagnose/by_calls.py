@@ -129,8 +129,11 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     reported = [account for account in ranks.hearing.accounts.values() if _is_reported(account, encoder)]
     if accused := [_Standing(one, _standing_call(one, encoder)) for one in reported if not _is_excused(one, ranks)]:
         others = _at_top([one for one in ranks.all if not one.call.reported])
+        if not others:  # all report each other: who is furthest has not held the others up
+            others = _at_top([one for one in ranks.all if one.call.number])
+            accused = [one for one in accused if one not in others] or accused
         past = ranks.hearing.evidence.past
-        found = _grouped(ranks, accused, others or accused)
+        found = _grouped(ranks, accused, others)
         return [replace(one, severity=WARNING) if past.issuperset(one.ranks) else one for one in found]
     if any(one.kind == RAISED for one in ranks.sure):
         return []  # who raised an exception did not wait
@@ -174,8 +177,8 @@ def _is_excused(account: Account, ranks: _Ranks) -> bool:
 def _waits(one: _Standing) -> bool:
     """A rank that has no end beside others that have one may have been killed while it waited in its backward."""
     place = one.account.place_value
-    by_its_trace = one.call.in_backward and not place.way
-    return one.account.moved or bool(place.collective and not (by_its_trace and one.has_no_end and not one.runs))
+    may_be_killed = one.call.in_backward and not place.way and one.has_no_end and not one.runs
+    return one.account.moved or bool(place.collective and not (may_be_killed and one.account.motion is None))
 
 
 def _top(some: Iterable[_Standing]) -> tuple[int, int]:
@@ -423,7 +426,7 @@ def _ended_by_nobody_known(ranks: _Ranks) -> list[Finding]:
     why = [f"SIGTERM, or Ctrl-C, ended {named(terminated)}"] if terminated else []
     why += [f"the connections of {named(closed)} were closed"] if closed else []
     who = "somebody ended the job, or a part of it" if terminated else "the network was lost, or a rank left unseen"
-    if no_end := [one.rank for one in ranks.all if one.has_no_end]:
+    if no_end := [one.rank for one in ranks.all if one.has_no_end and not one.runs]:
         each, have = ("one of them", "have") if len(no_end) > 1 else ("it", "has")
         who += f", or {each} was killed or crashed first: {named(no_end)} {have} no end"
     text = f"At or near {_usual(_at_top(ranks.all)).call.title} {', and '.join(why)}: {who}. No rank is accused."
