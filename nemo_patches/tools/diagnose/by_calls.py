@@ -140,7 +140,7 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     known = [
         one
         for one in ranks.all
-        if (not one.call.unsure or one.call.lost_last) and one.rank not in ranks.explained and not _waits(one)
+        if (not one.call.unsure or one.call.lost_last) and one.rank not in ranks.explained and not _waits(one, ranks)
     ]
     if not any(one.rank not in ranks.explained for one in ranks.sure):
         return []
@@ -174,11 +174,14 @@ def _is_excused(account: Account, ranks: _Ranks) -> bool:
     return by_others or account.waits is not None or account.moved or account.rank in ranks.explained
 
 
-def _waits(one: _Standing) -> bool:
-    """A rank that has no end beside others that have one may have been killed while it waited in its backward."""
-    place = one.account.place_value
+def _waits(one: _Standing, ranks: _Ranks) -> bool:
+    """A rank that has no end beside others that have one may have been killed while it waited in its backward; not
+    where it had reported its wait, and others waited until a time limit.
+    """
+    place, has_reported = one.account.place_value, one.account.motion is not None
     may_be_killed = one.call.in_backward and not place.way and one.has_no_end and not one.runs
-    return one.account.moved or bool(place.collective and not (may_be_killed and one.account.motion is None))
+    may_be_killed = may_be_killed and not (ranks.timed_out and has_reported)
+    return one.account.moved or bool(place.collective and not may_be_killed)
 
 
 def _top(some: Iterable[_Standing]) -> tuple[int, int]:
