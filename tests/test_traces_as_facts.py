@@ -142,6 +142,18 @@ def test_who_had_reported_that_it_waits_in_its_backward_is_not_accused(tmp_path:
     assert {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks} <= {3}, report.findings
 
 
+@pytest.mark.parametrize(("last", "accused_ranks"), [([], {2}), ([Call()], set())], ids=["behind", "beside them"])
+def test_an_exception_after_others_timed_out_is_a_cause_if_they_waited_for_that_rank(
+    last: list[Event], accused_ranks: set[int], tmp_path: Path
+) -> None:
+    """Who stood where the others did may have waited with them."""
+    late = [*last, Away(99.0), Exit("KeyError: 'audio'")]
+    write(tmp_path, [steps(9) + of_rank for of_rank in ([Call(), TIMED_OUT], [Call(), TIMED_OUT], late)], reports=False)
+    report, _ = read(tmp_path)
+    assert accused(report.findings) == accused_ranks, report
+    assert report.findings[0].id == (ids.EXCEPTION if accused_ranks else ids.WAITED_IN_VAIN)
+
+
 @pytest.mark.parametrize("begin", range(0, JOBS, JOBS // 5))
 def test_random_jobs_accuse_nobody_but_the_odd_rank(begin: int, tmp_path: Path) -> None:
     named = 0

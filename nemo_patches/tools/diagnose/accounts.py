@@ -114,10 +114,6 @@ class Account:
         calls = [*(one for one in self.calls.values() if one.raised), *self.calls.values()]
         return next(iter(calls), None)
 
-    @property
-    def has_gone(self) -> bool:
-        return self.fate_kind in (*CAUSES, *CONSEQUENCES, ABORTED, TERMINATED, ENDED, FAILED, GONE)
-
 
 _NO_FATE = Fate("")
 _NO_PLACE = Place()

@@ -26,7 +26,7 @@ from nemo_patches.tools.diagnose.facts import (
     Call,
 )
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
-from nemo_patches.tools.diagnose.verdicts import doing, evidence_of, finding
+from nemo_patches.tools.diagnose.verdicts import doings, evidence_of, finding
 
 OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse nobody
 LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
@@ -303,7 +303,7 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     it_does = _doing(kind, some, ranks)
     if kind == ids.SOME_INSIDE and not any(one.call.phase for one in others):
         text = f"{who} {is_} inside {first.call.title}, {_PHASES[first.call.phase]}, and {theirs} came out of it: "
-        text += doing(first.account) or "stuck there, or killed"
+        text += doings([one.account for one in some]) or "stuck there, or killed"
     elif kind == ids.SOME_INSIDE or (first.call.position >= usual.call.position and not first.call.unsure):
         text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
     else:
@@ -324,7 +324,7 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
 
 def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
     first = some[0]
-    told = next(filter(None, (doing(one.account) for one in some)), "")
+    told = doings([one.account for one in some])
     at = ""
     if kind == ids.SOME_INSIDE:
         inside = f"inside {first.call.title}, {_PHASES[first.call.phase]}"

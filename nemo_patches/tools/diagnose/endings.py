@@ -51,10 +51,6 @@ class Ending:
     unsure: str  # why it is not known what this rank did last; empty if it is known
     lost_last: bool = False  # that is only because its trace lacks the last round: so a rank that was killed leaves it
 
-    @staticmethod
-    def without_trace(rank: int) -> Ending:
-        return Ending(rank, 0, None, (0, 0), "", False, 0, False, False, False, ProcessEnd(), "it has no trace here")
-
     @property
     def came_to(self) -> int:
         """The latest round that it may have issued."""

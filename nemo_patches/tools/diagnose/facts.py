@@ -34,6 +34,7 @@ AT_START = "at start-up"  # how the text of such a WAITED or CUT begins: there w
 SYNC_ENDED = "its length sync has ended"  # likewise of a CUT rank whose process has no end
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
+ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."  # a summary of logs
 NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likewise a Seat's number
 
 

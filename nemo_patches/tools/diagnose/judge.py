@@ -12,13 +12,34 @@ from dataclasses import replace
 
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import CAUSES, Account, Hearing, accounts_of, fate_kind, first_of, is_before
+from nemo_patches.tools.diagnose.accounts import (
+    CAUSES,
+    CONSEQUENCES,
+    Account,
+    Hearing,
+    accounts_of,
+    fate_kind,
+    first_of,
+    is_before,
+)
 from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.facts import ENDED, KILLED, LOGGED, RAISED, WAITED, Evidence, Fact, Fate, Motion
+from nemo_patches.tools.diagnose.facts import (
+    ALL_WELL,
+    ENDED,
+    KILLED,
+    LOGGED,
+    RAISED,
+    WAITED,
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+)
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     capital,
@@ -105,7 +126,8 @@ def _is_healthy(evidence: Evidence) -> bool:
     if not evidence.facts:
         return bool(evidence.summary)
     kinds = {fact.value.kind for fact in evidence.facts if isinstance(fact.value, Fate)}
-    return bool(kinds) and kinds <= {ENDED}
+    is_well = ALL_WELL in evidence.summary and all(isinstance(fact.value, Member) for fact in evidence.facts)
+    return is_well or (bool(kinds) and kinds <= {ENDED})
 
 
 def _not_enough(evidence: Evidence) -> Finding:
@@ -137,7 +159,9 @@ def _causes(hearing: Hearing) -> list[Finding]:
     facts = [
         one.fate
         for one in hearing.accounts.values()
-        if one.fate is not None and one.fate_kind in CAUSES and not any(is_before(t, one.fate) for t in time_outs)
+        if one.fate is not None
+        and one.fate_kind in CAUSES
+        and (_is_behind(one, hearing) or not any(is_before(t, one.fate) for t in time_outs))
     ]
     if not facts:
         return []
@@ -160,6 +184,13 @@ def _causes(hearing: Hearing) -> list[Finding]:
             others = [one for one in hearing.accounts.values() if one.fate not in some]
             found.append(killed([hearing[fact.rank] for fact in some], some, others[:4]))
     return found
+
+
+def _is_behind(one: Account, hearing: Hearing) -> bool:
+    """Whether ranks that waited in vain had come to a later encoder call: they waited for it."""
+    waited = [other for other in hearing.accounts.values() if other.fate_kind in CONSEQUENCES]
+    pairs = [(call, other.calls.get(name)) for name, call in one.calls.items() for other in waited]
+    return any(theirs is not None and not own.unsure and own.position < theirs.position for own, theirs in pairs)
 
 
 def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:

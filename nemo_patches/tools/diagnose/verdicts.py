@@ -230,7 +230,7 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding
     elif wait is not None:
         have = "has" if len(ranks) == 1 else "have"
         text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
-    told = _doings(accounts)
+    told = doings(accounts)
     step = _NEXT_STEPS_AT.get(accounts[0].place_value.activity, "") if kind == ids.MISSING_RANK else ""
     text += f": {told}." if told else "."
     return finding(kind, text, ranks, evidence_of(accounts), accounts[0], next_step=step)
@@ -245,17 +245,16 @@ def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable
     return [replace(one, evidence=tuple(dict.fromkeys((*one.evidence, *evidence)))[:12]) for one in found]
 
 
-def _doings(accounts: Sequence[Account]) -> str:
+def doings(accounts: Sequence[Account]) -> str:
     """What is known of each; where that differs, with their ranks."""
-    doings: dict[str, list[int]] = {}
+    told: dict[str, list[int]] = {}
     for account in accounts:
         if text := doing(account):
-            doings.setdefault(text, []).append(account.rank)
-    if len(doings) == 1 and len(accounts) > 1:
-        return _plural(next(iter(doings)))
-    if len(doings) < 2:
-        return next(iter(doings), "")
-    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in list(doings.items())[:_MOST_PLACES])
+            told.setdefault(text, []).append(account.rank)
+    text, ranks = next(iter(told.items()), ("", []))
+    if len(told) < 2 and len(ranks) in (0, len(accounts)):
+        return _plural(text) if len(accounts) > 1 else text
+    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in list(told.items())[:_MOST_PLACES])
 
 
 def doing(account: Account) -> str:
