@@ -19,7 +19,7 @@ from nemo_patches.tools.doctor.rules import all_rules
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-# What NeMo's own NEST config has of this, comments and uneven spaces included.
+# What NeMo's own NEST config has of this, comments and uneven spaces included; the switch decides about NP102.
 STOCK = """\
 # NEST pre-training
 name: nest
@@ -35,6 +35,7 @@ model:
     _target_: nemo.collections.asr.modules.ConformerEncoder
     pos_emb_max_len:  5000    # frames
     n_layers: 17
+    sync_max_audio_length: ???
 
 trainer:
     # all of them
@@ -68,8 +69,8 @@ def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
         f"{path}: judged as stock NeMo; strategy ddp; 4 ranks; 1 encoder with a length sync; 1 data set\n"
         in done.stdout
     )
-    assert f"{path}:13: NP102 warning: model.encoder (ConformerEncoder): an input may have 6016 frames" in done.stdout
-    assert "    read: model.encoder.sync_max_audio_length: true (NOT SET, the default); " in done.stdout
+    assert f"{path}:15: NP102 warning: model.encoder (ConformerEncoder): an input may have 6016 frames" in done.stdout
+    assert "    read: model.encoder.sync_max_audio_length: not known before the job runs (line 15); " in done.stdout
     assert "model.encoder.pos_emb_max_len: 5000 (line 13)" in done.stdout
     assert "    instead: pos_emb_max_len: 6016" in done.stdout
     assert "https://github.com/NVIDIA-NeMo/Speech/pull/3304" in done.stdout
@@ -95,7 +96,7 @@ def test_overrides_and_several_configs(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "doctor", str(clean), str(tmp_path / "no.yaml"), str(stock), path=(CHECKOUT,))
     assert done.returncode == 2
     assert done.stderr == f"nemo-patches doctor: {tmp_path / 'no.yaml'}: No such file or directory\n"
-    assert f"{stock}:13: NP102" in done.stdout
+    assert f"{stock}:15: NP102" in done.stdout
 
 
 def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (finding["rule"], finding["severity"], finding["line"], finding["safe_change"]) == (
         "NP102",
         "warning",
-        13,
+        15,
         True,
     )
     room = {"key": "model.encoder.pos_emb_max_len", "value": 5000, "known": True, "origin": "line 13"}
@@ -210,10 +211,10 @@ def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, STOCK)
-    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false")
+    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false")
     assert code == 1
     assert "NP102 error" in out
-    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false", patched=True)
+    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false", patched=True)
     assert code == 0
     assert "judged with nemo_patches" in out
     monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "soon")
@@ -284,7 +285,7 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
     assert out.count("    why: ") == 1
     assert out.endswith("2 configs: 2 warnings, 2 notes\n")
     code, out, _ = doctor(capfd, *paths, quiet=True)
-    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:13", "NP102 warning"] for path in paths]
+    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:15", "NP102 warning"] for path in paths]
     assert doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2  # what cannot be read is no finding
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
@@ -315,7 +316,7 @@ def test_folders_patterns_and_the_standard_input(
         monkeypatch.setattr("sys.stdin", file)
         code, out, _ = doctor(capfd, "-", quiet=True)
     assert code == 1
-    assert out.startswith("<stdin>:13: NP102 warning: ")
+    assert out.startswith("<stdin>:15: NP102 warning: ")
     code, _, err = doctor(capfd, "-", fix=True, write=True)
     assert code == 2
     assert "the standard input cannot be written" in err
@@ -328,7 +329,7 @@ def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFi
     name = str(path).replace("%", "%25").replace(",", "%2C")
     first, second, third = out.splitlines()
     assert first.startswith(
-        f"::warning file={name},line=13,title=NP102::model.encoder (ConformerEncoder): an input may"
+        f"::warning file={name},line=15,title=NP102::model.encoder (ConformerEncoder): an input may"
     )
     assert second.startswith(f"::notice file={name},line=12,title=NP101::")
     assert third == f"::error file={tmp_path / 'no.yaml'}::{tmp_path / 'no.yaml'}: No such file or directory"
@@ -337,7 +338,7 @@ def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFi
     assert run["invocations"][0]["executionSuccessful"] is False
     result = run["results"][0]
     assert (result["ruleId"], result["level"]) == ("NP102", "warning")
-    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 13}
+    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 15}
     assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {rule.identifier for rule in all_rules()}
     code, out, _ = doctor(capfd, path, output_format="json")
     assert json.loads(out)[0]["suppressed"] == 0
@@ -350,7 +351,7 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = [rule for rule in all_rules() if rule.about == "config"]
-    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004"}
+    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004", "NP005"}
     monkeypatch.chdir(tmp_path)
     for name, lines in (("three_lines.json", 3), ("four_lines.json", 4)):  # NP109 counts them
         write(tmp_path, "{}\n" * lines, name)

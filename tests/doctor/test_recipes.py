@@ -164,7 +164,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("parakeet", ["+model.validation_ds.shar_path=dev", "+model.validation_ds.force_finite=true"], [f"NP108 {W}"]),
     ("parakeet", ["+model.train_ds.force_finite=true"], []),
     ("parakeet", ["+model.train_ds.force_finite=true", "~trainer.limit_train_batches"], [f"NP105 {E}"]),
-    ("parakeet", ["model.train_ds.max_duration=60"], [f"NP102 {W}"]),
+    ("parakeet", ["model.train_ds.max_duration=60"], []),
     ("parakeet", ["model.train_ds.max_duration=60", "+model.encoder.sync_max_audio_length=false"], [f"NP102 {E}"]),
     ("parakeet", ["model.train_ds.max_duration=60", "model.encoder.pos_emb_max_len=6016"], []),
     ("parakeet", ["model.train_ds.max_duration=60", "+trainer.strategy.broadcast_buffers=false"], []),
@@ -187,7 +187,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("canary", ["trainer.use_distributed_sampler=true"], [f"NP103 {W}"]),
     ("canary", ["+model.train_ds.batch_sizes=8"], [f"NP120 {W}"]),
     # nest
-    ("nest", ["model.train_ds.max_duration=60"], [f"NP102 {W}"]),
+    ("nest", ["model.train_ds.max_duration=60"], []),
     ("nest", ["model.train_ds.max_duration=60", "trainer.devices=1", "trainer.num_nodes=1"], []),
     ("nest", ["model.train_ds.is_tarred=true"], [f"NP107 {W}"]),
     ("nest", ["model.train_ds.is_tarred=true", "+trainer.limit_train_batches=1000"], []),
@@ -200,13 +200,19 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("nest", ["~trainer.strategy", DDP.replace("trainer", "+trainer") + "timeout:3600}"], [f"NP119 {W}"]),
     ("nest", ["+model.encoder.sync_max_audio_len=false"], [f"NP120 {W}"]),
     # sortformer
-    ("sortformer", ["model.train_ds.session_len_sec=90"], [f"NP102 {W}"]),
+    ("sortformer", ["model.train_ds.session_len_sec=90"], []),
     ("sortformer", ["model.train_ds.session_len_sec=90", "+model.encoder.sync_max_audio_length=false"], [f"NP102 {E}"]),
     ("sortformer", ["model.train_ds.session_len_sec=90", "trainer.devices=1", "trainer.num_nodes=1"], []),
     ("sortformer", ["model.train_ds.session_len_sec=-1"], []),
     # salm
-    ("salm", ["trainer.limit_train_batches=1.0"], []),  # whether its input is a stream is in another file
-    ("salm", ["trainer.val_check_interval=0.5"], [f"NP123 {W}"]),
+    ("salm", ["trainer.limit_train_batches=1.0"], []),  # it validates by batches
+    ("salm", ["trainer.limit_train_batches=1.0", "trainer.val_check_interval=1.0"], [f"NP104 {W}"]),
+    ("salm", ["data.train_ds.input_cfg=elsewhere.yaml"], [f"NP005 {W}"]),
+    ("salm", ["data.train_ds.input_cfg=s3://bucket/train.yaml"], [f"NP005 {W}"]),
+    ("salm", ["data.train_ds.input_cfg=${oc.env:DATA}/train.yaml"], [f"NP005 {W}"]),
+    ("salm", ["data.train_ds.input_cfg='???'"], []),
+    ("salm", ["trainer.val_check_interval=0.5"], []),  # of the limit
+    ("salm", ["trainer.val_check_interval=0.5", "trainer.limit_train_batches=1.0"], [f"NP104 {W}", f"NP123 {W}"]),
     ("salm", ["++data.train_ds={multi_config:true,asr:{shar_path:x}}", "~data.train_ds.seed"], [f"NP124 {W}"]),
     ("salm", ["+trainer.strategy.timeout=3600"], [f"NP119 {W}"]),
     ("salm", ["trainer.use_distributed_sampler=true"], [f"NP103 {W}"]),  # its validation set is made no stream
@@ -258,7 +264,12 @@ JOBS: dict[str, tuple[str, list[str], list[str]]] = {
     "parakeet rnnt, shar": ("parakeet", [f"+{SHAR}"], []),
     "parakeet rnnt, shar, without a limit": ("parakeet", [f"+{SHAR}", "~trainer.limit_train_batches"], [f"NP104 {W}"]),
     "parakeet rnnt, 45 s": ("parakeet", ["model.train_ds.max_duration=45"], []),
-    "parakeet rnnt, 50 s": ("parakeet", ["model.train_ds.max_duration=50"], [f"NP102 {W}"]),  # 5001 frames, and padding
+    "parakeet rnnt, 50 s": ("parakeet", ["model.train_ds.max_duration=50"], []),  # 5001 frames, and padding: a note
+    "parakeet rnnt, 50 s, no sync": (
+        "parakeet",
+        ["model.train_ds.max_duration=50", "+model.encoder.sync_max_audio_length=false"],
+        [f"NP102 {E}"],
+    ),
     "parakeet rnnt, parts of 2": ("parakeet", ["model.joint.fused_batch_size=2"], [f"NP116 {E}"]),
     "parakeet rnnt, one part": ("parakeet", ["model.joint.fused_batch_size=16"], []),
     "parakeet rnnt, not fused": (
@@ -286,7 +297,7 @@ JOBS: dict[str, tuple[str, list[str], list[str]]] = {
     "parakeet tdt, unused parameters, 60 s": (
         "parakeet",
         ["trainer.strategy=ddp_find_unused_parameters_true", "model.train_ds.max_duration=60"],
-        [f"NP102 {W}"],
+        [],
     ),
     "parakeet tdt, all GPUs here": (
         "parakeet",
@@ -335,7 +346,7 @@ JOBS: dict[str, tuple[str, list[str], list[str]]] = {
     "nest, as published": (
         "nest",
         ["model.train_ds.max_duration=60", "trainer.devices=4", "trainer.num_nodes=1"],
-        [f"NP102 {W}"],
+        [],  # nothing but notes of what NVIDIA publishes
     ),
     "nest, frames of 20 ms": ("nest", ["model.preprocessor.window_stride=0.02", "model.train_ds.max_duration=60"], []),
     "nest, deepspeed": ("nest", ["trainer.strategy=deepspeed_stage_2", "model.train_ds.max_duration=60"], []),
@@ -374,7 +385,7 @@ JOBS: dict[str, tuple[str, list[str], list[str]]] = {
         ["model.encoder._target_=nemo.collections.asr.modules.SqueezeformerEncoder", "~model.encoder.conv_norm_type"],
         [],
     ),
-    "sortformer, as published": ("sortformer", ["model.train_ds.session_len_sec=90"], [f"NP102 {W}"]),
+    "sortformer, as published": ("sortformer", ["model.train_ds.session_len_sec=90"], []),
     "sortformer, streaming": ("sortformer", ["+model.streaming_mode=true"], []),
     "sortformer, fsdp": ("sortformer", [FULLY_SHARDED, "model.train_ds.session_len_sec=90"], []),
     "sortformer, buffers not broadcast": (
@@ -437,7 +448,21 @@ JOBS: dict[str, tuple[str, list[str], list[str]]] = {
         [],
     ),
 }
+# What the SALM recipe reads, from a file of its own as such recipes have it.
+TRAIN = """\
+- type: lhotse_as_conversation
+  shar_path: ${oc.env:DATA}/asr
+- {type: group, input_cfg: more.yaml}
+"""
+MORE = "- {type: lhotse_as_conversation, shar_path: st}\n"
 SOURCES = {name: yaml_text.parse(Path(f"{name}.yaml"), text) for name, text in RECIPES.items()}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_jobs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    (tmp_path / "more.yaml").write_text(MORE)
+    monkeypatch.chdir(tmp_path)
 
 
 def said(name: str, overrides: list[str]) -> list[str]:

@@ -106,8 +106,8 @@ def _share_of_no_length(job: Job) -> Iterator[Finding]:
             if dataset.lhotse and share.known and isinstance(batches := as_limit(share), float) and batches < 1:
                 if not batches and share.key != "trainer.val_check_interval":
                     continue  # none at all
-                if not job.limit("training").batches and share.key == "trainer.val_check_interval":
-                    continue
+                if share.key == "trainer.val_check_interval" and isinstance(job.limit("training").batches, int):
+                    continue  # the limit is the epoch's length
                 what = f"Lhotse reads {dataset.where}, which has no length to take a share of: {share.key}"
                 yield _refused(
                     (share, dataset.get("use_lhotse")), f"{what} is {_text(share)}", "a whole number, or 1.0"
