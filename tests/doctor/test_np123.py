@@ -38,6 +38,15 @@ REFUSED: list[dict[str, Any]] = [
     {"max_epochs": -2},
     {"num_nodes": 0},
     {"num_nodes": "2"},
+    {"gradient_clip_algorithm": "l2"},
+    {"gradient_clip_algorithm": 2},
+    {"gradient_clip_val": "norm"},
+    {"profiler": "nsys"},
+    {"fast_dev_run": -1},
+    {"max_time": "12:00:00"},
+    {"max_time": 12},
+    {"reload_dataloaders_every_n_epochs": -1},
+    {"reload_dataloaders_every_n_epochs": None},
     {"devices": 0},
     {"devices": "0"},
     {"devices": []},
@@ -62,6 +71,12 @@ TAKEN: list[dict[str, Any]] = [
     {"max_steps": 1e5},
     {"max_epochs": None},
     {"max_epochs": -1},
+    {"gradient_clip_algorithm": "NORM", "gradient_clip_val": 1.0},
+    {"gradient_clip_algorithm": None, "gradient_clip_val": None},
+    {"profiler": "simple"},
+    {"max_time": "00:12:00:00"},
+    {"max_time": None},
+    {"reload_dataloaders_every_n_epochs": 1},
     {"devices": "auto"},
 ]
 
@@ -88,7 +103,7 @@ def test_the_doctor_refuses_what_lightning_refuses(tmp_path: Path) -> None:
         for case in TAKEN:
             Trainer(**{**quiet, **on_cpu, **case})
         for case in REFUSED:
-            with pytest.raises((ValueError, TypeError, MisconfigurationException)):
+            with pytest.raises((ValueError, TypeError, AttributeError, MisconfigurationException)):
                 Trainer(**{**quiet, **on_cpu, **case})
 
 

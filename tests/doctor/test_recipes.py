@@ -109,7 +109,10 @@ data:
     use_multimodal_sampling: true
     batch_tokens: 4000
   validation_ds: {{datasets: {{dev: {{shar_path: dev}}}}, batch_size: 8, seed: 42, shard_seed: randomized}}
-{TRAINER}  strategy: {{_target_: lightning.pytorch.strategies.ModelParallelStrategy, tensor_parallel_size: 1}}
+{TRAINER}  strategy:
+    _target_: lightning.pytorch.strategies.ModelParallelStrategy
+    data_parallel_size: 32
+    tensor_parallel_size: 1
   limit_train_batches: 100
   val_check_interval: 100
 {EXP}""",
@@ -213,7 +216,11 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("salm", ["data.train_ds.input_cfg='???'"], []),
     ("salm", ["trainer.val_check_interval=0.5"], []),  # of the limit
     ("salm", ["trainer.val_check_interval=0.5", "trainer.limit_train_batches=1.0"], [f"NP104 {W}", f"NP123 {W}"]),
-    ("salm", ["++data.train_ds={multi_config:true,asr:{shar_path:x}}", "~data.train_ds.seed"], [f"NP124 {W}"]),
+    (
+        "salm",
+        ["++data.train_ds={multi_config:true,asr:{shar_path:x,batch_size:4}}", "~data.train_ds.seed"],
+        [f"NP124 {W}"],
+    ),
     ("salm", ["+trainer.strategy.timeout=3600"], [f"NP119 {W}"]),
     ("salm", ["trainer.use_distributed_sampler=true"], [f"NP103 {W}"]),  # its validation set is made no stream
     # cache-aware, on tar files
@@ -238,9 +245,7 @@ LHOTSE_VALIDATION = "++model.validation_ds.use_lhotse=true"
 NO_DDP_SAMPLER = "trainer.use_distributed_sampler=false"
 ONE_GPU = ["trainer.devices=1", "trainer.num_nodes=1"]
 FULLY_SHARDED = "trainer.strategy=fsdp"
-MODEL_PARALLEL = (
-    "trainer.strategy={_target_: lightning.pytorch.strategies.ModelParallelStrategy, tensor_parallel_size: 1}"
-)
+MODEL_PARALLEL = "trainer.strategy={_target_: lightning.pytorch.strategies.ModelParallelStrategy}"
 SHARDS = "audio__OP_0..511_CL_.tar"
 JOINT = "+model.joint={_target_: nemo.collections.asr.modules.RNNTJoint, fuse_loss_wer: true, fused_batch_size: 4}"
 SHAR = "model.train_ds={use_lhotse: true, shar_path: shar, num_workers: 4, shuffle: true, batch_duration: 600}"
@@ -398,9 +403,16 @@ JOBS: dict[str, tuple[str, list[str], list[str]]] = {
         ["model.encoder.pos_emb_max_len=10000", "model.train_ds.session_len_sec=90"],
         [],
     ),
-    "salm, one GPU": ("salm", ONE_GPU, []),
+    "salm, one GPU": ("salm", [*ONE_GPU, "trainer.strategy.data_parallel_size=1"], []),
     "salm, lora": ("salm", ["+model.lora={task_type: CAUSAL_LM, r: 128}"], []),
-    "salm, tensor parallel": ("salm", ["trainer.strategy.tensor_parallel_size=2"], []),
+    "salm, tensor parallel": ("salm", ["trainer.strategy={tensor_parallel_size:2,data_parallel_size:16}"], []),
+    "salm, tensor parallel, too many": ("salm", ["trainer.strategy.tensor_parallel_size=2"], [f"NP132 {W}"]),
+    "salm, no size of a batch": ("salm", ["~data.train_ds.batch_tokens"], [f"NP111 {W}"]),
+    "parakeet, strategy of another Lightning": (
+        "parakeet",
+        ["trainer.strategy._target_=pytorch_lightning.strategies.DDPStrategy"],
+        [f"NP132 {W}"],
+    ),
     "salm, ddp": ("salm", ["~trainer.strategy", "+trainer.strategy=ddp"], []),
     "salm, several sets": ("salm", [f"++{MULTI}", *SEEDS], []),
     "salm, several sets, one plain": (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_patches.tools.doctor import input_files, interpolations, yaml_text
+from nemo_patches.tools.doctor.input_files import Unread
 from nemo_patches.tools.doctor.interpolations import LONGEST_TEXT, UNKNOWN, depth_of, first_line, with_names
 from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, ConfigError, Keys, YamlText
 
@@ -72,7 +73,7 @@ class Config:
     broken: Mapping[Keys, str]
     of_machine: frozenset[Keys] = frozenset()
     files: Mapping[Keys, YamlText] = field(default_factory=dict)
-    unread: Mapping[Keys, str] = field(default_factory=dict)
+    unread: Mapping[Keys, Unread] = field(default_factory=dict)
 
     def get(self, keys: Keys, default: Any = None) -> Value:
         """The value at a path; `default`, what NeMo or Lightning takes instead, where the config does not have it."""

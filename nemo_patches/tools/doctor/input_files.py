@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor import interpolations, yaml_text
 from nemo_patches.tools.doctor.interpolations import Resolved
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, Keys, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, Keys, WrongKindError, YamlText
 
 KEY = "input_cfg"
 _SECTIONS = ("model", "data")  # that hold data sets
@@ -26,11 +26,19 @@ _ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")  # s3://, ais://, https://,
 
 
 @dataclass(frozen=True)
+class Unread:
+    """Why a file is not there. refused: NeMo stops at what is in it, too."""
+
+    why: str
+    refused: bool
+
+
+@dataclass(frozen=True)
 class InputFiles:
     """What was read, by the path of the input_cfg that names it; see Config."""
 
     files: Mapping[Keys, YamlText]
-    unread: Mapping[Keys, str]
+    unread: Mapping[Keys, Unread]
     broken: Mapping[Keys, str]
     of_machine: frozenset[Keys]
 
@@ -38,7 +46,7 @@ class InputFiles:
 def read_into(tree: Any) -> InputFiles:
     """Put the inputs of every file that a config's tree names into it, in place. Never raises: see `unread`."""
     files: dict[Keys, YamlText] = {}
-    unread: dict[Keys, str] = {}
+    unread: dict[Keys, Unread] = {}
     broken: dict[Keys, str] = {}
     of_machine: set[Keys] = set()
     read: dict[str, tuple[YamlText, Any, Resolved]] = {}
@@ -57,7 +65,7 @@ def read_into(tree: Any) -> InputFiles:
             if room < 0:
                 raise ConfigError(f"{name}: more than {MOST_VALUES} values in all such files")
         except ConfigError as error:
-            unread[keys] = str(error)
+            unread[keys] = Unread(str(error), isinstance(error, WrongKindError))
             continue
         holder[KEY] = deepcopy(content)
         files[keys] = source

@@ -117,7 +117,7 @@ class Job:
     @cached_property
     def ranks(self) -> int | None:
         """How many ranks there will be; None where that depends on the machine."""
-        devices, nodes = _count(self.devices.value), _count(self.nodes.value)
+        devices, nodes = count(self.devices.value), count(self.nodes.value)
         if devices is None and self.devices.value == "auto" and self.accelerator.value == "cpu":
             devices = 1  # Lightning's "auto" on the CPU
         return devices * nodes if devices and nodes else None
@@ -218,7 +218,7 @@ class Job:
         return tuple(dataset for dataset in datasets.found_in(self.config) if dataset.used)
 
 
-def _count(devices: Any) -> int | None:
+def count(devices: Any) -> int | None:
     """Lightning's ways to say how many."""
     if isinstance(devices, bool) or devices is UNKNOWN:
         return None

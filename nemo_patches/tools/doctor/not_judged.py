@@ -108,10 +108,12 @@ def _serious(pairs: Iterable[tuple[Rule, Finding]]) -> set[tuple[str, str]]:
 def _unknown(job: Job) -> Iterator[_Unknown]:
     config = job.config
     seen: set[str] = set()
-    for keys, why in config.unread.items():
+    for keys, unread in config.unread.items():
+        if unread.refused:
+            continue  # NP130
         yield _Unknown(
             config.get(keys),
-            f"{'.'.join(keys)} is in another file: {why}",
+            f"{'.'.join(keys)} is in another file: {unread.why}",
             tuple((keys, each) for each in _SETS["input_cfg"]),
             instead="start the doctor in the folder and on a machine where NeMo finds that file",
         )

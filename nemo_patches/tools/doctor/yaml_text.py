@@ -31,6 +31,10 @@ class ConfigError(Exception):
     """The config cannot be read. The text says which file, where in it, and why."""
 
 
+class WrongKindError(ConfigError):
+    """It is YAML, and not the mapping or sequence that NeMo reads there."""
+
+
 @dataclass(frozen=True)
 class YamlText:
     """The text of one file, and the node of every key in it (`key_nodes`) and of every value (`nodes`)."""
@@ -64,9 +68,9 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
     if root is None:
-        raise ConfigError(f"{path}: empty; expected a {expected}, as {_ARE[expected]}")
+        raise WrongKindError(f"{path}: empty; expected a {expected}, as {_ARE[expected]}")
     if root.id != expected:
-        raise ConfigError(f"{path}: the top level is a {root.id}; expected a {expected}, as {_ARE[expected]}")
+        raise WrongKindError(f"{path}: the top level is a {root.id}; expected a {expected}, as {_ARE[expected]}")
     nodes: dict[Keys, yaml.Node] = {}
     key_nodes: dict[Keys, yaml.Node] = {}
     for keys, key_node, node in _walk(path, root):

@@ -21,14 +21,14 @@ WORST = Severity.ERROR
 BAD = """\
 trainer: {devices: 4, strategy: ddp}
 model:
-  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  train_ds: {manifest_filepath: a.json, batch_size: 8, max_duration: 60}
   preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
   encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, sync_max_audio_length: false}
 """
 GOOD = """\
 trainer: {devices: 4, strategy: ddp}
 model:
-  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  train_ds: {manifest_filepath: a.json, batch_size: 8, max_duration: 60}
   preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
   encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, pos_emb_max_len: 6016}
 """
