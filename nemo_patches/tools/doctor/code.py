@@ -7,7 +7,7 @@ import importlib.util
 import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -175,6 +175,12 @@ def _tree(path: Path, content: bytes) -> ast.Module:
         raise DoctorError(f"{path}:{getattr(error, 'lineno', None) or 1}: not Python: {error}") from None
 
 
+@cache
+def _module(path: Path) -> ast.Module:
+    """One of NeMo's, which several of the files that are examined may need."""
+    return _tree(path, _content(path))
+
+
 def _class(node: ast.ClassDef, names: Names, nemo: Path | None, in_nemo: bool) -> Class:
     bases = list(_bases_in_nemo(node, names.tree, nemo)) if nemo else []
     of_nemo: dict[str, Method] = {}
@@ -200,7 +206,7 @@ def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None
         path = nemo / "collections" / "asr" / "modules" / f"{file}.py"
         if not path.is_file() or len(own) < _FEWEST_COPIED:
             continue
-        tree = _tree(path, _content(path))
+        tree = _module(path)
         node = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == encoder), None)
         theirs = _methods(node, Names(tree)) if node else {}
         specific = theirs.keys() - _OF_ANY_MODULE
@@ -241,7 +247,7 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
         inner = nemo.joinpath(*str(node.module).split(".")[1:])
         for path in (inner.with_suffix(".py"), inner / "__init__.py") if original else ():
             if path.is_file():
-                return _defined(str(original), _tree(path, _content(path)), nemo, steps + 1)
+                return _defined(str(original), _module(path), nemo, steps + 1)
     return None
 
 

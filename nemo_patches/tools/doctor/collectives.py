@@ -181,7 +181,8 @@ class Surroundings:
         owner, _, last = name.rpartition(".")
         line = call.lineno
         holder = owner.rpartition(".")[2]
-        if last in _OF_TORCH and (origin.startswith(_MODULES) or owner in _USUAL_NAMES):
+        of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
+        if of_torch and origin.rpartition(".")[2] in _OF_TORCH:
             return None if _of_a_group(call) else Collective(name, origin.rpartition(".")[2], line)
         if last in _OF_STRATEGY and holder == "strategy":
             return None if _of_a_group(call) else Collective(name, last, line)
@@ -193,14 +194,13 @@ class Surroundings:
             return None if _of_a_group(call) else Collective(name, last, line)
         if last in _OF_TRAINER and owner in ("trainer", "self.trainer"):
             return Collective(name, last, line, "which waits for all ranks")
+        if last == "save_checkpoint" and "engine" in holder and self.names.in_parallel:
+            return Collective(name, last, line, "which all ranks of DeepSpeed save in")
         if name in _LOGS:
             return self._log(name, call)
-        if last == "compute" and owner in self.metrics:
-            return Collective(name, last, line, "which gathers the metric from all ranks")
-        if last == "compute" and not call.args and _METRIC_WORDS & set(holder.lower().split("_")):
-            return Collective(
-                name, last, line, "which gathers the metric from all ranks", "it is a torchmetrics metric"
-            )
+        if last == COMPUTE and not call.args and (owner in self.metrics or _sounds_like_metric(holder)):
+            guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
+            return Collective(name, last, line, "which gathers the metric from all ranks", guess)
         if last == "state_dict" and holder.endswith("model") and self.names.sharded:
             return Collective(name, last, line, "which gathers sharded parameters", "the model is wrapped in FSDP")
         if name == "self.manual_backward" or (last == "backward" and (self.lightning or self.names.in_parallel)):

@@ -388,11 +388,11 @@ class _Way:
     _left_loop: list[tuple[str, ...]] = field(default_factory=list)
     _unsynced: int = 0
     _failing: int = 0
+    _tried: int = 0
 
     def walk(self) -> None:
         """Follow it to its end."""
-        end = self._block(self.function.node.body, ())
-        self.raised = end is _End.RAISE
+        self._block(self.function.node.body, ())
 
     # --- statements
 
@@ -411,10 +411,10 @@ class _Way:
             return self._either(node, node.test, node.body, node.orelse, guards)
         if isinstance(node, (ast.For, ast.AsyncFor)):
             self._expression(node.iter, guards)
-            return self._loop(node, f"for {ast.unparse(node.iter)}", node, guards)
+            return self._loop(f"for {ast.unparse(node.iter)}", node, guards)
         if isinstance(node, ast.While):
             self._expression(node.test, guards)
-            return self._loop(node, f"while {ast.unparse(node.test)}", node, guards)
+            return self._loop(f"while {ast.unparse(node.test)}", node, guards)
         if isinstance(node, ast.Try) or type(node).__name__ == "TryStar":
             return self._try(node, guards)  # type: ignore[arg-type]
         if isinstance(node, (ast.With, ast.AsyncWith)):
@@ -447,12 +447,21 @@ class _Way:
     ) -> _End | None:
         decided = self.decisions.get(id(node), ast.unparse(test))
         if isinstance(decided, bool):
-            return self._block(body if decided else orelse, guards)
+            return self._taken(body if decided else orelse, guards)
         yes = self._branch(body, (*guards, decided))
         no = self._branch(orelse, (*guards, f"not ({decided})"))
         if yes is None or no is None:
             return None
         return yes if no is _End.RAISE else no
+
+    def _taken(self, body: list[ast.stmt], guards: tuple[str, ...]) -> _End | None:
+        """The block that is taken on this way: where it raises, whatever else holds, the rank ends."""
+        before = len(self._left) + len(self._left_turn) + len(self._left_loop)
+        end = self._block(body, guards)
+        left = len(self._left) + len(self._left_turn) + len(self._left_loop) > before
+        in_loops_only = all(guard.startswith(_LOOPS) for guard in guards)
+        self.raised = self.raised or (end is _End.RAISE and in_loops_only and not left and not self._tried)
+        return end
 
     def _branch(self, body: list[ast.stmt], guards: tuple[str, ...]) -> _End | None:
         """A block that may not be run: where it ends the function or the turn, what follows is come to without it."""
@@ -465,15 +474,12 @@ class _Way:
             self._left_loop.append(guards)
         return end
 
-    def _loop(
-        self, node: ast.AST, text: str, loop: ast.For | ast.AsyncFor | ast.While, guards: tuple[str, ...]
-    ) -> _End | None:
-        if self.decisions.get(id(node)) is False:
+    def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While, guards: tuple[str, ...]) -> _End | None:
+        if self.decisions.get(id(loop)) is False:
             return self._block(loop.orelse, guards)
         first, left = len(self.events), len(self._left)
         outer = self._left_turn, self._left_loop
         self._left_turn, self._left_loop = [], []
-        endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
         end = self._block(loop.body, (*guards, text))
         ways_out = [*self._left_loop, *self._left[left:]]
         if end in (_End.BREAK, _End.RETURN):
@@ -484,15 +490,15 @@ class _Way:
         self._left_turn, self._left_loop = outer
         if end is _End.RETURN:
             self._left.append((*guards, text))
-        if end is _End.RAISE and endless:
-            return end
         return self._block(loop.orelse, guards)
 
     def _try(self, node: ast.Try, guards: tuple[str, ...]) -> _End | None:
         if self.caught is not None and self.caught[0] is node:
             end = self._error(node, *self.caught[1:], guards)
         else:
+            self._tried += bool(node.handlers)
             end = self._block(node.body, guards)
+            self._tried -= bool(node.handlers)
             if end is None:
                 end = self._block(node.orelse, guards)
             elif end is _End.RAISE and node.handlers:  # it may be caught
@@ -504,15 +510,15 @@ class _Way:
         """The handler, after all collectives of the block, or only those of its first call."""
         first, exits = len(self.events), len(self.exits)
         ways_out = [list(each) for each in (self._left, self._left_turn, self._left_loop)]
-        self._failing += 1
+        self._failing, self._tried = self._failing + 1, self._tried + 1
         self._block(node.body, guards)
-        self._failing -= 1
+        self._failing, self._tried = self._failing - 1, self._tried - 1
         self._left, self._left_turn, self._left_loop = ways_out
         del self.exits[exits:]
         if early:
             last = _first_call(node.body)
             self.events[first:] = [each for each in self.events[first:] if each.collective.line <= last]
-        return self._block(handler.body, guards)
+        return self._taken(handler.body, guards)
 
     def _return(self, node: ast.Return, value: ast.expr | None, guards: tuple[str, ...]) -> _End:
         if isinstance(value, ast.IfExp) and self._runs_backward:
@@ -611,7 +617,8 @@ def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
     calls = [each for statement in body for each in ast.walk(statement) if isinstance(each, ast.Call)]
     origins = [scope.surroundings.names.origin(each.func) for each in calls]
     return any(map(scope.agrees, calls)) and all(
-        scope.agrees(call) or origin.startswith("torch.") for call, origin in zip(calls, origins, strict=True)
+        scope.agrees(call) or origin.startswith("torch.") or origin in _HARMLESS
+        for call, origin in zip(calls, origins, strict=True)
     )
 
 
@@ -631,6 +638,8 @@ _OF_ALL_RANKS = frozenset(
     ]
 )
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
+_LOOPS = ("for ", "while ")  # how their guards begin
+_HARMLESS = ("float", "getattr", "int", "len")
 _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 

@@ -14,14 +14,16 @@ RANKS = (0, 1, 7)  # that are tried: the first, one beside it, and one of anothe
 _NUMBERS = frozenset(
     [
         "get_global_rank",
+        "get_local_rank",
         "get_rank",
+        "get_world_rank",
         "global_rank",
         "local_process_index",
         "local_rank",
         "node_rank",
         "process_index",
         "rank",
-        "get_local_rank",
+        "world_rank",
     ]
 )
 _FIRST = frozenset(

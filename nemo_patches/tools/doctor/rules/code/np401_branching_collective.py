@@ -28,22 +28,20 @@ def check(code: Code) -> Iterator[Finding]:
 
 
 def _said(each: Divergence) -> tuple[str, str]:
+    """What is found, and what to write instead."""
+    what = f"{each.names} {each.are}"
     if each.reordered:
         what = f"{each.names} come in another order where `{each.cause}`: ranks where that differs make unlike ones"
         return what, "one order on all ranks"
     if each.kind is Kind.FIRST_RANK:
-        what = f"{each.names} {each.are} made on one rank of the job or of a node only, by {each.cause}"
+        what += f" made on one rank of the job or of a node only, by {each.cause}"
         return what, "the collective in a method that every rank runs"
     if each.by_rank:
-        what = (
-            f"{each.names} {each.are} made only where a test on the rank holds (`{each.cause}`), and nowhere else here"
-        )
-        return f"{what}, and nowhere else here", "the collective outside of that branch, on every rank"
+        what += f" made only where a test on the rank holds (`{each.cause}`), and nowhere else here"
+        return what, "the collective outside of that branch, on every rank"
     if each.collectives[0].pairs_with == ENCODER:
-        what = (
-            f"{each.names} {each.are} called only if `{each.cause}`: ranks where that differs wait for each other in it"
-        )
+        what += f" called only if `{each.cause}`: ranks where that differs wait for each other in it"
         return what, "the call in any case, and its result left out"
-    what = f"{each.names} {'depends' if each.are == 'is' else 'depend'} on `{each.cause}`"
-    what += ": a rank where that is otherwise leaves the others waiting"
+    depends = "depends" if each.are == "is" else "depend"
+    what = f"{each.names} {depends} on `{each.cause}`: a rank where that is otherwise leaves the others waiting"
     return what, "the collective in any case, or a test that all ranks share"
