@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -117,4 +118,30 @@ def by_the_clock(rank: Rank) -> None:
 def save_checkpoint(rank: Rank, model: torch.nn.Module) -> None:
     if rank.number == 0:
         torch.save(model.state_dict(), rank.folder / "model.ckpt")
+    dist.barrier()
+
+
+def interrupted_save(rank: Rank) -> None:
+    """Rank 0 finds what an earlier save has left, and raises; the script logs that and trains on, the others wait."""
+    rank.join()
+    model = DistributedDataParallel(conformer())
+    if rank.number == 0:
+        checkpoint_folder(rank).mkdir()
+    for step in range(STEPS):
+        encode(model, step).sum().backward()
+        if step == AT_STEP:
+            try:
+                save_new_checkpoint(rank, model)
+            except FileExistsError as error:
+                print(f"no checkpoint: {error}")
+
+
+def checkpoint_folder(rank: Rank) -> Path:
+    return rank.folder / f"step_{AT_STEP}"
+
+
+def save_new_checkpoint(rank: Rank, model: torch.nn.Module) -> None:
+    if rank.number == 0:
+        checkpoint_folder(rank).mkdir()
+        torch.save(model.state_dict(), checkpoint_folder(rank) / "model.ckpt")
     dist.barrier()

@@ -82,23 +82,31 @@ _ALL = (
     # Uneven training data.
     Hang("uneven-training", "uneven", _lightning(3325, 20404, 20561), ENDS, settings=_TOGETHER),
     Hang(
-        *("training-meets-validation", "uneven"),
+        "training-meets-validation",
+        "uneven",
         (*_speech(13562), *_torch(153779), *_lightning(20832, 6798), "lhotse-speech/lhotse#1459"),
-        *(ENDS,),
+        ENDS,
         settings=_TOGETHER,
     ),
     Hang("epoch-ends-early", "uneven", _lightning(11841), ENDS, settings=_TOGETHER),
     Hang("timer", "uneven", _speech(13840), ENDS, settings=_TOGETHER),
     Hang("own-loop", "uneven", (*_lightning(14635), "FunAudioLLM/CosyVoice#180", "wenet-e2e/wenet#2552"), ENDS),
     # Steps in which ranks do not make the same collectives.
-    Hang("skipped-backward", "steps", _lightning(5243), NAMED, f"{_of(0, _BACKWARD)}.*{_of(1, _BUFFERS)}"),
+    Hang(
+        "skipped-backward",
+        "steps",
+        (*_lightning(5243), "NVIDIA-NeMo/Automodel#2468"),
+        NAMED,
+        f"{_of(0, _BACKWARD)}.*{_of(1, _BUFFERS)}",
+    ),
     Hang("log-keys", "steps", _lightning(19106), NAMED, f"{_of(0, 'barrier, in')}.*{_of(1, _BACKWARD)}"),
     Hang(
         "reduce-on-one-rank", "steps", ("SWivid/F5-TTS#346",), NAMED, _of(0, r"all_reduce, in reduce_loss \(steps.py")
     ),
     # Checkpoints.
     Hang(
-        *("nest-checkpoint", "checkpoints"),
+        "nest-checkpoint",
+        "checkpoints",
         _speech(13739, 14380, 7938, 10025),
         NAMED,
         _of(0, r"\w+, in \w+ \(nemo_model_checkpoint.py:\d+\), while saving a checkpoint"),
@@ -110,6 +118,13 @@ _ALL = (
     ),
     Hang(
         "by-the-clock", "checkpoints", ("speechbrain/speechbrain#2401",), NAMED, _of(0, "barrier, in save_checkpoint")
+    ),
+    Hang(
+        "interrupted-save",
+        "checkpoints",
+        ("NVIDIA-NeMo/Automodel#3254",),
+        NAMED,
+        _of(1, "barrier, in save_new_checkpoint"),
     ),
     Hang(
         "dead-mount",
