@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -36,6 +37,17 @@ RANK_ENVIRONMENT = {
 }
 
 _context = multiprocessing.get_context("forkserver")
+
+
+def prepare() -> None:
+    """Before anything starts. SIGTERM ends the ranks as Ctrl-C does. Raises DemoError where there is no NeMo."""
+    if importlib.util.find_spec("nemo") is None:
+        raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

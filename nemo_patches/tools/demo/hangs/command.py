@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,8 +21,7 @@ def run(name: str) -> int:
     hang = HANGS_BY_NAME.get(name)
     if hang is None:
         raise DemoError(f"--hang={name} is not allowed; allowed: {', '.join(HANGS_BY_NAME)}")
-    if importlib.util.find_spec("nemo") is None:
-        raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
+    processes.prepare()
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"{name}: {hang.job}"))
     console.print(Text(f"Reported as: {', '.join(hang.reports)}"))

@@ -36,10 +36,14 @@ class Hang:
         return self.name.replace("-", "_")
 
     @property
+    def source(self) -> Path:
+        return Path(__file__).with_name(f"{self.module}.py")
+
+    @property
     def job(self) -> str:
         """What the job does: the function's docstring."""
-        source = Path(__file__).with_name(f"{self.module}.py").read_text(encoding="utf-8")
-        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        module = ast.parse(self.source.read_text(encoding="utf-8"))
+        functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
         (function,) = [node for node in functions if node.name == self.function]
         return " ".join((ast.get_docstring(function) or "").split())
 
@@ -57,12 +61,12 @@ def _torch(*numbers: int) -> tuple[str, ...]:
 
 
 def _of(rank: int, what: str) -> str:
-    return rf"\brank {rank} \([^)]*\)[^|]*?: {what}"
+    return rf"\brank {rank} \([^)]*\)[^|]*\b{what}"
 
 
 _DEFERRED = {"metrics": "deferred"}
 _TOGETHER = {"stop_together": "training"}
-_READS = r"read \(\S*hangs/group.py:\d+\)"
+_READS = r"read \(\S*group.py:\d+\)"
 _BUFFERS = "DDP's buffer broadcast"
 _BACKWARD = "backward, which reduces the gradients"
 
