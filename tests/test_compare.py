@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import nemo_patches
+from nemo_patches.uneven.checksums import Checksums, parts
 from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.parameter_watch import parameter_watch
 
@@ -331,3 +335,59 @@ def test_a_rank_that_does_not_answer_is_said_once(
         lines = seen[name].lines
         assert len(lines) == (rank != without)
         assert all(words in line and "are not compared yet" in line for line in lines)
+
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_checksum_is_of_every_bit_and_every_place_and_changes_none(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).remainder(5).to(dtype).reshape(3, 4)
+    before, numbers = tensor.clone(), Checksums([tensor]).numbers()
+    assert torch.equal(tensor, before)
+    assert Checksums([before]).numbers() == numbers
+    assert Checksums([tensor.t().contiguous().t()]).numbers() == numbers  # in another order in memory
+    for one, other in ((0, 1), (0, 4), (2, 11)):
+        swapped = tensor.clone().view(-1)
+        swapped[[one, other]] = swapped[[other, one]]
+        assert (Checksums([swapped]).numbers() == numbers) == bool(swapped[one] == swapped[other])
+    raw = torch.view_as_real(tensor) if dtype.is_complex else tensor
+    for byte in range(0 if dtype == torch.bool else raw.element_size()):
+        flipped = raw.clone()
+        flipped.view(torch.uint8)[1, 1] ^= 1 << byte
+        assert Checksums([flipped]).numbers() != numbers
+
+
+def test_a_large_tensor_has_a_number_for_each_part() -> None:
+    large = torch.zeros((1 << 21) + 1)
+    numbers = Checksums([torch.ones(2), large, torch.zeros(0)]).numbers()
+    assert len(numbers) == 4 == 1 + parts(large)
+    large[1 << 20] = 1.0
+    changed = Checksums([torch.ones(2), large, torch.zeros(0)]).numbers()
+    assert [one != other for one, other in zip(numbers, changed, strict=True)] == [False, False, True, False]
+
+
+def test_not_a_number_and_the_sign_of_zero_are_bits_as_others() -> None:
+    assert Checksums([torch.tensor([math.nan])]).numbers() == Checksums([torch.tensor([math.nan])]).numbers()
+    assert Checksums([torch.tensor([0.0])]).numbers() != Checksums([torch.tensor([-0.0])]).numbers()
+
+
+COMPILED = """
+import torch
+from nemo_patches.uneven.parameter_watch import parameter_watch
+
+parameter_watch.use(1)
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+step = torch.compile(optimizer.step, backend="eager")
+for _ in range(3):
+    layer(torch.ones(1, 2)).sum().backward()
+    step()
+    parameter_watch.batch_began()
+"""
+
+
+def test_steps_that_are_compiled_are_said_to_be_unseen() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=240, check=True)
+    (line,) = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
+    assert "parameters are not compared after an optimizer's steps that are compiled (torch.compile of the" in line

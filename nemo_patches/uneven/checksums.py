@@ -25,7 +25,8 @@ class Checksums:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Enqueues the sums, and the copy of them to this host."""
         device = tensors[0].device
-        weights = torch.arange(1, _PART + 1, dtype=torch.int64, device=device).mul_(_STEP).bitwise_or_(1)
+        most = min(max(tensor.numel() for tensor in tensors) * 2, _PART)  # a complex one has two for each
+        weights = torch.arange(1, most + 1, dtype=torch.int64, device=device).mul_(_STEP).bitwise_or_(1)
         sums = []
         for tensor in tensors:
             for part in torch.split(_bits(tensor), _PART):
