@@ -35,7 +35,7 @@ def main() -> None:
     for kind, steps in taken.items():
         ratios = [mine / off for mine, off in zip(steps, taken["off"], strict=True)]
         print(f"| {kind} | {quartiles(steps)} | {quartiles(ratios)} |")
-    print(f"\nProcessor time of the training thread: {quartiles(alone)} ms for a comparison, {hook:.1f} us for other steps.")
+    print(f"\nTraining thread's processor time: {quartiles(alone)} ms for a comparison, {hook:.1f} us for other steps.")
 
 
 def quartiles(values: Sequence[float]) -> str:
