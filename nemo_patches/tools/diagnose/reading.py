@@ -175,6 +175,7 @@ def joined(
         whole.begins |= {(taken.get(group, group), rank): first for (group, rank), first in part.begins.items()}
         whole.findings += part.findings
         whole.saw_a_wait |= part.saw_a_wait
+        whole.perhaps_missing |= part.perhaps_missing
         whole.ranks += part.ranks
         whole.summary += part.summary
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
