@@ -131,6 +131,19 @@ def accused(findings: tuple[Finding, ...]) -> set[int]:
     return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
 
 
+def test_a_round_given_up_that_others_are_past_shows_no_wait(tmp_path: Path) -> None:
+    """With sync=overlapped no rank waits; the record of one that took no round at a call ends there."""
+    overlapped = {rank: Setup(sync="overlapped") for rank in range(3)}
+    of_rank = [*steps(4), *[Call()] * 4, *steps(5)]
+    write(tmp_path, [of_rank, of_rank, [*steps(4), Away(20.0), *of_rank[8:]]], overlapped, reports=False)
+    file = sorted(tmp_path.iterdir())[0]
+    lines = file.read_bytes().splitlines(True)
+    last = max(at for at, line in enumerate(lines) if b'"outcome":"unwaited"' in line)
+    file.write_bytes(b"".join(lines[: last + 1]))
+    _, evidence = read(tmp_path)
+    assert not [one for one in evidence.facts if isinstance(one.value, Seat)]
+
+
 def test_who_had_reported_that_it_waits_in_its_backward_is_not_accused(tmp_path: Path) -> None:
     """Without an end beside others that have one, whatever came of it in the end."""
     last: list[list[Event]] = [[Call(), Gradients()], [Call(), Gradients()], [Call(), TIMED_OUT], [Call(), Gradients()]]

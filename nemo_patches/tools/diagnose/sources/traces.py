@@ -253,13 +253,14 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
 
 
 def _add_seats(case: Case, evidence: Evidence) -> None:
-    """The last rounds of the length sync, where some rank has waited in one for long, or has given it up.
+    """The last rounds of the length sync, where some rank has waited in the latest for long, or has given it up.
 
     A round pairs by its number. That ranks are at different calls shows no wait, nor does a round that has just begun.
     """
     group = f"length sync of {case.name}"
     known, reports = case.sure, stall_reports(case)
-    if not any(_has_waited(case, ending, reports) for ending in known.values()):
+    latest = max((ending.came_to for ending in known.values()), default=0)
+    if not any(ending.came_to == latest and _has_waited(case, ending, reports) for ending in known.values()):
         return
     members = evidence.groups.setdefault(group, set())
     if len(known) < case.job.world_size:
