@@ -195,6 +195,27 @@ def aed(trainer: Any) -> Any:
     return model
 
 
+def nest(trainer: Any) -> Any:
+    """NeMo's self-supervised model; it takes the batches of `nest_batch`."""
+    from nemo.collections.asr.models import EncDecDenoiseMaskedTokenPredModel
+
+    from nemo_patches.tools.demo import nest as demo
+
+    job: Any = SimpleNamespace(folder=Path("/nowhere"), rank=0)
+    config = {**demo.model(job), "train_ds": None, "validation_ds": None}
+    model = _made(EncDecDenoiseMaskedTokenPredModel, config, trainer)
+    model._modules.pop("decoder_ssl", None)  # of NeMo 2.1 and 2.2, which trains nothing
+    return model
+
+
+def nest_batch(seed: int) -> Any:
+    from nemo.collections.asr.data.ssl_dataset import AudioNoiseBatch
+
+    signals = 0.1 * torch.randn(2, 32000, generator=torch.Generator().manual_seed(seed))
+    lengths = torch.full((2,), 32000)
+    return AudioNoiseBatch(None, signals, lengths, torch.zeros_like(signals), lengths, signals, lengths)
+
+
 def _made(owner: type, config: dict[str, Any], trainer: Any) -> Any:
     from omegaconf import OmegaConf
 

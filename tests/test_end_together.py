@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_patches.channel.extremes import packed, unpacked
 from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.uneven import even_loader
-from nemo_patches.channel.extremes import packed, unpacked
 from nemo_patches.uneven.agreement import Agreement, Place, StopTogetherError
 from nemo_patches.uneven.even_loader import EvenLoader
 

@@ -97,6 +97,7 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         "on_finding": "raise",
         "metrics": "deferred",
         "stop_together": "training,evaluation",
+        "checkpoints": "stock",
     }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})
     assert value != setting.default

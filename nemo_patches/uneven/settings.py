@@ -1,4 +1,4 @@
-"""The settings of what is done about uneven batches, and the table of all settings."""
+"""The settings of what is done about uneven batches and checkpoints, and the table of all settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
-from nemo_patches.sync.settings import Setting, SettingsError, word_setting
+from nemo_patches.sync.settings import CHECKPOINTS, Setting, SettingsError, word_setting
 from nemo_patches.tracing import settings as trace_settings
 
 STOCK, DEFERRED = "stock", "deferred"
@@ -28,7 +28,7 @@ STOP_TOGETHER: Setting[tuple[str, ...]] = Setting(
     "Of whose loaders all ranks end a pass after the same number of batches: training, evaluation, or both.",
     lambda stages: ",".join(stages) or "none",
 )
-SETTINGS: tuple[Setting[Any], ...] = (METRICS, STOP_TOGETHER)
+SETTINGS: tuple[Setting[Any], ...] = (METRICS, STOP_TOGETHER, CHECKPOINTS)
 ALL_SETTINGS = (*sync_settings.SETTINGS, *stall_settings.SETTINGS, *trace_settings.SETTINGS, *SETTINGS)  # apply()'s
 
 
@@ -38,6 +38,7 @@ class UnevenSettings:
 
     metrics: str = METRICS.default
     stop_together: tuple[str, ...] = STOP_TOGETHER.default
+    checkpoints: str = CHECKPOINTS.default
 
     def items(self) -> Iterable[tuple[Setting[Any], Any]]:
         """Each setting of the table, with its value here."""
@@ -51,10 +52,11 @@ class UnevenSettings:
 def resolve(
     metrics: str | None = None,
     stop_together: str | Sequence[str] | None = None,
+    checkpoints: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> UnevenSettings:
     """From keywords, else the environment, else the defaults. Raises SettingsError."""
-    given = zip(SETTINGS, (metrics, stop_together), strict=True)
+    given = zip(SETTINGS, (metrics, stop_together, checkpoints), strict=True)
     return UnevenSettings(*(setting.value(keyword, environment) for setting, keyword in given))
 
 
