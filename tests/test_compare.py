@@ -22,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import nemo_patches
+from nemo_patches.uneven import parameter_watch as module
 from nemo_patches.uneven.checksums import Checksums, parts
 from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.parameter_watch import parameter_watch
@@ -36,6 +37,8 @@ HEALTHY = (
     "gradients in half precision",
     "accumulated",
     "some not in DDP",
+    "a scaler that leaves a step out on all ranks",
+    "a device that is behind",
     "Lightning",
     "Lightning, two optimizers",
 )
@@ -57,14 +60,19 @@ def train(
     steps: int = 2 * EVERY,
     accumulate: int = 1,
     skips: Callable[[int], bool] = lambda step: False,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
     """What is to be kept until its comparisons have come."""
     torch.manual_seed(100 + torch.distributed.get_rank())
     for step in range(1, steps + 1):
         for part in range(accumulate):
             with contextlib.nullcontext() if part == accumulate - 1 else wrapped.no_sync():
-                wrapped(torch.randn(6, 4)).square().mean().backward()
-        if not skips(step):
+                loss = wrapped(torch.randn(6, 4)).square().mean()
+                (loss if scaler is None else scaler.scale(loss * (math.inf if step == SKIPS_AT else 1.0))).backward()
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif not skips(step):
             optimizer.step()
         optimizer.zero_grad()
     return wrapped, optimizer
@@ -133,6 +141,16 @@ class Adversarial(Small):
         return adam(self.inner), adam(self.other)
 
 
+class Behind(Checksums):
+    """As on a GPU that has not come so far when they are enqueued, nor at the next steps."""
+
+    STEPS, looks = 3, 0
+
+    def are_done(self) -> bool:
+        self.looks += 1
+        return self.looks > self.STEPS
+
+
 class Odd(torch.optim.Optimizer):
     """Its steps do nothing, and what it says of its parameters is nonsense."""
 
@@ -173,6 +191,11 @@ def scenarios(rank: int) -> Iterator[tuple[str, Any]]:
     nemo_patches.apply(compare=EVERY, stall_timeout=0)
     some = torch.optim.SGD([*(wrapped := DDP(model())).parameters(), nn.Parameter(torch.full((2,), float(rank)))], 0.1)
     yield "some not in DDP", train(wrapped, some)
+    scaled = train(wrapped := DDP(model()), adam(wrapped), scaler=torch.amp.GradScaler("cpu"), steps=2 * EVERY + 1)
+    yield "a scaler that leaves a step out on all ranks", scaled
+    module.Checksums = Behind  # type: ignore[misc]
+    yield "a device that is behind", train(wrapped := DDP(model()), adam(wrapped), steps=2 * EVERY + Behind.STEPS)
+    module.Checksums = Checksums  # type: ignore[misc]
     yield "Lightning", fit(Small())
     yield "Lightning, two optimizers", fit(Adversarial())
 
@@ -189,6 +212,11 @@ def scenarios(rank: int) -> Iterator[tuple[str, Any]]:
         with torch.no_grad():
             wrapped.module[3].weight.copy_(wrapped.module[3].weight.flip(0))
     yield "rows that changed places", train(wrapped, optimizer, 2 * EVERY)
+    wrapped = DDP(part := model().requires_grad_(False).append(nn.Linear(2, 2)))
+    optimizer = adam(wrapped)
+    train(wrapped, optimizer, EVERY)
+    part[3].requires_grad_(True)  # DDP does not synchronize its gradients
+    yield "unfrozen", train(wrapped, optimizer)
     yield "Lightning, skipped", fit(Small(skips_at=SKIPS_AT if rank == 1 else -1), limit_train_batches=21)
     accumulate = 4 if rank == 1 else 3
     yield (
@@ -292,10 +320,10 @@ def test_healthy_ranks_are_compared_and_not_a_word_is_said(results: list[dict[st
     [
         (
             "skipped",
-            "after optimizer step 10 (AdamW, optimizer 12) the parameters of rank 1 differ from those of the "
+            "after optimizer step 10 (AdamW, optimizer 14) the parameters of rank 1 differ from those of the "
             "other 2 ranks, first in 0.weight. Training goes on; they were equal after step 5",
         ),
-        ("another rate", "after optimizer step 5 (SGD, optimizer 13) the parameters of rank 2 differ"),
+        ("another rate", "after optimizer step 5 (SGD, optimizer 15) the parameters of rank 2 differ"),
         (
             "three rates",
             "differ between rank 0 and rank 1 and rank 2, first in 0.weight. Training goes on; compare the "
@@ -306,14 +334,18 @@ def test_healthy_ranks_are_compared_and_not_a_word_is_said(results: list[dict[st
             "the parameters of rank 0 differ from those of the other 2 ranks, first in 3.weight",
         ),
         (
+            "unfrozen",
+            "after optimizer step 10 (AdamW, optimizer 18) the parameters differ between rank 0 and rank 1 and",
+        ),
+        (
             "Lightning, skipped",
-            "after optimizer step 10 (AdamW, optimizer 16) the parameters of rank 1 differ from those "
+            "after optimizer step 10 (AdamW, optimizer 19) the parameters of rank 1 differ from those "
             "of the other 2 ranks, first in inner.0.weight; the ranks have taken different numbers of training batches "
             "(10 on ranks 0, 2; 11 on rank 1). Training goes on; they were equal after step 5",
         ),
         (
             "Lightning, accumulated",
-            "after optimizer step 5 (AdamW, optimizer 17) the parameters are equal, but the ranks "
+            "after optimizer step 5 (AdamW, optimizer 20) the parameters are equal, but the ranks "
             "have taken different numbers of training batches (15 on ranks 0, 2; 20 on rank 1)",
         ),
     ],
@@ -406,6 +438,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
+from nemo_patches.uneven import parameter_watch as module
 from nemo_patches.uneven.parameter_watch import parameter_watch
 
 rank, port = int(sys.argv[1]), sys.argv[2]

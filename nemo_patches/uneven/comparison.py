@@ -57,10 +57,10 @@ class ComparisonCounters:
     found: str
 
     def __str__(self) -> str:
-        equal = f"equal on all ranks after step {self.equal_at}" if self.equal_at else "not yet equal"
         left_out = f", {self.left_out} left out" if self.left_out else ""
+        equal = f"; equal on all ranks after step {self.equal_at}" if self.equal_at else ""
         found = f"; {self.found}" if self.found else ""
-        return f"{self.optimizer}: {self.steps} steps, {self.compared} comparisons{left_out}; {equal}{found}"
+        return f"{self.optimizer}: {self.steps} steps, {self.compared} comparisons{left_out}{equal}{found}"
 
 
 class _Stopped(Exception):
