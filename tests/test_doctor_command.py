@@ -19,7 +19,7 @@ from nemo_patches.tools.doctor.rules import all_rules
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-# What NeMo's own NEST config has of this, comments and uneven spaces included.
+# What NeMo's own NEST config has of this, comments and uneven spaces included; the switch decides about NP102.
 STOCK = """\
 # NEST pre-training
 name: nest
@@ -27,6 +27,7 @@ name: nest
 model:
   train_ds:
     manifest_filepath: ???   # yours
+    batch_size: 8
     num_workers: 8
     max_duration: 60.0
   preprocessor:
@@ -35,6 +36,7 @@ model:
     _target_: nemo.collections.asr.modules.ConformerEncoder
     pos_emb_max_len:  5000    # frames
     n_layers: 17
+    sync_max_audio_length: ???
 
 trainer:
     # all of them
@@ -68,9 +70,9 @@ def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
         f"{path}: judged as stock NeMo; strategy ddp; 4 ranks; 1 encoder with a length sync; 1 data set\n"
         in done.stdout
     )
-    assert f"{path}:13: NP102 warning: model.encoder (ConformerEncoder): an input may have 6016 frames" in done.stdout
-    assert "    read: model.encoder.sync_max_audio_length: true (NOT SET, the default); " in done.stdout
-    assert "model.encoder.pos_emb_max_len: 5000 (line 13)" in done.stdout
+    assert f"{path}:16: NP102 warning: model.encoder (ConformerEncoder): an input may have 6016 frames" in done.stdout
+    assert "    read: model.encoder.sync_max_audio_length: not known before the job runs (line 16); " in done.stdout
+    assert "model.encoder.pos_emb_max_len: 5000 (line 14)" in done.stdout
     assert "    instead: pos_emb_max_len: 6016" in done.stdout
     assert "https://github.com/NVIDIA-NeMo/Speech/pull/3304" in done.stdout
     assert f"{path}: NP101: notes that nearly every config gets; --severity note shows them\n" in done.stdout
@@ -95,7 +97,7 @@ def test_overrides_and_several_configs(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "doctor", str(clean), str(tmp_path / "no.yaml"), str(stock), path=(CHECKOUT,))
     assert done.returncode == 2
     assert done.stderr == f"nemo-patches doctor: {tmp_path / 'no.yaml'}: No such file or directory\n"
-    assert f"{stock}:13: NP102" in done.stdout
+    assert f"{stock}:16: NP102" in done.stdout
 
 
 def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
@@ -190,10 +192,10 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (finding["rule"], finding["severity"], finding["line"], finding["safe_change"]) == (
         "NP102",
         "warning",
-        13,
+        16,
         True,
     )
-    room = {"key": "model.encoder.pos_emb_max_len", "value": 5000, "known": True, "origin": "line 13"}
+    room = {"key": "model.encoder.pos_emb_max_len", "value": 5000, "known": True, "origin": "line 14"}
     assert room in finding["read"]
 
 
@@ -210,10 +212,10 @@ def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, STOCK)
-    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false")
+    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false")
     assert code == 1
     assert "NP102 error" in out
-    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false", patched=True)
+    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false", patched=True)
     assert code == 0
     assert "judged with nemo_patches" in out
     monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "soon")
@@ -262,7 +264,7 @@ def test_severity_is_what_is_shown_and_what_counts(tmp_path: Path, capfd: pytest
     path = write(tmp_path, STOCK)
     code, out, _ = doctor(capfd, path, severity="note")
     assert code == 1
-    assert f"{path}:12: NP101 note: " in out
+    assert f"{path}:13: NP101 note: " in out
     assert "nearly every config" not in out
     code, out, _ = doctor(capfd, path, severity="warning")
     assert code == 1
@@ -284,7 +286,7 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
     assert out.count("    why: ") == 1
     assert out.endswith("2 configs: 2 warnings, 2 notes\n")
     code, out, _ = doctor(capfd, *paths, quiet=True)
-    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:13", "NP102 warning"] for path in paths]
+    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:16", "NP102 warning"] for path in paths]
     assert doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2  # what cannot be read is no finding
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
@@ -315,7 +317,7 @@ def test_folders_patterns_and_the_standard_input(
         monkeypatch.setattr("sys.stdin", file)
         code, out, _ = doctor(capfd, "-", quiet=True)
     assert code == 1
-    assert out.startswith("<stdin>:13: NP102 warning: ")
+    assert out.startswith("<stdin>:16: NP102 warning: ")
     code, _, err = doctor(capfd, "-", fix=True, write=True)
     assert code == 2
     assert "the standard input cannot be written" in err
@@ -328,16 +330,16 @@ def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFi
     name = str(path).replace("%", "%25").replace(",", "%2C")
     first, second, third = out.splitlines()
     assert first.startswith(
-        f"::warning file={name},line=13,title=NP102::model.encoder (ConformerEncoder): an input may"
+        f"::warning file={name},line=16,title=NP102::model.encoder (ConformerEncoder): an input may"
     )
-    assert second.startswith(f"::notice file={name},line=12,title=NP101::")
+    assert second.startswith(f"::notice file={name},line=13,title=NP101::")
     assert third == f"::error file={tmp_path / 'no.yaml'}::{tmp_path / 'no.yaml'}: No such file or directory"
     _, out, _ = doctor(capfd, path, tmp_path / "no.yaml", output_format="sarif")
     (run,) = json.loads(out)["runs"]
     assert run["invocations"][0]["executionSuccessful"] is False
     result = run["results"][0]
     assert (result["ruleId"], result["level"]) == ("NP102", "warning")
-    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 13}
+    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 16}
     assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {rule.identifier for rule in all_rules()}
     code, out, _ = doctor(capfd, path, output_format="json")
     assert json.loads(out)[0]["suppressed"] == 0
@@ -350,7 +352,7 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = [rule for rule in all_rules() if rule.about == "config"]
-    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004"}
+    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004", "NP005"}
     monkeypatch.chdir(tmp_path)
     for name, lines in (("three_lines.json", 3), ("four_lines.json", 4)):  # NP109 counts them
         write(tmp_path, "{}\n" * lines, name)
@@ -369,7 +371,7 @@ def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: py
     assert code == 0
     assert f"{path}: " in out
     assert "settings that matter differ from nest\n" in out
-    assert "    model.train_ds.max_duration: 40.0 (line 8); there: 60.0\n" in out
+    assert "    model.train_ds.max_duration: 40.0 (line 9); there: 60.0\n" in out
     assert "    trainer.sync_batchnorm: not set; there: True\n" in out
     assert "    model.encoder.dropout_emb: not set; there: 0.0\n" in out
     assert "pos_emb_max_len" not in out  # is the same
