@@ -438,7 +438,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.uneven import parameter_watch as module
 from nemo_patches.uneven.parameter_watch import parameter_watch
 
 rank, port = int(sys.argv[1]), sys.argv[2]
