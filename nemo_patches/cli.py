@@ -21,7 +21,6 @@ from rich.console import Console
 
 import nemo_patches as package
 from nemo_patches.sync.settings import Setting, SettingsError
-from nemo_patches.tools import NEEDED
 from nemo_patches.uneven.settings import ALL_SETTINGS, refusals
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
@@ -400,7 +399,7 @@ def stacks(
 
 
 def main() -> None:
-    """Entry point of the console script. What was typed wrong, or is not installed, is one line; the exit code is 2."""
+    """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is 2."""
     if sys.stdout is None:  # closed, and not everything that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -420,16 +419,11 @@ def main() -> None:
         typer.echo(text, err=True)
     except typer.Abort:
         typer.echo("nemo-patches: aborted", err=True)
-    except ModuleNotFoundError as error:  # an installed package has brought all but torch, NeMo and matplotlib
-        here = f"is not installed for {sys.executable}"
-        typer.echo(f"nemo-patches: {error.name} {here}; nemo_patches itself needs: {NEEDED}", err=True)
+    except ModuleNotFoundError:  # __main__ says it
+        raise
     except ImportError as error:  # it is installed, and cannot be loaded: a library that is not on this machine
         typer.echo(f"nemo-patches: {error}", err=True)
     except OSError as error:  # above all a full disk under standard output: Python's exit code, 1, would be an answer
         typer.echo(f"nemo-patches: {error}", err=True)
         sys.stdout = None  # else Python writes what is left of it at its end, in vain, and says so
     sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

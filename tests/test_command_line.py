@@ -13,7 +13,7 @@ import pytest
 from interpreters import as_ordinary_user, environment, run
 
 import nemo_patches
-from nemo_patches import cli
+from nemo_patches import __main__
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -26,7 +26,7 @@ def typed(
     """Exit code, standard output and standard error of a command line."""
     monkeypatch.setattr(sys, "argv", ["nemo-patches", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        __main__.main()
     output, error = capsys.readouterr()
     assert "Traceback" not in error
     return ended.value.code, output, error

@@ -22,7 +22,7 @@ from nemo_patches.tools.diagnose.collect.samples import py_spy
 pytestmark = pytest.mark.one_nemo  # `make demo` has one
 
 LIMIT = 600  # seconds, for what takes 30 to 50 on a machine with nothing else to do
-DEMO = [sys.executable, "-m", "nemo_patches.cli", "demo"]
+DEMO = [sys.executable, "-m", "nemo_patches", "demo"]
 
 
 def start(*arguments: str, temporary: Path, **environment: str) -> subprocess.Popen[str]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CAUSES, Hearing, accounts_of, fate_kind, first_of, is_before
+from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
@@ -34,7 +35,7 @@ from nemo_patches.tools.diagnose.verdicts import (
 def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Report:
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
     ruling = rule(evidence, stuck_after_s)
-    hangs = ruling.findings or (() if ruling.goes_on else tuple(evidence.hangs))
+    hangs = ruling.findings
     findings = _ordered([*hangs, *(_following(one, hangs) for one in evidence.findings)])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
@@ -64,9 +65,13 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
     most = max([*accounts, *(rank for ranks in evidence.groups.values() for rank in ranks)], default=-1) + 1
     hearing = Hearing(accounts, evidence, max(evidence.world_size, most), stuck_after_s)
     causes = _causes(hearing)
-    hang = by_numbers(hearing)
-    if not hang.findings:
-        hang = by_places(hearing)
+    hang = by_calls(hearing)
+    if not evidence.traces_alone and all(one.id in OF_ALL for one in hang.findings):
+        more = by_numbers(hearing)
+        if not more.findings:
+            more = by_places(hearing)
+        # That no rank stands out by its calls is less than who does by anything else.
+        hang = more if not hang.findings or any(one.ranks for one in more.findings) else hang
     if causes:
         if not any(one.ranks for one in causes):  # whose it was is not told: the launcher's tables may help
             causes += by_launcher(hearing, of_ranks_that_waited=True)
@@ -75,7 +80,7 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
         return Ruling((*causes, *(replace(one, because=causes[0].id, severity=WARNING) for one in rest)))
     if hang.findings or hang.goes_on:
         return _with_contradictions(hang, hearing)
-    ends = by_ends(hearing)
+    ends = Ruling() if evidence.traces_alone else by_ends(hearing)
     return _with_contradictions(ends if ends.findings else hang, hearing)
 
 

@@ -13,8 +13,8 @@ from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
 from nemo_patches.stall.rank_text import LEFT, LENGTH_SYNC, UNANNOUNCED
 from nemo_patches.stall.rank_text import SILENT as NO_HEARTBEAT
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.case import Case, StallReports, cases, last_entered, stall_reports
-from nemo_patches.tools.diagnose.diagnosis import HANGS, diagnose
+from nemo_patches.tools.diagnose.by_calls import LONG_S
+from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports
 from nemo_patches.tools.diagnose.endings import Ending, killed_ranks
 from nemo_patches.tools.diagnose.facts import (
     CUT,
@@ -23,9 +23,11 @@ from nemo_patches.tools.diagnose.facts import (
     RAISED,
     RUNS,
     SILENT,
+    SYNC_ENDED,
     TERMINATED,
     UNSEEN,
     WAITED,
+    Call,
     Evidence,
     Fact,
     Fate,
@@ -35,52 +37,72 @@ from nemo_patches.tools.diagnose.facts import (
     Value,
 )
 from nemo_patches.tools.diagnose.faults import ending_exception
-from nemo_patches.tools.diagnose.findings import CRITICAL, Report
 from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.hangs import LONG_S
+from nemo_patches.tools.diagnose.lateness import behind_since
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD
 
 _KINDS = {LEFT: GONE, NO_HEARTBEAT: SILENT, UNANNOUNCED: UNSEEN}
 _MOST_DETAILS = 4
-# Where ranks are not at one step, who came to a round, and who to the next call, shows nothing.
-_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
 
 
-def read(job: Job, evidence: Evidence) -> Report:
-    """Add what the files of a launch tell of its ranks; the report on what they tell by themselves.
+def read(job: Job, encoders: list[Case], evidence: Evidence) -> None:
+    """Add what the files of a launch tell of its ranks.
 
     Ranks whose files are damaged are members, and no more.
     """
-    encoders = cases(job)
-    report = diagnose(job, encoders)
     evidence.world_size = max(evidence.world_size, job.world_size)
     evidence.moving |= job.moving
     evidence.runs |= bool(job.ago)
-    evidence.findings += [one for one in report.findings if one.id not in HANGS and one.id != ids.NOT_ENOUGH]
-    evidence.ranks += report.ranks
-    evidence.summary += report.summary
-    evidence.problems += report.problems
-    evidence.earlier += report.earlier
     for rank, trace in sorted(job.traces.items()):
         header = trace.header
-        member = Member(header.world_size, header.pid, safe(header.job), str(header.restart))
+        member = Member(
+            header.world_size, header.pid, safe(header.job), str(header.restart), notes_sigterm=header.notes_sigterm
+        )
         evidence.facts.append(_fact(job, rank, member))
-    out_of_step = any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in report.findings)
     for case in encoders:
-        gone = _gone(case)
-        for rank, ending in sorted(case.sure.items()):
-            evidence.facts += _ends(case, rank, ending, rank in gone)
-        if not out_of_step:
-            evidence.facts += _stall(case)
+        gone, reports = _gone(case), stall_reports(case)
+        for rank, ending in sorted(case.endings.items()):
+            if not ending.unsure:
+                evidence.facts += _ends(case, rank, ending, rank in gone, reports.kinds.get(rank) == LEFT)
+            evidence.facts.append(_fact(job, rank, _call(case, rank, ending)))
+        evidence.facts += _stall(case, evidence)
+        if not evidence.explained:
             _add_seats(case, evidence)
-    return report
+
+
+def _call(case: Case, rank: int, ending: Ending) -> Call:
+    trace, track = case.job.traces[rank], case.tracks.get(rank)
+    since = None
+    if trace.dumped is not None:
+        since = trace.dumped.t - last_entered(case.job, rank)
+    elif rank in case.job.alive:
+        since = case.job.ago.get(rank, LONG_S)
+    return Call(
+        encoder=case.name,
+        number=ending.call,
+        title=case.call(ending),
+        position=ending.position,
+        phase=ending.phase,
+        round=ending.round,
+        came_to=ending.came_to,
+        in_vain=ending.in_vain,
+        sync_ended=ending.sync_ended,
+        raised=ending.raised,
+        in_backward=track is not None and bool(track.calls.n) and track.calls.backward[-1] == BACKWARD,
+        since_s=since,
+        behind_since=behind_since(case, rank),
+        unsure=ending.unsure,
+        lost_last=ending.lost_last,
+        reported=rank in stall_reports(case).kinds,
+        last=case.last_record(rank),
+    )
 
 
 def _gone(case: Case) -> set[int]:
     """The ranks without an end that have gone, where others tell that somebody has."""
     endings = list(case.endings.values())
     told = any(end.ended or end.process.terminated or end.process.waited or end.sync_ended for end in endings)
-    if case.job.moving or not told:
+    if case.job.moving or not told or len(endings) < case.job.world_size:
         return set()
     rest = [end for end in endings if not end.sync_ended and end.rank not in case.job.alive]
     return {ending.rank for ending in killed_ranks(case.job.traces, rest)}
@@ -95,8 +117,8 @@ def _fact(job: Job, rank: int, value: Value, t: float | None = None, of: int | N
     return Fact(rank if of is None else of, value, cite, at, safe(trace.header.host), own=of is None)
 
 
-def _ends(case: Case, rank: int, ending: Ending, is_gone: bool) -> Iterator[Fact]:
-    """How it ended and where that found it, if it did."""
+def _ends(case: Case, rank: int, ending: Ending, is_gone: bool, has_left: bool) -> Iterator[Fact]:
+    """How it ended and where that found it, if it did. has_left: others' stall reports say so."""
     job, process = case.job, ending.process
     trace = job.traces[rank]
     if ending.at_fault and (raised := ending_exception(case, rank)) is not None:
@@ -108,16 +130,20 @@ def _ends(case: Case, rank: int, ending: Ending, is_gone: bool) -> Iterator[Fact
         yield _fact(job, rank, Fate(RAISED, error.line, safe(frames), lines), raised.t)
     elif process.waited or (ending.sync_ended and process.unknown):
         kind = WAITED if process.timed_out else CUT
-        text = process.error or "its length sync has ended: another rank had gone"
+        text = process.error or f"{SYNC_ENDED}: another rank had gone"
         yield _fact(job, rank, Fate(kind, text), process.at)
     elif process.terminated:
         yield _fact(job, rank, Fate(TERMINATED, process.error or "SIGTERM"), process.at)
-    elif trace.end is not None:
-        yield _fact(job, rank, Fate(ENDED, _after(case, ending)), trace.end.t)
-    elif trace.dumped is not None or rank in job.alive or job.moving:
-        yield _fact(job, rank, Fate(RUNS))
+    elif trace.end is not None or process.ordinary:
+        code = trace.end.exit_code if trace.end is not None else 0
+        details = (f"exit code {code}",) if code else ()
+        yield _fact(job, rank, Fate(ENDED, _after(case, ending), details=details), trace.end.t if trace.end else None)
     elif is_gone:
         yield _fact(job, rank, Fate(GONE, _after(case, ending)))
+    elif job.moving or (trace.dumped is not None and not has_left):
+        yield _fact(job, rank, Fate(RUNS))
+    if rank in job.alive:
+        yield _fact(job, rank, Fate(RUNS))
     if process.where:
         collective = "a collective" if process.in_collective else ""
         yield _fact(job, rank, Place(process.where, collective), process.at)
@@ -131,13 +157,15 @@ def _after(case: Case, ending: Ending) -> str:
     return f"after {case.call(ending)}" if ending.call else "before its first encoder call"
 
 
-def _stall(case: Case) -> Iterator[Fact]:
+def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
     """What the latest stall reports say, of the stall that the traces end in; and who waits in the backward."""
     reports = stall_reports(case)
+    evidence.saw_a_wait |= reports.waited
+    evidence.past |= reports.past
     for rank in sorted(reports.texts):
         trace = case.job.traces[rank]
         still_s = trace.stalled[-1].t - last_entered(case.job, rank)
-        yield _fact(case.job, rank, Motion(False, still_s=still_s), trace.stalled[-1].t)
+        yield _fact(case.job, rank, Motion(False, reports.texts[rank][:600], still_s), trace.stalled[-1].t)
     for rank, kind in sorted(reports.kinds.items()):
         by = reports.by[rank]
         where = reports.where.get(rank, "")
@@ -146,11 +174,12 @@ def _stall(case: Case) -> Iterator[Fact]:
         fate = GONE if where == PROCESS_GONE else _KINDS.get(kind)
         if fate is not None:
             yield _fact(case.job, by, Fate(fate), t, rank, "stall report")
-        elif where:
+        else:
             yield _fact(case.job, by, Place(where), t, rank, "stall report")
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case.job, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
-    in_vain = any(ending.in_vain for ending in case.sure.values())
+    vain = [ending.in_vain for ending in case.sure.values()]
+    in_vain = any(vain) and not all(vain)  # else some trace is not what its rank wrote
     for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
         if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
             where = f"the backward of {case.call(case.sure[rank])}"
@@ -170,6 +199,8 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
     if not any(_has_waited(case, ending, reports) for ending in known.values()):
         return
     members = evidence.groups.setdefault(group, set())
+    if len(known) < case.job.world_size:
+        evidence.partly_known.add(group)
     for rank, ending in sorted(known.items()):
         if not (ending.round or ending.phase == ids.LENGTH_SYNC) or ending.sync_ended:
             continue
