@@ -77,6 +77,7 @@ def apply(
     dump: "str | os.PathLike[str] | None" = None,
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
+    compare: "int | None" = None,
 ) -> None:
     """Patch NeMo's length syncs in this process; a second call only changes the settings, and says so.
 
@@ -95,6 +96,8 @@ def apply(
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
         are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning's
         trainers that are made from now on have a StopTogether, which leaves batches out (docs/uneven.md). "": none.
+    compare: optimizer steps (default 0: never), after each so many of which all ranks' parameters are compared, and the
+        ranks whose parameters differ are named. Give it before the model is wrapped in DDP.
     What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
     It holds for this process, and for those that it forks. One that it spawns (torch.multiprocessing.spawn, Lightning's
@@ -112,7 +115,7 @@ def apply(
     settings = resolve(sync, timeout, on_timeout)
     stall_settings = resolve_stall(call_timeout, stall_timeout, stall_exit, on_stall)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding, dump)
-    uneven_settings = resolve_uneven(metrics, stop_together)
+    uneven_settings = resolve_uneven(metrics, stop_together, compare)
     from nemo_patches.patching import monkeypatch, start_up
 
     hook_installed = start_up.installed()

@@ -74,8 +74,19 @@ def nemo_patches(
     """NVIDIA NeMo's encoder length sync, bounded in time."""
 
 
+def _refuse_beside_hang(context: typer.Context) -> None:
+    """A reported hang has its own data, ranks and limits."""
+    from nemo_patches.tools.demo.errors import DemoError
+
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if name != "hang" and source is not None and source.name != "DEFAULT":
+            raise DemoError(f"--{name}={value} is not allowed beside --hang; allowed: --hang alone")
+
+
 @app.command()
 def demo(
+    context: typer.Context,
     manifest: Annotated[
         Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
     ] = None,
@@ -88,13 +99,22 @@ def demo(
         Path | None,
         typer.Option(metavar="FILE.svg", help="Also draw what is printed into this file.", show_default="none"),
     ] = None,
+    hang: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Instead, one of docs/hangs.md, on two ranks.", show_default="none"),
+    ] = None,
 ) -> None:
     """Train stock NeMo and NeMo with nemo_patches on this machine's CPU, the same way, and compare them."""
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.errors import DemoError
+    from nemo_patches.tools.demo.hangs import command as hangs
 
     try:
-        code = command.run(manifest, devices, seconds, record)
+        if hang is not None:
+            _refuse_beside_hang(context)
+            code = hangs.run(hang)
+        else:
+            code = command.run(manifest, devices, seconds, record)
     except DemoError as error:
         typer.echo(f"nemo-patches demo: {error}", err=True)
         code = 2

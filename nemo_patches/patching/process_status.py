@@ -12,6 +12,7 @@ from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.agreement import LoaderCounters
+from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.settings import UnevenSettings
 
 
@@ -33,6 +34,7 @@ class Status:
     stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
     loaders: what StopTogether and stop_together() have done on this rank.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
+    comparisons: of each optimizer, what has come of comparing all ranks' parameters.
     """
 
     nemo: str
@@ -49,6 +51,7 @@ class Status:
     loaders: tuple[LoaderCounters, ...]
     uneven: UnevenSettings
     own_syncs: tuple[str, ...] = ()
+    comparisons: tuple[ComparisonCounters, ...] = ()
     state: str = "on"
     why: str = ""
 
@@ -63,6 +66,7 @@ class Status:
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
             *map(str, self.loaders),
+            *map(str, self.comparisons),
         ]
         if self.unannounced:
             lines.append(f"not patched, or not started: {named(self.unannounced)}")

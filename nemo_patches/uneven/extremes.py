@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from nemo_patches.channel.side_channel import SideChannel
 
-_RANK_BITS, _VALUE_BITS, _BATCH_BITS = 20, 43, 26  # a rank and a value are one int64, and never a negative one
-_RANKS, _VALUES, _BATCHES = 1 << _RANK_BITS, 1 << _VALUE_BITS, 1 << _BATCH_BITS
+_RANK_BITS, VALUE_BITS, _BATCH_BITS = 20, 43, 26  # a rank and a value are one int64, and never a negative one
+_RANKS, _VALUES, _BATCHES = 1 << _RANK_BITS, 1 << VALUE_BITS, 1 << _BATCH_BITS
 
 
 class Place(NamedTuple):
