@@ -80,8 +80,8 @@ def apply(
     dump: "str | os.PathLike[str] | None" = None,
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
-    compare: "int | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
+    compare: "int | None" = None,
 ) -> None:
     """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
@@ -100,10 +100,10 @@ def apply(
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
         are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning's
         trainers that are made from now on have a StopTogether, which leaves batches out (docs/uneven.md). "": none.
-    compare: optimizer steps (default 0: never), after each so many of which all ranks' parameters are compared, and the
-        ranks whose parameters differ are named. Give it before the model is wrapped in DDP.
     checkpoints: "agreed" (default): all ranks take rank 0's decisions in NeMo's checkpoint callback, and wait for each
         other there; CheckpointError where a rank has gone. "stock": each rank decides by what it sees, and may hang.
+    compare: optimizer steps (default 0: never), after each so many of which all ranks' parameters are compared, and the
+        ranks whose parameters differ are named. Give it before the model is wrapped in DDP.
     What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
     It holds for this process, and for those that it forks. One that it spawns (torch.multiprocessing.spawn, Lightning's
