@@ -291,6 +291,28 @@ def doctor(
             show_default="none",
         ),
     ] = None,
+    config_path: Annotated[
+        str | None,
+        typer.Option(
+            "--config-path",
+            "-cp",
+            metavar="DIR",
+            help="As pasted from a training command; relative to this folder, not to the script.",
+            show_default="none",
+        ),
+    ] = None,
+    config_name: Annotated[
+        str | None,
+        typer.Option(
+            "--config-name", "-cn", metavar="NAME", help="As pasted: the config in that folder.", show_default="none"
+        ),
+    ] = None,
+    config_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--config-dir", "-cd", metavar="DIR", help="As pasted: where else it may be.", show_default="none"
+        ),
+    ] = None,
 ) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
@@ -317,6 +339,9 @@ def doctor(
         exit_zero,
         against,
         nccl,
+        config_path,
+        config_name,
+        config_dir,
     )
     gc.set_threshold(50_000)  # objects; a large config's trees are no garbage, and 0.4 s of 3 s went on looking at them
     raise typer.Exit(command.carry_out(request))

@@ -340,7 +340,11 @@ def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFi
     result = run["results"][0]
     assert (result["ruleId"], result["level"]) == ("NP102", "warning")
     assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 16}
-    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {rule.identifier for rule in all_rules()}
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert set(rules) == {rule.identifier for rule in all_rules()}
+    assert rules["NP102"]["helpUri"] == "https://github.com/NVIDIA-NeMo/Speech/pull/3304"
+    assert all(rule.get("helpUri", "https://").startswith("https://") for rule in rules.values())
+    assert rules["NP004"]["help"]["text"].endswith(" docs/doctor.md")  # which has no address
     code, out, _ = doctor(capfd, path, output_format="json")
     assert json.loads(out)[0]["suppressed"] == 0
     for options in ({"output_format": "xml"}, {"output_format": "sarif", "fix": True}, {"json": True, "fix": True}):
@@ -403,15 +407,60 @@ def test_fix_prints_a_diff_and_writes_only_when_told(tmp_path: Path, capfd: pyte
     changed = [line for line in out.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert changed == ["-    pos_emb_max_len:  5000    # frames", "+    pos_emb_max_len:  6016    # frames"]
     assert path.read_text() == STOCK
-    _, again, err = fix(capfd, path, write=True)
-    assert again == out
-    assert err == f"nemo-patches doctor: {path}: written\n"
+    code, again, err = fix(capfd, path, write=True)
+    assert (code, again) == (0, out)  # all is mended
+    assert err == f"nemo-patches doctor: {path}: written\nnemo-patches doctor: nothing but notes left\n"
     assert path.read_text() == STOCK.replace("5000", "6016")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert os.listdir(tmp_path) == ["nest.yaml"]
     code, out, err = fix(capfd, path, write=True)
     assert (code, out) == (0, "")
     assert "no safe change to make" in err
+
+
+def test_what_is_written_leaves_the_exit_code_of_what_is_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, STOCK + "    precision: float\n")
+    code, _, err = fix(capfd, path, write=True)
+    assert code == 1
+    assert err.endswith("nemo-patches doctor: 1 finding left\n")
+    assert fix(capfd, path, write=True)[0] == 1  # nothing to write
+
+
+def test_the_options_of_a_training_command_may_be_pasted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    path = write(tmp_path / "conf", STOCK)
+    monkeypatch.chdir(tmp_path)
+    for given in (
+        {"config_path": "conf", "config_name": "nest"},
+        {"config_path": str(path.parent), "config_name": "nest.yaml"},
+        {"config_path": "elsewhere", "config_dir": "conf", "config_name": "nest"},
+    ):
+        code, out, _ = doctor(capfd, "trainer.devices=8", **given)
+        assert (code, "NP102 warning" in out, "8 ranks" in out) == (1, True, True)
+    for given in ({"config_path": "../conf", "config_name": "nest"}, {"config_path": "conf"}, {"config_name": "nest"}):
+        code, out, err = doctor(capfd, "trainer.devices=8", **given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "--config-name" in err
+    command_line = ["--config-path=conf", "--config-name", "nest", "trainer.devices=1"]
+    for options in (command_line, ["-cp", "conf", "-cn=nest", "trainer.devices=1"]):
+        done = python("-m", "nemo_patches", "doctor", *options, path=(CHECKOUT,))
+        assert done.returncode == 0, done
+
+
+def test_the_hook_of_pre_commit_runs_as_it_says(tmp_path: Path) -> None:
+    import yaml
+
+    (hook,) = yaml.safe_load((CHECKOUT / ".pre-commit-hooks.yaml").read_text())
+    name, *options = hook["entry"].split()
+    assert (name, hook["language"], hook["additional_dependencies"]) == ("nemo-patches", "python", [".[tools]"])
+    path = write(tmp_path, STOCK)
+    done = python("-m", "nemo_patches", *options, str(path), path=(CHECKOUT,))
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1), done
+    assert f"id: {hook['id']}" in (CHECKOUT / "docs" / "doctor.md").read_text()
 
 
 LHOTSE = """\
