@@ -43,6 +43,7 @@ class Kind(Enum):
     EXIT = "a return, continue or break before it"
     ERROR = "an error that is caught"
     LOOP = "how often a loop goes round"
+    NAME = "the name that it is logged under"
     FIRST_RANK = "a function that runs on one rank"
 
 
@@ -71,7 +72,7 @@ class Divergence:
         why = self.collectives[0].why
         more = others if len(others) <= _MOST_NAMED else [*others[:_MOST_NAMED], f"{len(others) - _MOST_NAMED} more"]
         if not more:
-            return first + (f", {why}," if why else "")
+            return first + (f" ({why})" if why else "")
         return ", ".join([first, *more[:-1]]) + f" and {more[-1]}"
 
     @property
@@ -306,6 +307,7 @@ class _Function:
         yield from self._by_rank()
         yield from self._by_data()
         yield from self._by_error()
+        yield from self._by_name()
 
     def _on_first_rank(self) -> Iterator[Divergence]:
         cause = _first_rank_only(self.node, self.scope.surroundings)
@@ -365,6 +367,12 @@ class _Function:
         at_once = self.name.endswith("training_step") if collective.on_step is None else collective.on_step
         return collective.pairs_with == LOG and not at_once and not self.name.endswith("_end")
 
+    def _by_name(self) -> Iterator[Divergence]:
+        for call, part in self._flow.named:
+            made = self.scope.surroundings.collective(call)
+            if made is not None and made.pairs_with == LOG:
+                yield Divergence(self.name, Kind.NAME, (made,), ast.unparse(part), call.lineno, False)
+
     def _compared(
         self, way: _Way, other: _Way, nodes: Sequence[Branching], by_rank: bool, text: str = ""
     ) -> Iterator[Divergence]:
@@ -392,8 +400,9 @@ class _Function:
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
-        for node in batch_data.own_nodes(self.node):
-            if not isinstance(node, ast.Try) or _only_collectives(node.body, self.scope):
+        for inner in batch_data.own_nodes(self.node):
+            node = inner if isinstance(inner, ast.Try) else _suppressing(inner)
+            if node is None or _only_collectives(node.body, self.scope):
                 continue
             for handler in node.handlers:
                 if not _of_one_rank(handler):
@@ -426,6 +435,7 @@ class _Way:
     _left_turn: list[tuple[str, ...]] = field(default_factory=list)  # the same of a loop's turn
     _left_loop: list[tuple[str, ...]] = field(default_factory=list)
     _unsynced: int = 0
+    _caught_as: str = ""  # the name of the error in its handler
     _nothing: set[str] = field(default_factory=set)
     _failing: int = 0
     _tried: int = 0
@@ -460,6 +470,9 @@ class _Way:
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 self._expression(item.context_expr, guards)
+            suppressed = _suppressing(node)
+            if suppressed is not None:
+                return self._try(suppressed, guards)
             unsynced = any(_calls(item.context_expr, "no_sync") for item in node.items)
             self._unsynced += unsynced
             end = self._block(node.body, guards)
@@ -487,7 +500,7 @@ class _Way:
     def _set(self, node: ast.Assign, guards: tuple[str, ...]) -> None:
         """Keep in mind which names hold nothing that a backward pass could begin at."""
         for target in map(dotted, node.targets):
-            if self._without_gradient(node.value) and not guards:
+            if self._without_gradient(node.value) and all(guard.startswith(_LOOPS) for guard in guards):
                 self._nothing.add(target)
                 self.exits.append(_Exit(ast.unparse(node), node.lineno, guards))
             else:
@@ -506,7 +519,15 @@ class _Way:
         return yes if no is _End.RAISE else no
 
     def _decided(self, node: ast.AST, test: ast.expr, guards: tuple[str, ...]) -> bool | str:
-        """Whether a test holds, or its text where it is open: one that is asked again within its branch is not."""
+        """Whether a test holds, or its text where it is open.
+
+        One that is asked again in its branch is not open, nor what a handler asks of its error: it is the one looked for.
+        """
+        if self._caught_as and _asks_for(test, self._caught_as):
+            negated = isinstance(test, ast.UnaryOp) or (
+                isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotIn, ast.NotEq))
+            )
+            return not negated
         decided = self.decisions.get(id(node), ast.unparse(test))
         if isinstance(decided, str) and (decided in guards or f"not ({decided})" in guards):
             return decided in guards
@@ -551,7 +572,7 @@ class _Way:
         return self._block(loop.orelse, guards)
 
     def _try(self, node: ast.Try, guards: tuple[str, ...]) -> _End | None:
-        if self.caught is not None and self.caught[0] is node:
+        if self.caught is not None and self.caught[0].body is node.body:
             end = self._error(node, *self.caught[1:], guards)
         else:
             self._tried += bool(node.handlers)
@@ -566,17 +587,21 @@ class _Way:
 
     def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool, guards: tuple[str, ...]) -> _End | None:
         """The handler, after all collectives of the block, or only those of its first call."""
-        first, exits = len(self.events), len(self.exits)
+        first, exits, nothing = len(self.events), len(self.exits), set(self._nothing)
         ways_out = [list(each) for each in (self._left, self._left_turn, self._left_loop)]
         self._failing, self._tried = self._failing + 1, self._tried + 1
         self._block(node.body, guards)
         self._failing, self._tried = self._failing - 1, self._tried - 1
         self._left, self._left_turn, self._left_loop = ways_out
+        self._nothing = nothing
         del self.exits[exits:]
         if early:
             last = _first_call(node.body)
             self.events[first:] = [each for each in self.events[first:] if each.collective.line <= last]
-        return self._taken(handler.body, guards)
+        self._caught_as, outer = handler.name or "", self._caught_as
+        end = self._taken(handler.body, guards)
+        self._caught_as = outer
+        return end
 
     def _return(self, node: ast.Return, value: ast.expr | None, guards: tuple[str, ...]) -> _End:
         if isinstance(value, ast.IfExp) and self._runs_backward:
@@ -675,6 +700,23 @@ def _first_call(body: list[ast.stmt]) -> int:
         if any(isinstance(each, ast.Call) for each in ast.walk(statement)):
             return statement.end_lineno or statement.lineno
     return 0
+
+
+def _suppressing(node: ast.AST) -> ast.Try | None:
+    """`with suppress(RuntimeError):` as the try that it is."""
+    if not isinstance(node, ast.With):
+        return None
+    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    errors = [each for call in calls if dotted(call.func).endswith("suppress") for each in call.args]
+    if not errors:
+        return None
+    handler = ast.ExceptHandler(ast.Tuple(errors, ast.Load()) if len(errors) > 1 else errors[0], None, [ast.Pass()])
+    handler.lineno = node.lineno
+    return ast.Try(node.body, [handler], [], [])
+
+
+def _asks_for(test: ast.expr, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(test))
 
 
 def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
