@@ -268,7 +268,7 @@ class DataFlow:
                     self._loop(each, each.target, each.iter)
             elif isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.JoinedStr):
                 parts = [each.value for each in inner.args[0].values if isinstance(each, ast.FormattedValue)]
-                self.named += [(inner, part) for part in parts if self.level(part) >= Level.DATA][:1]
+                self.named += [(inner, part) for part in parts if self._of_batch(part)][:1]
             elif isinstance(inner, ast.Call) and (self.agrees(inner) or (alone and _sounds_agreed(inner))):
                 for argument in inner.args:
                     self._agree(argument)
@@ -355,6 +355,11 @@ class DataFlow:
         if isinstance(test, ast.Name) and test.id in self._optional:
             return False  # whether it was given
         return level == Level.DATA and isinstance(test, (ast.Name, ast.Attribute)) and _sounds_like_data(dotted(test))
+
+    def _of_batch(self, node: ast.expr) -> bool:
+        """Whether a text is taken from the batch itself."""
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return not names.isdisjoint(_BATCHES) and self.level(node) >= Level.DATA
 
     def _asks_for_batch(self, test: ast.Compare) -> bool:
         """Whether it asks if there is a batch at all: a collate function may have dropped all of its samples."""

@@ -521,7 +521,7 @@ class _Way:
     def _decided(self, node: ast.AST, test: ast.expr, guards: tuple[str, ...]) -> bool | str:
         """Whether a test holds, or its text where it is open.
 
-        One that is asked again in its branch is not open, nor what a handler asks of its error: it is the one looked for.
+        One that is asked again in its branch is not open, nor what a handler asks of its error, the one looked for.
         """
         if self._caught_as and _asks_for(test, self._caught_as):
             negated = isinstance(test, ast.UnaryOp) or (
