@@ -29,6 +29,7 @@ BACKWARD = "leaves out the backward pass (in which the gradients are reduced)"
         (["if batch.numel() < 1:", "    return torch.tensor(0.0, requires_grad=True)", "return batch.sum()"], BACKWARD),
         (["while batch.sum() > 0:", "    return None", "return batch.sum()"], BACKWARD),
         (["if rank != 0:", "    return None", "return batch.sum()"], BACKWARD),
+        (["if batch.isnan().any():", "    count = 0", "    return None", "return batch.sum()"], "`return` in line 12"),
         (["if self.training:", "    if batch.isinf().any():", "        return", "return batch.sum()"], BACKWARD),
         (["if rank:", "    return", "dist.barrier()", "return None"], "leaves out dist.barrier: the other ranks wait"),
         (["for x in self.parts:", "    if x is None:", "        continue",
@@ -61,8 +62,10 @@ def test_an_exit_that_some_ranks_take(tmp_path: Path, lines: list[str], said: st
         ["if self.all_gather(batch.isnan().any()).any():", "    return None", "return batch.sum()"],
         ["if self.trainer.strategy.reduce_boolean_decision(batch.isnan().any()):", "    return", "return batch.sum()"],
         ["if dist.is_initialized():", "    return", "return batch.sum()"],
+        ["if self.checks:", "    if batch.isnan().any():", "        raise ValueError", "    dist.barrier()",
+         "return batch.sum()"],
     ],
-)
+)  # fmt: skip
 def test_none_where_all_ranks_decide_alike(tmp_path: Path, lines: list[str]) -> None:
     assert found(tmp_path, "NP405", method(*lines)) == []
 

@@ -71,6 +71,10 @@ def test_other_collectives_on_this_rank(tmp_path: Path, lines: list[str], said: 
             "        print(batch)",
             "    raise",
         ],
+        ["if self.training:", "    try:", "        x = self.net(batch)", "        dist.barrier()",
+         "    except Exception:", "        print(batch)", "        raise", "return batch.sum()"],
+        ["try:", "    try:", "        x = self.net(batch)", "        dist.barrier()",
+         "    except Exception:", "        raise", "except KeyError:", "    pass", "return batch.sum()"],
         ["try:", "    import fused", "except ImportError:", "    return batch.mean()", "return batch.sum()"],
         ["try:", "    key = batch['key']", "except KeyError:", "    return None", "return batch.sum()"],  # all lack it
         ["try:", "    loss = self.net(batch)", "except RuntimeError:", "    loss = self.zero(batch)", "return loss"],
@@ -78,6 +82,6 @@ def test_other_collectives_on_this_rank(tmp_path: Path, lines: list[str], said: 
         ["try:", "    self.show(batch)", "except Exception:", "    pass", "dist.barrier()", "return batch.sum()"],
         ["try:", "    x = self.net(batch)", "finally:", "    dist.barrier()", "return x"],
     ],
-)
+)  # fmt: skip
 def test_none_where_the_rank_ends_or_goes_the_same_way(tmp_path: Path, lines: list[str]) -> None:
     assert found(tmp_path, "NP406", step(*lines)) == []
