@@ -151,7 +151,7 @@ build-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 # $1: a Python, $2: the folder for its environment, $3: options of pip.
 define test_the_wheel
 	$1 -m venv $2
-	$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis .venv/wheel/dist/*.whl
+	$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis "$$(ls .venv/wheel/dist/*.whl)[tools]"
 	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel tests/doctor $$(grep -l mark.wheel tests/test_*.py)
 endef
 
