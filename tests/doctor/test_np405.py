@@ -70,6 +70,18 @@ def test_none_where_all_ranks_decide_alike(tmp_path: Path, lines: list[str]) -> 
     assert found(tmp_path, "NP405", method(*lines)) == []
 
 
+def test_each_cause_is_said(tmp_path: Path) -> None:
+    """One who has mended the first would otherwise meet the second at the next hang."""
+    text = method(
+        "if len(batch) == 0:", "    return None", "try:", "    loss = self.net(batch)", "except RuntimeError:",
+        "    return None", "if loss.isnan():", "    return None", "if rank == 0:", "    dist.barrier()",
+        "for part in batch.split(8):", "    self.encoder(part)", "return loss",
+    )  # fmt: skip
+    assert len(found(tmp_path, "NP405", text)) == 2
+    for rule in ("NP401", "NP406", "NP407"):
+        assert len(found(tmp_path, rule, text)) == 1
+
+
 def test_a_backward_of_ones_own(tmp_path: Path) -> None:
     manual = "class Mine(LightningModule):\n    def __init__(self):\n        self.automatic_optimization = False\n"
     step = method("loss = self.net(batch)", "if loss.isnan():", "    return", "self.manual_backward(loss)")

@@ -30,6 +30,7 @@ _GUESSES = {
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
     r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
 }
+_AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
 _MOST_TESTS = 200  # of one function
 
@@ -254,13 +255,19 @@ class _Function:
         return way
 
     def divergences(self) -> Iterator[Divergence]:
-        """Of this function; each collective once."""
+        """Of this function: each exit and handler once, and each collective once in a branch and once in a loop."""
         if not self._interesting:
             return
-        said: set[tuple[str, int]] = set()
+        said: set[tuple[object, ...]] = set()
         for each in self._all():
-            left = tuple(one for one in each.collectives if (one.name, one.line) not in said)
-            said |= {(one.name, one.line) for one in left}
+            if each.kind in (Kind.EXIT, Kind.ERROR):
+                place = (each.kind, each.exit_line or each.line)
+                left = () if place in said else each.collectives
+                said.add(place)
+            else:
+                loop = each.kind is Kind.LOOP
+                left = tuple(one for one in each.collectives if (loop, one.name, one.line) not in said)
+                said |= {(loop, one.name, one.line) for one in left}
             if left:
                 yield replace(each, collectives=left)
 
@@ -325,8 +332,7 @@ class _Function:
 
     @cached_property
     def _agreements(self) -> list[Collective]:
-        made = _of(self.follow({}).events)
-        return [each for each in made if each.pairs_with not in (ENCODER, BACKWARD, LOG)]
+        return [each for each in _of(self.follow({}).events) if each.pairs_with.startswith(_AGREEMENTS)]
 
     def _by_name(self) -> Iterator[Divergence]:
         for call, part in self._flow.named:
