@@ -125,9 +125,20 @@ def test_a_method_of_rank_zero_only(tmp_path: Path) -> None:
     text += "    @main\n    def on_fit_start(self):\n        self.write(self.trainer.log_dir)\n\n"
     text += "    def prepare_data(self):\n        dist.barrier()\n"
     first, second = found(tmp_path, "NP401", text)
-    said = "self.trainer.log_dir, which broadcasts rank 0's folder, is made on one rank of the job or of a node only"
+    said = "self.trainer.log_dir (which broadcasts rank 0's folder) is made on one rank of the job or of a node only"
     assert f"Mine.on_fit_start: {said}, by @main" in (first.what, second.what)
     assert any(each.what.startswith("Mine.prepare_data: dist.barrier is made on one rank") for each in (first, second))
+
+
+def test_a_name_from_the_batch(tmp_path: Path) -> None:
+    step = "class Mine(LightningModule):\n    def validation_step(self, batch, batch_idx, dataloader_idx):\n"
+    log = "        self.log(f'wer/{}', batch.sum(), sync_dist=True)\n"
+    (finding,) = found(tmp_path, "NP401", step + log.replace("{}", "{batch.language[0]}"))
+    assert "under a name that depends on `batch.language[0]`: ranks with unlike names" in finding.what
+    for shared in ("{dataloader_idx}", "{self.prefix}"):
+        assert found(tmp_path, "NP401", step + log.replace("{}", shared)) == []
+    loop = "        for name, loss in self.losses(batch).items():\n    " + log.replace("{}", "{name}")
+    assert found(tmp_path, "NP401", step + loop) == []
 
 
 def test_another_order(tmp_path: Path) -> None:

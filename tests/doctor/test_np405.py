@@ -17,7 +17,7 @@ def method(*lines: str, name: str = "training_step", base: str = "LightningModul
     return head + "".join(f"        {line}\n" for line in lines)
 
 
-BACKWARD = "leaves out the backward pass, in which the gradients are reduced,"
+BACKWARD = "leaves out the backward pass (in which the gradients are reduced)"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ BACKWARD = "leaves out the backward pass, in which the gradients are reduced,"
         (["if batch.numel() < 1:", "    return torch.tensor(0.0, requires_grad=True)", "return batch.sum()"], BACKWARD),
         (["while batch.sum() > 0:", "    return None", "return batch.sum()"], BACKWARD),
         (["if rank != 0:", "    return None", "return batch.sum()"], BACKWARD),
+        (["if batch.isnan().any():", "    count = 0", "    return None", "return batch.sum()"], "`return` in line 12"),
         (["if self.training:", "    if batch.isinf().any():", "        return", "return batch.sum()"], BACKWARD),
         (["if rank:", "    return", "dist.barrier()", "return None"], "leaves out dist.barrier: the other ranks wait"),
         (["for x in self.parts:", "    if x is None:", "        continue",
@@ -61,17 +62,31 @@ def test_an_exit_that_some_ranks_take(tmp_path: Path, lines: list[str], said: st
         ["if self.all_gather(batch.isnan().any()).any():", "    return None", "return batch.sum()"],
         ["if self.trainer.strategy.reduce_boolean_decision(batch.isnan().any()):", "    return", "return batch.sum()"],
         ["if dist.is_initialized():", "    return", "return batch.sum()"],
+        ["if self.checks:", "    if batch.isnan().any():", "        raise ValueError", "    dist.barrier()",
+         "return batch.sum()"],
     ],
-)
+)  # fmt: skip
 def test_none_where_all_ranks_decide_alike(tmp_path: Path, lines: list[str]) -> None:
     assert found(tmp_path, "NP405", method(*lines)) == []
+
+
+def test_each_cause_is_said(tmp_path: Path) -> None:
+    """One who has mended the first would otherwise meet the second at the next hang."""
+    text = method(
+        "if len(batch) == 0:", "    return None", "try:", "    loss = self.net(batch)", "except RuntimeError:",
+        "    return None", "if loss.isnan():", "    return None", "if rank == 0:", "    dist.barrier()",
+        "for part in batch.split(8):", "    self.encoder(part)", "return loss",
+    )  # fmt: skip
+    assert len(found(tmp_path, "NP405", text)) == 2
+    for rule in ("NP401", "NP406", "NP407"):
+        assert len(found(tmp_path, rule, text)) == 1
 
 
 def test_a_backward_of_ones_own(tmp_path: Path) -> None:
     manual = "class Mine(LightningModule):\n    def __init__(self):\n        self.automatic_optimization = False\n"
     step = method("loss = self.net(batch)", "if loss.isnan():", "    return", "self.manual_backward(loss)")
     (finding,) = found(tmp_path, "NP405", manual + step.partition("\n")[2])
-    assert "leaves out self.manual_backward, which reduces the gradients," in finding.what
+    assert "leaves out self.manual_backward (which reduces the gradients)" in finding.what
     nothing = method("if batch.sum() > 0:", "    return None", "return batch.sum()")
     assert found(tmp_path, "NP405", manual + nothing.partition("\n")[2]) == []
     loop = "def train(net, loader):\n    for batch in loader:\n        loss = net(batch)\n        if loss > 100:\n"

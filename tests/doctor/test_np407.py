@@ -21,7 +21,7 @@ def forward(*lines: str) -> str:
     ("lines", "over"),
     [
         (["for part in audio.split(1600, dim=1):", "    self.encoder(part)"], "audio.split(1600, dim=1)"),
-        (["for part in self.cut(audio):", "    y = self.encoder(part)"], "self.cut(audio)"),
+        (["dist.barrier()", "for part in self.cut(audio):", "    y = self.encoder(part)"], "self.cut(audio)"),
         (["for begin in range(0, audio.shape[1], 1600):", "    self.encoder(audio)"], "range(0, audio.shape[1], 1600)"),
         (
             ["most = int(lengths.max())", "for _ in range(most // 100):", "    self.encoder(audio)"],
@@ -52,6 +52,15 @@ def test_as_many_turns_as_the_batch_is_long(tmp_path: Path, lines: list[str], ov
 )  # fmt: skip
 def test_none_where_all_ranks_make_as_many(tmp_path: Path, lines: list[str]) -> None:
     assert found(tmp_path, "NP407", forward(*lines)) == []
+
+
+def test_it_is_a_note_at_the_end_of_an_evaluation_and_of_backward(tmp_path: Path) -> None:
+    lines = ("for x in audio:", "    dist.all_reduce(x)")
+    (finding,) = found(tmp_path, "NP407", forward(*lines).replace("forward", "on_validation_epoch_end"))
+    assert finding.severity is Severity.NOTE
+    text = forward("for x in self.cut(audio):", "    self.manual_backward(x)")
+    (finding,) = found(tmp_path, "NP407", text)
+    assert finding.severity is Severity.NOTE
 
 
 def test_a_while_is_a_branch(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ class DataFlow:
     decides: Callable[[ast.Call], bool] = lambda call: False
     accumulated: frozenset[str] = frozenset()
     tests: list[DataTest] = field(default_factory=list)
+    named: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)  # calls, with what of the batch is in the name
     _levels: dict[str, Level] = field(default_factory=dict)
     _agreed: set[str] = field(default_factory=set)
     _optional: set[str] = field(default_factory=set)  # arguments that may be None
@@ -223,6 +224,11 @@ class DataFlow:
                 return self._draw(target.elts[1], iterated.args[0])
             if name in _PASSED_ON:
                 return self._draw(target, iterated.args[0])
+        if isinstance(iterated, ast.Call) and dotted(iterated.func).endswith((".items", ".keys")):
+            keys = target.elts[:1] if isinstance(target, ast.Tuple) else [target]  # are the data set's
+            for each in (*keys, *(target.elts[1:] if isinstance(target, ast.Tuple) else ())):
+                self._set(each, Level.SHARED if each in keys else self.level(iterated))
+            return None
         level = self.level(iterated)
         if level < Level.DATA and _words(ast.unparse(iterated)) & _LOADER_WORDS:
             level = Level.DATA
@@ -260,6 +266,9 @@ class DataFlow:
             elif isinstance(inner, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
                 for each in inner.generators:
                     self._loop(each, each.target, each.iter)
+            elif isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.JoinedStr):
+                parts = [each.value for each in inner.args[0].values if isinstance(each, ast.FormattedValue)]
+                self.named += [(inner, part) for part in parts if self._of_batch(part)][:1]
             elif isinstance(inner, ast.Call) and (self.agrees(inner) or (alone and _sounds_agreed(inner))):
                 for argument in inner.args:
                     self._agree(argument)
@@ -299,7 +308,8 @@ class DataFlow:
             levels = [self.level(each.iter) for each in node.generators]
             for each in node.generators:
                 self._draw(each.target, each.iter)
-            return max(*levels, self.level(node.elt))
+            chosen = any(each.ifs for each in node.generators) and max(levels) >= Level.DATA
+            return Level.READ_OFF if chosen else max(*levels, self.level(node.elt))
         if isinstance(node, ast.IfExp):
             return max(self.level(node.body), self.level(node.orelse))
         children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
@@ -345,6 +355,11 @@ class DataFlow:
         if isinstance(test, ast.Name) and test.id in self._optional:
             return False  # whether it was given
         return level == Level.DATA and isinstance(test, (ast.Name, ast.Attribute)) and _sounds_like_data(dotted(test))
+
+    def _of_batch(self, node: ast.expr) -> bool:
+        """Whether a text is taken from the batch itself."""
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return not names.isdisjoint(_BATCHES) and self.level(node) >= Level.DATA
 
     def _asks_for_batch(self, test: ast.Compare) -> bool:
         """Whether it asks if there is a batch at all: a collate function may have dropped all of its samples."""

@@ -19,6 +19,7 @@ from nemo_patches.tools.doctor.batch_data import Branching, DataFlow
 from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings, dotted
 from nemo_patches.tools.doctor.finding import Severity
 from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
+from nemo_patches.tools.doctor.ways import Decisions, End, Event, Function, Way, suppressing
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
@@ -29,11 +30,9 @@ _GUESSES = {
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
     r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
 }
+_AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
 _MOST_TESTS = 200  # of one function
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-Decisions = Mapping[int, "bool | str"]  # by the id of a node: how its test is decided, or what is left of it
 
 
 class Kind(Enum):
@@ -43,6 +42,7 @@ class Kind(Enum):
     EXIT = "a return, continue or break before it"
     ERROR = "an error that is caught"
     LOOP = "how often a loop goes round"
+    NAME = "the name that it is logged under"
     FIRST_RANK = "a function that runs on one rank"
 
 
@@ -71,7 +71,7 @@ class Divergence:
         why = self.collectives[0].why
         more = others if len(others) <= _MOST_NAMED else [*others[:_MOST_NAMED], f"{len(others) - _MOST_NAMED} more"]
         if not more:
-            return first + (f", {why}," if why else "")
+            return first + (f" ({why})" if why else "")
         return ", ".join([first, *more[:-1]]) + f" and {more[-1]}"
 
     @property
@@ -83,7 +83,7 @@ class Divergence:
     def guess(self) -> str:
         """What must hold for a guess to be right, at the end of a sentence; empty where it is none."""
         guesses = [each.guess for each in self.collectives]
-        expected = self.function.endswith("_step") or self.exit == _End.CONTINUE.value  # that a batch may be None
+        expected = self.function.endswith("_step") or self.exit == End.CONTINUE.value  # that a batch may be None
         if not self.by_rank and not (expected and _NO_BATCH.search(self.cause)):
             guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, self.cause)] or guesses
         return f". A guess: {guesses[0]}" if all(guesses) else ""
@@ -92,38 +92,6 @@ class Divergence:
     def severity(self) -> Severity:
         """Of a finding about it."""
         return Severity.NOTE if self.guess else Severity.WARNING
-
-
-@dataclass(frozen=True)
-class _Event:
-    """A collective on the way through a function. guards: the open tests around it; after: those under which it is
-    not come to."""
-
-    collective: Collective
-    guards: tuple[str, ...]
-    after: frozenset[tuple[str, ...]]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.collective.pairs_with, self.guards, self.after
-
-
-class _End(Enum):
-    """How a block ends."""
-
-    RETURN = "return"
-    BREAK = "break"
-    CONTINUE = "continue"
-    RAISE = "raise"
-
-
-@dataclass(frozen=True)
-class _Exit:
-    """A way out of a function or a turn, or, of a training_step, a loss that is set to None: its text and its line."""
-
-    text: str
-    line: int
-    guards: tuple[str, ...]
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
@@ -280,20 +248,26 @@ class _Function:
         """How the tests on the rank are decided on one."""
         return {id(node): self._ranks.decided(_test(node), rank) for node in self.rank_tests}
 
-    def follow(self, decisions: Decisions) -> _Way:
+    def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
         """The collectives on the way through it."""
-        way = _Way(self, decisions)
+        way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, caught)
         way.walk()
         return way
 
     def divergences(self) -> Iterator[Divergence]:
-        """Of this function; each collective once."""
+        """Of this function: each exit and handler once, and each collective once in a branch and once in a loop."""
         if not self._interesting:
             return
-        said: set[tuple[str, int]] = set()
+        said: set[tuple[object, ...]] = set()
         for each in self._all():
-            left = tuple(one for one in each.collectives if (one.name, one.line) not in said)
-            said |= {(one.name, one.line) for one in left}
+            if each.kind in (Kind.EXIT, Kind.ERROR):
+                place = (each.kind, each.exit_line or each.line)
+                left = () if place in said else each.collectives
+                said.add(place)
+            else:
+                loop = each.kind is Kind.LOOP
+                left = tuple(one for one in each.collectives if (loop, one.name, one.line) not in said)
+                said |= {(loop, one.name, one.line) for one in left}
             if left:
                 yield replace(each, collectives=left)
 
@@ -306,6 +280,7 @@ class _Function:
         yield from self._by_rank()
         yield from self._by_data()
         yield from self._by_error()
+        yield from self._by_name()
 
     def _on_first_rank(self) -> Iterator[Divergence]:
         cause = _first_rank_only(self.node, self.scope.surroundings)
@@ -357,23 +332,23 @@ class _Function:
 
     @cached_property
     def _agreements(self) -> list[Collective]:
-        made = _of(self.follow({}).events)
-        return [each for each in made if each.pairs_with not in (ENCODER, BACKWARD, LOG)]
+        return [each for each in _of(self.follow({}).events) if each.pairs_with.startswith(_AGREEMENTS)]
 
-    def _logs_later(self, collective: Collective) -> bool:
-        """Whether it reduces at the epoch's end, where it counts only whether a rank has ever logged it."""
-        at_once = self.name.endswith("training_step") if collective.on_step is None else collective.on_step
-        return collective.pairs_with == LOG and not at_once and not self.name.endswith("_end")
+    def _by_name(self) -> Iterator[Divergence]:
+        for call, part in self._flow.named:
+            made = self.scope.surroundings.collective(call)
+            if made is not None and made.pairs_with == LOG:
+                yield Divergence(self.name, Kind.NAME, (made,), ast.unparse(part), call.lineno, False)
 
     def _compared(
-        self, way: _Way, other: _Way, nodes: Sequence[Branching], by_rank: bool, text: str = ""
+        self, way: Way, other: Way, nodes: Sequence[Branching], by_rank: bool, text: str = ""
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. nodes: the tests that make them."""
         if way.raised or other.raised:
             return  # that rank ends, and its launcher ends the others
         missing = _difference(way.events, other.events)
 
-        def divergence(kind: Kind, events: Iterable[_Event], node: Branching) -> Divergence:
+        def divergence(kind: Kind, events: Iterable[Event], node: Branching) -> Divergence:
             test = _test(node)
             return Divergence(self.name, kind, _of(events), text or ast.unparse(test), test.lineno, by_rank)
 
@@ -385,23 +360,23 @@ class _Function:
             if inside:
                 loop = isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension))
                 yield divergence(Kind.LOOP if loop else Kind.BRANCH, inside, node)
-        for each in sorted({*way.exits} ^ {*other.exits}, key=lambda one: one.line):
+        for each in sorted({*way.exits} ^ {*other.exits}, key=lambda one: ("=" in one.text, one.line)):
             around = next((one for one in nodes if _inside(each.line, one)), None)
             if missing and around is not None:
                 yield replace(divergence(Kind.EXIT, missing, around), exit=each.text, exit_line=each.line)
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
-        for node in batch_data.own_nodes(self.node):
-            if not isinstance(node, ast.Try) or _only_collectives(node.body, self.scope):
+        for inner in batch_data.own_nodes(self.node):
+            node = inner if isinstance(inner, ast.Try) else suppressing(inner)
+            if node is None or _only_collectives(node.body, self.scope):
                 continue
             for handler in node.handlers:
                 if not _of_one_rank(handler):
                     continue
                 usual = self.follow({})
                 for early in (False, True):
-                    caught = _Way(self, {}, caught=(node, handler, early))
-                    caught.walk()
+                    caught = self.follow({}, (node, handler, early))
                     if caught.raised:
                         break
                     missing = _difference(usual.events, caught.events)
@@ -409,272 +384,6 @@ class _Function:
                         cause = ast.unparse(handler.type) if handler.type else "any error"
                         yield Divergence(self.name, Kind.ERROR, _of(missing), cause, handler.lineno, False)
                         break
-
-
-@dataclass
-class _Way:
-    """One way through a function, with some tests decided. caught: an error that a handler takes, and whether it comes
-    before the collectives of the block that it is raised in."""
-
-    function: _Function
-    decisions: Decisions
-    caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None
-    events: list[_Event] = field(default_factory=list)
-    exits: list[_Exit] = field(default_factory=list)
-    raised: bool = False
-    _left: list[tuple[str, ...]] = field(default_factory=list)  # the tests under which it has been left before
-    _left_turn: list[tuple[str, ...]] = field(default_factory=list)  # the same of a loop's turn
-    _left_loop: list[tuple[str, ...]] = field(default_factory=list)
-    _unsynced: int = 0
-    _nothing: set[str] = field(default_factory=set)
-    _failing: int = 0
-    _tried: int = 0
-
-    def walk(self) -> None:
-        """Follow it to its end."""
-        self._block(self.function.node.body, ())
-
-    # --- statements
-
-    def _block(self, body: Iterable[ast.stmt], guards: tuple[str, ...]) -> _End | None:
-        for statement in body:
-            end = self._statement(statement, guards)
-            if end is not None:
-                return end
-        return None
-
-    def _statement(self, node: ast.stmt, guards: tuple[str, ...]) -> _End | None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            return None
-        if isinstance(node, ast.If):
-            self._expression(node.test, guards)
-            return self._either(node, node.test, node.body, node.orelse, guards)
-        if isinstance(node, (ast.For, ast.AsyncFor)):
-            self._expression(node.iter, guards)
-            return self._loop(f"for {ast.unparse(node.iter)}", node, guards)
-        if isinstance(node, ast.While):
-            self._expression(node.test, guards)
-            return self._loop(f"while {ast.unparse(node.test)}", node, guards)
-        if isinstance(node, ast.Try) or type(node).__name__ == "TryStar":
-            return self._try(node, guards)  # type: ignore[arg-type]
-        if isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                self._expression(item.context_expr, guards)
-            unsynced = any(_calls(item.context_expr, "no_sync") for item in node.items)
-            self._unsynced += unsynced
-            end = self._block(node.body, guards)
-            self._unsynced -= unsynced
-            return end
-        if isinstance(node, ast.Match):
-            self._expression(node.subject, guards)
-            ends = [self._branch(case.body, (*guards, ast.unparse(case.pattern))) for case in node.cases]
-            return ends[-1] if ends and all(ends) and ends[-1] is not None else None
-        if isinstance(node, ast.Return):
-            return self._return(node, node.value, guards)
-        if isinstance(node, (ast.Break, ast.Continue)):
-            end = _End.BREAK if isinstance(node, ast.Break) else _End.CONTINUE
-            self.exits.append(_Exit(end.value, node.lineno, guards))
-            return end
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and _ends_process(node.value)):
-            return _End.RAISE
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self._expression(child, guards)
-        if isinstance(node, ast.Assign):
-            self._set(node, guards)
-        return None
-
-    def _set(self, node: ast.Assign, guards: tuple[str, ...]) -> None:
-        """Keep in mind which names hold nothing that a backward pass could begin at."""
-        for target in map(dotted, node.targets):
-            if self._without_gradient(node.value) and not guards:
-                self._nothing.add(target)
-                self.exits.append(_Exit(ast.unparse(node), node.lineno, guards))
-            else:
-                self._nothing.discard(target)
-
-    def _either(
-        self, node: ast.AST, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], guards: tuple[str, ...]
-    ) -> _End | None:
-        decided = self._decided(node, test, guards)
-        if isinstance(decided, bool):
-            return self._taken(body if decided else orelse, guards)
-        yes = self._branch(body, (*guards, decided))
-        no = self._branch(orelse, (*guards, f"not ({decided})"))
-        if yes is None or no is None:
-            return None
-        return yes if no is _End.RAISE else no
-
-    def _decided(self, node: ast.AST, test: ast.expr, guards: tuple[str, ...]) -> bool | str:
-        """Whether a test holds, or its text where it is open: one that is asked again within its branch is not."""
-        decided = self.decisions.get(id(node), ast.unparse(test))
-        if isinstance(decided, str) and (decided in guards or f"not ({decided})" in guards):
-            return decided in guards
-        return decided
-
-    def _taken(self, body: list[ast.stmt], guards: tuple[str, ...]) -> _End | None:
-        """The block that is taken on this way: where it raises, whatever else holds, the rank ends."""
-        before = len(self._left) + len(self._left_turn) + len(self._left_loop)
-        end = self._block(body, guards)
-        left = len(self._left) + len(self._left_turn) + len(self._left_loop) > before
-        in_loops_only = all(guard.startswith(_LOOPS) for guard in guards)
-        self.raised = self.raised or (end is _End.RAISE and in_loops_only and not left and not self._tried)
-        return end
-
-    def _branch(self, body: list[ast.stmt], guards: tuple[str, ...]) -> _End | None:
-        """A block that may not be run: where it ends the function or the turn, what follows is come to without it."""
-        end = self._block(body, guards)
-        if end is _End.RETURN:
-            self._left.append(guards)
-        elif end is _End.CONTINUE:
-            self._left_turn.append(guards)
-        elif end is _End.BREAK:
-            self._left_loop.append(guards)
-        return end
-
-    def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While, guards: tuple[str, ...]) -> _End | None:
-        if self.decisions.get(id(loop)) is False:
-            return self._block(loop.orelse, guards)
-        first, left = len(self.events), len(self._left)
-        outer = self._left_turn, self._left_loop
-        self._left_turn, self._left_loop = [], []
-        end = self._block(loop.body, (*guards, text))
-        ways_out = [*self._left_loop, *self._left[left:]]
-        if end in (_End.BREAK, _End.RETURN):
-            ways_out.append(("once",))
-        for index in range(first, len(self.events)):  # the next turn is not come to, either
-            event = self.events[index]
-            self.events[index] = replace(event, after=event.after | frozenset(ways_out))
-        self._left_turn, self._left_loop = outer
-        if end is _End.RETURN:
-            self._left.append((*guards, text))
-        return self._block(loop.orelse, guards)
-
-    def _try(self, node: ast.Try, guards: tuple[str, ...]) -> _End | None:
-        if self.caught is not None and self.caught[0] is node:
-            end = self._error(node, *self.caught[1:], guards)
-        else:
-            self._tried += bool(node.handlers)
-            end = self._block(node.body, guards)
-            self._tried -= bool(node.handlers)
-            if end is None:
-                end = self._block(node.orelse, guards)
-            elif end is _End.RAISE and node.handlers:  # it may be caught
-                end = None
-        last = self._block(node.finalbody, guards)
-        return last if last is not None else end
-
-    def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool, guards: tuple[str, ...]) -> _End | None:
-        """The handler, after all collectives of the block, or only those of its first call."""
-        first, exits = len(self.events), len(self.exits)
-        ways_out = [list(each) for each in (self._left, self._left_turn, self._left_loop)]
-        self._failing, self._tried = self._failing + 1, self._tried + 1
-        self._block(node.body, guards)
-        self._failing, self._tried = self._failing - 1, self._tried - 1
-        self._left, self._left_turn, self._left_loop = ways_out
-        del self.exits[exits:]
-        if early:
-            last = _first_call(node.body)
-            self.events[first:] = [each for each in self.events[first:] if each.collective.line <= last]
-        return self._taken(handler.body, guards)
-
-    def _return(self, node: ast.Return, value: ast.expr | None, guards: tuple[str, ...]) -> _End:
-        if isinstance(value, ast.IfExp) and self._runs_backward:
-            self._expression(value.test, guards)
-            decided = self._decided(value, value.test, guards)
-            if isinstance(decided, bool):
-                return self._return(node, value.body if decided else value.orelse, guards)
-            self._return(node, value.body, (*guards, decided))
-            return self._return(node, value.orelse, (*guards, f"not ({decided})"))
-        if value is not None:
-            self._expression(value, guards)
-        nothing = value is None or self._without_gradient(value)
-        if nothing and self._runs_backward and self._ends_in_backward(value):
-            return _End.RAISE
-        if self._runs_backward and not nothing and not self._failing:
-            why = "in which the gradients are reduced"
-            self._add(Collective("the backward pass", BACKWARD, node.lineno, why), guards)
-        self.exits.append(_Exit(_End.RETURN.value, node.lineno, guards))
-        return _End.RETURN
-
-    def _without_gradient(self, value: ast.expr) -> bool:
-        """Whether what a step returns leads to no gradient of any parameter: None, or a tensor made of a number."""
-        if isinstance(value, ast.Dict):
-            return all(self._without_gradient(each) for each in value.values)
-        if isinstance(value, ast.Call):
-            made = self.function.scope.surroundings.names.origin(value.func) in _NEW_TENSORS
-            return made and all(isinstance(each, (ast.Constant, ast.List)) for each in value.args)
-        return isinstance(value, ast.Constant) or dotted(value) in self._nothing
-
-    def _ends_in_backward(self, value: ast.expr | None) -> bool:
-        """Whether backward raises at once on what a step returns: a new tensor that requires no gradient."""
-        made = [each for each in ast.walk(value) if isinstance(each, ast.Call)] if value is not None else []
-        return bool(made) and not any(keyword.arg == "requires_grad" for each in made for keyword in each.keywords)
-
-    @property
-    def _runs_backward(self) -> bool:
-        """Whether Lightning runs a backward pass on what the function returns."""
-        surroundings = self.function.scope.surroundings
-        step = self.function.name.rpartition(".")[2] == "training_step"
-        return step and surroundings.node is not None and not surroundings.manual
-
-    # --- expressions
-
-    def _expression(self, node: ast.AST, guards: tuple[str, ...]) -> None:
-        """Its calls, in the order in which they are made."""
-        if isinstance(node, ast.Lambda):
-            return
-        if isinstance(node, ast.IfExp):
-            self._expression(node.test, guards)
-            decided = self._decided(node, node.test, guards)
-            if decided is not False:
-                self._expression(node.body, guards if decided is True else (*guards, str(decided)))
-            if decided is not True:
-                self._expression(node.orelse, guards if decided is False else (*guards, f"not ({decided})"))
-            return
-        if isinstance(node, ast.BoolOp):
-            self._expression(node.values[0], guards)
-            decided = self._decided(node, node.values[0], guards)
-            goes_on = isinstance(node.op, ast.And)
-            if isinstance(decided, str) or decided is goes_on:
-                for each in node.values[1:]:
-                    self._expression(each, (*guards, decided) if isinstance(decided, str) else guards)
-            return
-        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            inner = guards
-            for generator in node.generators:
-                self._expression(generator.iter, guards)
-                if self.decisions.get(id(generator)) is False:
-                    return
-                inner = (*inner, f"for {ast.unparse(generator.iter)}")
-            values = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            for value in values:
-                self._expression(value, inner)
-            return
-        for child in ast.iter_child_nodes(node):
-            self._expression(child, guards)
-        if isinstance(node, ast.Call):
-            for made in self.function.scope.made_by(node):
-                if made.pairs_with != BACKWARD or not self._unsynced:
-                    self._add(made, guards)
-        elif isinstance(node, ast.Attribute):
-            read = self.function.scope.surroundings.property_read(node)
-            if read is not None:
-                self._add(read, guards)
-
-    def _add(self, collective: Collective, guards: tuple[str, ...]) -> None:
-        after = frozenset([*self._left, *self._left_turn, *self._left_loop])
-        self.events.append(_Event(collective, guards, after))
-
-
-def _first_call(body: list[ast.stmt]) -> int:
-    """The last line of the first statement that calls something: what comes after it may not have been come to."""
-    for statement in body:
-        if isinstance(statement, (ast.With, ast.AsyncWith)):
-            return _first_call(statement.body)
-        if any(isinstance(each, ast.Call) for each in ast.walk(statement)):
-            return statement.end_lineno or statement.lineno
-    return 0
 
 
 def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
@@ -702,21 +411,10 @@ _OF_ALL_RANKS = frozenset(
         *("StopIteration", "SystemExit", "TimeoutError", "TypeError", "UnicodeDecodeError", "Empty", "Full"),
     ]
 )
-_NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
-_LOOPS = ("for ", "while ")  # how their guards begin
 _HARMLESS = ("float", "getattr", "int", "len")
-_PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
-def _ends_process(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and dotted(node.func) in _PROCESS_ENDS
-
-
-def _calls(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Call) and dotted(each.func).endswith(name) for each in ast.walk(node))
-
-
-def _difference(events: Sequence[_Event], others: Sequence[_Event]) -> list[_Event]:
+def _difference(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
     """Those that one way has more often than the other, by their line."""
     left = []
     for one, two in ((events, others), (others, events)):
@@ -729,13 +427,13 @@ def _difference(events: Sequence[_Event], others: Sequence[_Event]) -> list[_Eve
     return sorted(unique.values(), key=lambda each: each.collective.line)
 
 
-def _reordered(events: Sequence[_Event], others: Sequence[_Event]) -> bool:
+def _reordered(events: Sequence[Event], others: Sequence[Event]) -> bool:
     """Whether two ways make the same collectives in another order, none of them in a branch."""
     keys = [[each.key for each in one] for one in (events, others)]
     return keys[0] != keys[1] and not any(each.guards or each.after for each in events)
 
 
-def _of(events: Iterable[_Event]) -> tuple[Collective, ...]:
+def _of(events: Iterable[Event]) -> tuple[Collective, ...]:
     return tuple(dict.fromkeys(each.collective for each in events))
 
 

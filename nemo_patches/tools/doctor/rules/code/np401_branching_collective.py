@@ -21,7 +21,7 @@ WORST = Severity.WARNING
 def check(code: Code) -> Iterator[Finding]:
     """By the tests of the branches around it; a collective of a group of some ranks is left alone."""
     for each in code.divergences:
-        if each.kind in (Kind.BRANCH, Kind.FIRST_RANK):
+        if each.kind in (Kind.BRANCH, Kind.FIRST_RANK, Kind.NAME):
             what, instead = _said(each)
             read = (*(at(one.name, one.line) for one in each.collectives), at(each.cause, each.line))
             yield Finding(each.severity, f"{each.function}: {what}{each.guess}", read, instead)
@@ -33,6 +33,11 @@ def _said(each: Divergence) -> tuple[str, str]:
     if each.reordered:
         what = f"{each.names} come in another order where `{each.cause}`: ranks where that differs make unlike ones"
         return what, "one order on all ranks"
+    if each.kind is Kind.NAME:
+        what += (
+            f" made under a name that depends on `{each.cause}`: ranks with unlike names reduce unlike values, or wait"
+        )
+        return what, "names that all ranks log, each of them"
     if each.kind is Kind.FIRST_RANK:
         what += f" made on one rank of the job or of a node only, by {each.cause}"
         return what, "the collective in a method that every rank runs"
