@@ -381,6 +381,8 @@ def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: py
     assert "pos_emb_max_len" not in out  # is the same
     assert "accumulate_grad_batches" not in out  # is Lightning's default there
     assert "manifest_filepath" not in out  # does not matter
+    _, out, _ = doctor(capfd, path, "+trainer.accumulate_grad_batches=4", against="nest")
+    assert "    trainer.accumulate_grad_batches: 4 (override); there: 1, the default\n" in out
     stock = write(tmp_path, STOCK, "stock.yaml")
     _, out, _ = doctor(capfd, path, against=str(stock), json=True)
     (read,) = json.loads(out)
