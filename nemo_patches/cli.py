@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from inspect import Parameter
 from json import dumps
@@ -21,6 +21,8 @@ from rich.console import Console
 
 import nemo_patches as package
 from nemo_patches.sync.settings import Setting, SettingsError
+from nemo_patches.tools.doctor import request
+from nemo_patches.tools.option_words import choice
 from nemo_patches.uneven.settings import ALL_SETTINGS, refusals
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
@@ -31,15 +33,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException: click's, or that of the copy that newer typers have
-
-
-def _choice(words: Sequence[str], several: bool = False, **more: Any) -> Any:
-    """An option for these words, with commas if several: whoever gets the value refuses another, by its name."""
-
-    def starting_with(incomplete: str) -> list[str]:
-        return [word for word in words if word.startswith(incomplete)]
-
-    return typer.Option(metavar=f"[{'|'.join(words)}]{'[,...]' * several}", autocompletion=starting_with, **more)
 
 
 def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[Any], Any]:
@@ -127,7 +120,7 @@ def demo(
 def _setting_option(setting: Setting[Any]) -> Any:
     words = re.findall(r"'(\w+)'", setting.allowed)
     more: dict[str, Any] = {"help": setting.help, "show_default": setting.text(setting.default) + setting.unit}
-    return _choice(words, "comma" in setting.allowed, **more) if words else typer.Option(metavar="VALUE", **more)
+    return choice(words, "comma" in setting.allowed, **more) if words else typer.Option(metavar="VALUE", **more)
 
 
 def _setting_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -205,9 +198,7 @@ def diff(
     nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder that NeMo is in.")],
     parts: Annotated[
         str,
-        _choice(
-            ("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: its calls; stall: who is missing."
-        ),
+        choice(("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: its calls; stall: who is missing."),
     ] = "nemo,sync,stall",
     check: Annotated[bool, typer.Option("--check", help="Say which committed diff applies; write nothing.")] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Put it in: all of it, or nothing.")] = False,
@@ -241,79 +232,15 @@ def diff(
         raise typer.Exit(1 if isinstance(error, Declined) else 2) from None
 
 
+def _fields_as_options(function: Callable[..., None]) -> Callable[..., None]:
+    """In place of `**given`, an option for each field of the doctor's Request."""
+    function.__signature__ = inspect.Signature(list(request.parameters()))  # type: ignore[attr-defined]
+    return function
+
+
 @app.command()
-def doctor(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG]... [KEY=VALUE]...",
-            help="Configs (files, folders, patterns, - for the standard input), and Hydra's overrides for all of them.",
-        ),
-    ] = None,
-    patched: Annotated[
-        bool, typer.Option("--patched", help="Judge the job with nemo_patches on every rank, not stock NeMo.")
-    ] = False,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RULE", help="Only these rules: NP101, or NP1 for all that begin so.", show_default="all"),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Not these rules.", show_default="none")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Print the safe changes as a diff; write nothing.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="With --fix: write them.")] = False,
-    ranks: Annotated[
-        bool, typer.Option("--ranks", help="Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
-    ] = False,
-    nccl: Annotated[
-        bool, typer.Option("--nccl", help="With --ranks: also try the job's backend, with collectives of 1 MB.")
-    ] = False,
-    list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
-    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.", show_default="none")] = None,
-    severity: Annotated[
-        str | None,
-        _choice(("note", "warning", "error"), help="From which on findings are shown, and count.", show_default="note"),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line for each finding, and nothing else.")] = False,
-    output_format: Annotated[
-        str | None,
-        _choice(
-            ("text", "json", "github", "sarif"), help="github: annotations of a pull request.", show_default="text"
-        ),
-    ] = None,
-    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 in place of 1.")] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="Also what differs from NeMo's own config (nest, canary, ...) or a file.",
-            show_default="none",
-        ),
-    ] = None,
-    config_path: Annotated[
-        str | None,
-        typer.Option(
-            "--config-path",
-            "-cp",
-            metavar="DIR",
-            help="As pasted from a training command; relative to this folder, not to the script.",
-            show_default="none",
-        ),
-    ] = None,
-    config_name: Annotated[
-        str | None,
-        typer.Option(
-            "--config-name", "-cn", metavar="NAME", help="As pasted: the config in that folder.", show_default="none"
-        ),
-    ] = None,
-    config_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--config-dir", "-cd", metavar="DIR", help="As pasted: where else it may be.", show_default="none"
-        ),
-    ] = None,
-) -> None:
+@_fields_as_options
+def doctor(**given: Any) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
     Without a config: what on this machine can; with --ranks, what differs between the ranks of a job.
@@ -322,29 +249,8 @@ def doctor(
     """
     from nemo_patches.tools.doctor import command
 
-    request = command.Request(
-        tuple(arguments or ()),
-        patched,
-        tuple(select or ()),
-        tuple(ignore or ()),
-        json,
-        fix,
-        write,
-        list_rules,
-        explain,
-        ranks,
-        severity,
-        quiet,
-        output_format,
-        exit_zero,
-        against,
-        nccl,
-        config_path,
-        config_name,
-        config_dir,
-    )
     gc.set_threshold(50_000)  # objects; a large config's trees are no garbage, and 0.4 s of 3 s went on looking at them
-    raise typer.Exit(command.carry_out(request))
+    raise typer.Exit(command.carry_out(request.made(given)))
 
 
 @app.command()

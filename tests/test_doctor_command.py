@@ -15,6 +15,7 @@ import pytest
 from interpreters import CHECKOUT, python
 
 from nemo_patches.tools.doctor import command, examination, report
+from nemo_patches.tools.doctor.request import Request
 from nemo_patches.tools.doctor.rules import all_rules
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -54,7 +55,7 @@ def write(folder: Path, text: str, name: str = "nest.yaml") -> Path:
 
 def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, **options: Any) -> tuple[int, str, str]:
     """In this process: the command without its option parser."""
-    code = command.carry_out(command.Request(tuple(map(str, arguments)), **options))
+    code = command.carry_out(Request(tuple(map(str, arguments)), **options))
     return code, *capfd.readouterr()
 
 
@@ -104,8 +105,8 @@ def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
     path = write(tmp_path, STOCK)
     program = (
         "import sys\n"
-        "from nemo_patches.tools.doctor import command\n"
-        f"code = command.carry_out(command.Request(({str(path)!r},)))\n"
+        "from nemo_patches.tools.doctor import command\nfrom nemo_patches.tools.doctor.request import Request\n"
+        f"code = command.carry_out(Request(({str(path)!r},)))\n"
         "print(code, [name for name in ('torch', 'nemo', 'lightning', 'hydra') if name in sys.modules])"
     )
     before = os.times()
@@ -381,6 +382,8 @@ def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: py
     assert "pos_emb_max_len" not in out  # is the same
     assert "accumulate_grad_batches" not in out  # is Lightning's default there
     assert "manifest_filepath" not in out  # does not matter
+    _, out, _ = doctor(capfd, path, "+trainer.accumulate_grad_batches=4", against="nest")
+    assert "    trainer.accumulate_grad_batches: 4 (override); there: 1, the default\n" in out
     stock = write(tmp_path, STOCK, "stock.yaml")
     _, out, _ = doctor(capfd, path, against=str(stock), json=True)
     (read,) = json.loads(out)

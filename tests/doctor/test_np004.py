@@ -9,6 +9,7 @@ from codes import beside_nemo
 from configs import NEST
 
 from nemo_patches.tools.doctor import command
+from nemo_patches.tools.doctor.request import Request
 
 pytestmark = pytest.mark.one_nemo
 
@@ -27,7 +28,7 @@ def write(folder: Path, text: str, name: str = "nest.yaml") -> Path:
 
 
 def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, select: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    code = command.carry_out(command.Request(tuple(map(str, arguments)), select=select))
+    code = command.carry_out(Request(tuple(map(str, arguments)), select=select))
     return code, *capfd.readouterr()
 
 

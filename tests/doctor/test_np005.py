@@ -8,6 +8,7 @@ import pytest
 from configs import LHOTSE, NEST, NOTE, WARNING, found, report
 
 from nemo_patches.tools.doctor import command
+from nemo_patches.tools.doctor.request import Request
 
 pytestmark = pytest.mark.one_nemo
 
@@ -58,9 +59,9 @@ def test_a_file_that_is_not_here_is_a_finding_that_names_the_rules(
     )
     (finding,) = found(tmp_path, "NP005", LHOTSE, IN_A_FILE.replace("inputs", "s3://bucket/inputs"), *OPEN)
     assert "s3://bucket/inputs.yaml is not on this machine" in finding.what
-    assert command.carry_out(command.Request((str(tmp_path / "config.yaml"), IN_A_FILE), select=("NP104",))) == 1
+    assert command.carry_out(Request((str(tmp_path / "config.yaml"), IN_A_FILE), select=("NP104",))) == 1
     assert "NP005 warning: not judged: NP104" in capfd.readouterr().out
-    assert command.carry_out(command.Request((str(tmp_path / "config.yaml"), IN_A_FILE), ignore=("NP005",))) == 0
+    assert command.carry_out(Request((str(tmp_path / "config.yaml"), IN_A_FILE), ignore=("NP005",))) == 0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,34 +18,8 @@ from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Rule, Severity
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.request import FORMATS, SEVERITIES, Request
 from nemo_patches.tools.doctor.yaml_text import ConfigError
-
-FORMATS = ("text", "json", "github", "sarif")
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command's arguments and options, as they were given."""
-
-    arguments: tuple[str, ...] = ()
-    patched: bool = False
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    json: bool = False
-    fix: bool = False
-    write: bool = False
-    list_rules: bool = False
-    explain: str | None = None
-    ranks: bool = False
-    severity: str | None = None
-    quiet: bool = False
-    output_format: str | None = None
-    exit_zero: bool = False
-    against: str | None = None
-    nccl: bool = False
-    config_path: str | None = None
-    config_name: str | None = None
-    config_dir: str | None = None
 
 
 def carry_out(request: Request) -> int:
@@ -66,7 +40,7 @@ def _carry_out(request: Request) -> int:
     if request.explain is not None:
         print(report.explanation(examination.named(request.explain)))
         return 0
-    severity = _one_of("--severity", request.severity, [str(each) for each in Severity])
+    severity = _one_of("--severity", request.severity, SEVERITIES)
     output_format = _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
     configs += config_files.of_hydra(request.config_path, request.config_name, request.config_dir)
