@@ -73,11 +73,11 @@ unless_first = $(if $(filter $1,$(firstword $(NEMO_VERSIONS))),,and not one_nemo
 # In the files' order: xdist's own puts files of few tests last, and test_both_ways.py, the longest, has the fewest.
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python -m pytest -q -n $(if $(filter $*,$(FIRST)),3,1) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n $(if $(filter $*,$(FIRST)),3,1) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n 4 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)

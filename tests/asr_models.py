@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nemo_patches.tools.demo.hangs import models
 from nemo_patches.tools.demo.hangs.models import (
     COMMON,
     CTC,
@@ -25,10 +26,11 @@ from nemo_patches.tools.demo.hangs.models import (
     batch,
     loader,
     made,
+    nest_batch,
     rnnt,
 )
 
-__all__ = ["LABELS", "Batches", "Stream", "batch", "loader", "rnnt"]  # for the tests, with what follows
+__all__ = ["LABELS", "Batches", "Stream", "batch", "loader", "nest_batch", "rnnt"]  # for the tests, with what follows
 HANG_S = 6.0  # for which a rank of stock that hangs makes no progress
 
 
@@ -125,6 +127,11 @@ def aed(trainer: Any) -> Any:
         model = made(OfPlainBatches, config, trainer)
     model.wer.use_cer = True
     return model
+
+
+def nest(trainer: Any) -> Any:
+    """NeMo's self-supervised model; it takes the batches of `nest_batch`."""
+    return models.nest(trainer, SimpleNamespace(folder=Path("/nowhere"), rank=0))
 
 
 class TarredStream(Stream):

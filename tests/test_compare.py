@@ -22,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import nemo_patches
+from nemo_patches.uneven import parameter_watch as module
 from nemo_patches.uneven.checksums import Checksums, parts
 from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.parameter_watch import parameter_watch
@@ -35,6 +36,9 @@ HEALTHY = (
     "two optimizers",
     "gradients in half precision",
     "accumulated",
+    "some not in DDP",
+    "a scaler that leaves a step out on all ranks",
+    "a device that is behind",
     "Lightning",
     "Lightning, two optimizers",
 )
@@ -56,14 +60,19 @@ def train(
     steps: int = 2 * EVERY,
     accumulate: int = 1,
     skips: Callable[[int], bool] = lambda step: False,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
     """What is to be kept until its comparisons have come."""
     torch.manual_seed(100 + torch.distributed.get_rank())
     for step in range(1, steps + 1):
         for part in range(accumulate):
             with contextlib.nullcontext() if part == accumulate - 1 else wrapped.no_sync():
-                wrapped(torch.randn(6, 4)).square().mean().backward()
-        if not skips(step):
+                loss = wrapped(torch.randn(6, 4)).square().mean()
+                (loss if scaler is None else scaler.scale(loss * (math.inf if step == SKIPS_AT else 1.0))).backward()
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif not skips(step):
             optimizer.step()
         optimizer.zero_grad()
     return wrapped, optimizer
@@ -132,6 +141,30 @@ class Adversarial(Small):
         return adam(self.inner), adam(self.other)
 
 
+class Behind(Checksums):
+    """As on a GPU that has not come so far when they are enqueued, nor at the next steps."""
+
+    STEPS, looks = 3, 0
+
+    def are_done(self) -> bool:
+        self.looks += 1
+        return self.looks > self.STEPS
+
+
+class Odd(torch.optim.Optimizer):
+    """Its steps do nothing, and what it says of its parameters is nonsense."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.param_groups = [{"params": None}]
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
 def fit(module: Small, **options: Any) -> Any:
     torch.manual_seed(100 + torch.distributed.get_rank())
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -153,6 +186,16 @@ def scenarios(rank: int) -> Iterator[tuple[str, Any]]:
     (wrapped := DDP(model())).register_comm_hook(None, default_hooks.fp16_compress_hook)
     yield "gradients in half precision", train(wrapped, adam(wrapped))
     yield "accumulated", train(wrapped := DDP(model()), adam(wrapped), accumulate=3)
+    nemo_patches.apply(compare=1, stall_timeout=0)
+    yield "every step", train(wrapped := DDP(model()), adam(wrapped))
+    nemo_patches.apply(compare=EVERY, stall_timeout=0)
+    some = torch.optim.SGD([*(wrapped := DDP(model())).parameters(), nn.Parameter(torch.full((2,), float(rank)))], 0.1)
+    yield "some not in DDP", train(wrapped, some)
+    scaled = train(wrapped := DDP(model()), adam(wrapped), scaler=torch.amp.GradScaler("cpu"), steps=2 * EVERY + 1)
+    yield "a scaler that leaves a step out on all ranks", scaled
+    module.Checksums = Behind  # type: ignore[misc]
+    yield "a device that is behind", train(wrapped := DDP(model()), adam(wrapped), steps=2 * EVERY + Behind.STEPS)
+    module.Checksums = Checksums  # type: ignore[misc]
     yield "Lightning", fit(Small())
     yield "Lightning, two optimizers", fit(Adversarial())
 
@@ -169,6 +212,11 @@ def scenarios(rank: int) -> Iterator[tuple[str, Any]]:
         with torch.no_grad():
             wrapped.module[3].weight.copy_(wrapped.module[3].weight.flip(0))
     yield "rows that changed places", train(wrapped, optimizer, 2 * EVERY)
+    wrapped = DDP(part := model().requires_grad_(False).append(nn.Linear(2, 2)))
+    optimizer = adam(wrapped)
+    train(wrapped, optimizer, EVERY)
+    part[3].requires_grad_(True)  # DDP does not synchronize its gradients
+    yield "unfrozen", train(wrapped, optimizer)
     yield "Lightning, skipped", fit(Small(skips_at=SKIPS_AT if rank == 1 else -1), limit_train_batches=21)
     accumulate = 4 if rank == 1 else 3
     yield (
@@ -207,7 +255,7 @@ def scenarios(rank: int) -> Iterator[tuple[str, Any]]:
 
 def run(rank: int, size: int, port: int) -> dict[str, Seen]:
     os.environ.update(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    said, seen = Said(), dict[str, Seen]()
+    said, seen, known = Said(), dict[str, Seen](), set[str]()
     nemo_patches.apply(compare=EVERY, stall_timeout=0)
     gc.freeze()  # else each collection goes through all of NeMo
 
@@ -217,12 +265,17 @@ def run(rank: int, size: int, port: int) -> dict[str, Seen]:
     for name, kept in scenarios(rank):
         wait_until(lambda: all(map(has_come, parameter_watch.counters())))
         torch.distributed.barrier()
-        seen[name] = Seen(list(said.lines), list(parameter_watch.counters()))
+        new = [one for one in parameter_watch.counters() if one.optimizer not in known]
+        known |= {one.optimizer for one in new}
+        seen[name] = Seen(list(said.lines), new)
         said.lines.clear()
         del kept
-        gc.collect()
+        gc.collect()  # which ends the comparisons: there are 16 at once, no more
 
-    nemo_patches.apply(compare=0 if rank == 1 else EVERY, stall_timeout=0)
+    kept = train(wrapped := DDP(model()), Odd(wrapped.parameters()))
+    seen["an error of ours"] = Seen(list(said.lines), list(parameter_watch.counters()))
+    said.lines.clear()
+    nemo_patches.apply(compare=0 if rank == 1 else EVERY, timeout=CUT_OFF_S, stall_timeout=0)
     kept = train(wrapped := DDP(model()), adam(wrapped), steps=12 * EVERY)
     wait_until(lambda: rank == 1 or said.lines)
     torch.distributed.barrier()
@@ -237,7 +290,10 @@ def run(rank: int, size: int, port: int) -> dict[str, Seen]:
     wait_until(lambda: rank == 2 or said.lines)
     torch.distributed.barrier()
     seen["one rank without"] = Seen(list(said.lines), list(parameter_watch.counters()))
-    del kept
+    nemo_patches.revert()
+    optimizer = adam(kept[0])
+    optimizer.step()
+    seen["reverted"] = Seen([], list(parameter_watch.counters()))
     logging.getLogger("nemo_patches").removeHandler(said)
     return seen
 
@@ -264,10 +320,10 @@ def test_healthy_ranks_are_compared_and_not_a_word_is_said(results: list[dict[st
     [
         (
             "skipped",
-            "after optimizer step 10 (AdamW, optimizer 10) the parameters of rank 1 differ from those of the "
+            "after optimizer step 10 (AdamW, optimizer 14) the parameters of rank 1 differ from those of the "
             "other 2 ranks, first in 0.weight. Training goes on; they were equal after step 5",
         ),
-        ("another rate", "after optimizer step 5 (SGD, optimizer 11) the parameters of rank 2 differ"),
+        ("another rate", "after optimizer step 5 (SGD, optimizer 15) the parameters of rank 2 differ"),
         (
             "three rates",
             "differ between rank 0 and rank 1 and rank 2, first in 0.weight. Training goes on; compare the "
@@ -278,14 +334,18 @@ def test_healthy_ranks_are_compared_and_not_a_word_is_said(results: list[dict[st
             "the parameters of rank 0 differ from those of the other 2 ranks, first in 3.weight",
         ),
         (
+            "unfrozen",
+            "after optimizer step 10 (AdamW, optimizer 18) the parameters differ between rank 0 and rank 1 and",
+        ),
+        (
             "Lightning, skipped",
-            "after optimizer step 10 (AdamW, optimizer 14) the parameters of rank 1 differ from those "
+            "after optimizer step 10 (AdamW, optimizer 19) the parameters of rank 1 differ from those "
             "of the other 2 ranks, first in inner.0.weight; the ranks have taken different numbers of training batches "
             "(10 on ranks 0, 2; 11 on rank 1). Training goes on; they were equal after step 5",
         ),
         (
             "Lightning, accumulated",
-            "after optimizer step 5 (AdamW, optimizer 15) the parameters are equal, but the ranks "
+            "after optimizer step 5 (AdamW, optimizer 20) the parameters are equal, but the ranks "
             "have taken different numbers of training batches (15 on ranks 0, 2; 20 on rank 1)",
         ),
     ],
@@ -301,7 +361,7 @@ def test_who_differs_is_named_once_with_the_step(results: list[dict[str, Seen]],
     ("name", "words"),
     [
         ("without DDP", "no DistributedDataParallel over all ranks that was made since apply() has them"),
-        ("local steps", "its gradients were not synchronized (no_sync) in a step"),
+        ("local steps", "a step came after a forward under no_sync, as in local SGD"),
         ("local SGD", "DDP has a communication hook, torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook"),
         ("ZeRO", "the ranks' optimizers have different ones, by name or shape (rank 0; rank 1; rank 2)"),
         ("sharded", "they are sharded, or replicated by other means than DDP (DTensor: FSDP2"),
@@ -316,7 +376,7 @@ def test_parameters_that_need_not_be_equal_are_not_compared(
     assert results[1][name].lines == []
     assert all(seen[name].counters[0].equal_at == 0 for seen in results)
     if name == "ZeRO":  # after its step all ranks have all parameters again
-        assert [one.equal_at for one in results[0][name].counters[-2:]] == [0, 2 * EVERY]
+        assert [one.equal_at for one in results[0][name].counters] == [0, 2 * EVERY]
     (reason,) = results[2][name].lines or [""]
     assert ("made since apply()" in reason) == (name == "made too early on one rank")
 
@@ -372,22 +432,60 @@ def test_not_a_number_and_the_sign_of_zero_are_bits_as_others() -> None:
     assert Checksums([torch.tensor([0.0])]).numbers() != Checksums([torch.tensor([-0.0])]).numbers()
 
 
-COMPILED = """
+PROGRAM = """
+import datetime, os, sys
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from nemo_patches.stall import subscriber
+from nemo_patches.sync import length_sync
 from nemo_patches.uneven.parameter_watch import parameter_watch
 
-parameter_watch.use(1)
-layer = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-step = torch.compile(optimizer.step, backend="eager")
-for _ in range(3):
-    layer(torch.ones(1, 2)).sum().backward()
+rank, port = int(sys.argv[1]), sys.argv[2]
+subscriber.subscribe()
+if rank == 0:
+    parameter_watch.use(1)
+address = f"tcp://127.0.0.1:{port}"
+torch.distributed.init_process_group("gloo", address, datetime.timedelta(seconds=120), world_size=2, rank=rank)
+wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+compiled = torch.compile(optimizer.step, backend="eager") if rank == 0 else optimizer.step
+for step in (optimizer.step, optimizer.step, compiled):
+    wrapped(torch.ones(1, 2)).sum().backward()
     step()
     parameter_watch.batch_began()
+torch.distributed.barrier()
+print([one.compared for one in parameter_watch.counters()])  # and it ends, where the other rank never answers
 """
 
 
-def test_steps_that_are_compiled_are_said_to_be_unseen() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=240, check=True)
-    (line,) = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
+def test_compiled_steps_are_said_to_be_unseen_and_a_process_ends_while_it_compares() -> None:
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), port], stdout=-1, stderr=-1, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["[1]\n", "[]\n"]
+    (line,) = [line for line in outputs[0][1].splitlines() if " nemo_patches " in line]
     assert "parameters are not compared after an optimizer's steps that are compiled (torch.compile of the" in line
+
+
+def test_an_error_of_ours_ends_the_comparison_and_no_training(results: list[dict[str, Seen]]) -> None:
+    for seen in results:
+        (line,) = seen["an error of ours"].lines
+        assert "the comparison of parameters has ended by an error of its own, please report it: TypeError" in line
+        assert seen["an error of ours"].counters == []
+        assert seen["reverted"].counters == []
+
+
+def test_every_step_can_be_compared(results: list[dict[str, Seen]]) -> None:
+    for seen in results:
+        assert seen["every step"].lines == []
+        (one,) = seen["every step"].counters
+        assert one.compared + one.left_out >= one.equal_at > 0

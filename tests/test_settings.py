@@ -105,6 +105,7 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         "metrics": "deferred",
         "stop_together": "training,evaluation",
         "compare": "1000",
+        "checkpoints": "stock",
     }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})
     assert value != setting.default

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+from nemo_patches.channel.extremes import VALUE_BITS, ExtremesRounds
 from nemo_patches.channel.side_channel import RoundFailed, Rounds
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.length_sync import GroupSyncs, current
 from nemo_patches.sync.rank_log import report
-from nemo_patches.uneven.extremes import VALUE_BITS, ExtremesRounds
 from nemo_patches.uneven.parted import Account, judged
 
 _LOOK = timedelta(seconds=0.25)  # between two looks at whether this is to end
@@ -57,10 +57,10 @@ class ComparisonCounters:
     found: str
 
     def __str__(self) -> str:
-        equal = f"equal on all ranks after step {self.equal_at}" if self.equal_at else "not yet equal"
         left_out = f", {self.left_out} left out" if self.left_out else ""
+        equal = f"; equal on all ranks after step {self.equal_at}" if self.equal_at else ""
         found = f"; {self.found}" if self.found else ""
-        return f"{self.optimizer}: {self.steps} steps, {self.compared} comparisons{left_out}; {equal}{found}"
+        return f"{self.optimizer}: {self.steps} steps, {self.compared} comparisons{left_out}{equal}{found}"
 
 
 class _Stopped(Exception):
@@ -81,7 +81,7 @@ class Comparison:
         self._by_rank = group_syncs.channel.rounds(f"{key} by rank")
         self._samples = queue.SimpleQueue[Sample | None]()
         self._stops = False
-        self._compares_batches, self._said_late = True, False
+        self._compares_batches, self._said_late, self._said_left_out = True, False, False
         self._resume_after = 0  # the step up to which ranks have compared different ones
         self._thread = threading.Thread(target=self._run, name="nemo_patches comparison", daemon=True)
         self._thread.start()
@@ -122,6 +122,9 @@ class Comparison:
         account = sample.account()
         said = account if self._compares_batches else account._replace(batches=0)
         self.compared += 1
+        if self.left_out and not self._said_left_out and self._rank == 0:
+            self._said_left_out = True
+            report(logging.INFO, f"{self.title}: steps are due faster than they are compared; some are left out")
         if self._is_equal(_hash_of(said, VALUE_BITS), sample.step):
             self.equal_at = 0 if sample.reason else sample.step
             if sample.reason:
@@ -185,7 +188,7 @@ class Comparison:
         if self._stops:
             raise _Stopped
         is_late = not self._samples.empty() and waited_s >= current().timeout.total_seconds()
-        if step and (is_late or self.left_out) and not self._said_late:
+        if step and is_late and not self._said_late:
             self._said_late = True
             missing = subscriber.unannounced()
             if missing:

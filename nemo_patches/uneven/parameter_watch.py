@@ -29,7 +29,7 @@ from nemo_patches.uneven.parted import UNKNOWN
 from nemo_patches.uneven.replicas import Replicas, Wrappers, parameters_of
 
 _MOST_OPTIMIZERS = 16  # a thread each; an optimizer for every parameter, in the backward, has hundreds
-_NOT_SYNCED = "its gradients were not synchronized (no_sync) in a step, as in local SGD"
+_NOT_SYNCED = "a step came after a forward under no_sync, as in local SGD, or without gradients"
 _EXIT = timedelta(seconds=0.6)
 
 

@@ -33,7 +33,7 @@ class Replicas:
     reason: str = ""
 
     def were_not_synced(self) -> bool:
-        """Whether the last forward that was to be trained on was under `no_sync`, so that its gradients are local."""
+        """Whether the last forward was under `no_sync`, so that its gradients are local, or without gradients."""
         wrappers = (reference() for reference in self.wrappers)
         return any(one is not None and not getattr(one, "require_forward_param_sync", True) for one in wrappers)
 
@@ -42,18 +42,19 @@ class Wrappers:
     """The DistributedDataParallel modules that were made since `noted` is a hook on the registration of modules."""
 
     def __init__(self) -> None:
-        self._made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # In the order in which they were made, which is that of all ranks.
+        self._made: weakref.WeakKeyDictionary[DistributedDataParallel, None] = weakref.WeakKeyDictionary()
 
     def noted(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel):
-            self._made.add(module)
+            self._made[module] = None
 
     def replicas(self, optimizer: torch.optim.Optimizer, size: int) -> Replicas:
         """size: of the world."""
         parameters = parameters_of(optimizer)
         names: dict[torch.Tensor, str] = {}
         holders: list[DistributedDataParallel] = []
-        for wrapper in self._made:
+        for wrapper in list(self._made):
             if wrapper.process_group.size() != size:
                 continue
             ignored = getattr(wrapper, "parameters_to_ignore", ())

@@ -50,11 +50,12 @@ def test_an_exit_that_some_ranks_take(tmp_path: Path, lines: list[str], said: st
     [
         ["if self.skip:", "    return None", "return batch.sum()"],
         ["if self.global_step > 100:", "    return None", "return batch.sum()"],
-        ["if batch is None:", "    return None", "return batch.sum()"],
+        ["if lengths is None:", "    return None", "return batch.sum()"],
         ["if 'text' in batch:", "    return None", "return batch['audio'].sum()"],
         ["if len(batch) > 4:", "    return batch[4]", "return batch[0]"],  # so many tensors
         ["if batch.sum() > 0:", "    return batch.sum()", "return batch.mean()"],
         ["if batch.sum() > 0:", "    raise ValueError", "return batch.mean()"],  # this rank ends
+        ["if batch is None:", "    return torch.tensor([0.0])", "return batch.mean()"],  # and here, in backward
         ["if batch.sum() > 0:", "    dist.barrier()", "    return", "dist.barrier()"],
         ["bad = batch.isnan().any()", "dist.all_reduce(bad)", "if bad:", "    return None", "return batch.sum()"],
         ["if self.all_gather(batch.isnan().any()).any():", "    return None", "return batch.sum()"],
@@ -87,7 +88,43 @@ def test_at_the_end_of_an_evaluation_it_is_a_note(tmp_path: Path) -> None:
     assert finding.severity is Severity.NOTE
 
 
+@pytest.mark.parametrize(
+    ("test", "guess"),
+    [
+        ("batch is None", "wait in it"),
+        ("random.random() < 0.1", "A guess: the ranks draw other random numbers, as they do without a seed"),
+        ("self.empty(batch)", "wait in it"),
+        ("self.looks_odd(batch)", "wait in it"),
+        ("batch != batch", "wait in it"),
+        ("time.time() > self.end", "wait in it"),
+    ],
+)
+def test_what_ranks_may_differ_in(tmp_path: Path, test: str, guess: str) -> None:
+    text = method(f"if {test}:", "    return None", "return batch.sum()")
+    helper = "\n    def looks_odd(self, batch):\n        return batch.max() > self.most\n"
+    (finding,) = found(tmp_path, "NP405", text + helper)
+    assert finding.what.endswith(guess)
+    assert (finding.severity is Severity.NOTE) is guess.startswith("A guess")
+    assert found(tmp_path, "NP405", text.replace(test, "self.looks_odd(self.config)") + helper) == []
+
+
+def test_whether_there_is_a_batch_is_a_guess_elsewhere(tmp_path: Path) -> None:
+    text = method("if batch is None:", "    return 0", "return self.encoder(batch)", name="compute_loss")
+    (finding,) = found(tmp_path, "NP405", text)
+    assert finding.what.endswith("A guess: the loader gives some ranks None for a batch")
+    assert finding.severity is Severity.NOTE
+
+
+def test_a_loss_that_is_set_to_none(tmp_path: Path) -> None:
+    text = method("loss = self.net(batch)", "if torch.isnan(loss):", "    loss = None", "return loss")
+    (finding,) = found(tmp_path, "NP405", text)
+    assert "`loss = None` in line 12, by `torch.isnan(loss)`, leaves out the backward pass" in finding.what
+    assert found(tmp_path, "NP405", text.replace("loss = None", "loss = batch.sum()")) == []
+
+
 def test_files_may_differ_between_hosts(tmp_path: Path) -> None:
     text = "def load(path):\n    if not path.exists():\n        return None\n    dist.barrier()\n"
     (finding,) = found(tmp_path, "NP405", text)
     assert "by `not path.exists()`, leaves out dist.barrier" in finding.what
+    assert finding.what.endswith("A guess: the ranks' hosts, or moments, see other files")
+    assert finding.severity is Severity.NOTE

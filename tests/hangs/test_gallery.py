@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import pytest
-import ranks  # noqa: F401  # its fork server has imported NeMo
+import ranks  # its fork server has imported NeMo
 
 from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.hangs import runs
@@ -29,7 +29,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Of stock and with nemo_patches, by name."""
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     pairs = [(HANGS_BY_NAME[name], patched) for name in names for patched in (False, True)]
-    return {(each.hang.name, each.patched): each for each in runs.run(pairs, tmp_path_factory.mktemp("hangs"), AT_ONCE)}
+    found = runs.run(pairs, tmp_path_factory.mktemp("hangs"), AT_ONCE, ranks.free_port)
+    return {(each.hang.name, each.patched): each for each in found}
 
 
 @pytest.mark.parametrize("name", HANGS_BY_NAME)

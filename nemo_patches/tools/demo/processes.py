@@ -166,7 +166,7 @@ class RankProcess:
         self.receive()
         pid = self.process.pid
         if pid is not None and self.outcome.job.hang is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # its workers, if it had time to have any
+            with contextlib.suppress(ProcessLookupError):  # where it has not begun yet
                 os.killpg(pid, signal.SIGKILL)
         # Where a signal to all has ended the fork server, a rank seems to have ended too; its open pipe tells.
         if pid is None or (self.process.exitcode is not None and self.events is None):

@@ -109,6 +109,12 @@ class Account:
         return next(ends, None)
 
     @property
+    def last_call(self) -> Call | None:
+        """Of the encoder in whose call an exception ended it, else of the job's first encoder."""
+        calls = [*(one for one in self.calls.values() if one.raised), *self.calls.values()]
+        return next(iter(calls), None)
+
+    @property
     def has_gone(self) -> bool:
         return self.fate_kind in (*CAUSES, *CONSEQUENCES, ABORTED, TERMINATED, ENDED, FAILED, GONE)
 

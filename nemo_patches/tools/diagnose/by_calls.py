@@ -70,7 +70,7 @@ class _Standing:
 
     @property
     def in_good_order(self) -> bool:
-        return self.kind == ENDED and not self.call.phase and not self.account.fate_value.details
+        return self.kind == ENDED and not self.call.phase and not self.account.fate_value.exit_code
 
 
 _Some = list[_Standing]
@@ -132,9 +132,7 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
         if not others:  # all report each other: who is furthest has not held the others up
             others = _at_top([one for one in ranks.all if one.call.number])
             accused = [one for one in accused if one not in others] or accused
-        past = ranks.hearing.evidence.past
-        found = _grouped(ranks, accused, others)
-        return [replace(one, severity=WARNING) if past.issuperset(one.ranks) else one for one in found]
+        return _grouped(ranks, accused, others)
     if any(one.kind == RAISED for one in ranks.sure):
         return []  # who raised an exception did not wait
     known = [
@@ -228,7 +226,7 @@ def _are_whole_hosts(ranks: _Ranks, some: _Some) -> bool:
 
 def _is_early(one: _Standing, top: tuple[int, int]) -> bool:
     """Whether an interpreter came to its end before the training did."""
-    return one.call.position < top or one.call.in_backward or bool(one.account.fate_value.details)
+    return one.call.position < top or one.call.in_backward or bool(one.account.fate_value.exit_code)
 
 
 def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
@@ -262,11 +260,15 @@ def _not_told_to_end(ranks: _Ranks, known: _Some) -> _Some:
 
 
 def _grouped(ranks: _Ranks, suspects: _Some, others: _Some) -> list[Finding]:
-    groups: dict[str, _Some] = defaultdict(list)
+    groups: dict[tuple[str, bool], _Some] = defaultdict(list)
     for one in suspects:
-        groups[_why(ranks, one, others)].append(one)
-    groups.pop(ids.EXCEPTION, None)  # it is told with the causes
-    return [_absent(ranks, kind, some, others) for kind, some in groups.items()]
+        groups[_why(ranks, one, others), one.rank in ranks.hearing.evidence.perhaps_missing].append(one)
+    return [
+        replace(found, severity=WARNING) if perhaps else found
+        for (kind, perhaps), some in groups.items()
+        if kind != ids.EXCEPTION  # judge.py tells of causes
+        for found in [_absent(ranks, kind, some, others)]
+    ]
 
 
 def _why(ranks: _Ranks, one: _Standing, others: _Some) -> str:

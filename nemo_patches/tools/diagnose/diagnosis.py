@@ -9,22 +9,21 @@ import numpy as np
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
-from nemo_patches.tools.diagnose.case import Case, cases, stall_reports, without_encoders
+from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.differences import (
     different_batches,
     different_ranks,
     different_sync,
     other_than_configured,
+    untraced_ranks,
 )
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.faults import (
     caught_exceptions,
     check_findings,
-    ending_exceptions,
     failed_threads,
     gpu_utilisation,
     runaway_memory,
@@ -46,6 +45,7 @@ _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 JUDGED = frozenset(
     {
         ids.EXCEPTION,
+        ids.START_UP,
         ids.KILLED,
         ids.ENDED,
         ids.MISSING_RANK,
@@ -71,7 +71,7 @@ def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
     encoders = cases(job)
     swapped = swapped_order(encoders)
     left_out = [] if swapped else skipped_call(encoders)
-    findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped, *left_out]
+    findings = [*different_sync(job, encoders), *swapped, *left_out]
     without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     findings += check_findings(job, encoders)
     behind: dict[str, set[int]] = {}
@@ -96,14 +96,12 @@ def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
         evidence.explained = behind
     evidence.traces_alone = True
     traces.read(job, encoders, evidence)
-    # Which of them came of an exception, the order of all findings tells.
-    ruled = (replace(one, severity=CRITICAL, because="") if one.because else one for one in rule(evidence).findings)
-    hanging = [one for one in ruled if one.id != ids.EXCEPTION]
+    hanging = [replace(one, because="") for one in rule(evidence).findings]  # see _ordered()
     for case in encoders:
         hanging = [unlike_backwards(case, one) if one.encoder == case.name else one for one in hanging]
     findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in hanging]
-    reported = {rank for case in encoders for rank in stall_reports(case).kinds}
-    findings += [*ending_exceptions(encoders or [without_encoders(job)], reported), *failed_threads(job)]
+    findings += untraced_ranks(job, encoders, {fact.rank for fact in evidence.facts})
+    findings += failed_threads(job)
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
     findings += different_batches(encoders)
@@ -227,7 +225,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     root = next((f for f in ordered if f.severity == CRITICAL and f.id != ids.BAD_INPUT), None)
     if root is None:
         return tuple(ordered)
-    explained = {ids.TIMEOUTS}
+    explained = {ids.TIMEOUTS, ids.WAITED_IN_VAIN}
     if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD):
         explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]

@@ -40,13 +40,15 @@ NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likew
 @dataclass(frozen=True)
 class Fate:
     """text: "ValueError: stack expects each tensor...", "SIGKILL", "Timed out waiting 1800000 ms". where: the innermost
-    frames of the user's own code, as in a Place. details: lines that show it, such as a traceback's last.
+    frames of the user's own code, as in a Place. details: lines that show it, such as a traceback's last. exit_code:
+    None where it is not told.
     """
 
     kind: str
     text: str = ""
     where: str = ""
     details: tuple[str, ...] = ()
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,11 @@ class Evidence:
     which number on its record is whole. partly_known: groups that may have ranks of which nothing is known. patched:
     nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
     findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
-    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. past: ranks whom only
-    those reported missing that have ended in good order since. traces_alone: there is no other source, and the ranks'
-    calls tell all that their rounds and places do. explained: by encoder the ranks that are behind for a reason that a
-    finding has; not empty where ranks are not at one step, so that who came to a round shows nothing.
+    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. perhaps_missing: ranks
+    whom only those report missing that have ended in good order since; or whose dumps may lie elsewhere. traces_alone:
+    there is no other source, and the ranks' calls tell all that their rounds and places do. explained: by encoder the
+    ranks that are behind for a reason that a finding has; not empty where ranks are not at one step, so that who came
+    to a round shows nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -172,7 +175,7 @@ class Evidence:
     partly_known: set[str] = field(default_factory=set)
     patched: bool = False
     saw_a_wait: bool = False
-    past: set[int] = field(default_factory=set)
+    perhaps_missing: set[int] = field(default_factory=set)
     traces_alone: bool = False
     explained: dict[str, set[int]] = field(default_factory=dict)
     world_size: int = 0

@@ -40,6 +40,7 @@ from nemo_patches.tools.diagnose.facts import (
     UNREADABLE,
     UNSEEN,
     WAITED,
+    Call,
     Fact,
     Fate,
 )
@@ -309,15 +310,22 @@ def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) 
     """An exception that ended ranks. first: the one that is told."""
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
+    call = next(account.last_call for account in accounts if account.rank == first.rank)
     where = f" in {inner(first.value.where)}" if first.value.where else ""
+    text = f"{who(ranks)} raised {first.value.text}{where} [{first.cite}]{_at_call(call)}."
     evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
-    return finding(
-        ids.EXCEPTION,
-        f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].",
-        ranks,
-        evidence,
-        next_step=_cure_of(first.value.text),
-    )
+    found = finding(ids.EXCEPTION, text, ranks, evidence, next_step=_cure_of(first.value.text))
+    return found if call is None else replace(found, encoder=call.encoder, call=call.number)
+
+
+def _at_call(call: Call | None) -> str:
+    """Where in its encoder calls an exception found a rank."""
+    if call is None:
+        return ""
+    if call.raised:
+        return f", in call {call.number} of {call.encoder}"
+    after = f"outside the encoder, after call {call.number}" if call.number else "before its first call"
+    return f", {after} of {call.encoder}"
 
 
 def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[Account]) -> Finding:

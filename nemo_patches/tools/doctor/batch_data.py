@@ -53,6 +53,7 @@ _OTHER_WORDS = frozenset(
         *("weight", "weights", "use", "with", "is", "has", "return", "no"),
     ]
 )
+_BATCHES = frozenset(["batch", "batches", "data", "sample", "samples"])
 _LOADER_WORDS = frozenset(["batches", "dataloader", "dataset", "dl", "loader", "loaders"])
 _PLAIN_TYPES = frozenset(["bool", "float", "int", "str"])
 _READ_OFF = frozenset(
@@ -63,6 +64,7 @@ _READ_OFF = frozenset(
 )
 _TEXT_METHODS = frozenset(["endswith", "get", "items", "keys", "lower", "startswith", "upper", "values"])
 _OF_FILES = frozenset(["exists", "is_dir", "is_file", "isdir", "isfile", "listdir"])  # other hosts may have others
+_OF_PROCESS = ("perf_counter", "monotonic", "time.time", "random.random", "random.uniform", "torch.rand")
 _STRUCTURE = frozenset(
     ["callable", "dim", "getattr", "hasattr", "id", "is_floating_point", "isinstance", "issubclass", "type"]
 )
@@ -94,10 +96,11 @@ class DataTest:
 
 @dataclass
 class DataFlow:
-    """One walk over a function. agrees: whether a call gives all ranks the same; accumulated: attributes that batches
-    are added to."""
+    """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether it is one of a helper
+    that decides by its arguments; accumulated: attributes that batches are added to."""
 
     agrees: Callable[[ast.Call], bool]
+    decides: Callable[[ast.Call], bool] = lambda call: False
     accumulated: frozenset[str] = frozenset()
     tests: list[DataTest] = field(default_factory=list)
     _levels: dict[str, Level] = field(default_factory=dict)
@@ -252,7 +255,7 @@ class DataFlow:
             if isinstance(inner, ast.IfExp):
                 self._test(inner, inner.test)
             elif isinstance(inner, ast.BoolOp):
-                if self._is_data(inner.values[0]):
+                if self.is_data(inner.values[0]):
                     self.tests.append(DataTest(inner, inner.values[0]))
             elif isinstance(inner, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
                 for each in inner.generators:
@@ -286,9 +289,10 @@ class DataFlow:
         if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):  # which keys a batch has is the data set's
             return Level.SHARED
         if isinstance(node, ast.Compare):
-            if all(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in node.ops):
+            presence = all(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in node.ops)
+            if presence and not self._asks_for_batch(node):
                 return Level.SHARED
-            return Level.READ_OFF if self._is_data(node) else max(map(self.level, (node.left, *node.comparators)))
+            return Level.READ_OFF if self.is_data(node) else max(map(self.level, (node.left, *node.comparators)))
         if isinstance(node, ast.Subscript):
             return self.level(node.value)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
@@ -306,7 +310,7 @@ class DataFlow:
         last = name.rpartition(".")[2]
         if self.agrees(node) or last in _STRUCTURE or _sounds_agreed(node) or _words(last) & {"grad", "gradient"}:
             return Level.SHARED
-        if last in _OF_FILES:
+        if last in _OF_FILES or name.endswith(_OF_PROCESS):
             return Level.READ_OFF
         if last == "len" and node.args and dotted(node.args[0]).rpartition(".")[2] == "shape":
             return Level.SHARED  # the number of dimensions
@@ -319,36 +323,46 @@ class DataFlow:
 
     def _test(self, node: ast.If | ast.While | ast.IfExp, test: ast.expr) -> None:
         self._expression(test)
-        if self._is_data(test):
+        if self.is_data(test):
             self.tests.append(DataTest(node, test))
 
-    def _is_data(self, test: ast.expr) -> bool:
+    def is_data(self, test: ast.expr) -> bool:
         """Whether what a test says depends on what is in the batch, and not only on whether it has something."""
         if isinstance(test, ast.BoolOp):
-            return any(map(self._is_data, test.values))
+            return any(map(self.is_data, test.values))
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._is_data(test.operand)
+            return self.is_data(test.operand)
         if isinstance(test, ast.NamedExpr):
-            return self._is_data(test.value)
+            return self.is_data(test.value)
         if isinstance(test, ast.Compare):
             return self._compares_data(test)
         level = self.level(test)
         if level == Level.READ_OFF:
             return True
         if isinstance(test, ast.Call):
-            return level == Level.DATA and bool(_words(dotted(test.func)) & _PLAUSIBLE_TEST)
+            plausible = _words(dotted(test.func)) & _PLAUSIBLE_TEST
+            return level == Level.DATA and (bool(plausible) or self.decides(test))
         if isinstance(test, ast.Name) and test.id in self._optional:
             return False  # whether it was given
         return level == Level.DATA and isinstance(test, (ast.Name, ast.Attribute)) and _sounds_like_data(dotted(test))
 
+    def _asks_for_batch(self, test: ast.Compare) -> bool:
+        """Whether it asks if there is a batch at all: a collate function may have dropped all of its samples."""
+        batch = isinstance(test.left, ast.Name) and test.left.id in _BATCHES and test.left.id not in self._optional
+        presence = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and _is_text(test.comparators[0])
+        return batch and presence and self.level(test.left) >= Level.DATA
+
     def _compares_data(self, test: ast.Compare) -> bool:
+        if self._asks_for_batch(test):
+            return True
         if any(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in test.ops):
             return False
         sides = (test.left, *test.comparators)
         if any(_is_text(each) or _shape_of_feature(each) for each in sides) or _counts_fields(sides):
             return False
         levels = [self.level(each) for each in sides]
-        if Level.READ_OFF in levels:
+        itself = ast.unparse(test.left) == ast.unparse(test.comparators[0]) and Level.DATA in levels  # NaN
+        if Level.READ_OFF in levels or itself:
             return True
         ordering = any(isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for each in test.ops)
         return ordering and Level.DATA in levels

@@ -34,6 +34,7 @@ _OF_TORCH = frozenset(
 _MODULES = ("torch.distributed", "deepspeed.comm")
 _USUAL_NAMES = ("dist", "distributed", "torch.distributed")  # for code that imports them elsewhere
 _OF_STRATEGY = frozenset(["all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision"])
+_STRATEGIES = ("strategy", "training_type_plugin")
 _OF_FABRIC = frozenset(["all_gather", "all_reduce", "backward", "barrier", "broadcast", "save"])
 _OF_ACCELERATOR = frozenset(["backward", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"])
 _OF_TRAINER = frozenset(["fit", "predict", "save_checkpoint", "test", "validate"])
@@ -49,7 +50,7 @@ _IN_PARALLEL = (
     "deepspeed",
     "accelerate",
 )
-_LIGHTNING_BASES = ("LightningModule", "ModelPT")
+_LIGHTNING_BASES = ("LightningDataModule", "LightningModule", "ModelPT")
 _LIGHTNING_METHODS = frozenset(["training_step", "configure_optimizers", "validation_step"])
 
 BACKWARD, COMPUTE, ENCODER, LOG = "backward", "compute", "encoder", "log"
@@ -184,13 +185,13 @@ class Surroundings:
         of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
         if of_torch and origin.rpartition(".")[2] in _OF_TORCH:
             return None if _of_a_group(call) else Collective(name, origin.rpartition(".")[2], line)
-        if last in _OF_STRATEGY and holder == "strategy":
+        if last in _OF_STRATEGY and holder in _STRATEGIES:
             return None if _of_a_group(call) else Collective(name, last, line)
         if last in _OF_FABRIC and holder == "fabric":
             return Collective(name, last, line)
         if last in _OF_ACCELERATOR and holder == "accelerator":
             return Collective(name, last, line)
-        if name == "self.all_gather" and self.lightning:
+        if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
             return None if _of_a_group(call) else Collective(name, last, line)
         if last in _OF_TRAINER and owner in ("trainer", "self.trainer"):
             return Collective(name, last, line, "which waits for all ranks")

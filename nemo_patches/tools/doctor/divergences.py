@@ -7,6 +7,7 @@ and everything else left open. Where the two ways make the same collectives, in 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,13 @@ from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
+_NO_BATCH = re.compile(r"\bis (not )?None\b")
+# What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
+_GUESSES = {
+    r"\brandom\.|\brand\(": "the ranks draw other random numbers, as they do without a seed",
+    _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
+    r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
+}
 _MOST_NAMED = 2  # collectives of a finding, beside the first
 _MOST_TESTS = 200  # of one function
 
@@ -75,6 +83,9 @@ class Divergence:
     def guess(self) -> str:
         """What must hold for a guess to be right, at the end of a sentence; empty where it is none."""
         guesses = [each.guess for each in self.collectives]
+        expected = self.function.endswith("_step") or self.exit == _End.CONTINUE.value  # that a batch may be None
+        if not self.by_rank and not (expected and _NO_BATCH.search(self.cause)):
+            guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, self.cause)] or guesses
         return f". A guess: {guesses[0]}" if all(guesses) else ""
 
     @property
@@ -108,7 +119,9 @@ class _End(Enum):
 
 @dataclass(frozen=True)
 class _Exit:
-    end: _End
+    """A way out of a function or a turn, or, of a training_step, a loss that is set to None: its text and its line."""
+
+    text: str
     line: int
     guards: tuple[str, ...]
 
@@ -127,7 +140,8 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
 def _functions(parent: ast.AST, prefix: str, scope: _Scope) -> Iterator[tuple[str, Function, _Scope]]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.ClassDef):
-            methods = {f"self.{each.name}": each for each in node.body if isinstance(each, Function)}
+            own_methods = [each for each in node.body if isinstance(each, Function)]
+            methods = {f"{owner}.{each.name}": each for owner in ("self", "cls", node.name) for each in own_methods}
             surroundings = Surroundings(scope.surroundings.names, node)
             inner = _Scope(surroundings, {**scope.helpers, **_inherited(node, scope), **methods})
             yield from _functions(node, f"{prefix}{node.name}.", inner)
@@ -180,6 +194,18 @@ class _Scope:
         """Whether a call gives all ranks the same: a collective, or a helper that makes one."""
         return any(each.pairs_with not in (ENCODER, BACKWARD, LOG) for each in self.made_by(call))
 
+    def decides(self, call: ast.Call) -> bool:
+        """Whether a call is one of a helper that decides by what it is given."""
+        name = dotted(call.func)
+        function = self.helpers.get(name)
+        if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
+            return False
+        self._open.append(name)
+        try:
+            return _Function(self, function, "").decides
+        finally:
+            self._open.pop()
+
     def _of_helper(self, name: str) -> tuple[Collective, ...]:
         function = self.helpers.get(name)
         if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
@@ -207,7 +233,7 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
     for node in function.decorator_list:
         if surroundings.names.origin(node).rpartition(".")[2] == "rank_zero_only":
             return f"@{ast.unparse(node)}"
-    prepares = function.name == "prepare_data" and surroundings.node is not None
+    prepares = function.name == "prepare_data" and surroundings.lightning
     return "prepare_data" if prepares else ""
 
 
@@ -225,9 +251,17 @@ class _Function:
 
     @cached_property
     def _flow(self) -> DataFlow:
-        flow = DataFlow(self.scope.agrees, self.scope.surroundings.accumulated)
+        flow = DataFlow(self.scope.agrees, self.scope.decides, self.scope.surroundings.accumulated)
         flow.walk(self.node)
         return flow
+
+    @property
+    def decides(self) -> bool:
+        """Whether what it returns is read off its arguments."""
+        returned = [
+            node.value for node in batch_data.own_nodes(self.node) if isinstance(node, ast.Return) and node.value
+        ]
+        return bool(self._flow.tests) or any(map(self._flow.is_data, returned))
 
     @cached_property
     def _ranks(self) -> RankTests:
@@ -304,17 +338,22 @@ class _Function:
         for text, nodes in _by_text(tests).items():
             yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
             for each in self._compared(yes, no, nodes, False, text):
-                left = tuple(one for one in each.collectives if not self._is_open(one, each))
+                left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
                 if left:
                     yield replace(each, collectives=left)
 
     def _is_open(self, collective: Collective, divergence: Divergence) -> bool:
-        """Whether it cannot be told that ranks differ in it: of a log at the epoch's end counts only whether a rank has
-        ever made it, and a loop may go round as often as the ranks have agreed on before."""
+        """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
         agreed = any(each.line < divergence.line for each in self._agreements)
-        loop = divergence.kind is Kind.LOOP and (agreed or collective.pairs_with == LOG)
-        guess = bool(collective.guess) and divergence.kind is not Kind.LOOP
-        return guess or loop or self._logs_later(collective)
+        loop = divergence.kind is Kind.LOOP
+        return (loop and (agreed or collective.pairs_with == LOG)) or (not loop and bool(collective.guess))
+
+    def _guessed(self, collective: Collective) -> Collective:
+        """Of a log at the epoch's end counts only whether a rank has ever made it."""
+        at_once = self.name.endswith("training_step") if collective.on_step is None else collective.on_step
+        if collective.pairs_with != LOG or at_once or self.name.endswith("_end"):
+            return collective
+        return replace(collective, guess="a rank does not come to it in all of an epoch")
 
     @cached_property
     def _agreements(self) -> list[Collective]:
@@ -349,7 +388,7 @@ class _Function:
         for each in sorted({*way.exits} ^ {*other.exits}, key=lambda one: one.line):
             around = next((one for one in nodes if _inside(each.line, one)), None)
             if missing and around is not None:
-                yield replace(divergence(Kind.EXIT, missing, around), exit=each.end.value, exit_line=each.line)
+                yield replace(divergence(Kind.EXIT, missing, around), exit=each.text, exit_line=each.line)
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
@@ -387,6 +426,7 @@ class _Way:
     _left_turn: list[tuple[str, ...]] = field(default_factory=list)  # the same of a loop's turn
     _left_loop: list[tuple[str, ...]] = field(default_factory=list)
     _unsynced: int = 0
+    _nothing: set[str] = field(default_factory=set)
     _failing: int = 0
     _tried: int = 0
 
@@ -433,19 +473,30 @@ class _Way:
             return self._return(node, node.value, guards)
         if isinstance(node, (ast.Break, ast.Continue)):
             end = _End.BREAK if isinstance(node, ast.Break) else _End.CONTINUE
-            self.exits.append(_Exit(end, node.lineno, guards))
+            self.exits.append(_Exit(end.value, node.lineno, guards))
             return end
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and _ends_process(node.value)):
             return _End.RAISE
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self._expression(child, guards)
+        if isinstance(node, ast.Assign):
+            self._set(node, guards)
         return None
+
+    def _set(self, node: ast.Assign, guards: tuple[str, ...]) -> None:
+        """Keep in mind which names hold nothing that a backward pass could begin at."""
+        for target in map(dotted, node.targets):
+            if self._without_gradient(node.value) and not guards:
+                self._nothing.add(target)
+                self.exits.append(_Exit(ast.unparse(node), node.lineno, guards))
+            else:
+                self._nothing.discard(target)
 
     def _either(
         self, node: ast.AST, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], guards: tuple[str, ...]
     ) -> _End | None:
-        decided = self.decisions.get(id(node), ast.unparse(test))
+        decided = self._decided(node, test, guards)
         if isinstance(decided, bool):
             return self._taken(body if decided else orelse, guards)
         yes = self._branch(body, (*guards, decided))
@@ -453,6 +504,13 @@ class _Way:
         if yes is None or no is None:
             return None
         return yes if no is _End.RAISE else no
+
+    def _decided(self, node: ast.AST, test: ast.expr, guards: tuple[str, ...]) -> bool | str:
+        """Whether a test holds, or its text where it is open: one that is asked again within its branch is not."""
+        decided = self.decisions.get(id(node), ast.unparse(test))
+        if isinstance(decided, str) and (decided in guards or f"not ({decided})" in guards):
+            return decided in guards
+        return decided
 
     def _taken(self, body: list[ast.stmt], guards: tuple[str, ...]) -> _End | None:
         """The block that is taken on this way: where it raises, whatever else holds, the rank ends."""
@@ -523,7 +581,7 @@ class _Way:
     def _return(self, node: ast.Return, value: ast.expr | None, guards: tuple[str, ...]) -> _End:
         if isinstance(value, ast.IfExp) and self._runs_backward:
             self._expression(value.test, guards)
-            decided = self.decisions.get(id(value), ast.unparse(value.test))
+            decided = self._decided(value, value.test, guards)
             if isinstance(decided, bool):
                 return self._return(node, value.body if decided else value.orelse, guards)
             self._return(node, value.body, (*guards, decided))
@@ -531,10 +589,12 @@ class _Way:
         if value is not None:
             self._expression(value, guards)
         nothing = value is None or self._without_gradient(value)
+        if nothing and self._runs_backward and self._ends_in_backward(value):
+            return _End.RAISE
         if self._runs_backward and not nothing and not self._failing:
             why = "in which the gradients are reduced"
             self._add(Collective("the backward pass", BACKWARD, node.lineno, why), guards)
-        self.exits.append(_Exit(_End.RETURN, node.lineno, guards))
+        self.exits.append(_Exit(_End.RETURN.value, node.lineno, guards))
         return _End.RETURN
 
     def _without_gradient(self, value: ast.expr) -> bool:
@@ -544,7 +604,12 @@ class _Way:
         if isinstance(value, ast.Call):
             made = self.function.scope.surroundings.names.origin(value.func) in _NEW_TENSORS
             return made and all(isinstance(each, (ast.Constant, ast.List)) for each in value.args)
-        return isinstance(value, ast.Constant)
+        return isinstance(value, ast.Constant) or dotted(value) in self._nothing
+
+    def _ends_in_backward(self, value: ast.expr | None) -> bool:
+        """Whether backward raises at once on what a step returns: a new tensor that requires no gradient."""
+        made = [each for each in ast.walk(value) if isinstance(each, ast.Call)] if value is not None else []
+        return bool(made) and not any(keyword.arg == "requires_grad" for each in made for keyword in each.keywords)
 
     @property
     def _runs_backward(self) -> bool:
@@ -561,7 +626,7 @@ class _Way:
             return
         if isinstance(node, ast.IfExp):
             self._expression(node.test, guards)
-            decided = self.decisions.get(id(node), ast.unparse(node.test))
+            decided = self._decided(node, node.test, guards)
             if decided is not False:
                 self._expression(node.body, guards if decided is True else (*guards, str(decided)))
             if decided is not True:
@@ -569,7 +634,7 @@ class _Way:
             return
         if isinstance(node, ast.BoolOp):
             self._expression(node.values[0], guards)
-            decided = self.decisions.get(id(node), ast.unparse(node.values[0]))
+            decided = self._decided(node, node.values[0], guards)
             goes_on = isinstance(node.op, ast.And)
             if isinstance(decided, str) or decided is goes_on:
                 for each in node.values[1:]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from nemo.collections.asr.models import EncDecDenoiseMaskedTokenPredModel
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_patches.tools.demo import data, nest
+from nemo_patches.tools.demo.hangs import models
 from nemo_patches.tools.demo.hangs.group import Rank
 from nemo_patches.tools.demo.hangs.models import Speech, conformer, encode, numbers
 
@@ -27,9 +25,6 @@ STEPS, AT_STEP = 8, 4
 
 def nest_checkpoint(rank: Rank) -> None:
     """NEST's val_loss is each rank's own, and so is the name of the best checkpoint, which only rank 0 writes."""
-    job = replace(rank.job, folder=rank.folder / f"data-{rank.number}", hang=None)
-    job.folder.mkdir()
-    data.write_shards(data.make_audio(job.folder), rank.size, job.folder, uneven=False)
     trainer = rank.trainer(max_steps=4, max_epochs=-1, limit_val_batches=1.0, val_check_interval=2)
     parameters = {"monitor": "val_loss", "always_save_nemo": True, "save_best_model": True}
     manager = {
@@ -40,9 +35,8 @@ def nest_checkpoint(rank: Rank) -> None:
         "checkpoint_callback_params": parameters,
     }
     exp_manager(trainer, OmegaConf.create(manager))
-    model = EncDecDenoiseMaskedTokenPredModel(cfg=OmegaConf.create(nest.model(job)), trainer=trainer)
-    model._modules.pop("decoder_ssl", None)  # see training.py
-    trainer.fit(model)
+    training, validation = ([models.nest_batch(2 * number + rank.number) for number in range(4)] for _ in range(2))
+    trainer.fit(models.nest(trainer, rank.job), models.loader(training), models.loader(validation))
 
 
 def save_on_rank_0(rank: Rank) -> None:

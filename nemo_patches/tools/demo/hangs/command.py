@@ -29,7 +29,7 @@ def run(name: str) -> int:
     variables = " ".join(f"NEMO_PATCHES_{setting.upper()}={value}" for setting, value in settings.items())
     console.print(Text(f"With nemo_patches: {variables}"))
     folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
-    keep = True
+    keep = False
     try:
         with processes.fork_server(console, folder / "import.log"):
             results = [_shown(console, result) for result in runs.run([(hang, False), (hang, True)], folder, 2)]
@@ -40,6 +40,9 @@ def run(name: str) -> int:
                 console.print(Text(f"Not as it should be: {_version(result)} {result.ending}, expected: {expected}"))
         if keep:
             console.print(Text(f"The ranks' logs: {folder}"))
+    except DemoError:
+        keep = True  # its text names a log
+        raise
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

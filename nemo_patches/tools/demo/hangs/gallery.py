@@ -108,13 +108,7 @@ _ALL = (
         "reduce-on-one-rank", "steps", ("SWivid/F5-TTS#346",), NAMED, _of(0, r"all_reduce, in reduce_loss \(steps.py")
     ),
     # Checkpoints.
-    Hang(
-        "nest-checkpoint",
-        "checkpoints",
-        _speech(13739, 14380, 7938, 10025),
-        NAMED,
-        _of(0, r"\w+, in \w+ \(nemo_model_checkpoint.py:\d+\), while saving a checkpoint"),
-    ),
+    Hang("nest-checkpoint", "checkpoints", _speech(13739, 14380, 7938, 10025), ENDS),
     Hang("checkpoint-by-step", "checkpoints", _lightning(19045, 11267), NAMED, _of(0, "broadcast_object_list, in")),
     Hang("save-on-rank-0", "checkpoints", _lightning(10947), NAMED, _of(0, "barrier, in .*while saving a checkpoint")),
     Hang(

@@ -10,6 +10,9 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from nemo_patches.tools.demo import nest as demo_nest
+from nemo_patches.tools.demo.jobs import Job
+
 LABELS = [" ", "a", "b", "c", "d"]
 HIDDEN, FEATURES = 32, 16
 PREPROCESSOR = {
@@ -97,6 +100,24 @@ def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
         **({"aux_ctc": auxiliary} if hybrid else {}),
     }
     return made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
+
+
+def nest(trainer: Any, job: Job) -> Any:
+    """The demo's, without data of its own; it takes the batches of `nest_batch`."""
+    from nemo.collections.asr.models import EncDecDenoiseMaskedTokenPredModel
+
+    config = {**demo_nest.model(job), "train_ds": None, "validation_ds": None}
+    model = made(EncDecDenoiseMaskedTokenPredModel, config, trainer)
+    model._modules.pop("decoder_ssl", None)  # see training.py
+    return model
+
+
+def nest_batch(seed: int) -> Any:
+    from nemo.collections.asr.data.ssl_dataset import AudioNoiseBatch
+
+    signals = 0.1 * torch.randn(2, 32000, generator=torch.Generator().manual_seed(seed))
+    lengths = torch.full((2,), 32000)
+    return AudioNoiseBatch(None, signals, lengths, torch.zeros_like(signals), lengths, signals, lengths)
 
 
 def made(owner: type, config: dict[str, Any], trainer: Any) -> Any:

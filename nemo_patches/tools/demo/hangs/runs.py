@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -45,13 +45,18 @@ class Result:
         return self.ending == (self.hang.ours if self.patched else self.hang.stock)
 
 
-def run(hangs: Iterable[tuple[Hang, bool]], folder: Path, at_once: int) -> Iterator[Result]:
-    """Each as it comes out; patched is the second of a pair. Needs a fork server that can import NeMo."""
+def run(
+    hangs: Iterable[tuple[Hang, bool]], folder: Path, at_once: int, port: Callable[[], int] = free_port
+) -> Iterator[Result]:
+    """Each as it comes out; the second of a pair is whether nemo_patches is applied. Needs the fork server.
+
+    port: gives one that is free for a job's store.
+    """
     pending, running = list(hangs), list[_Run]()
     try:
         while pending or running:
             while pending and len(running) < at_once:
-                running.append(_Run.of(*pending.pop(0), folder))
+                running.append(_Run.of(*pending.pop(0), folder, port()))
             time.sleep(LOOK_EVERY_S)
             for each in list(running):
                 if ending := each.ending():
@@ -71,8 +76,8 @@ class _Run:
     first_end: float | None = None
 
     @classmethod
-    def of(cls, hang: Hang, patched: bool, folder: Path) -> _Run:
-        own, port = folder / hang.name / ("nemo_patches" if patched else "stock"), free_port()
+    def of(cls, hang: Hang, patched: bool, folder: Path, port: int) -> _Run:
+        own = folder / hang.name / ("nemo_patches" if patched else "stock")
         own.mkdir(parents=True)
         jobs = (Job("hang", patched, rank, RANKS, port, own, timedelta(0), hang) for rank in range(RANKS))
         started = cls(hang, patched, [])
@@ -112,10 +117,9 @@ class _Run:
         return len(standing) == len(live) and any(each.collective for each in standing)
 
     def _named(self, rank: RankProcess) -> StallLine | None:
-        found = stall_lines(rank.outcome.job.log)
-        return (
-            next((line for line in found if re.search(self.hang.named, line.text)), None) if self.hang.named else None
-        )
+        if not self.hang.named:
+            return None
+        return next((line for line in stall_lines(rank.outcome.job.log) if re.search(self.hang.named, line.text)), None)
 
     def result(self, ending: str) -> Result:
         took = timedelta(seconds=time.monotonic() - self.began)
