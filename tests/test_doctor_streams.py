@@ -424,8 +424,8 @@ def job(config: dict[str, Any], role: str = "train_ds") -> Job:
 
 
 def said(rule: str, config: dict[str, Any], role: str = "train_ds") -> list[Finding]:
-    rules = examination.chosen([rule])
-    return [finding for _, finding in examination.checked(job(config, role), rules)]
+    found = examination.checked(job(config, role), examination.chosen([rule]))
+    return [finding for each, finding in found if each.identifier == rule]  # beside it, what was not judged
 
 
 # --- the tests
