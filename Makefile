@@ -216,7 +216,7 @@ UPSTREAM_2.4 = encoders/000[13]*.patch conv-asr/*.patch squeezeformer/*.patch
 UPSTREAM_2.5 = $(UPSTREAM_2.4)
 UPSTREAM_2.6 = $(UPSTREAM_2.4)
 UPSTREAM_2.7 = $(UPSTREAM_2.4)
-UPSTREAM_3.0 = encoders/000[134]*.patch conv-asr/*.patch
+UPSTREAM_3.0 = encoders/000[134]*.patch conv-asr/*.patch checkpoint/*.patch
 try_upstream = cd .venv/unpacked/nemo-$1 && GIT_CEILING_DIRECTORIES=$$(cd .. && pwd -P) git apply --check --include='nemo/*' \
 	$(UPSTREAM_$(call series,$1):%=$(CURDIR)/patches/upstream/%)
 
