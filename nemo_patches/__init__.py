@@ -81,6 +81,7 @@ def apply(
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
+    compare: "int | None" = None,
 ) -> None:
     """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
@@ -101,6 +102,8 @@ def apply(
         trainers that are made from now on have a StopTogether, which leaves batches out (docs/uneven.md). "": none.
     checkpoints: "agreed" (default): all ranks take rank 0's decisions in NeMo's checkpoint callback, and wait for each
         other there; CheckpointError where a rank has gone. "stock": each rank decides by what it sees, and may hang.
+    compare: optimizer steps (default 0: never), after each so many of which all ranks' parameters are compared, and the
+        ranks whose parameters differ are named. Give it before the model is wrapped in DDP.
     What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
     It holds for this process, and for those that it forks. One that it spawns (torch.multiprocessing.spawn, Lightning's
@@ -118,7 +121,7 @@ def apply(
     settings = resolve(sync, timeout, on_timeout)
     stall_settings = resolve_stall(call_timeout, stall_timeout, stall_exit, on_stall)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding, dump)
-    uneven_settings = resolve_uneven(metrics, stop_together, checkpoints)
+    uneven_settings = resolve_uneven(metrics, stop_together, checkpoints, compare)
     from nemo_patches.patching import monkeypatch, start_up
 
     hook_installed = start_up.installed()

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from inspect import Parameter
 from json import dumps
@@ -21,7 +21,8 @@ from rich.console import Console
 
 import nemo_patches as package
 from nemo_patches.sync.settings import Setting, SettingsError
-from nemo_patches.tools import NEEDED
+from nemo_patches.tools.doctor import request
+from nemo_patches.tools.option_words import choice
 from nemo_patches.uneven.settings import ALL_SETTINGS, refusals
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
@@ -32,15 +33,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException: click's, or that of the copy that newer typers have
-
-
-def _choice(words: Sequence[str], several: bool = False, **more: Any) -> Any:
-    """An option for these words, with commas if several: whoever gets the value refuses another, by its name."""
-
-    def starting_with(incomplete: str) -> list[str]:
-        return [word for word in words if word.startswith(incomplete)]
-
-    return typer.Option(metavar=f"[{'|'.join(words)}]{'[,...]' * several}", autocompletion=starting_with, **more)
 
 
 def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[Any], Any]:
@@ -75,8 +67,19 @@ def nemo_patches(
     """NVIDIA NeMo's encoder length sync, bounded in time."""
 
 
+def _refuse_beside_hang(context: typer.Context) -> None:
+    """A reported hang has its own data, ranks and limits."""
+    from nemo_patches.tools.demo.errors import DemoError
+
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if name != "hang" and source is not None and source.name != "DEFAULT":
+            raise DemoError(f"--{name}={value} is not allowed beside --hang; allowed: --hang alone")
+
+
 @app.command()
 def demo(
+    context: typer.Context,
     manifest: Annotated[
         Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
     ] = None,
@@ -89,13 +92,22 @@ def demo(
         Path | None,
         typer.Option(metavar="FILE.svg", help="Also draw what is printed into this file.", show_default="none"),
     ] = None,
+    hang: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Instead, one of docs/hangs.md, on two ranks.", show_default="none"),
+    ] = None,
 ) -> None:
     """Train stock NeMo and NeMo with nemo_patches on this machine's CPU, the same way, and compare them."""
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.errors import DemoError
+    from nemo_patches.tools.demo.hangs import command as hangs
 
     try:
-        code = command.run(manifest, devices, seconds, record)
+        if hang is not None:
+            _refuse_beside_hang(context)
+            code = hangs.run(hang)
+        else:
+            code = command.run(manifest, devices, seconds, record)
     except DemoError as error:
         typer.echo(f"nemo-patches demo: {error}", err=True)
         code = 2
@@ -108,7 +120,7 @@ def demo(
 def _setting_option(setting: Setting[Any]) -> Any:
     words = re.findall(r"'(\w+)'", setting.allowed)
     more: dict[str, Any] = {"help": setting.help, "show_default": setting.text(setting.default) + setting.unit}
-    return _choice(words, "comma" in setting.allowed, **more) if words else typer.Option(metavar="VALUE", **more)
+    return choice(words, "comma" in setting.allowed, **more) if words else typer.Option(metavar="VALUE", **more)
 
 
 def _setting_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -186,9 +198,7 @@ def diff(
     nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder that NeMo is in.")],
     parts: Annotated[
         str,
-        _choice(
-            ("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: its calls; stall: who is missing."
-        ),
+        choice(("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: its calls; stall: who is missing."),
     ] = "nemo,sync,stall",
     check: Annotated[bool, typer.Option("--check", help="Say which committed diff applies; write nothing.")] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Put it in: all of it, or nothing.")] = False,
@@ -222,57 +232,15 @@ def diff(
         raise typer.Exit(1 if isinstance(error, Declined) else 2) from None
 
 
+def _fields_as_options(function: Callable[..., None]) -> Callable[..., None]:
+    """In place of `**given`, an option for each field of the doctor's Request."""
+    function.__signature__ = inspect.Signature(list(request.parameters()))  # type: ignore[attr-defined]
+    return function
+
+
 @app.command()
-def doctor(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG]... [KEY=VALUE]...",
-            help="Configs (files, folders, patterns, - for the standard input), and Hydra's overrides for all of them.",
-        ),
-    ] = None,
-    patched: Annotated[
-        bool, typer.Option("--patched", help="Judge the job with nemo_patches on every rank, not stock NeMo.")
-    ] = False,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RULE", help="Only these rules: NP101, or NP1 for all that begin so.", show_default="all"),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Not these rules.", show_default="none")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Print the safe changes as a diff; write nothing.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="With --fix: write them.")] = False,
-    ranks: Annotated[
-        bool, typer.Option("--ranks", help="Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
-    ] = False,
-    nccl: Annotated[
-        bool, typer.Option("--nccl", help="With --ranks: also try the job's backend, with collectives of 1 MB.")
-    ] = False,
-    list_rules: Annotated[bool, typer.Option("--list-rules", help="Name every rule.")] = False,
-    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Explain one rule.", show_default="none")] = None,
-    severity: Annotated[
-        str | None,
-        _choice(("note", "warning", "error"), help="From which on findings are shown, and count.", show_default="note"),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line for each finding, and nothing else.")] = False,
-    output_format: Annotated[
-        str | None,
-        _choice(
-            ("text", "json", "github", "sarif"), help="github: annotations of a pull request.", show_default="text"
-        ),
-    ] = None,
-    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 in place of 1.")] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="Also what differs from NeMo's own config (nest, canary, ...) or a file.",
-            show_default="none",
-        ),
-    ] = None,
-) -> None:
+@_fields_as_options
+def doctor(**given: Any) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
     Without a config: what on this machine can; with --ranks, what differs between the ranks of a job.
@@ -281,26 +249,8 @@ def doctor(
     """
     from nemo_patches.tools.doctor import command
 
-    request = command.Request(
-        tuple(arguments or ()),
-        patched,
-        tuple(select or ()),
-        tuple(ignore or ()),
-        json,
-        fix,
-        write,
-        list_rules,
-        explain,
-        ranks,
-        severity,
-        quiet,
-        output_format,
-        exit_zero,
-        against,
-        nccl,
-    )
     gc.set_threshold(50_000)  # objects; a large config's trees are no garbage, and 0.4 s of 3 s went on looking at them
-    raise typer.Exit(command.carry_out(request))
+    raise typer.Exit(command.carry_out(request.made(given)))
 
 
 @app.command()
@@ -400,7 +350,7 @@ def stacks(
 
 
 def main() -> None:
-    """Entry point of the console script. What was typed wrong, or is not installed, is one line; the exit code is 2."""
+    """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is 2."""
     if sys.stdout is None:  # closed, and not everything that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -420,16 +370,11 @@ def main() -> None:
         typer.echo(text, err=True)
     except typer.Abort:
         typer.echo("nemo-patches: aborted", err=True)
-    except ModuleNotFoundError as error:  # an installed package has brought all but torch, NeMo and matplotlib
-        here = f"is not installed for {sys.executable}"
-        typer.echo(f"nemo-patches: {error.name} {here}; nemo_patches itself needs: {NEEDED}", err=True)
+    except ModuleNotFoundError:  # __main__ says it
+        raise
     except ImportError as error:  # it is installed, and cannot be loaded: a library that is not on this machine
         typer.echo(f"nemo-patches: {error}", err=True)
     except OSError as error:  # above all a full disk under standard output: Python's exit code, 1, would be an answer
         typer.echo(f"nemo-patches: {error}", err=True)
         sys.stdout = None  # else Python writes what is left of it at its end, in vain, and says so
     sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from interpreters import python
-from simulated_traces import write
+from simulated_traces import Call, Event, Killed, write
+from simulated_traces import steps as encoder_calls
 from test_diagnose import SCENARIOS
 from test_flight_recorder import steps
 from test_flight_recorder import write as write_dumps
 
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -56,10 +58,25 @@ def traces_of_a_stuck_rank(folder: Path) -> Path:
     return write(folder, SCENARIOS["stuck before it, no stall reports"].schedules, reports=False)
 
 
+def test_a_rank_whose_dump_may_lie_on_another_host_is_no_certain_culprit_beside_a_log_either(tmp_path: Path) -> None:
+    stuck: list[Event] = [Call(stuck="length sync")]
+    write(
+        tmp_path, [encoder_calls(9) + of_rank for of_rank in (stuck, stuck, stuck, [Killed(gone=False)])], reports=False
+    )
+    *rest, without = sorted(tmp_path.iterdir())
+    without.unlink()
+    for file in rest:
+        last = json.loads(file.read_bytes().splitlines()[-1])["t"]
+        file.write_bytes(file.read_bytes() + records.encode(records.Dumped(last + 30, "a rank is missing", "", "")))
+    (tmp_path / "train.log").write_text("nemo_patches INFO [rank 0/4 node0, pid 4000] patched on all 4 ranks: X\n")
+    first = diagnosed(tmp_path)["findings"][0]
+    assert (first["id"], first["ranks"], first["severity"]) == (ids.MISSING_RANK, [3], "warning")
+
+
 def test_a_log_says_why_a_rank_of_the_traces_did_not_come(tmp_path: Path) -> None:
     traces_of_a_stuck_rank(tmp_path)
     alone = diagnosed(tmp_path)
-    assert (alone["findings"][0]["id"], alone["findings"][0]["ranks"]) == (ids.BEFORE_ENCODER, [2])
+    assert (alone["findings"][0]["id"], alone["findings"][0]["ranks"]) == (ids.MISSING_RANK, [2])
     (tmp_path / "train.log").write_text(KEY_ERROR)
     both = diagnosed(tmp_path)
     first = both["findings"][0]

@@ -16,7 +16,8 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, jobs_here, look
 from nemo_patches.tools.diagnose.facts import RUNS, STOPPED, Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.sources.stacks import of_samples, waits_are_old
+from nemo_patches.tools.diagnose.running import is_told
+from nemo_patches.tools.diagnose.sources.stacks import of_samples
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -194,7 +195,7 @@ def looked_at(pids: Sequence[int], until: Callable[[list[Fact]], bool]) -> tuple
     [ranks] = jobs_here(pids=pids)
     deadline = time.monotonic() + LIMIT_S
     while True:
-        job = look(ranks, lambda job: waits_are_old(job, STUCK_AFTER_S), between_s=0.5, at_most_s=10.0)
+        job = look(ranks, lambda job: is_told(job, STUCK_AFTER_S), between_s=0.5, at_most_s=10.0)
         facts = of_samples(job)
         if until(facts) or time.monotonic() > deadline:
             return job, facts
@@ -258,7 +259,7 @@ def test_nobody_of_a_job_that_goes_on_is_accused(scenario: Callable[[jobs.Rank],
     with jobs.running(scenario, 3, tmp_path, 0, 1, 2) as pids:
         [ranks] = jobs_here(pids=pids)
         for _ in range(3):
-            job = look(ranks, lambda job: waits_are_old(job, 30.0), between_s=0.5)
+            job = look(ranks, lambda job: is_told(job, 30.0), between_s=0.5)
             report = judge(Evidence(of_samples(job), world_size=3))
             assert not report.findings, report.verdict
             assert report.exit_code == 0

@@ -10,10 +10,10 @@ from simulated_traces import Away, Call, Event, Exit, Gradients, Killed, Setup, 
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.facts import (
     CUT,
     ENDED,
-    GONE,
     RAISED,
     TERMINATED,
     Evidence,
@@ -25,7 +25,6 @@ from nemo_patches.tools.diagnose.facts import (
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Report
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.tools.diagnose.judge import rule
-from nemo_patches.tools.diagnose.sources import traces
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -37,7 +36,7 @@ JOBS = 150
 
 def read(folder: Path) -> tuple[Report, Evidence]:
     evidence = Evidence()
-    return traces.read(Folder(folder).read(), evidence), evidence
+    return diagnose(Folder(folder).read(), evidence), evidence
 
 
 def fates(evidence: Evidence, own: bool = True) -> dict[int, str]:
@@ -50,7 +49,7 @@ def test_how_each_rank_ended_and_where_that_found_it(tmp_path: Path) -> None:
     file = sorted(tmp_path.iterdir())[2]
     file.write_bytes(file.read_bytes() + SIGTERM)
     _, evidence = read(tmp_path)
-    assert fates(evidence) == {0: CUT, 1: GONE, 2: TERMINATED, 3: RAISED, 4: ENDED}
+    assert fates(evidence) == {0: CUT, 2: TERMINATED, 3: RAISED, 4: ENDED}  # of rank 1 none is recorded
     (place,) = [one for one in evidence.facts if isinstance(one.value, Place)]
     assert (place.rank, place.value, place.cite) == (2, Place("read_audio (my_asr/dataset.py:41)"), "rank 2's trace")
     members = [one for one in evidence.facts if isinstance(one.value, Member)]
@@ -130,6 +129,42 @@ KINDS = (
 def accused(findings: tuple[Finding, ...]) -> set[int]:
     of_nobody = (ids.ALL_INSIDE, ids.OUTSIDE, ids.ALL_IN)  # these name all ranks
     return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
+
+
+def test_a_round_given_up_that_others_are_past_shows_no_wait(tmp_path: Path) -> None:
+    """With sync=overlapped no rank waits; the record of one that took no round at a call ends there."""
+    overlapped = {rank: Setup(sync="overlapped") for rank in range(3)}
+    of_rank = [*steps(4), *[Call()] * 4, *steps(5)]
+    write(tmp_path, [of_rank, of_rank, [*steps(4), Away(20.0), *of_rank[8:]]], overlapped, reports=False)
+    file = sorted(tmp_path.iterdir())[0]
+    lines = file.read_bytes().splitlines(True)
+    last = max(at for at, line in enumerate(lines) if b'"outcome":"unwaited"' in line)
+    file.write_bytes(b"".join(lines[: last + 1]))
+    _, evidence = read(tmp_path)
+    assert not [one for one in evidence.facts if isinstance(one.value, Seat)]
+
+
+def test_who_had_reported_that_it_waits_in_its_backward_is_not_accused(tmp_path: Path) -> None:
+    """Without an end beside others that have one, whatever came of it in the end."""
+    last: list[list[Event]] = [[Call(), Gradients()], [Call(), Gradients()], [Call(), TIMED_OUT], [Call(), Gradients()]]
+    write(tmp_path, [steps(6) + of_rank for of_rank in last])
+    at_its_end = sorted(tmp_path.iterdir())[3]
+    at_its_end.write_bytes(at_its_end.read_bytes() + SIGTERM)
+    report, evidence = read(tmp_path)
+    assert {one.rank for one in evidence.facts if isinstance(one.value, Motion)} >= {0, 1}
+    assert {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks} <= {3}, report.findings
+
+
+@pytest.mark.parametrize(("last", "accused_ranks"), [([], {2}), ([Call()], set())], ids=["behind", "beside them"])
+def test_an_exception_after_others_timed_out_is_a_cause_if_they_waited_for_that_rank(
+    last: list[Event], accused_ranks: set[int], tmp_path: Path
+) -> None:
+    """Who stood where the others did may have waited with them."""
+    late = [*last, Away(99.0), Exit("KeyError: 'audio'")]
+    write(tmp_path, [steps(9) + of_rank for of_rank in ([Call(), TIMED_OUT], [Call(), TIMED_OUT], late)], reports=False)
+    report, _ = read(tmp_path)
+    assert accused(report.findings) == accused_ranks, report
+    assert report.findings[0].id == (ids.EXCEPTION if accused_ranks else ids.WAITED_IN_VAIN)
 
 
 @pytest.mark.parametrize("begin", range(0, JOBS, JOBS // 5))

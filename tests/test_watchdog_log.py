@@ -414,8 +414,8 @@ def test_dump_signals_alone_tell_who_waited_and_who_had_not_come(tmp_path: Path)
 def table(rank: int, code: int, time: str = "12:35", title: str = "Root Cause (first observed failure):") -> str:
     """An entry of torchrun's table of failures."""
     return (
-        f"{title}\n[0]:\n  time      : 2025-05-01_11:{time}\n  host      : n1\n  rank      : {rank} (local_rank: 3)\n"
-        f"  exitcode  : {code} (pid: 77)\n"
+        f"{title}\n[0]:\n  time      : 2025-05-01_11:{time}\n  host      : n1\n"
+        f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 77)\n"
     )
 
 
@@ -653,9 +653,8 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     report = report_on(tmp_path, f"{dumped}; `nemo-patches diagnose /tmp/nemo_patches-0/j` reads those of all ranks on "
                        "this host")  # fmt: skip
     assert "nemo-patches diagnose /tmp/nemo_patches-0/j" in report.summary[0] and report.exit_code == 2
-    # What is written where all is well names nobody.
-    for text in ("patched on all 8 ranks: ConformerEncoder", "settings changed: timeout=5"):
-        assert report_on(tmp_path, ours.replace("WARNING", "INFO") + text).findings[0].id == NOT_ENOUGH
+    settings = report_on(tmp_path, ours.replace("WARNING", "INFO") + "settings changed: timeout=5")
+    assert settings.findings[0].id == NOT_ENOUGH
     gone = report_on(tmp_path, f"{ours}ConformerEncoder: gone: rank 5 of 8 | rank 5 (node8, pid 7) has left: it ended")
     assert not any(set(one.ranks) - {5} for one in gone.findings)
 
@@ -830,6 +829,33 @@ def test_the_rank_is_told_by_the_folder_where_lines_have_no_prefix(tmp_path: Pat
     report = diagnose_logs([tmp_path / "run"])
     assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, (1,)), report
     assert "[1/stderr.log:7]" in report.verdict and "all_reduce (a.py:3252) < main (train.py:17)" in report.verdict
+
+
+def test_local_ranks_of_a_job_on_several_hosts_name_nobody(tmp_path: Path) -> None:
+    """`torchrun --tee` and `--log-dir` know no others; the second host's are counted from 0 again."""
+    stray = [f"[default1]:{one}" for one in STRAY.splitlines()]
+    report = report_on(tmp_path, *stray, table(1, 1))
+    assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, (1,)), report
+    report = report_on(tmp_path, *stray, "[default1]:[rank9]: a line", table(1, 1))
+    assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, ()), report
+    report = report_on(tmp_path, *stray, table(9, 1).replace("local_rank: 9", "local_rank: 1"))
+    assert (report.findings[0].id, report.findings[0].ranks) == (FIRST_FAILURE, (9,)), report
+    assert "rank 1" not in "\n".join(report.findings[0].evidence)
+    for host in ("node0", "node1"):
+        folder = tmp_path / host / "attempt_0" / "1"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"Error executing job with overrides: []\n{STRAY}" * (host == "node1"))
+    report = diagnose_logs([tmp_path / "node0", tmp_path / "node1"])
+    assert not any(one.ranks for one in report.findings) and "FileNotFoundError" in report.verdict, report
+
+
+def test_a_log_with_our_lines_that_tells_of_nothing_wrong_is_read_and_healthy(tmp_path: Path) -> None:
+    ours = "nemo_patches INFO [rank 0/8 node0, pid 10] patched on all 8 ranks: ConformerEncoder, timeout 10 s"
+    report = report_on(tmp_path, *NOISE, ours)
+    assert (report.exit_code, report.findings) == (0, ()) and "no line tells of a stall" in report.verdict
+    assert report_on(tmp_path, *NOISE).exit_code == 2
+    dumped = "nemo_patches WARNING [rank 0/8 node0, pid 10] a stall was reported; `nemo-patches diagnose /tmp/j` reads "
+    assert report_on(tmp_path, ours, f"{dumped}those of all ranks on this host").exit_code == 2
 
 
 # Launchers.

@@ -45,6 +45,7 @@ from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import rank_and_size
 from nemo_patches.uneven import settings as uneven_settings
 from nemo_patches.uneven.even_loader import even_loaders
+from nemo_patches.uneven.parameter_watch import parameter_watch
 from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
 _NOT_AGREED = "the ranks cannot agree on checkpoints (checkpoints=stock leaves NeMo's)"
@@ -188,10 +189,12 @@ class Patching:
             if self._in_force or admission.disabled():
                 return
             settings, stall, trace = resolve(), stall_settings.resolve(), trace_settings.resolve()
+            uneven = uneven_settings.resolve()
         except SettingsError as error:
             self._refuse(None, error)
             return
         length_sync.use(settings)
+        parameter_watch.use(uneven.compare)
         subscriber.use(stall)
         subscriber.subscribe()
         if trace.folder in (None, trace_settings.STDERR):
@@ -209,6 +212,7 @@ class Patching:
         bus.unsubscribe("the line at the start")
         self._trace_settings = TraceSettings()
         self._uneven = UnevenSettings()
+        parameter_watch.use(0)
         self.replacements.restore()
         subscriber.encoders_were_reverted()
         self._patched.clear()
@@ -238,6 +242,7 @@ class Patching:
             unannounced=subscriber.unannounced(),
             stalls=subscriber.stalls(),
             loaders=even_loaders.counters(),
+            comparisons=parameter_watch.counters(),
             uneven=self.uneven_settings(),
             checkpoints=checkpoints.checkpoints.counters() if self._has_checkpoints() else None,
             own_syncs=tuple(own.text for own in own_syncs),
@@ -298,6 +303,7 @@ class Patching:
 
     def _begin(self, settings: Settings, stall: StallSettings, uneven: UnevenSettings) -> None:
         self._uneven = uneven
+        parameter_watch.use(uneven.compare)
         length_sync.use(settings)
         subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)
         subscriber.subscribe()
@@ -382,6 +388,7 @@ class Patching:
         if drift := self._checkpoint_drift(uneven):
             raise DriftError(f"{_NOT_AGREED}, nothing was changed: {' | '.join(drift.values())}")
         self._uneven = uneven
+        parameter_watch.use(uneven.compare)
         self._patch_chosen()
         length_sync.use(settings)
         subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)

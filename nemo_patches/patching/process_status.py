@@ -13,6 +13,7 @@ from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.agreement import LoaderCounters
+from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.settings import UnevenSettings
 
 
@@ -35,6 +36,7 @@ class Status:
     loaders: what StopTogether and stop_together() have done on this rank.
     checkpoints: what the ranks have agreed on about them; None where each rank decides for itself.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
+    comparisons: of each optimizer, what has come of comparing all ranks' parameters.
     """
 
     nemo: str
@@ -52,6 +54,7 @@ class Status:
     uneven: UnevenSettings
     checkpoints: CheckpointCounters | None = None
     own_syncs: tuple[str, ...] = ()
+    comparisons: tuple[ComparisonCounters, ...] = ()
     state: str = "on"
     why: str = ""
 
@@ -66,6 +69,7 @@ class Status:
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
             *map(str, self.loaders),
+            *map(str, self.comparisons),
             *([] if self.checkpoints is None else [str(self.checkpoints)]),
         ]
         if self.unannounced:

@@ -9,10 +9,15 @@ from codes import beside_nemo
 from configs import NEST
 
 from nemo_patches.tools.doctor import command
+from nemo_patches.tools.doctor.request import Request
 
 pytestmark = pytest.mark.one_nemo
 
-STOCK = NEST.replace("40.0", "60.0").replace("pos_emb_max_len: 5000", "pos_emb_max_len:  5000    # frames")
+STOCK = (
+    NEST.replace("40.0", "60.0")
+    .replace("pos_emb_max_len: 5000", "pos_emb_max_len:  5000    # frames")
+    .replace("conv_norm_type: batch_norm", "sync_max_audio_length: ???")
+)
 CLEAN = NEST
 
 
@@ -23,7 +28,7 @@ def write(folder: Path, text: str, name: str = "nest.yaml") -> Path:
 
 
 def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, select: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    code = command.carry_out(command.Request(tuple(map(str, arguments)), select=select))
+    code = command.carry_out(Request(tuple(map(str, arguments)), select=select))
     return code, *capfd.readouterr()
 
 

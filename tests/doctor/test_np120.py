@@ -139,3 +139,9 @@ def defaults(path: Path, name: str) -> dict[str, object]:
         with contextlib.suppress(ValueError, TypeError):
             values[argument.arg] = ast.literal_eval(value)
     return values
+
+
+def test_what_is_the_default_is_in_no_reference() -> None:
+    for name in ("nest", "fastconformer_ctc", "salm"):
+        given = against.reference(name)
+        assert given and not [key for key, value in given.items() if against._default(tuple(key.split("."))) is value]

@@ -9,7 +9,7 @@ from nemo_patches.stall import judge as seats
 from nemo_patches.stall.judge import Judgement, Seat
 from nemo_patches.stall.rank_text import CHECKPOINT, is_guess, named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, HELD, Account, Hearing
+from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, GONE_FATES, HELD, Account, Hearing
 from nemo_patches.tools.diagnose.facts import ENDED, GONE, KILLED, MISSING, RAISED, SILENT, UNREADABLE, UNSEEN
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step
@@ -70,6 +70,8 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
         accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
         return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
+    if any(hearing[rank].calls for rank in unseen):
+        return Ruling()  # something is known of it: its trace is damaged, or tells nothing of where it is
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
         text = f"{who} {are} in {title}; {not_known[0]}."
@@ -121,7 +123,8 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
 
 def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) -> Ruling:
     bad = [one for one in seen if one.fate_kind in (*HELD, GONE, SILENT)]
-    stuck = [one for one in seen if one.place and _is_still(one, hearing.stuck_after_s)]
+    here = [one for one in seen if one.fate_kind not in GONE_FATES]
+    stuck = [one for one in here if one.place and _is_still(one, hearing.stuck_after_s)]
     evidence = evidence_of(seen)
     if not bad and len(stuck) == len(seen) > 1 and not hearing.unseen:
         places = sorted({one.place_value.worker or one.place_value.where for one in stuck})

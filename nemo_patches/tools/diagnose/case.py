@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -213,12 +212,6 @@ def _has_come_since(case: Case, rank: int, report: records.Missing | records.Sta
 
 def _index(track: Track, n: int) -> int:
     return max(0, len(track.calls.n) - 1 - max(0, track.last - n))
-
-
-def usual_call(endings: list[Ending]) -> Ending:
-    """The first ending with the call number that most have."""
-    number = Counter(ending.call for ending in endings).most_common(1)[0][0]
-    return next(ending for ending in endings if ending.call == number)
 
 
 def whom(ranks: list[int] | tuple[int, ...], verb: str, verbs: str) -> str:

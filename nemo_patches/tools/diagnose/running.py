@@ -23,9 +23,7 @@ _MOST_SHOWN = 6
 
 def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Report:
     """Look until the ranks go on, or wait for longer than this; then read what lies beside them."""
-    job = look(
-        ranks, lambda seen: not rule(_seen(seen), stuck_after_s).is_too_early, at_most_s=stuck_after_s + LONGER_S
-    )
+    job = look(ranks, lambda seen: is_told(seen, stuck_after_s), at_most_s=stuck_after_s + LONGER_S)
     problems: list[str] = []
     seen = _seen(job)
     beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]
@@ -37,6 +35,11 @@ def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) ->
         parts += _asked(addresses[0], problems)
         report = _judged(job, parts, problems, stuck_after_s)
     return report
+
+
+def is_told(job: HostJob, stuck_after_s: float = STUCK_AFTER_S) -> bool:
+    """Whether another look would tell no more: the ranks go on, or have waited for longer than this."""
+    return not rule(_seen(job), stuck_after_s).is_too_early
 
 
 def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,
-    LONGER_S,
-    STUCK_AFTER_S,
     WHAT,
     HostFile,
     HostJob,
@@ -20,52 +17,31 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
 )
 from nemo_patches.tools.diagnose.collect.samples import NO_PY_SPY, py_spy
 from nemo_patches.tools.diagnose.facts import RUNS, Fact, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.sources.stacks import of_samples, waits_are_old
+from nemo_patches.tools.diagnose.running import is_told
+from nemo_patches.tools.diagnose.sources.stacks import of_samples
 
 _MOST_RANKS = 64  # that are printed of a job; --json has all
 
 
-@dataclass(frozen=True)
-class Look:
-    """One job of this host: what was seen of it, as facts and as it was collected."""
-
-    job: HostJob
-    facts: list[Fact]
-
-
-def look_here(folder: Path | None = None, pids: Sequence[int] = (), stuck_after_s: float = STUCK_AFTER_S) -> list[Look]:
-    """At each job that runs on this host, until its waits are so old, or its ranks move. Raises NothingToLookAtError.
-
-    folder: only ranks that work in it. pids: only these processes, which are the ranks in this order where their
-    variables do not tell.
-    """
-    looks = []
-    for ranks in jobs_here(str(folder or ""), pids):
-        job = look(ranks, lambda job: waits_are_old(job, stuck_after_s), at_most_s=stuck_after_s + LONGER_S)
-        looks.append(Look(job, of_samples(job)))
-    return looks
-
-
 def run(json: bool, pids: str, folder: Path | None) -> int:
     """Print it, and return the exit code. Raises NothingToLookAtError."""
-    looks = look_here(folder, pids_in(pids))
+    jobs = [look(ranks, is_told) for ranks in jobs_here(str(folder or ""), pids_in(pids))]
     if json:
-        print(HostFile(WHAT, FORMAT, tuple(one.job for one in looks)).as_json())
+        print(HostFile(WHAT, FORMAT, tuple(jobs)).as_json())
         return 0
-    for one in looks:
-        print("\n".join(_lines(one)))
+    for job in jobs:
+        print("\n".join(_lines(job)))
     if not py_spy():
         print(NO_PY_SPY)
     return 0
 
 
-def _lines(look: Look) -> Iterator[str]:
-    job = look.job
+def _lines(job: HostJob) -> Iterator[str]:
     by = job.ranks[0].rank.found_by
     name = f" {safe(job.name, 100)}" if job.name else ""
     yield f"job{name} on {safe(job.host, 100)}: {len(job.ranks)} ranks, found by {by}"
     of_ranks: dict[int, list[Fact]] = {}
-    for fact in look.facts:
+    for fact in of_samples(job):
         of_ranks.setdefault(fact.rank, []).append(fact)
     for rank, facts in list(of_ranks.items())[:_MOST_RANKS]:
         yield from _of_rank(rank, facts)

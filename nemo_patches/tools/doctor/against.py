@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.references import REFERENCES
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.yaml_text import LOADER, Keys
 
 NOT_SET = "not set"
+_REFERENCES = Path(__file__).with_name("references.yaml")
 
 # What of a section says how ranks run together, with what NeMo or Lightning takes where it is not set.
 _WHOLE = ("encoder", "preprocessor", "joint")
@@ -96,22 +99,25 @@ _ALONE: dict[Keys, Any] = {("model", "skip_nan_grad"): False, ("exp_manager", "c
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting that differs; `other` is NOT_SET where the other config leaves it to the default."""
+    """One setting that differs; `other` is the default where the other config leaves it to that."""
 
     own: Value
     other: Any
+    is_default: bool
 
     def __str__(self) -> str:
         own = f"{self.own.key}: {NOT_SET}" if not self.own.given else str(self.own)
-        return f"{own}; there: {'null' if self.other is None else self.other}"
+        other = "null" if self.other is None else self.other
+        return f"{own}; there: {other}{', the default' * (self.is_default and other != NOT_SET)}"
 
 
 def reference(name: str) -> Mapping[str, Any]:
-    """The settings of a config by its name in REFERENCES, or of a file. Raises DoctorError, ConfigError."""
-    if name in REFERENCES:
-        return REFERENCES[name]
+    """The settings of a config by its name in references.yaml, or of a file. Raises DoctorError, ConfigError."""
+    references: dict[str, dict[str, Any]] = yaml.load(_REFERENCES.read_text("utf-8"), Loader=LOADER)
+    if name in references:
+        return references[name]
     if not os.path.exists(name):
-        raise DoctorError(f"--against {name!r} is not allowed; allowed: a file, {', '.join(REFERENCES)}")
+        raise DoctorError(f"--against {name!r} is not allowed; allowed: a file, {', '.join(references)}")
     return dict(settings(reading.load(Path(name))))
 
 
@@ -122,7 +128,7 @@ def differences(config: Config, other: Mapping[str, Any]) -> Iterator[Difference
         default = _default(tuple(key.split(".")))
         mine, theirs = own.get(key, default), other.get(key, default)
         if mine != theirs and UNKNOWN not in (mine, theirs) and _is_there(config, key):
-            yield Difference(config.get(tuple(key.split("."))), other.get(key, NOT_SET))
+            yield Difference(config.get(tuple(key.split("."))), theirs, key not in other)
 
 
 def settings(config: Config) -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ _WORDS = (
 CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _HOST = re.compile(r"\bhost      : (\S{1,255})")
-_RANK = re.compile(r"\brank      : (\d{1,7}) \(local_rank")
+_RANK = re.compile(r"\brank      : (\d{1,7}) \(local_rank: (\d{1,7})\)")
 _EXIT_CODE = re.compile(r"\bexitcode  : (-?\d{1,9}) \(pid: (\d{1,9})\)")
 FAILED_LINE = re.compile(
     r"failed ?\(exitcode: ?(-?\d{1,9})\) ?local_rank: ?(\d{1,7}) ?\(pid: ?(\d{1,9})\)"
@@ -161,6 +161,7 @@ class LauncherLines:
             self._host = shown(host[1])
         elif rank := _RANK.search(text):
             self._rank = int(rank[1])
+            self._found.several_hosts |= rank[1] != rank[2]
         elif (code := _EXIT_CODE.search(text)) and self._rank >= 0 and len(self._table) < MOST_KEPT:
             self.ended.add(self._rank)
             self._table.append(_Failure(self._rank, _signed(code[1]), int(code[2]), self._at, self._host, line))
@@ -171,7 +172,7 @@ class LauncherLines:
 
     def _tell(self, rank: int, fate: Fate | None, line: Line, at: float = 0.0) -> None:
         if fate is not None:
-            self._found.keep(Fact(rank, fate, line.cite, at, CLOCK if at else "", own=False))
+            self._found.keep(Fact(rank, fate, line.cite, at, CLOCK if at else "", own=False), line.local_rank)
 
     def _take_ray(self, line: Line) -> None:
         """Ray tells of a worker's death in several lines."""

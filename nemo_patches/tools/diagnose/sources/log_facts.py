@@ -22,7 +22,9 @@ _PID_AND_RANK = re.compile(
 
 
 class Line(NamedTuple):
-    """rank: by the line's prefix, or else by the file's folder. has_prefix: the former. number: of its file, from 1."""
+    """rank: by the line's prefix; or else torchrun's local rank, by its own prefix or the file's folder, which is the
+    job's on a single host. has_prefix: the former. number: of its file, from 1.
+    """
 
     text: str
     file: str = ""
@@ -33,6 +35,10 @@ class Line(NamedTuple):
     @property
     def cite(self) -> str:
         return f"{self.file}:{self.number}"
+
+    @property
+    def local_rank(self) -> int:
+        return NOT_TOLD if self.has_prefix else self.rank
 
 
 def shown(text: str) -> str:
@@ -51,7 +57,8 @@ class LaunchFacts:
     world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out, or of an end.
     rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves out lines of some
     ranks that are like others', or a file was not read to its end. not_told: fates so far of which the log does not
-    tell the rank. dumps: folders of nemo_patches' dumps that lines name.
+    tell the rank. dumps: folders of nemo_patches' dumps that lines name. several_hosts: local ranks are not the job's.
+    by_local_rank: keys of the facts whose rank is one.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
@@ -62,12 +69,20 @@ class LaunchFacts:
     missing_lines: bool = False
     not_told: int = 0
     dumps: dict[str, None] = field(default_factory=dict)
+    several_hosts: bool = False
+    by_local_rank: set[tuple[object, ...]] = field(default_factory=set)
 
     def add(self, rank: int, value: Value, line: Line, own: bool = True) -> None:
-        self.keep(Fact(rank, value, line.cite, float(line.number), line.file, own))
+        self.keep(Fact(rank, value, line.cite, float(line.number), line.file, own), line.local_rank)
 
-    def keep(self, fact: Fact) -> None:
+    def keep(self, fact: Fact, local_rank: int = NOT_TOLD) -> None:
+        """local_rank: of the line that tells it, where that has no other."""
         key = _key(fact.rank, fact.value)
+        if fact.rank != local_rank and key in self.by_local_rank:
+            del self.facts[key]
+            self.by_local_rank.remove(key)
+        elif fact.rank == local_rank >= 0 and key not in self.facts:
+            self.by_local_rank.add(key)
         if isinstance(fact.value, (Place, Motion)):
             self.facts.pop(key, None)
         elif (before := self.facts.get(key)) is not None:
@@ -80,6 +95,17 @@ class LaunchFacts:
             if self.not_told > _MOST_NOT_TOLD:
                 return
         self.facts[key] = fact
+
+    def without_local_ranks(self) -> set[int]:
+        """Of a job on several hosts: what is told of local ranks is of ranks that are not told. Returns those ranks."""
+        hosts = {fact.host for fact in self.facts.values() if isinstance(fact.value, Member)} - {""}
+        if not self.several_hosts and len(hosts) < 2:
+            return set()
+        of_local = [self.facts.pop(key) for key in self.by_local_rank if key in self.facts]
+        for fact in of_local:
+            if isinstance(fact.value, Fate):
+                self.keep(replace(fact, rank=NOT_TOLD))
+        return {fact.rank for fact in of_local} - {fact.rank for fact in self.facts.values()}
 
     def has_size(self, size: str | int) -> None:
         """A line tells the number of ranks."""

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.decoder import header_in
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence
+from nemo_patches.tools.diagnose.facts import ALL_WELL, NOT_TOLD, Evidence
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.sources.c10d_lines import (
     BARRIER,
@@ -47,7 +47,7 @@ _OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\
 _NAMES = re.compile(
     r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b", re.IGNORECASE
 )
-_TEE = re.compile(r"\[default(\d{1,6})\]:")  # of torchrun --tee: the local rank, the job's on a single host
+_TEE = re.compile(r"\[default(\d{1,6})\]:")  # of torchrun --tee: the local rank
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Of lines that tell something one holds one of these; the others follow it closely.
@@ -161,6 +161,9 @@ class _Launch:
         self.launcher.finish()
         self.exceptions.finish()
         self.c10d.finish(evidence, self.by_file)
+        not_told = self.found.without_local_ranks()
+        for ranks in evidence.groups.values():
+            ranks -= not_told
 
 
 class _Reading:
@@ -172,12 +175,16 @@ class _Reading:
         self._before: tuple[LaunchFacts, Evidence] | None = None  # the last launch before that tells anything
         self._launches = 0  # that have begun in the one file
         self._names: dict[str, Path] = {}
+        self._runs: dict[int, Path] = {}  # by local rank, torchrun's folder, which each host has its own
 
     def read(self, path: Path, alone: bool) -> None:
         """alone: no other file is read, so that a launch that begins in it ends all that was told of the one before."""
         self._launch.begin_file()
         self._launches = 0
         name, rank = self._name_of(path), _rank_of_folder(path)
+        if rank >= 0:
+            run = path.parent.parent.parent
+            self._launch.found.several_hosts |= self._runs.setdefault(rank, run) != run
         try:
             with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
                 start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
@@ -190,11 +197,14 @@ class _Reading:
                     if alone and _PROCESSES.search(message):
                         self._begin_launch()
                     prefixed, tee = rank_in(message), _TEE.match(message)
-                    line_rank = prefixed if prefixed is not None else int(tee[1]) if tee else rank
+                    local_rank = int(tee[1]) if tee else rank
+                    line_rank = local_rank if prefixed is None else prefixed
                     message = message[tee.end() :] if tee else message
                     if alone and (_RESTARTS in message or prefixed in self._launch.launcher.ended):
                         self._launches = max(self._launches, 1)
                         self._begin_launch()
+                    # The same file's other lines may have no rank but the local one.
+                    self._launch.found.several_hosts |= local_rank >= 0 and line_rank != local_rank
                     self._launch.take(Line(message, name, number, line_rank, prefixed is not None))
         except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
             self._evidence.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
@@ -245,6 +255,8 @@ class _Reading:
         evidence.summary += [
             f"dumps of the ranks on one host: nemo-patches diagnose {folder}" for folder in found.dumps
         ]
+        if found.patched and not found.tells_anything and not found.dumps:
+            evidence.summary.append(ALL_WELL)
         if self._launches > 1:
             text = f"{self._launches} launches in one log: told is of the last one that tells anything"
             evidence.earlier.append(text)
@@ -287,7 +299,7 @@ def _parts(lines: bytes) -> Iterator[bytes]:
 
 
 def _rank_of_folder(path: Path) -> int:
-    """torchrun --log-dir makes RUN/attempt_0/3/stderr.log for local rank 3, which is the job's on a single host."""
+    """torchrun --log-dir makes RUN/attempt_0/3/stderr.log for local rank 3."""
     folder, attempt = path.parent.name, path.parent.parent.name
     return int(folder) if _ATTEMPT.fullmatch(attempt) and re.fullmatch(r"\d{1,6}", folder) else NOT_TOLD
 

@@ -171,15 +171,6 @@ def _ranks_of_host(job: HostJob) -> range:
     return range(first, min(first + local_size, world_size, _MOST_RANK))
 
 
-def waits_are_old(job: HostJob, stuck_after_s: float) -> bool:
-    """Whether no rank stands in a collective for less than that: another look would not tell more."""
-    facts = of_samples(job)
-    in_collective = {fact.rank for fact in facts if isinstance(fact.value, Place) and fact.value.collective}
-    motions = {fact.rank: fact.value for fact in facts if isinstance(fact.value, Motion)}
-    still = [motions[rank] for rank in in_collective & motions.keys() if not motions[rank].moved]
-    return all((motion.still_s or 0.0) >= stuck_after_s for motion in still)
-
-
 def _of_rank(sampled: SampledRank, job: HostJob, whole_job: bool) -> list[Fact]:
     rank, samples = sampled.rank, sampled.samples
     member = Member(rank.world_size, rank.pid, safe(rank.job, 200), safe(rank.launch, 20), whole_job)

@@ -1,0 +1,458 @@
+"""Where ranks that run one function may make different collectives: by a branch, an early exit, a loop or an error.
+
+Each function is followed twice, with one test decided either way (a test on the rank: as on one rank and on another),
+and everything else left open. Where the two ways make the same collectives, in the same order, there is nothing to say.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+
+from nemo_patches.tools.doctor import batch_data
+from nemo_patches.tools.doctor.batch_data import Branching, DataFlow
+from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings, dotted
+from nemo_patches.tools.doctor.finding import Severity
+from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
+from nemo_patches.tools.doctor.ways import Decisions, End, Event, Function, Way, suppressing
+
+_MOST_HELPERS = 6  # that call each other
+_MOST_OF_ONE_HELPER = 20  # collectives
+_NO_BATCH = re.compile(r"\bis (not )?None\b")
+# What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
+_GUESSES = {
+    r"\brandom\.|\brand\(": "the ranks draw other random numbers, as they do without a seed",
+    _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
+    r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
+}
+_AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
+_MOST_NAMED = 2  # collectives of a finding, beside the first
+_MOST_TESTS = 200  # of one function
+
+
+class Kind(Enum):
+    """What makes ranks differ."""
+
+    BRANCH = "a test around the collective"
+    EXIT = "a return, continue or break before it"
+    ERROR = "an error that is caught"
+    LOOP = "how often a loop goes round"
+    NAME = "the name that it is logged under"
+    FIRST_RANK = "a function that runs on one rank"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Collectives that one rank of a function makes and another does not.
+
+    cause: the test, the exception or the decorator, as it is written, and its line. exit_line: of the early exit.
+    by_rank: whether the rank decides. reordered: whether both make them, in another order.
+    """
+
+    function: str
+    kind: Kind
+    collectives: tuple[Collective, ...]
+    cause: str
+    line: int
+    by_rank: bool
+    exit: str = ""
+    exit_line: int = 0
+    reordered: bool = False
+
+    @property
+    def names(self) -> str:
+        """For sentences: the collectives, and what makes the first one, where its name does not say so."""
+        first, *others = dict.fromkeys(each.name for each in self.collectives)
+        why = self.collectives[0].why
+        more = others if len(others) <= _MOST_NAMED else [*others[:_MOST_NAMED], f"{len(others) - _MOST_NAMED} more"]
+        if not more:
+            return first + (f" ({why})" if why else "")
+        return ", ".join([first, *more[:-1]]) + f" and {more[-1]}"
+
+    @property
+    def are(self) -> str:
+        """The verb after `names`."""
+        return "is" if len({each.name for each in self.collectives}) == 1 else "are"
+
+    @property
+    def guess(self) -> str:
+        """What must hold for a guess to be right, at the end of a sentence; empty where it is none."""
+        guesses = [each.guess for each in self.collectives]
+        expected = self.function.endswith("_step") or self.exit == End.CONTINUE.value  # that a batch may be None
+        if not self.by_rank and not (expected and _NO_BATCH.search(self.cause)):
+            guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, self.cause)] or guesses
+        return f". A guess: {guesses[0]}" if all(guesses) else ""
+
+    @property
+    def severity(self) -> Severity:
+        """Of a finding about it."""
+        return Severity.NOTE if self.guess else Severity.WARNING
+
+
+def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
+    """Of all functions of a file, and of what the file itself runs."""
+    names = Names(tree)
+    found: list[Divergence] = []
+    module = _Scope(Surroundings(names), {each.name: each for each in tree.body if isinstance(each, Function)})
+    found += _Function(module, tree, "the module").divergences()
+    for name, node, scope in _functions(tree, "", module):
+        found += _Function(scope, node, name).divergences()
+    return tuple(found)
+
+
+def _functions(parent: ast.AST, prefix: str, scope: _Scope) -> Iterator[tuple[str, Function, _Scope]]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.ClassDef):
+            own_methods = [each for each in node.body if isinstance(each, Function)]
+            methods = {f"{owner}.{each.name}": each for owner in ("self", "cls", node.name) for each in own_methods}
+            surroundings = Surroundings(scope.surroundings.names, node)
+            inner = _Scope(surroundings, {**scope.helpers, **_inherited(node, scope), **methods})
+            yield from _functions(node, f"{prefix}{node.name}.", inner)
+        elif isinstance(node, Function):
+            own = {each.name: each for each in ast.walk(node) if isinstance(each, Function) and each is not node}
+            inner = _Scope(scope.surroundings, {**scope.helpers, **own}) if own else scope
+            yield f"{prefix}{node.name}", node, inner
+            yield from _functions(node, f"{prefix}{node.name}.", inner)
+        elif not isinstance(node, ast.expr):
+            yield from _functions(node, prefix, scope)
+
+
+def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
+    """Methods of its bases in the same file, the nearest first."""
+    classes = {each.name: each for each in scope.surroundings.names.tree.body if isinstance(each, ast.ClassDef)}
+    found: dict[str, Function] = {}
+    waiting, seen = [node], {node.name}
+    while waiting:
+        for base in map(dotted, waiting.pop(0).bases):
+            if base in classes and base not in seen:
+                seen.add(base)
+                waiting.append(classes[base])
+                methods = {f"self.{each.name}": each for each in classes[base].body if isinstance(each, Function)}
+                found = {**methods, **found}
+    return found
+
+
+@dataclass
+class _Scope:
+    """What calls in a function may lead to: helpers of the same file, by the name that they are called by."""
+
+    surroundings: Surroundings
+    helpers: Mapping[str, Function]
+    _summaries: dict[str, tuple[Collective, ...]] = field(default_factory=dict)
+    _open: list[str] = field(default_factory=list)
+
+    def made_by(self, call: ast.Call) -> tuple[Collective, ...]:
+        """The collectives of a call: its own, or those of a helper in the same file, a few calls deep."""
+        own = self.surroundings.collective(call)
+        if own is not None:
+            return (own,)
+        name = dotted(call.func)
+        name = "self.forward" if name == "self" else name
+        return tuple(
+            replace(each, name=f"{dotted(call.func)}()", line=call.lineno, why=each.why or f"which makes {each.name}")
+            for each in self._of_helper(name)
+        )
+
+    def agrees(self, call: ast.Call) -> bool:
+        """Whether a call gives all ranks the same: a collective, or a helper that makes one."""
+        return any(each.pairs_with not in (ENCODER, BACKWARD, LOG) for each in self.made_by(call))
+
+    def decides(self, call: ast.Call) -> bool:
+        """Whether a call is one of a helper that decides by what it is given."""
+        name = dotted(call.func)
+        function = self.helpers.get(name)
+        if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
+            return False
+        self._open.append(name)
+        try:
+            return _Function(self, function, "").decides
+        finally:
+            self._open.pop()
+
+    def _of_helper(self, name: str) -> tuple[Collective, ...]:
+        function = self.helpers.get(name)
+        if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
+            return ()
+        if name not in self._summaries:
+            self._open.append(name)
+            try:
+                self._summaries[name] = self._summary(function)
+            finally:
+                self._open.pop()
+        return self._summaries[name]
+
+    def _summary(self, function: Function) -> tuple[Collective, ...]:
+        if _first_rank_only(function, self.surroundings) or _is_generator(function):
+            return ()
+        reading = _Function(self, function, "")
+        events = reading.follow(reading.of_rank(RANKS[0])).events if reading.rank_tests else reading.follow({}).events
+        return tuple(each.collective for each in events[:_MOST_OF_ONE_HELPER] if not each.collective.guess)
+
+
+def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
+    """What makes Lightning run a function on one rank only; empty if nothing does."""
+    if not isinstance(function, Function):
+        return ""
+    for node in function.decorator_list:
+        if surroundings.names.origin(node).rpartition(".")[2] == "rank_zero_only":
+            return f"@{ast.unparse(node)}"
+    prepares = function.name == "prepare_data" and surroundings.lightning
+    return "prepare_data" if prepares else ""
+
+
+def _is_generator(function: Function) -> bool:
+    return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(function))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """One function, or what a module itself runs."""
+
+    scope: _Scope
+    node: Function | ast.Module
+    name: str
+
+    @cached_property
+    def _flow(self) -> DataFlow:
+        flow = DataFlow(self.scope.agrees, self.scope.decides, self.scope.surroundings.accumulated)
+        flow.walk(self.node)
+        return flow
+
+    @property
+    def decides(self) -> bool:
+        """Whether what it returns is read off its arguments."""
+        returned = [
+            node.value for node in batch_data.own_nodes(self.node) if isinstance(node, ast.Return) and node.value
+        ]
+        return bool(self._flow.tests) or any(map(self._flow.is_data, returned))
+
+    @cached_property
+    def _ranks(self) -> RankTests:
+        return RankTests(self.scope.surroundings.names, batch_data.assignments(self.node))
+
+    @cached_property
+    def rank_tests(self) -> list[ast.If | ast.While | ast.IfExp | ast.BoolOp]:
+        """Those on the rank."""
+        found: list[ast.If | ast.While | ast.IfExp | ast.BoolOp] = []
+        for node in batch_data.own_nodes(self.node):
+            if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.BoolOp)) and self._ranks.about_rank(_test(node)):
+                found.append(node)
+        return sorted(found, key=lambda each: (each.lineno, each.col_offset))
+
+    def of_rank(self, rank: int) -> Decisions:
+        """How the tests on the rank are decided on one."""
+        return {id(node): self._ranks.decided(_test(node), rank) for node in self.rank_tests}
+
+    def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
+        """The collectives on the way through it."""
+        way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, caught)
+        way.walk()
+        return way
+
+    def divergences(self) -> Iterator[Divergence]:
+        """Of this function: each exit and handler once, and each collective once in a branch and once in a loop."""
+        if not self._interesting:
+            return
+        said: set[tuple[object, ...]] = set()
+        for each in self._all():
+            if each.kind in (Kind.EXIT, Kind.ERROR):
+                place = (each.kind, each.exit_line or each.line)
+                left = () if place in said else each.collectives
+                said.add(place)
+            else:
+                loop = each.kind is Kind.LOOP
+                left = tuple(one for one in each.collectives if (loop, one.name, one.line) not in said)
+                said |= {(loop, one.name, one.line) for one in left}
+            if left:
+                yield replace(each, collectives=left)
+
+    @cached_property
+    def _interesting(self) -> bool:
+        return bool(self.follow({}).events)
+
+    def _all(self) -> Iterator[Divergence]:
+        yield from self._on_first_rank()
+        yield from self._by_rank()
+        yield from self._by_data()
+        yield from self._by_error()
+        yield from self._by_name()
+
+    def _on_first_rank(self) -> Iterator[Divergence]:
+        cause = _first_rank_only(self.node, self.scope.surroundings)
+        events = self.follow(self.of_rank(0)).events if cause else []
+        if events:
+            line = self.node.lineno if isinstance(self.node, Function) else 1
+            yield Divergence(self.name, Kind.FIRST_RANK, _of(events), cause, line, True)
+
+    def _by_rank(self) -> Iterator[Divergence]:
+        if not self.rank_tests or _first_rank_only(self.node, self.scope.surroundings):
+            return
+        ways = [self.follow(self.of_rank(rank)) for rank in RANKS]
+        for other in ways[1:]:
+            yield from self._compared(ways[0], other, self.rank_tests, True)
+        for text, nodes in _by_text(self._open_rank_tests).items():
+            yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
+            yield from self._compared(yes, no, nodes, True, text)
+
+    @property
+    def _open_rank_tests(self) -> list[tuple[ast.expr, Branching]]:
+        """Those that a rank's number does not decide, such as rank == source."""
+        return [
+            (_test(node), node)
+            for node in self.rank_tests
+            if all(isinstance(self._ranks.decided(_test(node), rank), str) for rank in RANKS)
+        ]
+
+    def _by_data(self) -> Iterator[Divergence]:
+        tests = [(each.test, each.node) for each in self._flow.tests[:_MOST_TESTS]]
+        for text, nodes in _by_text(tests).items():
+            yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
+            for each in self._compared(yes, no, nodes, False, text):
+                left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
+                if left:
+                    yield replace(each, collectives=left)
+
+    def _is_open(self, collective: Collective, divergence: Divergence) -> bool:
+        """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
+        agreed = any(each.line < divergence.line for each in self._agreements)
+        loop = divergence.kind is Kind.LOOP
+        return (loop and (agreed or collective.pairs_with == LOG)) or (not loop and bool(collective.guess))
+
+    def _guessed(self, collective: Collective) -> Collective:
+        """Of a log at the epoch's end counts only whether a rank has ever made it."""
+        at_once = self.name.endswith("training_step") if collective.on_step is None else collective.on_step
+        if collective.pairs_with != LOG or at_once or self.name.endswith("_end"):
+            return collective
+        return replace(collective, guess="a rank does not come to it in all of an epoch")
+
+    @cached_property
+    def _agreements(self) -> list[Collective]:
+        return [each for each in _of(self.follow({}).events) if each.pairs_with.startswith(_AGREEMENTS)]
+
+    def _by_name(self) -> Iterator[Divergence]:
+        for call, part in self._flow.named:
+            made = self.scope.surroundings.collective(call)
+            if made is not None and made.pairs_with == LOG:
+                yield Divergence(self.name, Kind.NAME, (made,), ast.unparse(part), call.lineno, False)
+
+    def _compared(
+        self, way: Way, other: Way, nodes: Sequence[Branching], by_rank: bool, text: str = ""
+    ) -> Iterator[Divergence]:
+        """What two ways through it differ in. nodes: the tests that make them."""
+        if way.raised or other.raised:
+            return  # that rank ends, and its launcher ends the others
+        missing = _difference(way.events, other.events)
+
+        def divergence(kind: Kind, events: Iterable[Event], node: Branching) -> Divergence:
+            test = _test(node)
+            return Divergence(self.name, kind, _of(events), text or ast.unparse(test), test.lineno, by_rank)
+
+        if not missing and _reordered(way.events, other.events):
+            yield replace(divergence(Kind.BRANCH, way.events, nodes[0]), reordered=True)
+        for node in nodes:
+            inside = [each for each in missing if _inside(each.collective.line, node)]
+            missing = [each for each in missing if each not in inside]
+            if inside:
+                loop = isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension))
+                yield divergence(Kind.LOOP if loop else Kind.BRANCH, inside, node)
+        for each in sorted({*way.exits} ^ {*other.exits}, key=lambda one: ("=" in one.text, one.line)):
+            around = next((one for one in nodes if _inside(each.line, one)), None)
+            if missing and around is not None:
+                yield replace(divergence(Kind.EXIT, missing, around), exit=each.text, exit_line=each.line)
+                return
+
+    def _by_error(self) -> Iterator[Divergence]:
+        for inner in batch_data.own_nodes(self.node):
+            node = inner if isinstance(inner, ast.Try) else suppressing(inner)
+            if node is None or _only_collectives(node.body, self.scope):
+                continue
+            for handler in node.handlers:
+                if not _of_one_rank(handler):
+                    continue
+                usual = self.follow({})
+                for early in (False, True):
+                    caught = self.follow({}, (node, handler, early))
+                    if caught.raised:
+                        break
+                    missing = _difference(usual.events, caught.events)
+                    if missing:
+                        cause = ast.unparse(handler.type) if handler.type else "any error"
+                        yield Divergence(self.name, Kind.ERROR, _of(missing), cause, handler.lineno, False)
+                        break
+
+
+def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
+    """Whether nothing is tried but collectives and what torch makes for them: their errors are all ranks'."""
+    calls = [each for statement in body for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    origins = [scope.surroundings.names.origin(each.func) for each in calls]
+    return any(map(scope.agrees, calls)) and all(
+        scope.agrees(call) or origin.startswith("torch.") or origin in _HARMLESS
+        for call, origin in zip(calls, origins, strict=True)
+    )
+
+
+def _of_one_rank(handler: ast.ExceptHandler) -> bool:
+    """Whether it takes errors that come from one rank's batch or memory, not from what all ranks share."""
+    if handler.type is None:
+        return True
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(dotted(each).rpartition(".")[2] not in _OF_ALL_RANKS for each in types)
+
+
+_OF_ALL_RANKS = frozenset(
+    [
+        *("AssertionError", "AttributeError", "ConnectionError", "FileNotFoundError", "ImportError", "KeyError"),
+        *("KeyboardInterrupt", "LookupError", "ModuleNotFoundError", "NameError", "NotImplementedError", "OSError"),
+        *("StopIteration", "SystemExit", "TimeoutError", "TypeError", "UnicodeDecodeError", "Empty", "Full"),
+    ]
+)
+_HARMLESS = ("float", "getattr", "int", "len")
+
+
+def _difference(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
+    """Those that one way has more often than the other, by their line."""
+    left = []
+    for one, two in ((events, others), (others, events)):
+        too_many = Counter(each.key for each in one) - Counter(each.key for each in two)
+        for each in reversed(one):  # the last of several is the one too many
+            if too_many[each.key]:
+                too_many[each.key] -= 1
+                left.append(each)
+    unique = {(each.collective.name, each.collective.line): each for each in left}
+    return sorted(unique.values(), key=lambda each: each.collective.line)
+
+
+def _reordered(events: Sequence[Event], others: Sequence[Event]) -> bool:
+    """Whether two ways make the same collectives in another order, none of them in a branch."""
+    keys = [[each.key for each in one] for one in (events, others)]
+    return keys[0] != keys[1] and not any(each.guards or each.after for each in events)
+
+
+def _of(events: Iterable[Event]) -> tuple[Collective, ...]:
+    return tuple(dict.fromkeys(each.collective for each in events))
+
+
+def _by_text(tests: Iterable[tuple[ast.expr, Branching]]) -> dict[str, list[Branching]]:
+    """The same test in several places is decided the same way."""
+    found: dict[str, list[Branching]] = {}
+    for test, node in tests:
+        found.setdefault(ast.unparse(test), []).append(node)
+    return found
+
+
+def _test(node: Branching) -> ast.expr:
+    """What decides a branch, or how often a loop goes round."""
+    if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+        return node.iter
+    return node.values[0] if isinstance(node, ast.BoolOp) else node.test
+
+
+def _inside(line: int, node: Branching) -> bool:
+    if isinstance(node, ast.comprehension):  # has no lines
+        return True
+    return node.lineno <= line <= (node.end_lineno or node.lineno)

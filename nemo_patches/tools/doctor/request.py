@@ -1,0 +1,87 @@
+"""The arguments and options of `nemo-patches doctor`: each is one field, with what typer makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from inspect import Parameter
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from nemo_patches.tools.option_words import choice
+
+SEVERITIES = ("note", "warning", "error")
+FORMATS = ("text", "json", "github", "sarif")
+
+_CONFIGS = "Configs (files, folders, patterns, - for the standard input), and Hydra's overrides for all of them."
+_HERE = "As pasted from a training command; relative to this folder, not to the script."
+
+
+def _given(option: Any, default: Any = None) -> Any:
+    return field(default=default, metadata={"typer": option})
+
+
+def _switch(name: str, help_: str, *more: str) -> Any:
+    return _given(typer.Option(name, *more, help=help_), default=False)
+
+
+def _text(*names: str, metavar: str, help_: str, show_default: str = "none") -> Any:
+    return typer.Option(*names, metavar=metavar, help=help_, show_default=show_default)
+
+
+@dataclass(frozen=True)
+class Request:
+    """They, as they were given; in the order of the command's help."""
+
+    arguments: tuple[str, ...] = _given(typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ())
+    patched: bool = _switch("--patched", "Judge the job with nemo_patches on every rank, not stock NeMo.")
+    select: tuple[str, ...] = _given(
+        _text(metavar="RULE", help_="Only these rules: NP101, or NP1 for all that begin so.", show_default="all"), ()
+    )
+    ignore: tuple[str, ...] = _given(_text(metavar="RULE", help_="Not these rules."), ())
+    json: bool = _switch("--json", "For programs.")
+    fix: bool = _switch("--fix", "Print the safe changes as a diff; write nothing.")
+    write: bool = _switch("--write", "With --fix: write them.")
+    ranks: bool = _switch("--ranks", "Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
+    nccl: bool = _switch("--nccl", "With --ranks: also try the job's backend, with collectives of 1 MB.")
+    list_rules: bool = _switch("--list-rules", "Name every rule.")
+    explain: str | None = _given(_text(metavar="RULE", help_="Explain one rule."))
+    severity: str | None = _given(
+        choice(SEVERITIES, help="From which on findings are shown, and count.", show_default="note")
+    )
+    quiet: bool = _switch("--quiet", "One line for each finding, and nothing else.", "-q")
+    output_format: str | None = _given(
+        choice(FORMATS, help="github: annotations of a pull request.", show_default="text")
+    )
+    exit_zero: bool = _switch("--exit-zero", "Exit with 0 in place of 1.")
+    against: str | None = _given(
+        _text(metavar="CONFIG", help_="Also what differs from NeMo's own config (nest, canary, ...) or a file.")
+    )
+    config_path: str | None = _given(_text("--config-path", "-cp", metavar="DIR", help_=_HERE))
+    config_name: str | None = _given(
+        _text("--config-name", "-cn", metavar="NAME", help_="As pasted: the config in that folder.")
+    )
+    config_dir: str | None = _given(
+        _text("--config-dir", "-cd", metavar="DIR", help_="As pasted: where else it may be.")
+    )
+
+
+def parameters() -> Iterator[Parameter]:
+    """Of the function that typer makes the command of."""
+    types = get_type_hints(Request)
+    for each in fields(Request):
+        several = isinstance(each.default, tuple)
+        yield Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            default=None if several else each.default,
+            annotation=Annotated[list[str] | None if several else types[each.name], each.metadata["typer"]],
+        )
+
+
+def made(given: dict[str, Any]) -> Request:
+    """Of what typer hands over for these parameters."""
+    several = {each.name for each in fields(Request) if isinstance(each.default, tuple)}
+    values: Any = {name: tuple(value or ()) if name in several else value for name, value in given.items()}
+    return Request(**values)
