@@ -216,7 +216,7 @@ UPSTREAM_2.4 = encoders/000[13]*.patch conv-asr/*.patch squeezeformer/*.patch
 UPSTREAM_2.5 = $(UPSTREAM_2.4)
 UPSTREAM_2.6 = $(UPSTREAM_2.4)
 UPSTREAM_2.7 = $(UPSTREAM_2.4)
-UPSTREAM_3.0 = encoders/000[134]*.patch conv-asr/*.patch
+UPSTREAM_3.0 = encoders/000[134]*.patch conv-asr/*.patch checkpoint/*.patch
 try_upstream = cd .venv/unpacked/nemo-$1 && GIT_CEILING_DIRECTORIES=$$(cd .. && pwd -P) git apply --check --include='nemo/*' \
 	$(UPSTREAM_$(call series,$1):%=$(CURDIR)/patches/upstream/%)
 
@@ -230,7 +230,8 @@ check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 # The same tests on a NeMo that has the diffs, where nemo_patches is not importable: in tests/, a checkout's root is not on
 # the path. First the core alone (nemo and sync), then with stall. git apply would take paths inside a repository from its
 # root, hence --directory.
-VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py test_uneven_evaluation.py
+VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py test_uneven_evaluation.py \
+	test_checkpoints.py
 test-vendored: $(MATRIX:%=vendored-core-%) $(MATRIX:%=vendored-%)
 
 # $1: the release, $2: a name for the copy, $3: the diffs, $4: which tests.

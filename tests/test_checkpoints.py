@@ -232,6 +232,7 @@ def stock_hangs(rank: int, size: int, folder: str, case: str) -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.apply_only
 @pytest.mark.one_nemo
 def test_stock_hangs(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
@@ -247,6 +248,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     return run_ranks(scenarios, 2, str(tmp_path_factory.mktemp("checkpoints")), limit=300)
 
 
+@pytest.mark.apply_only
 @pytest.mark.parametrize("name", STOCKS)
 def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(name: str, results: list[Result]) -> None:
     for result in results:
@@ -255,6 +257,7 @@ def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(name: s
         assert any(file.endswith(".ckpt") for file in ours)
 
 
+@pytest.mark.apply_only
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_end_with_rank_0s_names(name: str, results: list[Result]) -> None:
     first, second = (result.value[name] for result in results)
@@ -263,12 +266,14 @@ def test_all_ranks_end_with_rank_0s_names(name: str, results: list[Result]) -> N
     assert all_exist, (paths, files)
 
 
+@pytest.mark.apply_only
 def test_ranks_that_find_other_files_take_rank_0s(results: list[Result]) -> None:
     for result in results:
         assert result.value["best not seen"]
         assert result.value["list"] == ["0/a-step=0-b", "0/a-step=1-b"]
 
 
+@pytest.mark.apply_only
 def test_the_status_tells_and_stock_leaves_nemos_function(results: list[Result]) -> None:
     for result in results:
         assert result.value["stock leaves NeMo's"] and result.value["reverted"]
@@ -331,6 +336,7 @@ def named(said: Said) -> bool:
     return any("checkpoints: step 2: not every rank" in line for line in said.lines)
 
 
+@pytest.mark.names_ranks
 def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises(tmp_path: Path) -> None:
     results = run_ranks(late_and_dead, 3, str(tmp_path), dies=(1,))
     for result in (results[0], results[2]):
@@ -342,6 +348,18 @@ def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises(tmp_path: Pat
     assert "wait_for_the_report (tests/test_checkpoints.py" in line
 
 
+def public_report(rank: int, size: int, folder: str) -> list[str]:
+    asr_models.prepare()
+    os.environ.update(NEMOS_OWN)
+    nemo_patches.apply(timeout=60)
+    return [Path(path).name for path in nest(Path(folder)).best_k_models]
+
+
+def test_the_training_of_the_public_reports_ends(tmp_path: Path) -> None:
+    first, second = run_ranks(public_report, 2, str(tmp_path))
+    assert first.value == second.value != []
+
+
 def only_one_agrees(rank: int, size: int, folder: str) -> Any:
     """Rank 1 is as stock: nobody waits for it but once, and not without limit."""
     asr_models.prepare()
@@ -350,6 +368,7 @@ def only_one_agrees(rank: int, size: int, folder: str) -> Any:
     return nemo_patches.status().checkpoints
 
 
+@pytest.mark.apply_only
 def test_beside_a_rank_that_takes_no_part_all_is_as_stock_and_says_so(tmp_path: Path) -> None:
     first, second = run_ranks(only_one_agrees, 2, str(tmp_path))
     assert second.value is None
@@ -377,6 +396,7 @@ def drifted(rank: int, size: int) -> tuple[str, bool]:
     return str(refused.value), vars(nemos_callback())["on_save_checkpoint"] is on_save_checkpoint
 
 
+@pytest.mark.apply_only
 def test_a_callback_that_has_drifted_is_refused_and_said() -> None:
     (result,) = run_ranks(drifted, 1, group=False)
     problem = "NeMoModelCheckpoint.on_save_checkpoint: expected code that reads"

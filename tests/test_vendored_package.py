@@ -86,7 +86,9 @@ def test_a_variable_that_has_no_effect_there_is_said_once(has_stall: bool, vendo
     variables = dict.fromkeys(names, "3") | {"RANK": "5"}
     program = PROGRAM.replace("'nemo_patches', ", "")
     done = run([sys.executable, "-c", program], environment(**variables), cwd=vendored.parent)
-    settings = "SYNC, TIMEOUT, ON_TIMEOUT" + (", CALL_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ON_STALL" * has_stall)
+    settings = "SYNC, TIMEOUT, ON_TIMEOUT, CHECKPOINTS" + (
+        ", CALL_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ON_STALL" * has_stall
+    )
     sentences = [
         "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?",
         f"NEMO_PATCHES_TRACE is not a setting, and has no effect; settings, after NEMO_PATCHES_: {settings}",

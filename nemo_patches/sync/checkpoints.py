@@ -262,7 +262,7 @@ def replacements(owner: type, in_force: Callable[[], bool]) -> dict[str, Callabl
 
         return method
 
-    return {wrapper.__name__: wrapped(wrapper) for wrapper in _WRAPPERS}
+    return {wrapper.__name__: wrapped(wrapper) for wrapper in _WRAPPERS if hasattr(owner, wrapper.__name__)}
 
 
 def setup(original: Any, callback: Any, *args: Any, **more: Any) -> Any:

@@ -22,7 +22,7 @@ _ABOUT = {
     Part.SYNC: f"""\
  sync: {FOLDER}/sync/ and channel/, what NeMo's edited files call: torch and the
  standard library only.
- Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT.
+ Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT, NEMO_PATCHES_CHECKPOINTS.
 """,
     Part.STALL: f"""\
  stall: {FOLDER}/stall/, optional: every rank's log says who is missing from a stalled

@@ -90,6 +90,7 @@ def named(identifier: str) -> Rule:
 def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings:
     """The settings that a job with nemo_patches would have in this environment. Raises DoctorError."""
     try:
+        settings.CHECKPOINTS.value(None, environment)
         return settings.resolve(environment=environment)
     except settings.SettingsError as error:
         raise DoctorError(str(error)) from None
@@ -107,7 +108,8 @@ def examine(
         config = reading.with_overrides(config_files.read(path), overrides)
     except ConfigError as error:
         return Report(str(path), "", (), str(error))
-    job, own = Job(config, patched), suppressions.in_text(config.source.text)
+    agree = patched is not None and settings.CHECKPOINTS.value(None, os.environ) == settings.CHECKPOINTS.default
+    job, own = Job(config, patched, agree), suppressions.in_text(config.source.text)
     everything = checked(job, rules)
     complete = not overrides and patched is None  # with others, other suppressions may be needed
     report = _answered(Report(str(config.source.path), job.headline, everything, config=config), own, project)

@@ -57,10 +57,14 @@ def as_limit(value: Value) -> int | float | None:
 
 @dataclass(frozen=True)
 class Job:
-    """A config, and how it would run: with nemo_patches' settings, or (None) as stock NeMo."""
+    """A config, and how it would run: with nemo_patches' settings, or (None) as stock NeMo.
+
+    ranks_agree: on checkpoints, by nemo_patches.
+    """
 
     config: Config
     settings: Settings | None = None
+    ranks_agree: bool = False
 
     @property
     def patched(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy
 from nemo.collections.asr.parts import nemo_patches as vendored
+from nemo.collections.asr.parts.nemo_patches import CheckpointError as CheckpointError
 from nemo.collections.asr.parts.nemo_patches.sync import length_sync
 from nemo.collections.asr.parts.nemo_patches.sync.settings import Settings, resolve
 

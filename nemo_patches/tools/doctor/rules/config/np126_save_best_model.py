@@ -1,0 +1,40 @@
+"""always_save_nemo with save_best_model: each rank looks for the best model by itself, and may wait there alone.
+
+At each checkpoint a rank that finds the best model's file goes into a barrier, and one that does not goes on. They
+differ where the metric is each rank's own, as val_loss of self-supervised models, since it is in the file's name;
+and where rank 0 has written the file before another rank looks. With nemo_patches all ranks take rank 0's answer.
+Link: https://github.com/NVIDIA-NeMo/Speech/issues/13739
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+BAD = """\
+trainer: {devices: 4}
+exp_manager:
+  checkpoint_callback_params: {monitor: val_loss, always_save_nemo: true, save_best_model: true}
+"""
+GOOD = """\
+trainer: {devices: 4}
+exp_manager:
+  checkpoint_callback_params: {monitor: val_loss, always_save_nemo: false, save_best_model: true}
+"""
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """Also without its own metric: only who is first decides then."""
+    params = ("exp_manager", "checkpoint_callback_params")
+    always, best = (job.config.get((*params, key), False) for key in ("always_save_nemo", "save_best_model"))
+    makes_one = job.config.get(("exp_manager", "create_checkpoint_callback"), True).value is not False
+    if job.several and makes_one and always.value is True and best.value is True and not job.ranks_agree:
+        yield Finding(
+            Severity.WARNING,
+            f"{job.ranks_text} each look for the best model at every checkpoint, and who finds it waits for the others",
+            (always, best),
+            "always_save_nemo: false (the .nemo file is made at the end), or nemo_patches with checkpoints=agreed",
+        )

@@ -1,0 +1,33 @@
+"""max_time: Lightning's timer has all ranks wait for rank 0 after every training batch.
+
+It broadcasts from rank 0 whether the time is over, without a time limit. A rank that is late, or has one batch fewer,
+stalls the others there as well. No length fallback can help there.
+Link: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.Timer.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.NOTE
+BAD = """\
+trainer: {devices: 4, max_time: "00:03:50:00"}
+"""
+GOOD = """\
+trainer: {devices: 4}
+"""
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """exp_manager's own limit makes a timer of the same kind."""
+    for value in (job.trainer("max_time"), job.config.get(("exp_manager", "max_time_per_run"))):
+        if job.several and job.has_trainer and value.value is not None and value.given:
+            yield Finding(
+                Severity.NOTE,
+                f"{value.key} makes {job.ranks_text} wait for each other after every training batch, for a broadcast",
+                (value,),
+                "max_steps or max_epochs, where the scheduler's own limit on time is enough",
+            )

@@ -1,0 +1,29 @@
+"""NP126: always_save_nemo with save_best_model; tests/test_checkpoints.py has the hang, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import NEST, WARNING, found
+
+pytestmark = pytest.mark.one_nemo
+PARAMS = "++exp_manager.checkpoint_callback_params"
+BOTH = (f"{PARAMS}.always_save_nemo=true", f"{PARAMS}.save_best_model=true")
+
+
+def test_both_together_hang_as_stock_and_with_checkpoints_as_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (finding,) = found(tmp_path, "NP126", NEST, *BOTH)
+    assert finding.severity is WARNING
+    assert found(tmp_path, "NP126", NEST, *BOTH, patched=True) == []
+    monkeypatch.setenv("NEMO_PATCHES_CHECKPOINTS", "stock")
+    assert len(found(tmp_path, "NP126", NEST, *BOTH, patched=True)) == 1
+
+
+def test_none_otherwise(tmp_path: Path) -> None:
+    for overrides in (BOTH[:1], BOTH[1:], (*BOTH, "trainer.devices=1")):
+        assert found(tmp_path, "NP126", NEST, *overrides) == []
+    off = "++exp_manager.create_checkpoint_callback=false"
+    assert found(tmp_path, "NP126", NEST, *BOTH, off) == []
