@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 
 from nemo_patches.tools.doctor.collectives import BACKWARD, Collective, Surroundings, dotted
 
@@ -15,6 +16,12 @@ Decisions = Mapping[int, "bool | str"]  # by the id of a node: how its test is d
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
 _LOOPS = ("for ", "while ")  # how their guards begin
 _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
+
+
+@lru_cache(maxsize=20_000)
+def text_of(node: ast.AST) -> str:
+    """The text of an expression; each is asked for on every way through its function."""
+    return ast.unparse(node)
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,10 @@ class Way:
             return self._either(node, node.test, node.body, node.orelse, guards)
         if isinstance(node, (ast.For, ast.AsyncFor)):
             self._expression(node.iter, guards)
-            return self._loop(f"for {ast.unparse(node.iter)}", node, guards)
+            return self._loop(f"for {text_of(node.iter)}", node, guards)
         if isinstance(node, ast.While):
             self._expression(node.test, guards)
-            return self._loop(f"while {ast.unparse(node.test)}", node, guards)
+            return self._loop(f"while {text_of(node.test)}", node, guards)
         if isinstance(node, ast.Try) or type(node).__name__ == "TryStar":
             return self._try(node, guards)  # type: ignore[arg-type]
         if isinstance(node, (ast.With, ast.AsyncWith)):
@@ -111,7 +118,7 @@ class Way:
             return end
         if isinstance(node, ast.Match):
             self._expression(node.subject, guards)
-            ends = [self._branch(case.body, (*guards, ast.unparse(case.pattern))) for case in node.cases]
+            ends = [self._branch(case.body, (*guards, text_of(case.pattern))) for case in node.cases]
             return ends[-1] if ends and all(ends) and ends[-1] is not None else None
         if isinstance(node, ast.Return):
             return self._return(node, node.value, guards)
@@ -134,7 +141,7 @@ class Way:
         nothing = not number and self._without_gradient(node.value)
         if self._runs_backward and nothing and all(guard.startswith(_LOOPS) for guard in guards):
             self._nothing |= set(map(dotted, node.targets))
-            self.exits.append(Exit(ast.unparse(node), node.lineno, guards))
+            self.exits.append(Exit(text_of(node), node.lineno, guards))
         else:
             self._nothing -= set(map(dotted, node.targets))
 
@@ -160,7 +167,7 @@ class Way:
                 isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotIn, ast.NotEq))
             )
             return not negated
-        decided = self.decisions.get(id(node), ast.unparse(test))
+        decided = self.decisions.get(id(node), text_of(test))
         if isinstance(decided, str) and (decided in guards or f"not ({decided})" in guards):
             return decided in guards
         return decided
@@ -300,7 +307,7 @@ class Way:
                 self._expression(generator.iter, guards)
                 if self.decisions.get(id(generator)) is False:
                     return
-                inner = (*inner, f"for {ast.unparse(generator.iter)}")
+                inner = (*inner, f"for {text_of(generator.iter)}")
             values = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
             for value in values:
                 self._expression(value, inner)
