@@ -251,7 +251,7 @@ class _Function:
 
     def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
         """The collectives on the way through it."""
-        way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, caught)
+        way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, self._silent, caught)
         way.walk()
         return way
 
@@ -271,6 +271,10 @@ class _Function:
                 said |= {(loop, one.name, one.line) for one in left}
             if left:
                 yield replace(each, collectives=left)
+
+    @cached_property
+    def _silent(self) -> set[int]:
+        return set()
 
     @cached_property
     def _interesting(self) -> bool:

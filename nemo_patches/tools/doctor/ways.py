@@ -66,6 +66,7 @@ class Way:
     surroundings: Surroundings
     made_by: Callable[[ast.Call], tuple[Collective, ...]]
     decisions: Decisions
+    silent: set[int]  # expressions, by id, in which an open way has found no collective
     caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None
     events: list[Event] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
@@ -283,6 +284,14 @@ class Way:
 
     def _expression(self, node: ast.AST, guards: tuple[str, ...]) -> None:
         """Its calls, in the order in which they are made."""
+        if id(node) in self.silent:
+            return
+        before = len(self.events)
+        self._calls_in(node, guards)
+        if len(self.events) == before and not self.decisions and self.caught is None:
+            self.silent.add(id(node))
+
+    def _calls_in(self, node: ast.AST, guards: tuple[str, ...]) -> None:
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp):
