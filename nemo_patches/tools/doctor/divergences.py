@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import islice
 
 from nemo_patches.tools.doctor import batch_data
 from nemo_patches.tools.doctor.batch_data import Branching, DataFlow
 from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings, dotted
 from nemo_patches.tools.doctor.finding import Severity
 from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
-from nemo_patches.tools.doctor.ways import Decisions, End, Event, Function, Way, suppressing
+from nemo_patches.tools.doctor.ways import Decisions, End, Event, Function, Way, suppressing, text_of
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
@@ -32,7 +33,7 @@ _GUESSES = {
 }
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
-_MOST_TESTS = 200  # of one function
+_MOST_TESTS = 100  # of one function on the rank, and as many on its data; NeMo's largest has 20
 
 
 class Kind(Enum):
@@ -250,7 +251,7 @@ class _Function:
 
     def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
         """The collectives on the way through it."""
-        way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, caught)
+        way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, self._silent, caught)
         way.walk()
         return way
 
@@ -270,6 +271,10 @@ class _Function:
                 said |= {(loop, one.name, one.line) for one in left}
             if left:
                 yield replace(each, collectives=left)
+
+    @cached_property
+    def _silent(self) -> set[int]:
+        return set()
 
     @cached_property
     def _interesting(self) -> bool:
@@ -309,7 +314,7 @@ class _Function:
         ]
 
     def _by_data(self) -> Iterator[Divergence]:
-        tests = [(each.test, each.node) for each in self._flow.tests[:_MOST_TESTS]]
+        tests = [(each.test, each.node) for each in self._flow.tests]
         for text, nodes in _by_text(tests).items():
             yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
             for each in self._compared(yes, no, nodes, False, text):
@@ -441,8 +446,8 @@ def _by_text(tests: Iterable[tuple[ast.expr, Branching]]) -> dict[str, list[Bran
     """The same test in several places is decided the same way."""
     found: dict[str, list[Branching]] = {}
     for test, node in tests:
-        found.setdefault(ast.unparse(test), []).append(node)
-    return found
+        found.setdefault(text_of(test), []).append(node)
+    return dict(islice(found.items(), _MOST_TESTS))
 
 
 def _test(node: Branching) -> ast.expr:

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 
 from nemo_patches.tools.doctor.collectives import BACKWARD, Collective, Surroundings, dotted
 
@@ -15,6 +16,12 @@ Decisions = Mapping[int, "bool | str"]  # by the id of a node: how its test is d
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
 _LOOPS = ("for ", "while ")  # how their guards begin
 _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
+
+
+@lru_cache(maxsize=20_000)
+def text_of(node: ast.AST) -> str:
+    """The text of an expression; each is asked for on every way through its function."""
+    return ast.unparse(node)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Way:
     surroundings: Surroundings
     made_by: Callable[[ast.Call], tuple[Collective, ...]]
     decisions: Decisions
+    silent: set[int]  # expressions, by id, in which an open way has found no collective
     caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None
     events: list[Event] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
@@ -92,10 +100,10 @@ class Way:
             return self._either(node, node.test, node.body, node.orelse, guards)
         if isinstance(node, (ast.For, ast.AsyncFor)):
             self._expression(node.iter, guards)
-            return self._loop(f"for {ast.unparse(node.iter)}", node, guards)
+            return self._loop(f"for {text_of(node.iter)}", node, guards)
         if isinstance(node, ast.While):
             self._expression(node.test, guards)
-            return self._loop(f"while {ast.unparse(node.test)}", node, guards)
+            return self._loop(f"while {text_of(node.test)}", node, guards)
         if isinstance(node, ast.Try) or type(node).__name__ == "TryStar":
             return self._try(node, guards)  # type: ignore[arg-type]
         if isinstance(node, (ast.With, ast.AsyncWith)):
@@ -111,7 +119,7 @@ class Way:
             return end
         if isinstance(node, ast.Match):
             self._expression(node.subject, guards)
-            ends = [self._branch(case.body, (*guards, ast.unparse(case.pattern))) for case in node.cases]
+            ends = [self._branch(case.body, (*guards, text_of(case.pattern))) for case in node.cases]
             return ends[-1] if ends and all(ends) and ends[-1] is not None else None
         if isinstance(node, ast.Return):
             return self._return(node, node.value, guards)
@@ -134,7 +142,7 @@ class Way:
         nothing = not number and self._without_gradient(node.value)
         if self._runs_backward and nothing and all(guard.startswith(_LOOPS) for guard in guards):
             self._nothing |= set(map(dotted, node.targets))
-            self.exits.append(Exit(ast.unparse(node), node.lineno, guards))
+            self.exits.append(Exit(text_of(node), node.lineno, guards))
         else:
             self._nothing -= set(map(dotted, node.targets))
 
@@ -160,7 +168,7 @@ class Way:
                 isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotIn, ast.NotEq))
             )
             return not negated
-        decided = self.decisions.get(id(node), ast.unparse(test))
+        decided = self.decisions.get(id(node), text_of(test))
         if isinstance(decided, str) and (decided in guards or f"not ({decided})" in guards):
             return decided in guards
         return decided
@@ -276,6 +284,14 @@ class Way:
 
     def _expression(self, node: ast.AST, guards: tuple[str, ...]) -> None:
         """Its calls, in the order in which they are made."""
+        if id(node) in self.silent:
+            return
+        before = len(self.events)
+        self._calls_in(node, guards)
+        if len(self.events) == before and not self.decisions and self.caught is None:
+            self.silent.add(id(node))
+
+    def _calls_in(self, node: ast.AST, guards: tuple[str, ...]) -> None:
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp):
@@ -300,7 +316,7 @@ class Way:
                 self._expression(generator.iter, guards)
                 if self.decisions.get(id(generator)) is False:
                     return
-                inner = (*inner, f"for {ast.unparse(generator.iter)}")
+                inner = (*inner, f"for {text_of(generator.iter)}")
             values = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
             for value in values:
                 self._expression(value, inner)
