@@ -73,11 +73,11 @@ unless_first = $(if $(filter $1,$(firstword $(NEMO_VERSIONS))),,and not one_nemo
 # In the files' order: xdist's own puts files of few tests last, and test_both_ways.py, the longest, has the fewest.
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python -m pytest -q -n $(if $(filter $*,$(FIRST)),3,1) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n $(if $(filter $*,$(FIRST)),3,1) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n 4 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
@@ -151,7 +151,7 @@ build-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 # $1: a Python, $2: the folder for its environment, $3: options of pip.
 define test_the_wheel
 	$1 -m venv $2
-	$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis .venv/wheel/dist/*.whl
+	$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis "$$(ls .venv/wheel/dist/*.whl)[tools]"
 	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel tests/doctor $$(grep -l mark.wheel tests/test_*.py)
 endef
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nemo_patches.patching.process_status import Status as Status
     from nemo_patches.patching.targets import DriftError as DriftError
     from nemo_patches.stall.missing_rank import MissingRank as MissingRank
+    from nemo_patches.sync.checkpoints import CheckpointError as CheckpointError
     from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
     from nemo_patches.sync.settings import SettingsError as SettingsError
     from nemo_patches.uneven.agreement import StopTogetherError as StopTogetherError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
     "DriftError",
     "LengthSyncTimeout",
     "MissingRank",
@@ -38,6 +40,7 @@ __all__ = [
 
 # Imported at their first use; the same as above, for type checkers.
 _MODULE_OF = {
+    "CheckpointError": "nemo_patches.sync.checkpoints",
     "DriftError": "nemo_patches.patching.targets",
     "LengthSyncTimeout": "nemo_patches.sync.length_sync",
     "MissingRank": "nemo_patches.stall.missing_rank",
@@ -77,8 +80,10 @@ def apply(
     dump: "str | os.PathLike[str] | None" = None,
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
+    checkpoints: "Literal['agreed', 'stock'] | None" = None,
+    compare: "int | None" = None,
 ) -> None:
-    """Patch NeMo's length syncs in this process; a second call only changes the settings, and says so.
+    """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
     sync: "bounded" (default) waits for the other ranks at most `timeout`; "overlapped" never waits; "local" does not
         communicate. timeout: seconds (default 10), for the wait of one encoder call. on_timeout: "fallback" (default)
@@ -95,6 +100,10 @@ def apply(
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
         are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning's
         trainers that are made from now on have a StopTogether, which leaves batches out (docs/uneven.md). "": none.
+    checkpoints: "agreed" (default): all ranks take rank 0's decisions in NeMo's checkpoint callback, and wait for each
+        other there; CheckpointError where a rank has gone. "stock": each rank decides by what it sees, and may hang.
+    compare: optimizer steps (default 0: never), after each so many of which all ranks' parameters are compared, and the
+        ranks whose parameters differ are named. Give it before the model is wrapped in DDP.
     What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
     It holds for this process, and for those that it forks. One that it spawns (torch.multiprocessing.spawn, Lightning's
@@ -112,7 +121,7 @@ def apply(
     settings = resolve(sync, timeout, on_timeout)
     stall_settings = resolve_stall(call_timeout, stall_timeout, stall_exit, on_stall)
     trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding, dump)
-    uneven_settings = resolve_uneven(metrics, stop_together)
+    uneven_settings = resolve_uneven(metrics, stop_together, checkpoints, compare)
     from nemo_patches.patching import monkeypatch, start_up
 
     hook_installed = start_up.installed()

@@ -1,13 +1,23 @@
-"""`python -m nemo_patches`: the same as the `nemo-patches` command, for a checkout that is not installed."""
+"""`nemo-patches` and `python -m nemo_patches`. What is not installed is one line; the exit code is 2."""
+
+from __future__ import annotations
 
 import sys
 
 from nemo_patches.tools import NEEDED
 
-try:
-    from nemo_patches.cli import main
-except ModuleNotFoundError as error:  # an installed package has brought them
-    print(f"python -m nemo_patches: {error.name} is not installed; needed: {NEEDED}", file=sys.stderr)
-    sys.exit(2)
 
-main()
+def main() -> None:
+    """Run the command that was typed."""
+    try:
+        from nemo_patches import cli
+
+        cli.main()
+    except ModuleNotFoundError as error:
+        lacks = f"{error.name} is not installed for {sys.executable}"
+        print(f"nemo-patches: {lacks}; the commands need: {NEEDED}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

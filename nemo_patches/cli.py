@@ -21,7 +21,6 @@ from rich.console import Console
 
 import nemo_patches as package
 from nemo_patches.sync.settings import Setting, SettingsError
-from nemo_patches.tools import NEEDED
 from nemo_patches.uneven.settings import ALL_SETTINGS, refusals
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
@@ -75,8 +74,19 @@ def nemo_patches(
     """NVIDIA NeMo's encoder length sync, bounded in time."""
 
 
+def _refuse_beside_hang(context: typer.Context) -> None:
+    """A reported hang has its own data, ranks and limits."""
+    from nemo_patches.tools.demo.errors import DemoError
+
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if name != "hang" and source is not None and source.name != "DEFAULT":
+            raise DemoError(f"--{name}={value} is not allowed beside --hang; allowed: --hang alone")
+
+
 @app.command()
 def demo(
+    context: typer.Context,
     manifest: Annotated[
         Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
     ] = None,
@@ -89,13 +99,22 @@ def demo(
         Path | None,
         typer.Option(metavar="FILE.svg", help="Also draw what is printed into this file.", show_default="none"),
     ] = None,
+    hang: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Instead, one of docs/hangs.md, on two ranks.", show_default="none"),
+    ] = None,
 ) -> None:
     """Train stock NeMo and NeMo with nemo_patches on this machine's CPU, the same way, and compare them."""
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.errors import DemoError
+    from nemo_patches.tools.demo.hangs import command as hangs
 
     try:
-        code = command.run(manifest, devices, seconds, record)
+        if hang is not None:
+            _refuse_beside_hang(context)
+            code = hangs.run(hang)
+        else:
+            code = command.run(manifest, devices, seconds, record)
     except DemoError as error:
         typer.echo(f"nemo-patches demo: {error}", err=True)
         code = 2
@@ -272,6 +291,28 @@ def doctor(
             show_default="none",
         ),
     ] = None,
+    config_path: Annotated[
+        str | None,
+        typer.Option(
+            "--config-path",
+            "-cp",
+            metavar="DIR",
+            help="As pasted from a training command; relative to this folder, not to the script.",
+            show_default="none",
+        ),
+    ] = None,
+    config_name: Annotated[
+        str | None,
+        typer.Option(
+            "--config-name", "-cn", metavar="NAME", help="As pasted: the config in that folder.", show_default="none"
+        ),
+    ] = None,
+    config_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--config-dir", "-cd", metavar="DIR", help="As pasted: where else it may be.", show_default="none"
+        ),
+    ] = None,
 ) -> None:
     """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
@@ -298,6 +339,9 @@ def doctor(
         exit_zero,
         against,
         nccl,
+        config_path,
+        config_name,
+        config_dir,
     )
     gc.set_threshold(50_000)  # objects; a large config's trees are no garbage, and 0.4 s of 3 s went on looking at them
     raise typer.Exit(command.carry_out(request))
@@ -400,7 +444,7 @@ def stacks(
 
 
 def main() -> None:
-    """Entry point of the console script. What was typed wrong, or is not installed, is one line; the exit code is 2."""
+    """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is 2."""
     if sys.stdout is None:  # closed, and not everything that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -420,16 +464,11 @@ def main() -> None:
         typer.echo(text, err=True)
     except typer.Abort:
         typer.echo("nemo-patches: aborted", err=True)
-    except ModuleNotFoundError as error:  # an installed package has brought all but torch, NeMo and matplotlib
-        here = f"is not installed for {sys.executable}"
-        typer.echo(f"nemo-patches: {error.name} {here}; nemo_patches itself needs: {NEEDED}", err=True)
+    except ModuleNotFoundError:  # __main__ says it
+        raise
     except ImportError as error:  # it is installed, and cannot be loaded: a library that is not on this machine
         typer.echo(f"nemo-patches: {error}", err=True)
     except OSError as error:  # above all a full disk under standard output: Python's exit code, 1, would be an answer
         typer.echo(f"nemo-patches: {error}", err=True)
         sys.stdout = None  # else Python writes what is left of it at its end, in vain, and says so
     sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

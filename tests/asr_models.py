@@ -9,55 +9,29 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-LABELS = [" ", "a", "b", "c", "d"]
-HIDDEN, FEATURES = 32, 16
+from nemo_patches.tools.demo.hangs import models
+from nemo_patches.tools.demo.hangs.models import (
+    COMMON,
+    CTC,
+    HIDDEN,
+    LABELS,
+    Batches,
+    Stream,
+    batch,
+    loader,
+    made,
+    nest_batch,
+    rnnt,
+)
+
+__all__ = ["LABELS", "Batches", "Stream", "batch", "loader", "nest_batch", "rnnt"]  # for the tests, with what follows
 HANG_S = 6.0  # for which a rank of stock that hangs makes no progress
-_PREPROCESSOR = {
-    "_target_": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
-    "sample_rate": 16000,
-    "features": FEATURES,
-    "n_fft": 512,
-    "window_size": 0.025,
-    "window_stride": 0.01,
-    "normalize": "per_feature",
-    "dither": 0.0,
-    "pad_to": 0,
-}
-_ENCODER = {
-    "_target_": "nemo.collections.asr.modules.ConformerEncoder",
-    "feat_in": FEATURES,
-    "feat_out": -1,
-    "n_layers": 1,
-    "d_model": HIDDEN,
-    "n_heads": 2,
-    "subsampling": "dw_striding",
-    "subsampling_factor": 4,
-    "subsampling_conv_channels": 8,
-    "conv_kernel_size": 5,
-    **dict.fromkeys(("dropout", "dropout_emb", "dropout_pre_encoder", "dropout_att"), 0.0),
-}
-_CTC_DECODER = {
-    "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
-    "feat_in": HIDDEN,
-    "num_classes": len(LABELS),
-    "vocabulary": LABELS,
-}
-_COMMON: dict[str, Any] = {
-    "sample_rate": 16000,
-    "labels": LABELS,
-    "preprocessor": _PREPROCESSOR,
-    "encoder": _ENCODER,
-    "optim": {"name": "sgd", "lr": 1e-4},
-    "log_prediction": False,
-}
 
 
 def ctc(trainer: Any) -> Any:
@@ -68,7 +42,7 @@ def ctc(trainer: Any) -> Any:
         def training_step(self, batch: Any, batch_nb: int) -> Any:
             return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_nb)
 
-    return _made(OfSeveralLoaders, {**_COMMON, "decoder": _CTC_DECODER, "use_cer": True}, trainer)
+    return made(OfSeveralLoaders, CTC, trainer)
 
 
 def ctc_with_bleu(trainer: Any) -> Any:
@@ -92,46 +66,6 @@ def ctc_with_bleu(trainer: Any) -> Any:
     model.bleu = BLEU(model.decoding, log_prediction=False)
     model.bleu.fold_consecutive = True  # in 2.1 to 2.4 it reads that and does not set it
     return model
-
-
-def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
-    """fused: the joint computes WER, sub-batch by sub-batch. hybrid: a CTC decoder, too."""
-    from nemo.collections.asr import models
-
-    prediction = {"pred_hidden": HIDDEN, "pred_rnn_layers": 1, "t_max": None, "dropout": 0.0}
-    joint = {"joint_hidden": HIDDEN, "activation": "relu", "dropout": 0.0}
-    auxiliary = {
-        "ctc_loss_weight": 0.3,
-        "use_cer": True,
-        "ctc_reduction": "mean_batch",
-        "decoder": _CTC_DECODER,
-        "decoding": {"strategy": "greedy"},
-    }
-    config = {
-        **_COMMON,
-        "compute_eval_loss": False,
-        "use_cer": True,
-        "model_defaults": {"enc_hidden": HIDDEN, "pred_hidden": HIDDEN, "joint_hidden": HIDDEN},
-        "decoder": {
-            "_target_": "nemo.collections.asr.modules.RNNTDecoder",
-            "normalization_mode": None,
-            "random_state_sampling": False,
-            "blank_as_pad": True,
-            "prednet": prediction,
-        },
-        "joint": {
-            "_target_": "nemo.collections.asr.modules.RNNTJoint",
-            "log_softmax": None,
-            "preserve_memory": False,
-            "fuse_loss_wer": fused,
-            "fused_batch_size": 2,
-            "jointnet": joint,
-        },
-        "decoding": {"strategy": "greedy", "greedy": {"max_symbols": 2}},
-        "loss": {"loss_name": "default"},
-        **({"aux_ctc": auxiliary} if hybrid else {}),
-    }
-    return _made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
 
 
 def aed(trainer: Any) -> Any:
@@ -173,7 +107,7 @@ def aed(trainer: Any) -> Any:
         create_spt_model(str(text), 7, -1, False, tokenizer_type="char", output_dir=str(english))
         folders = {"spl_tokens": special, "en": english}
         config = {
-            **{name: _COMMON[name] for name in ("sample_rate", "preprocessor", "encoder", "optim")},
+            **{name: COMMON[name] for name in ("sample_rate", "preprocessor", "encoder", "optim")},
             "prompt_format": "canary",
             "model_defaults": dict.fromkeys(("asr_enc_hidden", "lm_enc_hidden", "lm_dec_hidden"), HIDDEN),
             "tokenizer": {
@@ -190,48 +124,14 @@ def aed(trainer: Any) -> Any:
             "decoding": {"strategy": "beam", "beam": {"beam_size": 1, "max_generation_delta": 5}},
             "loss": {"_target_": "nemo.collections.common.losses.smoothed_cross_entropy.SmoothedCrossEntropyLoss"},
         }
-        model = _made(OfPlainBatches, config, trainer)
+        model = made(OfPlainBatches, config, trainer)
     model.wer.use_cer = True
     return model
 
 
-def _made(owner: type, config: dict[str, Any], trainer: Any) -> Any:
-    from omegaconf import OmegaConf
-
-    torch.manual_seed(0)
-    return owner(cfg=OmegaConf.create(config), trainer=trainer)
-
-
-def batch(seed: int, size: int = 2) -> tuple[torch.Tensor, ...]:
-    """Signals, their lengths, tokens, their lengths."""
-    chance = torch.Generator().manual_seed(seed)
-    samples = 4000 + 800 * (seed % 3)
-    signals = 0.1 * torch.randn(size, samples, generator=chance)
-    tokens = torch.randint(1, len(LABELS), (size, 4), generator=chance)
-    return signals, torch.full((size,), samples), tokens, torch.full((size,), 4)
-
-
-class Batches(Dataset[Any]):
-    """With a length, like most of NeMo's; each item is a whole batch."""
-
-    def __init__(self, seeds: range) -> None:
-        self.seeds = seeds
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return batch(self.seeds[index])
-
-
-class Stream(IterableDataset[Any]):
-    """Without a length, as Lhotse's and people's own; with `announced`, one that is a guess, as of tarred data."""
-
-    def __init__(self, seeds: range, size: int = 2) -> None:
-        self.seeds, self.size = seeds, size
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch(seed, self.size) for seed in self.seeds)
+def nest(trainer: Any) -> Any:
+    """NeMo's self-supervised model; it takes the batches of `nest_batch`."""
+    return models.nest(trainer, SimpleNamespace(folder=Path("/nowhere"), rank=0))
 
 
 class TarredStream(Stream):
@@ -241,10 +141,6 @@ class TarredStream(Stream):
 
     def __len__(self) -> int:
         return self.announced
-
-
-def loader(dataset: Any, **settings: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size=None, **settings)
 
 
 def trainer_of(callbacks: Any = (), **settings: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from interpreters import as_ordinary_user, environment, run
 
 import nemo_patches
-from nemo_patches import cli
+from nemo_patches import __main__
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -26,7 +26,7 @@ def typed(
     """Exit code, standard output and standard error of a command line."""
     monkeypatch.setattr(sys, "argv", ["nemo-patches", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        __main__.main()
     output, error = capsys.readouterr()
     assert "Traceback" not in error
     return ended.value.code, output, error
@@ -43,7 +43,7 @@ def test_every_help_says_the_defaults_and_the_choices(
     options = [" ".join(text.split()) for text in re.split(r"\n  (?=-)", output.partition("Options:")[2])[1:]]
     with_value = [text for text in options if re.match(r"--[a-z-]+ (<|\[|[A-Z]+(\.svg)? )", text)]
     assert [text for text in with_value if "[default: " not in text and "[required]" not in text] == []
-    assert len(with_value) == {"demo": 4, "run": 14, "status": 0, "diff": 2, "doctor": 6, "diagnose": 4}[command]
+    assert len(with_value) == {"demo": 5, "run": 16, "status": 0, "diff": 2, "doctor": 6, "diagnose": 4}[command]
     assert not re.search(r"<(str|int|float)", output)
 
 
@@ -193,3 +193,15 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
     assert (tmp_path / "kept.yaml").read_text() == config
     for name in modes:
         (tmp_path / name).chmod(0o755)
+
+
+def test_a_hang_of_an_unknown_name_is_refused_with_the_names_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, output, error = typed(capsys, monkeypatch, "demo", "--hang", "nest")
+    assert (code, output) == (2, "")
+    assert error.startswith("nemo-patches demo: --hang=nest is not allowed; allowed: length-sync, ")
+    assert error.count("\n") == 1 and ", nest-checkpoint, " in error
+    code, output, error = typed(capsys, monkeypatch, "demo", "--hang", "nest-checkpoint", "--devices", "2")
+    assert (code, output) == (2, "")
+    assert error == "nemo-patches demo: --devices=2 is not allowed beside --hang; allowed: --hang alone\n"

@@ -53,7 +53,7 @@ class Truth:
 ALL = tuple(range(RANKS))
 TRUTHS = {
     "healthy": Truth([steps(12) + evaluation(4) + steps(6) + OUT] * RANKS, "", ()),
-    "stuck before": Truth(three(steps(20), [], steps(1)), ids.BEFORE_ENCODER, (2,)),
+    "stuck before": Truth(three(steps(20), [], steps(1)), ids.MISSING_RANK, (2,)),
     "killed": Truth(three(steps(20), [Killed()], steps(2)), ids.KILLED, (2,)),
     "ended": Truth(three(steps(20), OUT, steps(2)), ids.ENDED, (2,)),
     "one inside": Truth(three(steps(20), [Call(stuck="layers")], steps(1)), ids.SOME_INSIDE, (2,)),

@@ -16,7 +16,6 @@ from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import CRITICAL
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.tools.diagnose.judge import rule
-from nemo_patches.tools.diagnose.sources import traces
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -98,7 +97,7 @@ def test_no_cut_of_a_fault_free_job_is_critical(seed: int, tmp_path: Path) -> No
         if number % 2:  # its processes run: this is while it does
             job.alive, job.ago = set(silent), silent
         evidence = Evidence()
-        report = traces.read(job, evidence)
+        report = diagnose(job, evidence)
         for findings in (report.findings, rule(evidence).findings):
             assert not [one for one in findings if one.severity == CRITICAL], (seed, at, findings)
 

@@ -268,16 +268,16 @@ def diagnosed(folder: Path) -> Report:
 @pytest.mark.parametrize(
     ("name", "finding", "ranks", "call", "phase", "said"),
     [
-        ("loader", ids.BEFORE_ENCODER, (1,), 3, "", "read_audio (tests/test_stall_reports.py:"),
-        ("workers", ids.BEFORE_ENCODER, (1,), 3, "", "_try_get_data (torch/utils/data/dataloader.py:"),
-        ("loop", ids.BEFORE_ENCODER, (1,), 3, "", "endless_loop (tests/test_stall_reports.py:"),
+        ("loader", ids.MISSING_RANK, (1,), 3, "", "read_audio (tests/test_stall_reports.py:"),
+        ("workers", ids.MISSING_RANK, (1,), 3, "", "_try_get_data (torch/utils/data/dataloader.py:"),
+        ("loop", ids.MISSING_RANK, (1,), 3, "", "endless_loop (tests/test_stall_reports.py:"),
         ("gil", ids.SILENT, (1,), 0, "", ""),  # the writer's thread may not have had the lock since call 1
         ("stopped", ids.SILENT, (1,), 3, "", ""),
         ("pre_encode", ids.SOME_INSIDE, (1,), 3, ids.PRE_ENCODE, ""),
         ("layers", ids.SOME_INSIDE, (1,), 3, ids.LAYERS, ""),
         ("all", ids.ALL_INSIDE, (0, 1, 2), 3, ids.LAYERS, ""),
         ("raises", ids.EXCEPTION, (1,), 3, "", "no such audio"),
-        ("outside", ids.BEFORE_ENCODER, (1,), 3, "", "not in the collective that ranks 0, 2 wait in"),
+        ("outside", ids.MISSING_RANK, (1,), 3, "", "not in the collective that ranks 0, 2 wait in"),
     ],
 )
 def test_the_verdict_while_it_hangs(
@@ -312,7 +312,7 @@ def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(folder: Path,
         trace.write(records.encode(records.Stopped(last + 1, "revert()")))
     report = diagnosed(tmp_path / "stopped")
     assert [(one.id, one.ranks) for one in report.findings][:1] == [(ids.MISSING_RANK, (1,))]
-    assert "it is elsewhere: " in report.verdict and "read_audio (tests/test_stall_reports.py:" in report.verdict
+    assert "it is in " in report.verdict and "read_audio (tests/test_stall_reports.py:" in report.verdict
     assert "its trace was stopped: revert()" in report.verdict
 
 
@@ -390,12 +390,12 @@ def end_when_these_have(others: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("way", "broadcast_buffers", "finding", "said"),
     [
-        ("late", True, ids.BEFORE_ENCODER, "Rank 1 "),  # who waits in DDP's broadcast, and who is past it, may differ
-        ("late", False, ids.BEFORE_ENCODER, "Rank 1 has not entered training call 4"),
-        ("killed", True, ids.KILLED, "Rank 1 was killed or crashed after training call 3"),
-        ("killed", False, ids.KILLED, "Rank 1 was killed or crashed after training call 3"),
-        ("raised", True, ids.EXCEPTION, "Rank 1 raised ValueError outside the encoder, after call 3"),
-        ("raised", False, ids.EXCEPTION, "Rank 1 raised ValueError outside the encoder, after call 3"),
+        ("late", True, ids.MISSING_RANK, "Rank 1 "),  # who waits in DDP's broadcast, and who is past it, may differ
+        ("late", False, ids.MISSING_RANK, "Rank 1 has not entered training call 4"),
+        ("killed", True, ids.KILLED, "it was killed or crashed after training call 3"),
+        ("killed", False, ids.KILLED, "it was killed or crashed after training call 3"),
+        ("raised", True, ids.EXCEPTION, ", outside the encoder, after call 3"),
+        ("raised", False, ids.EXCEPTION, ", outside the encoder, after call 3"),
     ],
 )
 def test_after_the_job_has_died_the_first_to_go_is_to_blame(

@@ -19,7 +19,7 @@ from nemo_patches.tools.doctor.rules import all_rules
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-# What NeMo's own NEST config has of this, comments and uneven spaces included.
+# What NeMo's own NEST config has of this, comments and uneven spaces included; the switch decides about NP102.
 STOCK = """\
 # NEST pre-training
 name: nest
@@ -27,6 +27,7 @@ name: nest
 model:
   train_ds:
     manifest_filepath: ???   # yours
+    batch_size: 8
     num_workers: 8
     max_duration: 60.0
   preprocessor:
@@ -35,6 +36,7 @@ model:
     _target_: nemo.collections.asr.modules.ConformerEncoder
     pos_emb_max_len:  5000    # frames
     n_layers: 17
+    sync_max_audio_length: ???
 
 trainer:
     # all of them
@@ -68,9 +70,9 @@ def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
         f"{path}: judged as stock NeMo; strategy ddp; 4 ranks; 1 encoder with a length sync; 1 data set\n"
         in done.stdout
     )
-    assert f"{path}:13: NP102 warning: model.encoder (ConformerEncoder): an input may have 6016 frames" in done.stdout
-    assert "    read: model.encoder.sync_max_audio_length: true (NOT SET, the default); " in done.stdout
-    assert "model.encoder.pos_emb_max_len: 5000 (line 13)" in done.stdout
+    assert f"{path}:16: NP102 warning: model.encoder (ConformerEncoder): an input may have 6016 frames" in done.stdout
+    assert "    read: model.encoder.sync_max_audio_length: not known before the job runs (line 16); " in done.stdout
+    assert "model.encoder.pos_emb_max_len: 5000 (line 14)" in done.stdout
     assert "    instead: pos_emb_max_len: 6016" in done.stdout
     assert "https://github.com/NVIDIA-NeMo/Speech/pull/3304" in done.stdout
     assert f"{path}: NP101: notes that nearly every config gets; --severity note shows them\n" in done.stdout
@@ -95,7 +97,7 @@ def test_overrides_and_several_configs(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "doctor", str(clean), str(tmp_path / "no.yaml"), str(stock), path=(CHECKOUT,))
     assert done.returncode == 2
     assert done.stderr == f"nemo-patches doctor: {tmp_path / 'no.yaml'}: No such file or directory\n"
-    assert f"{stock}:13: NP102" in done.stdout
+    assert f"{stock}:16: NP102" in done.stdout
 
 
 def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
@@ -190,10 +192,10 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (finding["rule"], finding["severity"], finding["line"], finding["safe_change"]) == (
         "NP102",
         "warning",
-        13,
+        16,
         True,
     )
-    room = {"key": "model.encoder.pos_emb_max_len", "value": 5000, "known": True, "origin": "line 13"}
+    room = {"key": "model.encoder.pos_emb_max_len", "value": 5000, "known": True, "origin": "line 14"}
     assert room in finding["read"]
 
 
@@ -210,10 +212,10 @@ def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, STOCK)
-    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false")
+    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false")
     assert code == 1
     assert "NP102 error" in out
-    code, out, _ = doctor(capfd, path, "+model.encoder.sync_max_audio_length=false", patched=True)
+    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false", patched=True)
     assert code == 0
     assert "judged with nemo_patches" in out
     monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "soon")
@@ -262,7 +264,7 @@ def test_severity_is_what_is_shown_and_what_counts(tmp_path: Path, capfd: pytest
     path = write(tmp_path, STOCK)
     code, out, _ = doctor(capfd, path, severity="note")
     assert code == 1
-    assert f"{path}:12: NP101 note: " in out
+    assert f"{path}:13: NP101 note: " in out
     assert "nearly every config" not in out
     code, out, _ = doctor(capfd, path, severity="warning")
     assert code == 1
@@ -284,7 +286,7 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
     assert out.count("    why: ") == 1
     assert out.endswith("2 configs: 2 warnings, 2 notes\n")
     code, out, _ = doctor(capfd, *paths, quiet=True)
-    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:13", "NP102 warning"] for path in paths]
+    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:16", "NP102 warning"] for path in paths]
     assert doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2  # what cannot be read is no finding
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
@@ -315,7 +317,7 @@ def test_folders_patterns_and_the_standard_input(
         monkeypatch.setattr("sys.stdin", file)
         code, out, _ = doctor(capfd, "-", quiet=True)
     assert code == 1
-    assert out.startswith("<stdin>:13: NP102 warning: ")
+    assert out.startswith("<stdin>:16: NP102 warning: ")
     code, _, err = doctor(capfd, "-", fix=True, write=True)
     assert code == 2
     assert "the standard input cannot be written" in err
@@ -328,17 +330,21 @@ def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFi
     name = str(path).replace("%", "%25").replace(",", "%2C")
     first, second, third = out.splitlines()
     assert first.startswith(
-        f"::warning file={name},line=13,title=NP102::model.encoder (ConformerEncoder): an input may"
+        f"::warning file={name},line=16,title=NP102::model.encoder (ConformerEncoder): an input may"
     )
-    assert second.startswith(f"::notice file={name},line=12,title=NP101::")
+    assert second.startswith(f"::notice file={name},line=13,title=NP101::")
     assert third == f"::error file={tmp_path / 'no.yaml'}::{tmp_path / 'no.yaml'}: No such file or directory"
     _, out, _ = doctor(capfd, path, tmp_path / "no.yaml", output_format="sarif")
     (run,) = json.loads(out)["runs"]
     assert run["invocations"][0]["executionSuccessful"] is False
     result = run["results"][0]
     assert (result["ruleId"], result["level"]) == ("NP102", "warning")
-    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 13}
-    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {rule.identifier for rule in all_rules()}
+    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 16}
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert set(rules) == {rule.identifier for rule in all_rules()}
+    assert rules["NP102"]["helpUri"] == "https://github.com/NVIDIA-NeMo/Speech/pull/3304"
+    assert all(rule.get("helpUri", "https://").startswith("https://") for rule in rules.values())
+    assert rules["NP004"]["help"]["text"].endswith(" docs/doctor.md")  # which has no address
     code, out, _ = doctor(capfd, path, output_format="json")
     assert json.loads(out)[0]["suppressed"] == 0
     for options in ({"output_format": "xml"}, {"output_format": "sarif", "fix": True}, {"json": True, "fix": True}):
@@ -350,7 +356,7 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = [rule for rule in all_rules() if rule.about == "config"]
-    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004"}
+    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004", "NP005"}
     monkeypatch.chdir(tmp_path)
     for name, lines in (("three_lines.json", 3), ("four_lines.json", 4)):  # NP109 counts them
         write(tmp_path, "{}\n" * lines, name)
@@ -369,7 +375,7 @@ def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: py
     assert code == 0
     assert f"{path}: " in out
     assert "settings that matter differ from nest\n" in out
-    assert "    model.train_ds.max_duration: 40.0 (line 8); there: 60.0\n" in out
+    assert "    model.train_ds.max_duration: 40.0 (line 9); there: 60.0\n" in out
     assert "    trainer.sync_batchnorm: not set; there: True\n" in out
     assert "    model.encoder.dropout_emb: not set; there: 0.0\n" in out
     assert "pos_emb_max_len" not in out  # is the same
@@ -401,15 +407,60 @@ def test_fix_prints_a_diff_and_writes_only_when_told(tmp_path: Path, capfd: pyte
     changed = [line for line in out.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert changed == ["-    pos_emb_max_len:  5000    # frames", "+    pos_emb_max_len:  6016    # frames"]
     assert path.read_text() == STOCK
-    _, again, err = fix(capfd, path, write=True)
-    assert again == out
-    assert err == f"nemo-patches doctor: {path}: written\n"
+    code, again, err = fix(capfd, path, write=True)
+    assert (code, again) == (0, out)  # all is mended
+    assert err == f"nemo-patches doctor: {path}: written\nnemo-patches doctor: nothing but notes left\n"
     assert path.read_text() == STOCK.replace("5000", "6016")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert os.listdir(tmp_path) == ["nest.yaml"]
     code, out, err = fix(capfd, path, write=True)
     assert (code, out) == (0, "")
     assert "no safe change to make" in err
+
+
+def test_what_is_written_leaves_the_exit_code_of_what_is_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, STOCK + "    precision: float\n")
+    code, _, err = fix(capfd, path, write=True)
+    assert code == 1
+    assert err.endswith("nemo-patches doctor: 1 finding left\n")
+    assert fix(capfd, path, write=True)[0] == 1  # nothing to write
+
+
+def test_the_options_of_a_training_command_may_be_pasted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    path = write(tmp_path / "conf", STOCK)
+    monkeypatch.chdir(tmp_path)
+    for given in (
+        {"config_path": "conf", "config_name": "nest"},
+        {"config_path": str(path.parent), "config_name": "nest.yaml"},
+        {"config_path": "elsewhere", "config_dir": "conf", "config_name": "nest"},
+    ):
+        code, out, _ = doctor(capfd, "trainer.devices=8", **given)
+        assert (code, "NP102 warning" in out, "8 ranks" in out) == (1, True, True)
+    for given in ({"config_path": "../conf", "config_name": "nest"}, {"config_path": "conf"}, {"config_name": "nest"}):
+        code, out, err = doctor(capfd, "trainer.devices=8", **given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "--config-name" in err
+    command_line = ["--config-path=conf", "--config-name", "nest", "trainer.devices=1"]
+    for options in (command_line, ["-cp", "conf", "-cn=nest", "trainer.devices=1"]):
+        done = python("-m", "nemo_patches", "doctor", *options, path=(CHECKOUT,))
+        assert done.returncode == 0, done
+
+
+def test_the_hook_of_pre_commit_runs_as_it_says(tmp_path: Path) -> None:
+    import yaml
+
+    (hook,) = yaml.safe_load((CHECKOUT / ".pre-commit-hooks.yaml").read_text())
+    name, *options = hook["entry"].split()
+    assert (name, hook["language"], hook["additional_dependencies"]) == ("nemo-patches", "python", [".[tools]"])
+    path = write(tmp_path, STOCK)
+    done = python("-m", "nemo_patches", *options, str(path), path=(CHECKOUT,))
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1), done
+    assert f"id: {hook['id']}" in (CHECKOUT / "docs" / "doctor.md").read_text()
 
 
 LHOTSE = """\

@@ -155,6 +155,6 @@ def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
 def test_the_picture_shows_what_its_caption_says(tmp_path: Path) -> None:
     write(tmp_path, program_of_the_documents("stalled_job").schedules())
     findings = {finding.id: finding for finding in diagnose(Folder(tmp_path).read()).findings}
-    stuck, late = findings[ids.BEFORE_ENCODER], findings[ids.LATE]
+    stuck, late = findings[ids.MISSING_RANK], findings[ids.LATE]
     assert (stuck.ranks, stuck.call, late.ranks, late.call) == ((5,), 71, (5,), 38)
     assert all(number in README.read_text(encoding="utf-8") for number in ("Rank 5 of 8", "call 38", "call 71"))

@@ -125,7 +125,7 @@ def test_the_verdict_where_only_the_waiting_rank_has_dumped(dumped: Path, tmp_pa
         file.unlink()
     first = diagnosed(tmp_path / "one").findings[0]
     assert (first.id, first.ranks, first.call) == (ids.MISSING_RANK, (1,), 4)
-    assert "Rank 1 is missing, say the stall reports: it is elsewhere: " in first.text
+    assert "Rank 1 has not entered training call 4 " in first.text
     assert "read_audio (tests/test_stall_reports.py:" in first.text
     assert "waited in vain for its round: rank 0" in first.evidence
 
@@ -133,7 +133,7 @@ def test_the_verdict_where_only_the_waiting_rank_has_dumped(dumped: Path, tmp_pa
 @pytest.mark.parametrize(
     ("name", "finding", "ranks", "said"),
     [
-        ("before", ids.BEFORE_ENCODER, (1,), "read_audio (tests/test_stall_reports.py:"),
+        ("before", ids.MISSING_RANK, (1,), "read_audio (tests/test_stall_reports.py:"),
         ("layers", ids.SOME_INSIDE, (1,), "in its layers"),
         ("collective", ids.OUTSIDE, (0, 1), "in_a_collective (tests/test_dump.py:"),
     ],

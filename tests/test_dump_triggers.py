@@ -105,11 +105,11 @@ os._exit(0)  # without a store, without rank 1
 @pytest.mark.parametrize(
     ("failure", "finding", "text"),
     [
-        ("encoder(100, ValueError('no such audio'))", ids.EXCEPTION, "Rank 1 raised ValueError in call 4 of Encoder"),
+        ("encoder(100, ValueError('no such audio'))", ids.EXCEPTION, "in call 4 of Encoder"),
         (
             "raise ValueError('no such audio')",
             ids.EXCEPTION,
-            "Rank 1 raised ValueError outside the encoder, after call 3",
+            "outside the encoder, after call 3 of Encoder",
         ),
     ],
     ids=["inside the encoder", "outside"],

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_patches.channel.extremes import packed, unpacked
 from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.uneven import even_loader
-from nemo_patches.uneven.agreement import Agreement, StopTogetherError
+from nemo_patches.uneven.agreement import Agreement, Place, StopTogetherError
 from nemo_patches.uneven.even_loader import EvenLoader
-from nemo_patches.uneven.extremes import Place, packed, unpacked
 
 pytestmark = pytest.mark.one_nemo
 LIMIT_S = 60.0

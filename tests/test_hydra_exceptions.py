@@ -112,11 +112,7 @@ def diagnosed(folder: Path) -> Report:
 def names(report: Report, place: str, culprit: int) -> bool:
     kind, message = RAISED[place]
     first = report.findings[0]
-    return (
-        (first.id, first.ranks) == (ids.EXCEPTION, (culprit,))
-        and f"raised {kind} " in first.text
-        and (f": {message}" in first.text)
-    )
+    return (first.id, first.ranks) == (ids.EXCEPTION, (culprit,)) and f"raised {kind}: {message}" in first.text
 
 
 @pytest.mark.parametrize("name", [name for name, (_, place, _) in JOBS.items() if place in RAISED])

@@ -60,6 +60,7 @@ EXPECTED = {
         r"rank 0 .*has no heartbeat: its process has gone", (0,), ((0, -signal.SIGKILL),)
     ),
     "ports are blocked": Expected(READS),
+    "ports are blocked, and the store goes": Expected(READS),
     "the root is stopped": Expected(r"rank 0 \(.*\) has no heartbeat: stopped", (0,), ((0, -signal.SIGKILL),)),
     "an inner rank is stopped": Expected(r"rank 1 \(.*\) has no heartbeat: stopped", (1,), ((1, -signal.SIGKILL),)),
 }

@@ -142,4 +142,4 @@ def test_a_checkout_without_the_commands_requirements_says_what_to_install(modul
     done = run([sys.executable, "-c", program], environment())
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "is not installed; needed: pip install typer rich" in line
+    assert "; the commands need: pip install typer rich" in line

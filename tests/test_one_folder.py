@@ -59,7 +59,7 @@ def traces_of_a_stuck_rank(folder: Path) -> Path:
 def test_a_log_says_why_a_rank_of_the_traces_did_not_come(tmp_path: Path) -> None:
     traces_of_a_stuck_rank(tmp_path)
     alone = diagnosed(tmp_path)
-    assert (alone["findings"][0]["id"], alone["findings"][0]["ranks"]) == (ids.BEFORE_ENCODER, [2])
+    assert (alone["findings"][0]["id"], alone["findings"][0]["ranks"]) == (ids.MISSING_RANK, [2])
     (tmp_path / "train.log").write_text(KEY_ERROR)
     both = diagnosed(tmp_path)
     first = both["findings"][0]

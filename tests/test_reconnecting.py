@@ -22,8 +22,8 @@ from light_ranks import LONG, SOON_S, Exit, Rank, listeners, reset_some, run
 from ranks import wait_until
 
 from nemo_patches.channel import keys, links, tree
+from nemo_patches.channel.extremes import ExtremesRounds
 from nemo_patches.channel.side_channel import RoundFailed
-from nemo_patches.uneven.extremes import ExtremesRounds
 
 SHORT = timedelta(seconds=0.4)
 LEAF, INNER, ROOT = 4, 1, 0  # 0 -> 1, 2; 1 -> 3, 4; 2 -> 5, 6

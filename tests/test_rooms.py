@@ -42,6 +42,7 @@ def module(path: Path) -> str:
 
 
 MODULES = {module(path) for path in FILES}
+TRAINING_NEEDS = {"torch", "lightning", "wrapt"}
 
 
 def room(path: Path) -> str:
@@ -97,6 +98,14 @@ def test_imports_are_relative_where_the_diffs_carry_them_and_nowhere_else(path: 
         if isinstance(node, ast.ImportFrom):
             ours = (node.module or "").startswith("nemo_patches")
             assert (not ours) if carried else node.level == 0, ast.unparse(node)
+
+
+@each_file
+def test_training_needs_wrapt_alone(path: Path) -> None:
+    """What the commands need is the extra `tools`."""
+    if room(path) != "tools":
+        others = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
+        assert others <= {"nemo_patches", "nemo", *TRAINING_NEEDS, ""}
 
 
 def test_there_is_no_import_circle() -> None:

@@ -13,7 +13,7 @@ import torch
 from interpreters import CHECKOUT, LAUNCHER, python
 
 import nemo_patches
-from nemo_patches.patching.targets import METRIC_TARGETS, TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS, TARGETS
 
 
 def status(*arguments: str, path: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def test_it_tells_what_apply_would_do() -> None:
         assert would == {*done.patched, *later}
     finally:
         nemo_patches.revert()
-    assert {target["target"] for target in found["targets"]} == {str(target) for target in TARGETS}
+    assert {target["target"] for target in found["targets"]} == {str(one) for one in (*TARGETS, *CHECKPOINT_TARGETS)}
     assert found["versions"]["nemo"] == nemo.package_info.__shortversion__
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["nemo_patches"] == nemo_patches.__version__
@@ -63,13 +63,14 @@ def test_it_prints_the_same_for_a_person() -> None:
 
 def test_deferred_metrics_have_targets_of_their_own(tmp_path: Path) -> None:
     found = report(0, (CHECKOUT,), NEMO_PATCHES_METRICS="deferred")
-    assert {target["target"] for target in found["targets"]} == {str(one) for one in (*TARGETS, *METRIC_TARGETS)}
+    targets = (*TARGETS, *CHECKPOINT_TARGETS, *METRIC_TARGETS)
+    assert {target["target"] for target in found["targets"]} == set(map(str, targets))
     deferring = [target for target in found["targets"] if "epoch" in target["target"]]
     assert all(target["file"] and not target["problem"] for target in deferring)
     path = checkout_of_nemo(tmp_path, "2.7.9")
     assert report(0, (CHECKOUT, path))["reasons"] == []
     found = report(1, (CHECKOUT, path), NEMO_PATCHES_METRICS="deferred")
-    assert found["state"] == "on" and "but the metrics are as in stock" in found["answer"]
+    assert found["state"] == "on" and "but the metrics: as in stock NeMo" in found["answer"]
     reasons = found["reasons"]
     assert "ModelPT.on_test_epoch_end: this NeMo has no nemo.core.classes.modelPT" in reasons
     assert "WER.compute: this NeMo has no nemo.collections.asr.metrics.wer" in reasons

@@ -164,7 +164,8 @@ def test_the_first_by_the_hosts_clock_and_all_that_raised_the_same_at_one_place(
     (one_host := tmp_path / "one host").mkdir()
     report = job(one_host, {3: first, 1: alike, 0: (1002.5, 1.0, "OSError", elsewhere)})
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.EXCEPTION, (1, 3)), report.verdict
-    assert report.findings[0].text.startswith("Ranks 1, 3 raised OSError outside the encoder, after call 1")
+    text = report.findings[0].text
+    assert text.startswith("Ranks 1, 3 raised OSError") and "], outside the encoder, after call 1" in text
     (hosts := tmp_path / "hosts").mkdir()
     report = job(hosts, {3: first, 0: (999.0, 9.0, "ValueError", elsewhere)}, host="node{rank}")
     assert report.findings[0].ranks == (0,), report.verdict  # their clocks cannot be compared: by call, then by rank

@@ -10,10 +10,10 @@ from simulated_traces import Away, Call, Event, Exit, Gradients, Killed, Setup, 
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.facts import (
     CUT,
     ENDED,
-    GONE,
     RAISED,
     TERMINATED,
     Evidence,
@@ -25,7 +25,6 @@ from nemo_patches.tools.diagnose.facts import (
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Report
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.tools.diagnose.judge import rule
-from nemo_patches.tools.diagnose.sources import traces
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -37,7 +36,7 @@ JOBS = 150
 
 def read(folder: Path) -> tuple[Report, Evidence]:
     evidence = Evidence()
-    return traces.read(Folder(folder).read(), evidence), evidence
+    return diagnose(Folder(folder).read(), evidence), evidence
 
 
 def fates(evidence: Evidence, own: bool = True) -> dict[int, str]:
@@ -50,7 +49,7 @@ def test_how_each_rank_ended_and_where_that_found_it(tmp_path: Path) -> None:
     file = sorted(tmp_path.iterdir())[2]
     file.write_bytes(file.read_bytes() + SIGTERM)
     _, evidence = read(tmp_path)
-    assert fates(evidence) == {0: CUT, 1: GONE, 2: TERMINATED, 3: RAISED, 4: ENDED}
+    assert fates(evidence) == {0: CUT, 2: TERMINATED, 3: RAISED, 4: ENDED}  # of rank 1 none is recorded
     (place,) = [one for one in evidence.facts if isinstance(one.value, Place)]
     assert (place.rank, place.value, place.cite) == (2, Place("read_audio (my_asr/dataset.py:41)"), "rank 2's trace")
     members = [one for one in evidence.facts if isinstance(one.value, Member)]
@@ -130,6 +129,17 @@ KINDS = (
 def accused(findings: tuple[Finding, ...]) -> set[int]:
     of_nobody = (ids.ALL_INSIDE, ids.OUTSIDE, ids.ALL_IN)  # these name all ranks
     return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
+
+
+def test_who_had_reported_that_it_waits_in_its_backward_is_not_accused(tmp_path: Path) -> None:
+    """Without an end beside others that have one, whatever came of it in the end."""
+    last: list[list[Event]] = [[Call(), Gradients()], [Call(), Gradients()], [Call(), TIMED_OUT], [Call(), Gradients()]]
+    write(tmp_path, [steps(6) + of_rank for of_rank in last])
+    at_its_end = sorted(tmp_path.iterdir())[3]
+    at_its_end.write_bytes(at_its_end.read_bytes() + SIGTERM)
+    report, evidence = read(tmp_path)
+    assert {one.rank for one in evidence.facts if isinstance(one.value, Motion)} >= {0, 1}
+    assert {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks} <= {3}, report.findings
 
 
 @pytest.mark.parametrize("begin", range(0, JOBS, JOBS // 5))

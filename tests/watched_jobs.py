@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -173,6 +174,7 @@ JOBS: dict[str, tuple[Callable[[Job], None], int]] = {
     "all ranks read": (all_ranks_read, 2),
     "the store's host is gone": (store_host_gone, 3),
     "ports are blocked": (flag_is_false, 2),
+    "ports are blocked, and the store goes": (flag_is_false, 2),
     "the root is stopped": (root_stopped, 4),
     "an inner rank is stopped": (inner_rank_stopped, 4),
 }
@@ -193,10 +195,15 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    if name == "ports are blocked":
+    if name.startswith("ports are blocked"):
         from nemo_patches.channel import tree
 
         tree.here_and_store = no_address
+    if name.endswith("and the store goes") and rank == CULPRIT:
+        from nemo_patches.stall import subscriber
+
+        late = datetime.timedelta(seconds=15)  # rank 0, which has the store, ends long before
+        subscriber.use(dataclasses.replace(subscriber.settings_in_force(), stall_exit=late))
     limit = datetime.timedelta(seconds=HANGS_S)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=limit)
     work(Job(folder))

@@ -28,7 +28,7 @@ class StoreRequest:
     """One that is under way, or is over. Its thread writes the fields."""
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.is_done = self.is_unreachable = False
         self.error = ""
         self._began = time.monotonic()
 
@@ -44,7 +44,8 @@ class StoreRequest:
         try:
             ask()
         except Exception as error:  # torch has no common class for what its stores raise
-            self.error = str(error) if isinstance(error, ConnectionError) else first_line(error)
+            self.is_unreachable = isinstance(error, ConnectionError)
+            self.error = str(error) if self.is_unreachable else first_line(error)
         self.is_done = True
 
 

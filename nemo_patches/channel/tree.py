@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hmac
 import ipaddress
 import json
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -24,6 +22,12 @@ from .keys import DOOR, HOSTS, MIRRORED_DOOR, PLACE, PRESENT, ROOT
 from .presence import add_bit
 from .process import Process, this_machine
 from .safe_text import safe
+
+try:
+    import fcntl
+    import resource
+except ModuleNotFoundError:  # not Unix: no rank runs there, but what ranks have left is read (`nemo-patches diagnose`)
+    pass
 
 FAN_OUT = 16  # children of a rank, at most
 # Of what is said over connections. Ranks of other formats have rounds in common, and no surveys.

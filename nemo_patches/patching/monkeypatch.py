@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,12 +18,20 @@ from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIAB
 from nemo_patches.patching.give_back import give_back_all
 from nemo_patches.patching.process_status import Skipped, Status, chosen_text, settings_text
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.targets import METRIC_SUMS, METRIC_TARGETS, TARGETS, DriftError, Target
+from nemo_patches.patching.targets import (
+    CHECKPOINT_BASES,
+    CHECKPOINT_TARGETS,
+    METRIC_SUMS,
+    METRIC_TARGETS,
+    TARGETS,
+    DriftError,
+    Target,
+)
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.stall.settings import StallSettings
-from nemo_patches.sync import length_sync
+from nemo_patches.sync import checkpoints, length_sync
 from nemo_patches.sync.events import FlagIsOff, bus
 from nemo_patches.sync.own_syncs import Owner, OwnSync, copies, own_syncs
 from nemo_patches.sync.own_syncs import say as say_own_syncs
@@ -37,8 +45,10 @@ from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import rank_and_size
 from nemo_patches.uneven import settings as uneven_settings
 from nemo_patches.uneven.even_loader import even_loaders
+from nemo_patches.uneven.parameter_watch import parameter_watch
 from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
+_NOT_AGREED = "the ranks cannot agree on checkpoints (checkpoints=stock leaves NeMo's)"
 _NOT_INHERITED = "a process that this one spawns must call apply() too"
 
 
@@ -81,13 +91,14 @@ class Patching:
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         if self._in_force:
             self._metric_drift(uneven)
+            self._checkpoint_drift(uneven)
         with self._lock:
             if self._in_force:
                 self._change_settings(settings, stall, trace, uneven)
                 return False
             self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
         modules = {target: module for target in TARGETS if (module := _import(target)) is not None}
-        metric_drift = self._metric_drift(uneven)
+        metric_drift, checkpoint_drift = self._metric_drift(uneven), self._checkpoint_drift(uneven)
         with self._lock:
             if self._in_force:  # by another thread meanwhile
                 self._change_settings(settings, stall, trace, uneven)
@@ -100,6 +111,8 @@ class Patching:
             admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
+            if checkpoint_drift:
+                drift.append(f"{_NOT_AGREED}: {' | '.join(checkpoint_drift.values())}")
             if drift := drift + list(metric_drift.values()):
                 raise DriftError(
                     f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
@@ -107,7 +120,7 @@ class Patching:
             self._by_hand = not hook_installed
             self._begin(settings, stall, uneven)
             self._patch_all(modules, trace)
-            self._defer_metrics()
+            self._patch_chosen()
             self._say_collection_complete()
             return True
 
@@ -132,7 +145,15 @@ class Patching:
                 self._uneven = replace(self._uneven, metrics=STOCK)
                 subscriber.use(subscriber.settings_in_force(), str(self._uneven))
                 report(logging.ERROR, f"metrics are not deferred: {' | '.join(drift.values())}")
-            self._defer_metrics()
+            if self._in_force and (problems := self._checkpoint_drift(self._uneven)):
+                self._uneven = replace(self._uneven, checkpoints=STOCK)
+                subscriber.use(subscriber.settings_in_force(), str(self._uneven), self._uneven.metrics == DEFERRED)
+                report(
+                    logging.ERROR, f"each rank decides about checkpoints, as in stock: {' | '.join(problems.values())}"
+                )
+                drift |= problems
+            if self._in_force:
+                self._patch_chosen()
             self._say_collection_complete()
             self._skipped.update(drift)
             return
@@ -168,10 +189,12 @@ class Patching:
             if self._in_force or admission.disabled():
                 return
             settings, stall, trace = resolve(), stall_settings.resolve(), trace_settings.resolve()
+            uneven = uneven_settings.resolve()
         except SettingsError as error:
             self._refuse(None, error)
             return
         length_sync.use(settings)
+        parameter_watch.use(uneven.compare)
         subscriber.use(stall)
         subscriber.subscribe()
         if trace.folder in (None, trace_settings.STDERR):
@@ -189,6 +212,7 @@ class Patching:
         bus.unsubscribe("the line at the start")
         self._trace_settings = TraceSettings()
         self._uneven = UnevenSettings()
+        parameter_watch.use(0)
         self.replacements.restore()
         subscriber.encoders_were_reverted()
         self._patched.clear()
@@ -208,7 +232,7 @@ class Patching:
         return Status(
             nemo=nemo,
             torch=torch.__version__,
-            patched=tuple(map(str, (*self._patched, *(METRIC_TARGETS if self._defers_metrics() else ())))),
+            patched=tuple(map(str, (*self._patched, *self._chosen_targets()))),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             settings=length_sync.current(),
             stall_settings=subscriber.settings_in_force(),
@@ -218,11 +242,19 @@ class Patching:
             unannounced=subscriber.unannounced(),
             stalls=subscriber.stalls(),
             loaders=even_loaders.counters(),
+            comparisons=parameter_watch.counters(),
             uneven=self.uneven_settings(),
+            checkpoints=checkpoints.checkpoints.counters() if self._has_checkpoints() else None,
             own_syncs=tuple(own.text for own in own_syncs),
             state=state,
             why=why,
         )
+
+    def _chosen_targets(self) -> Iterator[Target]:
+        if self._defers_metrics():
+            yield from METRIC_TARGETS
+        if self._has_checkpoints():
+            yield from CHECKPOINT_TARGETS
 
     def _own_syncs(self) -> tuple[OwnSync, ...]:
         """The classes that this process has with a length sync which is not ours."""
@@ -239,7 +271,7 @@ class Patching:
     def _state(self, nemo: str, hook_installed: bool) -> tuple[str, str]:
         """Whether this process is patched, in one of three words, and why."""
         if self._patched:
-            return "on", f"{len(self._patched)} of NeMo's methods patched"
+            return "on", f"{len([*self._patched, *self._chosen_targets()])} of NeMo's methods patched"
         loaded = ((target, sys.modules[target.module]) for target in TARGETS if target.module in sys.modules)
         if built_in := next((version for target, module in loaded if (version := target.built_in(module))), ""):
             return "on", _built_in_text(built_in)
@@ -271,6 +303,7 @@ class Patching:
 
     def _begin(self, settings: Settings, stall: StallSettings, uneven: UnevenSettings) -> None:
         self._uneven = uneven
+        parameter_watch.use(uneven.compare)
         length_sync.use(settings)
         subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)
         subscriber.subscribe()
@@ -318,25 +351,33 @@ class Patching:
 
     def _metric_drift(self, uneven: UnevenSettings) -> dict[Target, str]:
         """Why metrics cannot be deferred, where they are to be and are not yet."""
-        if uneven.metrics != DEFERRED or self._metrics_patched():
-            return {}
-        problems = {}
-        for target in METRIC_TARGETS + METRIC_SUMS:
-            try:
-                problems[target] = target.drift(importlib.import_module(target.module))
-            except ModuleNotFoundError as error:
-                problems[target] = f"{target}: {error}"
-        return {target: problem for target, problem in problems.items() if problem}
+        is_wanted = uneven.metrics == DEFERRED and not self._is_patched(METRIC_TARGETS[0])
+        return _drift(METRIC_TARGETS + METRIC_SUMS) if is_wanted else {}
 
-    def _metrics_patched(self) -> bool:
-        return any(made.name == METRIC_TARGETS[0].method for made in self.replacements.made)
+    def _checkpoint_drift(self, uneven: UnevenSettings) -> dict[Target, str]:
+        """Why the ranks cannot agree on checkpoints, where they are to and do not yet."""
+        is_wanted = uneven.checkpoints != STOCK and not self._is_patched(CHECKPOINT_TARGETS[0])
+        return _drift(CHECKPOINT_TARGETS + CHECKPOINT_BASES) if is_wanted else {}
+
+    def _is_patched(self, target: Target) -> bool:
+        module = sys.modules.get(target.module)
+        return module is not None and self.replacements.has(target.find_owner(module))
 
     def _defers_metrics(self) -> bool:
         return self._in_force and self._uneven.metrics == DEFERRED
 
-    def _defer_metrics(self) -> None:
+    def _agrees_on_checkpoints(self) -> bool:
+        return self._in_force and self._uneven.checkpoints != STOCK
+
+    def _has_checkpoints(self) -> bool:
+        return self._agrees_on_checkpoints() and self._is_patched(CHECKPOINT_TARGETS[0])
+
+    def _patch_chosen(self) -> None:
+        """What settings choose, beside the encoders."""
         if self._uneven.metrics == DEFERRED:
             self.replacements.defer_metrics(self._defers_metrics)
+        if self._uneven.checkpoints != STOCK:
+            self.replacements.agree_on_checkpoints(self._agrees_on_checkpoints)
 
     def _change_settings(
         self, settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings
@@ -344,8 +385,11 @@ class Patching:
         before = self._settings_in_force()
         if drift := self._metric_drift(uneven):
             raise DriftError(f"metrics cannot be deferred, nothing was changed: {' | '.join(drift.values())}")
+        if drift := self._checkpoint_drift(uneven):
+            raise DriftError(f"{_NOT_AGREED}, nothing was changed: {' | '.join(drift.values())}")
         self._uneven = uneven
-        self._defer_metrics()
+        parameter_watch.use(uneven.compare)
+        self._patch_chosen()
         length_sync.use(settings)
         subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)
         tracing.length_sync_changed(settings)
@@ -366,7 +410,8 @@ class Patching:
         reason = _built_in_text(built_in)
         self._skipped.clear()
         self._skipped.update(dict.fromkeys(TARGETS, reason))
-        missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(uneven))))
+        others = replace(uneven, checkpoints=UnevenSettings().checkpoints)  # whose variable holds there, too
+        missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(others))))
         _say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
 
     def _refuse(self, target: Target | None, error: Exception) -> None:
@@ -454,6 +499,17 @@ def _say(text: str, level: int = logging.INFO) -> None:
     # A spawned data-loader worker imports NeMo too; its rank has said it already.
     if not multiprocessing.current_process().daemon:
         report(level, text)
+
+
+def _drift(targets: Iterable[Target]) -> dict[Target, str]:
+    """Of targets that are imported for it: how each differs from what is known, where it does."""
+    problems = {}
+    for target in targets:
+        try:
+            problems[target] = target.drift(importlib.import_module(target.module))
+        except ModuleNotFoundError as error:
+            problems[target] = f"{target}: {error}"
+    return {target: problem for target, problem in problems.items() if problem}
 
 
 def _import(target: Target) -> ModuleType | None:

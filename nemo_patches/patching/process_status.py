@@ -8,10 +8,12 @@ from datetime import timedelta
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.rank_text import named
 from nemo_patches.stall.settings import StallSettings
+from nemo_patches.sync.checkpoints import CheckpointCounters
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.agreement import LoaderCounters
+from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.settings import UnevenSettings
 
 
@@ -32,7 +34,9 @@ class Status:
     unannounced: ranks without a sign of nemo_patches: not patched, or not started.
     stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
     loaders: what StopTogether and stop_together() have done on this rank.
+    checkpoints: what the ranks have agreed on about them; None where each rank decides for itself.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
+    comparisons: of each optimizer, what has come of comparing all ranks' parameters.
     """
 
     nemo: str
@@ -48,7 +52,9 @@ class Status:
     stalls: tuple[Stall, ...]
     loaders: tuple[LoaderCounters, ...]
     uneven: UnevenSettings
+    checkpoints: CheckpointCounters | None = None
     own_syncs: tuple[str, ...] = ()
+    comparisons: tuple[ComparisonCounters, ...] = ()
     state: str = "on"
     why: str = ""
 
@@ -63,6 +69,8 @@ class Status:
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
             *map(str, self.loaders),
+            *map(str, self.comparisons),
+            *([] if self.checkpoints is None else [str(self.checkpoints)]),
         ]
         if self.unannounced:
             lines.append(f"not patched, or not started: {named(self.unannounced)}")

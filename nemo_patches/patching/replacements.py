@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import wrapt
 
-from nemo_patches.patching.targets import METRIC_TARGETS, TARGETS, Target
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS, TARGETS, Target
+from nemo_patches.sync import checkpoints
 from nemo_patches.sync.encoder_methods import bounded, private_setter
 from nemo_patches.sync.own_syncs import Owner, watching
 from nemo_patches.sync.places import place_of
@@ -83,6 +84,15 @@ class Replacements:
                 continue
             wrapper = deferred_metrics.beginning if begins_or_ends == "start" else deferred_metrics.end
             self._replace(owner, target.method, wrapper(original, stage, in_force))
+
+    def agree_on_checkpoints(self, in_force: Callable[[], bool]) -> None:
+        """Have NeMo's checkpoint callback take rank 0's decisions, where it does not yet."""
+        target = CHECKPOINT_TARGETS[0]
+        owner = target.find_owner(sys.modules[target.module])
+        assert owner is not None  # drift() has seen it
+        if not self.has(owner):
+            for name, method in checkpoints.replacements(owner, in_force).items():
+                self._replace(owner, name, method)
 
     def record_forwards(self) -> None:
         """Have the `forward` of every patched class recorded, where it is not yet."""

@@ -236,6 +236,176 @@ METRIC_SUMS = (
     ),
 )
 
+_SAVE = frozenset(
+    {
+        "AppState",
+        "_backup_existing_nemo_ckpt",
+        "_format_nemo_checkpoint_name",
+        "always_save_nemo",
+        "barrier",
+        "best_model_path",
+        "debug",
+        "distributed",
+        "exists",
+        "get_filesystem",
+        "info",
+        "inject_model_parallel_rank",
+        "is_global_rank_zero",
+        "is_initialized",
+        "logging",
+        "model_parallel_size",
+        "model_restore_path",
+        "on_save_checkpoint",
+        "os",
+        "path",
+        "previous_best_path",
+        "rm",
+        "save_best_model",
+        "save_to",
+        "super",
+        "torch",
+        "warning",
+    }
+)
+_LOADS_BEST = frozenset({"deepcopy", "load", "load_state_dict", "state_dict"})  # NeMo before 3.0
+_TRAIN_END = frozenset(
+    {
+        "CHECKPOINT_NAME_LAST",
+        "_backup_existing_nemo_ckpt",
+        "_checkpoint_connector",
+        "_format_nemo_checkpoint_name",
+        "_monitor_candidates",
+        "_save_last_checkpoint",
+        "barrier",
+        "best_model_path",
+        "broadcast",
+        "debug",
+        "fast_dev_run",
+        "float",
+        "format_checkpoint_name",
+        "get_filesystem",
+        "global_step",
+        "info",
+        "int",
+        "is_global_rank_zero",
+        "isdir",
+        "isinstance",
+        "last_model_path",
+        "logging",
+        "on_train_end",
+        "os",
+        "path",
+        "restore",
+        "rm",
+        "save_best_model",
+        "save_last",
+        "save_nemo_on_train_end",
+        "split",
+        "strategy",
+        "super",
+        "val_check_interval",
+        "warning",
+    }
+)
+_SET_UP = frozenset(
+    {
+        "NeMoModelCheckpoint",
+        "_remove_unfinished_checkpoints",
+        "barrier",
+        "broadcast",
+        "ckpt_path",
+        "debug",
+        "dirpath",
+        "distributed",
+        "is_global_rank_zero",
+        "is_initialized",
+        "last_model_path",
+        "logging",
+        "setup",
+        "strategy",
+        "super",
+        "torch",
+    }
+)
+_LIST = frozenset({"dirname", "listdir", "os", "path", "sorted"})
+_FILTERED = frozenset({"isdir", "join"})  # in the comprehensions, which Python 3.12 has in the function itself
+_CALLBACK, _OWNER = "nemo.utils.callbacks.nemo_model_checkpoint", "NeMoModelCheckpoint"
+_LIGHTNINGS = "lightning.pytorch.callbacks.model_checkpoint"
+# The checkpoint callback, whose ranks take rank 0's decisions; not patched with checkpoints=stock.
+CHECKPOINT_TARGETS = (
+    Target(_CALLBACK, _OWNER, "setup", (_SET_UP,), "", ("self", "trainer", "pl_module", "stage")),
+    Target(
+        _CALLBACK,
+        _OWNER,
+        "on_save_checkpoint",
+        (_SAVE, _SAVE | _LOADS_BEST),
+        "",
+        ("self", "trainer", "pl_module", "checkpoint"),
+    ),
+    Target(
+        _CALLBACK,
+        _OWNER,
+        "on_train_end",
+        (
+            _TRAIN_END | {"save_to"},
+            _TRAIN_END | {"getattr", "callable", "type", "__name__"},
+        ),
+        "",
+        ("self", "trainer", "pl_module"),
+    ),
+    Target(_CALLBACK, _OWNER, "_get_checkpoints_list", (_LIST, _LIST | _FILTERED), "", ("self", "filepath")),
+)
+# What it inherits, and is put into NeMo's class.
+CHECKPOINT_BASES = (
+    Target(
+        _LIGHTNINGS,
+        "ModelCheckpoint",
+        "_monitor_candidates",
+        (
+            frozenset(
+                {
+                    "Tensor",
+                    "callback_metrics",
+                    "current_epoch",
+                    "deepcopy",
+                    "get",
+                    "global_step",
+                    "int",
+                    "isinstance",
+                    "tensor",
+                    "torch",
+                }
+            ),
+        ),
+        "",
+        ("self", "trainer"),
+    ),
+    Target(
+        _LIGHTNINGS,
+        "ModelCheckpoint",
+        "check_monitor_top_k",
+        (
+            frozenset(
+                {
+                    "best_k_models",
+                    "bool",
+                    "gt",
+                    "kth_best_model_path",
+                    "len",
+                    "lt",
+                    "mode",
+                    "reduce_boolean_decision",
+                    "save_top_k",
+                    "strategy",
+                    "torch",
+                }
+            ),
+        ),
+        "",
+        ("self", "trainer", "current"),
+    ),
+)
+
 
 def _code_in(code: CodeType, name: str) -> CodeType | None:
     """The code of the class or function `name` that is defined in `code`: of several, the last, which Python keeps."""

@@ -1,4 +1,4 @@
-"""Gives Lightning's trainers what records their exceptions, and a StopTogether where a setting asks for one.
+"""Gives Lightning's trainers what records their exceptions, and what settings ask for: StopTogether, BatchCount.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
 entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
@@ -26,12 +26,16 @@ def callbacks() -> list[Any]:
     from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
     from nemo_patches.uneven.settings import EVALUATION, TRAINING
 
-    stages = this_process.uneven_settings().stop_together
-    if not stages:
-        return [TrainerExceptions()]
-    from nemo_patches.uneven.stop_together import StopTogether
+    settings, found = this_process.uneven_settings(), [TrainerExceptions()]
+    if stages := settings.stop_together:
+        from nemo_patches.uneven.stop_together import StopTogether
 
-    return [TrainerExceptions(), StopTogether(TRAINING in stages, EVALUATION in stages)]
+        found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
+    if settings.compare:
+        from nemo_patches.uneven.batch_count import BatchCount
+
+        found.append(BatchCount())
+    return found
 
 
 def hook(connector: ModuleType) -> None:

@@ -25,7 +25,7 @@ class Found:
 
     silent: by rank, why nothing is heard of it. behind: ranks that could not be asked. absent: without a sign of
     nemo_patches in the store. residents: each rank's process, by rank; empty while not all have joined. trouble: what
-    is wrong with the store, where it was asked.
+    is wrong with the store, where it was asked. store_is_unreachable: its server refuses, or has closed the connection.
     """
 
     size: int
@@ -35,6 +35,7 @@ class Found:
     absent: frozenset[int] = frozenset()
     residents: tuple[Resident, ...] = ()
     trouble: str = ""
+    store_is_unreachable: bool = False
 
     @cached_property
     def states(self) -> dict[int, RankState]:

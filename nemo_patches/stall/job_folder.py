@@ -30,8 +30,9 @@ def private_folder(store_port: int) -> Path:
 
 
 def private_folders() -> Path:
-    """Where this user's jobs have theirs."""
-    return Path(tempfile.gettempdir()) / f"nemo_patches-{os.getuid()}"
+    """Where this user's jobs have theirs. On Windows, where none runs, it is looked at all the same."""
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
+    return Path(tempfile.gettempdir()) / f"nemo_patches-{user}"
 
 
 def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> str:

@@ -250,7 +250,7 @@ class JobStallWatch:
             self._exit_look_at = now + max(exit_s - stood_still_s, limit_s / 4)
             return
         evidence, is_alone = self._evidence(found, verdict), self._is_alone(found)
-        may_wait = not is_alone or bool(verdict.waiting_for_sure)
+        may_wait = not is_alone or bool(verdict.waiting_for_sure) or found.store_is_unreachable
         if not evidence and (not may_wait or stood_still_s < max(_LONG_FACTOR * limit_s, exit_s) - slack_s):
             self._exit_look_at = now + max(_LONG_FACTOR * limit_s - stood_still_s, limit_s / 4)
             return
@@ -264,14 +264,18 @@ class JobStallWatch:
 
     def _evidence(self, found: Found, verdict: Verdict) -> str:
         """Why it will not end by itself; empty where it may."""
-        if self._is_alone(found):
-            waits = verdict.waiting_for_sure and self._progress.has_started
+        is_alone = self._is_alone(found)
+        if is_alone and verdict.waiting_for_sure:
             collective = found.states[self._rank].collective
-            return f"this rank waits in {collective}, and the others cannot be asked" if waits else ""
-        if verdict.is_certain and (self._progress.has_started or verdict.is_sure_at_the_start):
+            return (
+                f"this rank waits in {collective}, and the others cannot be asked" if self._progress.has_started else ""
+            )
+        if not is_alone and verdict.is_certain and (self._progress.has_started or verdict.is_sure_at_the_start):
             return "no rank moves" if verdict.lead else "some wait in a collective"
         # stall_exit may have ended them a moment ago: whom they waited for is to end as well.
         gone = {rank for rank in self._have_waited & found.silent.keys() if found.silent[rank].how in (LEFT, VANISHED)}
+        if found.store_is_unreachable:
+            gone |= self._have_waited & found.behind
         is_slow = verdict.is_busy or not self._progress.has_started
         return "" if is_slow or not gone else f"{named(sorted(gone))} waited in a collective, and is gone now"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -117,7 +117,7 @@ class RankSurvey:
                     look.verdicts.append(verdict)
                 else:
                     look.asked_at = 0.0
-            self._heard(self._found([verdict], None, ""))
+            self._heard(self._found([verdict], None, None))
         for look in self._looks:
             self._step(look, now)
         self._looks = [look for look in self._looks if not look.is_done]
@@ -154,8 +154,7 @@ class RankSurvey:
         if has_surveys and now >= look.asked_at + _ASK_AGAIN_S and not self._both_have_come(look):
             look.asked_at = now
             self._channel.ask()
-        trouble = look.request.trouble() if look.request is not None else ""
-        look.found = found = self._found(look.verdicts, look.in_store, trouble)
+        look.found = found = self._found(look.verdicts, look.in_store, look.request)
         if found.is_complete or now >= look.ends_at:
             look.is_done = True
         elif has_surveys and not self._both_have_come(look):
@@ -172,7 +171,7 @@ class RankSurvey:
         """Ranks that may have left a note."""
         return set(found.behind) | {rank for rank, one in found.silent.items() if one.how == NOT_THERE}
 
-    def _found(self, verdicts: list[Verdict], in_store: _InStore | None, trouble: str) -> Found:
+    def _found(self, verdicts: list[Verdict], in_store: _InStore | None, request: StoreRequest | None) -> Found:
         size, rank = self._group.size, self._group.rank
         residents = tuple(self._channel.residents)
         notes = list(in_store.notes) if in_store is not None else []
@@ -195,7 +194,10 @@ class RankSurvey:
         absent = frozenset[int]()
         if not residents and in_store is not None:
             absent = rest - in_store.present
-        return Found(size, groups, silent, rest - absent, absent, residents, trouble)
+        found = Found(size, groups, silent, rest - absent, absent, residents)
+        if request is None:
+            return found
+        return replace(found, trouble=request.trouble(), store_is_unreachable=request.is_unreachable)
 
     def _leave_note(self, own: RankState, look: Look) -> None:
         rank, note = self._group.rank, encoded(answer_of(own))

@@ -37,12 +37,6 @@ class LastCall(NamedTuple):
         return stacks.runs(self.thread, self.place)
 
 
-class RoundsBegan(NamedTuple):
-    """An event: rounds that are no encoder's, a data loader's, are to be told of and watched like an encoder's."""
-
-    sync: SyncHandle
-
-
 class EncoderNotes:
     """Of one encoder's sync. Only the training thread writes them."""
 
@@ -91,7 +85,7 @@ class TrainingNotes:
             events.Grown: self._grown,
             events.WaitTimedOut: self._wait_timed_out,
             events.SyncEnded: self._sync_ended,
-            RoundsBegan: self._rounds_began,
+            events.RoundsBegan: self._rounds_began,
         }
 
     def _call_began(self, event: events.CallBegan) -> None:
@@ -101,7 +95,7 @@ class TrainingNotes:
         calls, threads = self.last.calls + 1, (threading.get_ident(), threading.get_native_id())
         self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), *threads, place, event.training)
 
-    def _rounds_began(self, event: RoundsBegan) -> None:
+    def _rounds_began(self, event: events.RoundsBegan) -> None:
         self._of(event.sync)
 
     def _growth_began(self, _: events.GrowthBegan) -> None:

@@ -96,6 +96,12 @@ class CallBegan(NamedTuple):
     training: bool = True
 
 
+class RoundsBegan(NamedTuple):
+    """Rounds that are no encoder's, a data loader's, are to be told of and watched like an encoder's."""
+
+    sync: SyncHandle
+
+
 class FlagIsOff(NamedTuple):
     """The first call of an encoder that has no length sync: its own `sync_max_audio_length` is false."""
 

@@ -80,6 +80,10 @@ SYNC = word_setting("sync", SYNC_MODES, "bounded: wait for other ranks; overlapp
 TIMEOUT = seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
 ON_TIMEOUT = word_setting("on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.")
 SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT)
+# Of NeMo's checkpoint callback, not of the length sync.
+CHECKPOINTS = word_setting(
+    "checkpoints", ("agreed", "stock"), "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own."
+)
 
 
 @dataclass(frozen=True)

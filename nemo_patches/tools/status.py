@@ -15,7 +15,7 @@ from rich.console import Console
 
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
-from nemo_patches.patching.targets import METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.tracing import settings as trace_settings
 from nemo_patches.uneven import settings as uneven_settings
@@ -92,14 +92,19 @@ def examine() -> Report:
     except Exception as error:  # a folder of that name, or a broken installation
         raise StatusError(f"nemo: no version can be read: {type(error).__name__}: {error}") from error
     encoders, deferring = tuple(map(_target, TARGETS)), tuple[TargetReport, ...]()
+    chosen = _uneven_settings()
     built_in = any(target.built_in for target in encoders)
     auto_apply, shadowed_by = _auto_apply()
     problems = [target.problem for target in encoders if target.problem]
     undeferred: dict[str, None] = {}  # why the metrics are as in stock, although they should be deferred
-    if _defers_metrics():
+    if chosen.metrics == uneven_settings.DEFERRED:
         deferring = tuple(_metric_target(target, built_in) for target in METRIC_TARGETS)
         sums = (_metric_target(target, built_in) for target in METRIC_SUMS)
         undeferred = dict.fromkeys(target.problem for target in (*deferring, *sums) if target.problem)
+    agreeing = tuple(map(_target, CHECKPOINT_TARGETS)) if chosen.checkpoints != uneven_settings.STOCK else ()
+    if built_in:
+        agreeing = tuple(replace(target, built_in=True, problem="") for target in agreeing)
+    disagreed = [target.problem for target in agreeing if target.problem]  # why each rank decides for itself
     disabled = False
     try:
         disabled = admission.disabled()
@@ -118,7 +123,8 @@ def examine() -> Report:
     switched_off = [f"{DISABLE_VARIABLE}=1"] if disabled and not built_in else []
     if shadowed_by and not built_in:
         switched_off.append(shadowed_by)
-    reasons = [*problems, *undeferred, *switched_off]
+    as_stock = " and ".join(["the metrics"] * bool(undeferred) + ["the checkpoint callback"] * bool(disagreed))
+    reasons = [*problems, *undeferred, *disagreed, *switched_off]
     state = CANNOT_BE if problems else ON if built_in or (auto_apply == "on" and not switched_off) else OFF
     return Report(
         versions={
@@ -128,13 +134,13 @@ def examine() -> Report:
             "python": platform.python_version(),
         },
         settings=tuple(_settings()),
-        targets=(*encoders, *deferring),
+        targets=(*encoders, *agreeing, *deferring),
         auto_apply=auto_apply,
         chained=getattr(sys.modules.get("sitecustomize"), "__file__", None) or "",
         reasons=tuple(reasons),
         misspelt=tuple(admission.misspelt()),
         state=state,
-        answer=_answer(state, built_in, auto_apply, reasons),
+        answer=_answer(state, built_in, auto_apply, reasons, as_stock),
     )
 
 
@@ -150,8 +156,8 @@ def show(report: Report, console: Console) -> None:
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str]) -> str:
-    """The first line; each reason why not on a line of its own."""
+def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str], as_stock: str) -> str:
+    """The first line; each reason why not on a line of its own. as_stock: what is left, although it should not be."""
     if state == CANNOT_BE:
         return "\n  ".join(["cannot be patched; NeMo runs as stock here:", *reasons])
     if state == ON:
@@ -159,7 +165,7 @@ def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str]) -> 
             "a diff has built it into this NeMo" if built_in else "every Python process here patches NeMo at its import"
         )
         how += "; a class of yours with a length sync of its own is not seen here: the job names it"
-        return "\n  ".join([f"on: {how}" + (", but the metrics are as in stock:" if reasons else ""), *reasons])
+        return "\n  ".join([f"on: {how}" + (f", but {as_stock}: as in stock NeMo" if reasons else ""), *reasons])
     ways = "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply() in the training script"
     if f"{DISABLE_VARIABLE}=1" not in reasons:
         switch = f"{ways} (which this command cannot see)"
@@ -190,11 +196,11 @@ def _target(target: Target) -> TargetReport:
         raise StatusError(f"{file}: {error}") from error
 
 
-def _defers_metrics() -> bool:
+def _uneven_settings() -> uneven_settings.UnevenSettings:
     try:
-        return uneven_settings.resolve().metrics == uneven_settings.DEFERRED
+        return uneven_settings.resolve()
     except SettingsError:  # a reason of its own
-        return False
+        return uneven_settings.UnevenSettings()
 
 
 def _metric_target(target: Target, built_in: bool) -> TargetReport:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
+from nemo_patches.channel.extremes import VALUES, Extremes
 from nemo_patches.channel.side_channel import RoundFailed
-from nemo_patches.stall.training_notes import RoundsBegan
-from nemo_patches.sync.events import Round, SyncHandle, WaitTimedOut, bus
-from nemo_patches.sync.length_sync import GroupSyncs, current, process
-from nemo_patches.sync.rank_log import report
-from nemo_patches.uneven.extremes import Extremes, ExtremesRounds, Place
+from nemo_patches.sync.length_sync import GroupSyncs, process
+from nemo_patches.sync.patient_rounds import PatientRounds
 
+_BATCHES = 1 << 26
 _LATE = "not every rank has said within {waited:.2f} s whether it has another batch; all wait for that"
 _NO_LENGTH = 0  # else the length and one
 _SET_UP = -1  # in place of a batch
@@ -43,18 +42,34 @@ class LoaderCounters:
         )
 
 
+class Place(NamedTuple):
+    """Where a rank is in its passes over a loader. ended: it has no such batch."""
+
+    pass_number: int  # from 1
+    batch: int  # from 1
+    ended: bool
+
+    def value(self) -> int:
+        """Places in order. Many passes or batches wrap: ranks are only asked whether they are at the same place."""
+        return ((self.pass_number * _BATCHES + self.batch % _BATCHES) * 2 + self.ended) % VALUES
+
+    @classmethod
+    def of(cls, value: int) -> Place:
+        return cls(value // 2 // _BATCHES, value // 2 % _BATCHES, bool(value % 2))
+
+
 class Agreement:
     """All ranks make one for each loader, in the same order. Only the training thread calls it."""
 
     def __init__(self, group_syncs: GroupSyncs, kind: str, number: int, contents: str) -> None:
         """contents: for people, what is in the loader."""
-        self._rounds = ExtremesRounds(group_syncs.channel, key := f"loader {kind} {number}")
         self.title = f"{kind} loader {number} ({contents})"
-        self.handle = _LoaderHandle(self.title, key, group_syncs.group, self._rounds.last, _LATE)
-        self.waited = timedelta(0)
-        self._issued: tuple[Round, Place | None] | None = None  # the outstanding round; no place at the set-up
-        weakref.finalize(self, self._rounds.close).atexit = False
-        bus.publish(RoundsBegan(self.handle))
+        self._rounds = PatientRounds(group_syncs, self.title, f"loader {kind} {number}", _LATE, _text_of)
+        self._place: Place | None = None  # of the round that was issued last; None at the set-up
+
+    @property
+    def waited(self) -> timedelta:
+        return self._rounds.waited
 
     def least_length(self, length: int | None) -> tuple[int | None, int, bool]:
         """The least length on any rank (None: one cannot tell its own), a rank that has it, and whether all have it."""
@@ -84,55 +99,34 @@ class Agreement:
 
     def settle(self) -> bool:
         """Collect what is outstanding from a pass that was left early; whether a rank had nothing left of it."""
-        return self._issued is not None and self.ended_by()[0] is not None
+        return self._rounds.is_outstanding and self.ended_by()[0] is not None
 
     def _issue(self, value: int, place: Place | None) -> None:
-        number, batch = self._rounds.last.done + 1, place.batch if place is not None else _SET_UP
-        round_ = Round(number, batch, training=True, length=0, in_time_at=self.handle.in_time_at)
+        self._place = place
         try:
-            self._rounds.issue(value)
+            self._rounds.issue(value, place.batch if place is not None else _SET_UP)
         except RoundFailed as error:
-            raise self._gone(error, place) from None
-        self.handle.round, self._issued = round_, (round_, place)  # after issue(), as EncoderSync does
+            raise self._gone(error) from None
 
     def _result(self) -> Extremes:
-        assert self._issued is not None
-        (round_, place), began_at, self.handle.in_call, said = self._issued, time.monotonic(), True, False
         try:
-            while (extremes := self._rounds.wait(current().timeout)) is None:
-                if not round_.gave_up_at:
-                    round_.gave_up_at = time.monotonic()
-                    late = self.handle.late(round_, round_.gave_up_at - round_.issued_at)
-                    if not bus.publish(WaitTimedOut(self.handle, round_, None)):  # else the report says it, and who
-                        said = True
-                        report(logging.WARNING, f"{self.handle.call_title(round_)}: {late}")
+            return self._rounds.result()
         except RoundFailed as error:
-            raise self._gone(error, place) from None
-        finally:
-            self.handle.in_call = False
-            self.waited += timedelta(seconds=time.monotonic() - began_at)
-        round_.came_at, self._issued = time.monotonic(), None
-        if not round_.gave_up_at:
-            self.handle.in_time_at = round_.came_at
-        if said:
-            late_s = round_.came_at - round_.issued_at
-            report(logging.WARNING, f"{self.title}: recovered: the missing word came {late_s:.2f} s late")
-        return extremes
+            raise self._gone(error) from None
 
-    def _gone(self, error: RoundFailed, place: Place | None) -> StopTogetherError:
+    def _gone(self, error: RoundFailed) -> StopTogetherError:
+        place = self._place
         where = "at the set-up" if place is None else f"at batch {place.batch} of pass {place.pass_number}"
         lost = f"the ranks cannot end together any more: {error}; seen {where}, {time.strftime('%H:%M:%S')}"
         return self._error(f"{lost}. No batch was left out for it; go on from the last checkpoint")
 
     def _error(self, text: str) -> StopTogetherError:
-        self.handle.ended = text
-        self._rounds.close()
+        self._rounds.end(text)
         return StopTogetherError(f"{self.title}: {text}")
 
 
-class _LoaderHandle(SyncHandle):
-    def call_title(self, round_: Round) -> str:
-        return f"{self.title}: set-up" if round_.call == _SET_UP else f"{self.title}: batch {round_.call}"
+def _text_of(batch: int) -> str:
+    return "set-up" if batch == _SET_UP else f"batch {batch}"
 
 
 class Agreements:

@@ -15,8 +15,7 @@ import torch
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import PREFIX
 from nemo_patches.tracing.trace_header import rank_and_size
-from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, StopTogetherError
-from nemo_patches.uneven.extremes import Place
+from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, Place, StopTogetherError
 from nemo_patches.uneven.left_pass import LeftPass
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"

@@ -1,4 +1,4 @@
-"""The settings of what is done about uneven batches, and the table of all settings."""
+"""The settings of uneven batches, checkpoints and the comparison of parameters, and the table of all settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import Any
 
 from nemo_patches.stall import settings as stall_settings
 from nemo_patches.sync import settings as sync_settings
-from nemo_patches.sync.settings import Setting, SettingsError, word_setting
+from nemo_patches.sync.settings import CHECKPOINTS, Setting, SettingsError, number, word_setting
 from nemo_patches.tracing import settings as trace_settings
 
 STOCK, DEFERRED = "stock", "deferred"
 TRAINING, EVALUATION = STAGES = ("training", "evaluation")
+_MOST_STEPS = 1_000_000_000
+
+
+def _whole(value: Any, most: int) -> int:
+    """From a number or its text. Raises ValueError or TypeError."""
+    if (found := number(value, 0, most)) != int(found):
+        raise ValueError
+    return int(found)
 
 
 METRICS = word_setting(
@@ -28,7 +36,14 @@ STOP_TOGETHER: Setting[tuple[str, ...]] = Setting(
     "Of whose loaders all ranks end a pass after the same number of batches: training, evaluation, or both.",
     lambda stages: ",".join(stages) or "none",
 )
-SETTINGS: tuple[Setting[Any], ...] = (METRICS, STOP_TOGETHER)
+COMPARE = Setting(
+    "compare",
+    0,
+    lambda value: _whole(value, _MOST_STEPS),
+    f"a whole number of optimizer steps, 1 to {_MOST_STEPS}, or 0 (never)",
+    "Optimizer steps, after each so many of which all ranks' parameters are compared; 0: never.",
+)
+SETTINGS: tuple[Setting[Any], ...] = (METRICS, STOP_TOGETHER, CHECKPOINTS, COMPARE)
 ALL_SETTINGS = (*sync_settings.SETTINGS, *stall_settings.SETTINGS, *trace_settings.SETTINGS, *SETTINGS)  # apply()'s
 
 
@@ -38,6 +53,8 @@ class UnevenSettings:
 
     metrics: str = METRICS.default
     stop_together: tuple[str, ...] = STOP_TOGETHER.default
+    checkpoints: str = CHECKPOINTS.default
+    compare: int = COMPARE.default
 
     def items(self) -> Iterable[tuple[Setting[Any], Any]]:
         """Each setting of the table, with its value here."""
@@ -51,10 +68,12 @@ class UnevenSettings:
 def resolve(
     metrics: str | None = None,
     stop_together: str | Sequence[str] | None = None,
+    checkpoints: str | None = None,
+    compare: int | str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> UnevenSettings:
     """From keywords, else the environment, else the defaults. Raises SettingsError."""
-    given = zip(SETTINGS, (metrics, stop_together), strict=True)
+    given = zip(SETTINGS, (metrics, stop_together, checkpoints, compare), strict=True)
     return UnevenSettings(*(setting.value(keyword, environment) for setting, keyword in given))
 
 

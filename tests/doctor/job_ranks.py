@@ -34,7 +34,7 @@ def ranks(facts: Changes | None = None, measured: Changes | None = None, size: i
         return Facts(**{**well, **(facts or {}).get(rank, {})})
 
     def by(rank: int) -> Measured:
-        well = {"syncs": (0.001,) * 3, "requests": (0.001,) * 3, "clocks": (10.0, 11.0, 12.0), "address": "10.0.0.1"}
+        well = {"syncs": (0.001,) * 3, "requests": (0.001,) * 3, "clocks": (10.0, 11.0, 12.0)}
         return Measured(rank, **{**well, **(measured or {}).get(rank, {})})
 
     every = range(size)

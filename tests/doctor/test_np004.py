@@ -12,7 +12,11 @@ from nemo_patches.tools.doctor import command
 
 pytestmark = pytest.mark.one_nemo
 
-STOCK = NEST.replace("40.0", "60.0").replace("pos_emb_max_len: 5000", "pos_emb_max_len:  5000    # frames")
+STOCK = (
+    NEST.replace("40.0", "60.0")
+    .replace("pos_emb_max_len: 5000", "pos_emb_max_len:  5000    # frames")
+    .replace("conv_norm_type: batch_norm", "sync_max_audio_length: ???")
+)
 CLEAN = NEST
 
 

@@ -165,7 +165,6 @@ def test_what_is_not_known_is_not_judged(tmp_path: Path, entries: str, seed: obj
 @pytest.mark.parametrize("seed", [42, "trng"])
 def test_a_file_of_inputs_and_switches_that_are_not_known_are_not_judged(tmp_path: Path, seed: object) -> None:
     for override in (
-        "+model.train_ds.input_cfg=inputs.yaml",
         "+model.train_ds.input_cfg='???'",
         "+model.train_ds.input_cfg=[]",
         "+model.train_ds.force_map_dataset='???'",
@@ -175,6 +174,10 @@ def test_a_file_of_inputs_and_switches_that_are_not_known_are_not_judged(tmp_pat
     ):
         (finding,) = found(tmp_path, "NP122", LHOTSE, f"model.train_ds.shard_seed={seed}", override)
         assert finding.severity is NOTE and finding.instead == ""
+    assert (
+        found(tmp_path, "NP122", LHOTSE, f"model.train_ds.shard_seed={seed}", "+model.train_ds.input_cfg=x.yaml") == []
+    )
+    assert found(tmp_path, "NP005", LHOTSE, "+model.train_ds.input_cfg=x.yaml")  # says it
 
 
 def test_a_path_with_an_interpolation_in_it_is_given_whatever_that_is(tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ REFUSED: list[dict[str, Any]] = [
     {"max_epochs": -2},
     {"num_nodes": 0},
     {"num_nodes": "2"},
+    {"gradient_clip_algorithm": "l2"},
+    {"gradient_clip_algorithm": 2},
+    {"gradient_clip_val": "norm"},
+    {"profiler": "nsys"},
+    {"fast_dev_run": -1},
+    {"max_time": "12:00:00"},
+    {"max_time": 12},
+    {"reload_dataloaders_every_n_epochs": -1},
+    {"reload_dataloaders_every_n_epochs": None},
     {"devices": 0},
     {"devices": "0"},
     {"devices": []},
@@ -62,6 +71,12 @@ TAKEN: list[dict[str, Any]] = [
     {"max_steps": 1e5},
     {"max_epochs": None},
     {"max_epochs": -1},
+    {"gradient_clip_algorithm": "NORM", "gradient_clip_val": 1.0},
+    {"gradient_clip_algorithm": None, "gradient_clip_val": None},
+    {"profiler": "simple"},
+    {"max_time": "00:12:00:00"},
+    {"max_time": None},
+    {"reload_dataloaders_every_n_epochs": 1},
     {"devices": "auto"},
 ]
 
@@ -88,7 +103,7 @@ def test_the_doctor_refuses_what_lightning_refuses(tmp_path: Path) -> None:
         for case in TAKEN:
             Trainer(**{**quiet, **on_cpu, **case})
         for case in REFUSED:
-            with pytest.raises((ValueError, TypeError, MisconfigurationException)):
+            with pytest.raises((ValueError, TypeError, AttributeError, MisconfigurationException)):
                 Trainer(**{**quiet, **on_cpu, **case})
 
 
@@ -130,12 +145,39 @@ def test_validation_in_an_epoch_that_is_too_short_for_it(
         ({"limit_val_batches": 0.0}, False),
         ({"limit_train_batches": 1.0}, False),
         ({"val_check_interval": 0.25, "limit_train_batches": 0}, False),
+        ({"val_check_interval": 0.25, "limit_train_batches": 100}, False),
+        ({"val_check_interval": 0.25, "limit_train_batches": 1.0}, True),
         ({"val_check_interval": 0.25, "fast_dev_run": True}, False),
     ],
 )
 def test_lhotse_has_no_length_to_take_a_share_of(tmp_path: Path, settings: dict[str, Any], refused: bool) -> None:
     assert len(found(tmp_path, "NP123", LHOTSE, *overrides(settings))) == refused
     assert found(tmp_path, "NP123", NEST, *overrides(settings)) == []
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(4, False), (1.0, True)])
+def test_a_limit_is_a_length_to_take_a_share_of_for_lightning_too(limit: float, refused: bool) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomIterableDataset
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from torch.utils.data import DataLoader
+
+    class Model(BoringModel):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(RandomIterableDataset(32, 64))
+
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    limits: dict[str, Any] = {"limit_train_batches": limit, "limit_val_batches": 1, "max_epochs": 1}
+    trainer = Trainer(accelerator="cpu", devices=1, val_check_interval=0.5, **limits, **quiet)
+    with pytest.raises(MisconfigurationException) if refused else contextlib.nullcontext():
+        trainer.fit(Model())
+    assert trainer.global_step == (0 if refused else 4)
 
 
 def test_none_for_what_is_not_known_and_a_trainer_that_is_not_lightnings(tmp_path: Path) -> None:

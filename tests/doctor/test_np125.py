@@ -21,6 +21,14 @@ def test_a_limit_that_no_entry_meets(tmp_path: Path, seconds: str) -> None:
     assert "at least 41 s and at most 40.0 s" in finding.what
 
 
+def test_padding_beyond_the_limit_leaves_nothing(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP125", LHOTSE, "+model.train_ds.pad_min_duration=41")
+    assert finding.what == "model.train_ds: each entry is padded to 41 s, and then none has at most 40.0 s"
+    for override in ("+model.train_ds.pad_min_duration=40", "+model.train_ds.pad_min_duration='???'"):
+        assert found(tmp_path, "NP125", LHOTSE, override) == []
+    assert found(tmp_path, "NP125", NEST, "+model.train_ds.pad_min_duration=41") == []  # not read there
+
+
 def test_none_for_limits_that_leave_something(tmp_path: Path) -> None:
     assert found(tmp_path, "NP125", NEST) == []
     for override in ("+model.train_ds.min_duration=40", "model.train_ds.max_duration=null"):

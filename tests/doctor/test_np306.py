@@ -20,14 +20,6 @@ def test_ranks_without_a_sync() -> None:
     assert finding.what == "ranks 1-3 did not come through the measurement"
 
 
-def test_a_loopback_address_matters_between_hosts() -> None:
-    alone = {"address": "127.0.1.1"}
-    (finding,) = found("NP306", ranks(measured={2: alone}))
-    assert finding.what == "rank 2: Gloo takes a loopback address, which other hosts cannot reach"
-    assert found("NP306", ranks(measured={0: alone}, size=2)) == []
-    assert found("NP306", ranks(measured={2: {"address": "nonsense"}})) == []
-
-
 def test_slow_syncs_and_a_slow_store() -> None:
     sync, store = found("NP306", ranks(measured={1: {"syncs": (0.1, 0.2, 0.3)}, 2: {"requests": (0.5, 0.5, 0.0)}}))
     assert sync.what == "rank 1: a sync takes up to 200 ms (median)"

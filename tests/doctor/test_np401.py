@@ -9,6 +9,7 @@ from codes import found
 
 from nemo_patches.tools.doctor import code, examination
 from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.finding import Severity
 
 pytestmark = pytest.mark.one_nemo
 
@@ -60,6 +61,108 @@ def test_what_not_every_rank_may_reach(tmp_path: Path, lines: list[str], said: s
 )
 def test_none_for_what_all_ranks_share(tmp_path: Path, lines: list[str]) -> None:
     assert found(tmp_path, "NP401", forward(*lines)) == []
+
+
+NAMES = [
+    ("from torch import distributed as td", "td.barrier()"),
+    ("from torch import distributed", "distributed.all_reduce(x)"),
+    ("from torch.distributed import all_reduce as ar", "ar(x)"),
+    ("from torch.distributed import broadcast as send", "send(x, 0)"),
+    ("import torch.distributed.nn.functional as F", "F.all_reduce(x)"),
+    ("import deepspeed.comm as comm", "comm.barrier()"),
+    ("group = torch.distributed", "group.barrier()"),
+    ("", "dist.new_group([0, 1])"),
+    ("", "self.trainer.strategy.barrier('here')"),
+    ("", "self.trainer.save_checkpoint('here')"),
+    ("", "self.log('loss', x, sync_dist=True)"),
+    ("", "pl_module.log_dict(x, sync_dist=self.several)"),
+    ("", "sync(x)"),
+]
+TESTS = [
+    *("rank == 0", "rank < 2", "not rank", "self.trainer.is_global_zero", "dist.get_rank() == 0 and self.training"),
+    *("main", "int(os.environ['RANK']) == 0", "rank % 8 == 0", "torch.distributed.get_rank() in (0,)", "rank == x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("imports", "call", "test"), [*((*each, TESTS[0]) for each in NAMES), *((*NAMES[0], each) for each in TESTS[1:])]
+)
+def test_under_any_name_and_by_any_test(tmp_path: Path, imports: str, call: str, test: str) -> None:
+    helper = "def sync(x):\n    deeper(x)\n\ndef deeper(x):\n    torch.distributed.all_reduce(x)\n\n"
+    method = f"        main = rank == 0\n        if {test}:\n            {call}\n"
+    method = f"class Mine(LightningModule):\n    def on_train_start(self, x, rank, pl_module):\n{method}"
+    (finding,) = found(tmp_path, "NP401", f"{imports}\nimport os\n{helper}{method}")
+    assert finding.what.startswith(f"Mine.on_train_start: {call.partition('(')[0]}")
+    assert "made only where a test on the rank holds" in finding.what
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["if rank == 0:", "    dist.barrier()", "else:", "    dist.barrier()"],
+        ["if rank == 0:", "    self.a(x)", "else:", "    self.b(x)"],
+        ["if rank is not None:", "    dist.barrier()"],
+        ["if rank >= 0:", "    dist.barrier()"],
+        ["if os.environ.get('RANK'):", "    dist.barrier()"],
+        ["for rank in range(8):", "    if rank == 0:", "        dist.barrier()"],
+        ["rank = torch.linalg.matrix_rank(x)", "if rank == 0:", "    dist.barrier()"],
+        ["if rank == 0 and self.saves:", "    x.save()", "dist.barrier()"],
+        ["if rank == 0:", "    self.log('loss', x)"],
+        ["if rank == 0:", "    self.log('loss', x, sync_dist=True, rank_zero_only=True)"],
+        ["if x.sum() > 0:", "    y = self.encoder(x)", "else:", "    y = self.encoder(-x)"],
+        ["if rank == 0:", "    x = x.reduce(1).gather(0, x)"],
+    ],
+)
+def test_none_where_both_ways_are_alike(tmp_path: Path, lines: list[str]) -> None:
+    helpers = (
+        "    def a(self, x):\n        dist.barrier()\n\n    def b(self, x):\n        torch.distributed.barrier()\n"
+    )
+    assert found(tmp_path, "NP401", f"import os\n{forward(*lines)}\n{helpers}") == []
+
+
+def test_a_method_of_rank_zero_only(tmp_path: Path) -> None:
+    text = "from lightning.pytorch.utilities import rank_zero_only as main\n\nclass Mine(LightningModule):\n"
+    text += "    @main\n    def on_fit_start(self):\n        self.write(self.trainer.log_dir)\n\n"
+    text += "    def prepare_data(self):\n        dist.barrier()\n"
+    first, second = found(tmp_path, "NP401", text)
+    said = "self.trainer.log_dir, which broadcasts rank 0's folder, is made on one rank of the job or of a node only"
+    assert f"Mine.on_fit_start: {said}, by @main" in (first.what, second.what)
+    assert any(each.what.startswith("Mine.prepare_data: dist.barrier is made on one rank") for each in (first, second))
+
+
+def test_another_order(tmp_path: Path) -> None:
+    lines = ["if rank == 0:", "    dist.barrier()", "    dist.all_reduce(x)", "else:", "    dist.all_reduce(x)"]
+    (finding,) = found(tmp_path, "NP401", forward(*lines, "    dist.barrier()"))
+    assert "dist.barrier and dist.all_reduce come in another order where `rank == 0`" in finding.what
+
+
+def test_a_guess_is_called_one(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "NP401", forward("if rank == 0:", "    self.val_acc.compute()"))
+    assert finding.what.endswith("A guess: it is a metric of torchmetrics")
+    assert finding.severity is Severity.NOTE
+    sure = "import torchmetrics\n" + forward("if rank == 0:", "    self.val_acc.compute()")
+    sure += "\n    def __init__(self):\n        self.val_acc = torchmetrics.Accuracy()\n"
+    (finding,) = found(tmp_path, "NP401", sure)
+    assert finding.severity is Severity.WARNING
+
+
+def test_the_same_collective_is_said_once(tmp_path: Path) -> None:
+    lines = ["if rank == 0:", "    if x.sum() > 0:", "        dist.barrier()", "        dist.all_reduce(x)"]
+    (finding,) = found(tmp_path, "NP401", forward(*lines))
+    assert finding.what.startswith("Mine.forward: dist.barrier and dist.all_reduce are made only where a test")
+
+
+def test_code_that_is_deeply_nested_is_refused_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    for text in (
+        "x = " + "+".join(["1"] * 3000),
+        "x = " + "a." * 3000 + "b",
+        "if x:\n    pass\n" + "elif x:\n    pass\n" * 2000,
+    ):
+        path.write_text(text)
+        done = examination.examine_code(path, examination.chosen())
+        assert not [finding for rule, finding in done.findings if rule.identifier == "NP001"]
+        assert "\n" not in done.error
 
 
 def test_what_is_no_python_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor import examination, yaml_text
-from nemo_patches.tools.doctor.config import UNKNOWN
+from nemo_patches.tools.doctor import examination, interpolations, yaml_text
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 pytestmark = pytest.mark.one_nemo
@@ -358,7 +358,7 @@ def test_omegaconf_is_given_all_that_interpolations_lead_to(
     source = yaml_text.parse(Path("x"), yaml.safe_dump({**top, "k": {**inner, "l": values}, "l": [*values, inner]}))
     with pytest.MonkeyPatch.context() as patch:
         part = reading.with_overrides(source)
-        patch.setattr(reading, "_needed", lambda tree, _: tree)
+        patch.setattr(interpolations, "_needed", lambda tree, _: tree)
         whole = reading.with_overrides(source)
     assert (part.tree, part.broken) == (whole.tree, whole.broken)
 
@@ -367,13 +367,13 @@ def test_omegaconf_is_given_all_that_interpolations_lead_to(
 def test_omegaconf_is_given_little_of_45000_keys(text: str) -> None:
     sections = {f"s{number}": {f"k{key}": key for key in range(100)} for number in range(450)}
     tree = {"x": "k5", "z": text, **sections, "last": {"y": 5}, "labels": list(range(1000))}
-    given = str(reading._needed(tree, [text]))
+    given = str(interpolations._needed(tree, [text]))
     assert len(given) < 10_000  # of 500,000: it takes 70 us for each value
     assert text in given
 
 
 def test_an_omegaconf_whose_loader_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading._loader.cache_clear()
+    interpolations._loader.cache_clear()
     monkeypatch.delattr("omegaconf._utils.get_yaml_loader")
     assert "has its rules on numbers elsewhere; allowed: 2.3" in refused(tmp_path, "x: 1")
 

@@ -5,12 +5,10 @@ It imports neither torch nor NeMo; what a rank does is in rank.py, and in what t
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import re
 import shutil
-import signal
 import tempfile
 import time
 from datetime import timedelta
@@ -43,9 +41,7 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
         for change in changes:
             console.print(escape(f"--manifest={manifest}: {change}"), soft_wrap=True)
 
-    if importlib.util.find_spec("nemo") is None:
-        raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
-    signal.signal(signal.SIGTERM, _interrupt)
+    processes.prepare()
     folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
     keep = False
     try:
@@ -78,10 +74,6 @@ def _require_picture(record: Path) -> None:
         problem = "cannot be written: permission denied"
     if problem:
         raise DemoError(f"--record={record} {problem}; allowed: a file to write that ends in .svg")
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt  # SIGTERM ends the ranks as Ctrl-C does
 
 
 def _compare(console: Console, folder: Path, devices: int, stall: timedelta, record: Path | None) -> list[str]:

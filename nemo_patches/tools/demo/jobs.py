@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from nemo_patches.tools.demo.hangs.gallery import Hang
 
 BATCH_SIZE = 2
 TRAINING_STEPS = 6
@@ -17,8 +19,10 @@ EVALUATION_BATCHES = 6  # where a rank stays away
 LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
 IMPORT_LIMIT = timedelta(minutes=3)
 LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; and the stall twice on top
+HANG_LIMIT = timedelta(seconds=120)  # for what takes 5 to 15 s
+HANG_STALL_TIMEOUT = timedelta(seconds=4)
 
-Task = Literal["a rank stays away", "training", "positional encoding"]
+Task = Literal["a rank stays away", "training", "positional encoding", "hang"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,15 @@ class Job:
     port: int
     folder: Path  # with the manifests; the log goes there too
     stall: timedelta  # zero: none
+    hang: Hang | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of nemo_patches.apply()."""
+        if self.hang is None:
+            return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
+        timeouts = {"timeout": 1.0, "call_timeout": 0.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
+        return {**timeouts, "dump": str(self.folder / "dump"), **self.hang.settings}
 
     @property
     def slow_rank(self) -> int:
@@ -44,6 +57,8 @@ class Job:
 
     @property
     def limit(self) -> timedelta:
+        if self.hang is not None:
+            return HANG_LIMIT
         return LIMIT_PER_RANK * self.world_size + 2 * self.stall
 
     @property
@@ -92,6 +107,24 @@ class WrongRows:
 
 
 @dataclass(frozen=True)
+class Begins:
+    pass
+
+
+@dataclass(frozen=True)
+class Stands:
+    """The training thread has run nothing for a while. collective: that it waits in; empty where it is in none."""
+
+    where: str
+    collective: str
+
+
+@dataclass(frozen=True)
+class Moves:
+    """It runs again."""
+
+
+@dataclass(frozen=True)
 class Failed:
     error: str  # short
 
@@ -101,7 +134,8 @@ class Finished:
     pass
 
 
-Event = TrainingStep | ValidationBatch | Stalling | StaysAway | LongestCall | WrongRows | Failed | Finished
+OfStep = TrainingStep | ValidationBatch | Stalling | StaysAway | LongestCall | WrongRows
+Event = OfStep | Begins | Stands | Moves | Failed | Finished
 
 
 @dataclass(frozen=True)
@@ -114,6 +148,8 @@ class RankOutcome:
     validation_batches: int = 0
     rows: WrongRows | None = None
     is_away: bool = False
+    has_begun: bool = False
+    stands: Stands | None = None
     now: str = "starts"
     completed: bool = False
     ended: str = ""  # "" while it runs
@@ -138,6 +174,12 @@ class RankOutcome:
                 return replace(self, longest_encoder_call=max(self.longest_encoder_call, took))
             case WrongRows():
                 return replace(self, rows=event)
+            case Begins():
+                return replace(self, has_begun=True, now="runs")
+            case Stands(where):
+                return replace(self, stands=event, now=where)
+            case Moves():
+                return replace(self, stands=None, now="runs")
             case Failed(error):
                 return replace(self, ended=f"died: {error}", now="died")
             case Finished():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -36,6 +37,17 @@ RANK_ENVIRONMENT = {
 }
 
 _context = multiprocessing.get_context("forkserver")
+
+
+def prepare() -> None:
+    """Before anything starts. SIGTERM ends the ranks as Ctrl-C does. Raises DemoError where there is no NeMo."""
+    if importlib.util.find_spec("nemo") is None:
+        raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -85,22 +97,18 @@ def _import_only(log: Path, server: Connection) -> None:
 def run(console: Console, task: Task, patched: bool, devices: int, folder: Path, stall: timedelta) -> RunOutcome:
     """Start one process per rank and see them to their end: their own, or the time limit. Needs the fork server."""
     began = time.monotonic()
-    port = _free_port()
+    port = free_port()
     jobs = [Job(task, patched, rank, devices, port, folder, stall) for rank in range(devices)]
     limit = jobs[0].limit.total_seconds()
     deadline, why = began + limit, f"after {limit:.0f} s"
     title = f"{jobs[0].version}, {task}"
-    ranks: list[_Rank] = []
+    ranks: list[RankProcess] = []
     verdict: tuple[str, ...] = ()
     try:
         with progress(console, title) as shown:
             for job in jobs:
-                receiver, sender = _context.Pipe(duplex=False)
-                process = _context.Process(target=_rank_process, args=(job, sender), daemon=True)
-                ranks.append(_Rank(process, receiver, RankOutcome(job)))
-                process.start()
-                sender.close()  # the rank's end; with ours open, its death would not be seen
-            dead: _Rank | None = None
+                ranks.append(start(job))
+            dead: RankProcess | None = None
             waited = False  # the clock runs for a stock rank that waits for one that stays away
             others = [rank for rank in ranks if not rank.outcome.job.stays_away]
             while any(r.process.exitcode is None for r in others) and time.monotonic() < deadline:
@@ -127,8 +135,17 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
     return RunOutcome(outcomes, timedelta(seconds=took), verdict)
 
 
+def start(job: Job) -> RankProcess:
+    receiver, sender = _context.Pipe(duplex=False)
+    # A daemon may have no children: in the hangs, data loaders have workers.
+    process = _context.Process(target=_rank_process, args=(job, sender), daemon=job.hang is None)
+    process.start()
+    sender.close()  # the rank's end; with ours open, its death would not be seen
+    return RankProcess(process, receiver, RankOutcome(job))
+
+
 @dataclass
-class _Rank:
+class RankProcess:
     """A rank's process while it runs."""
 
     process: BaseProcess
@@ -148,6 +165,9 @@ class _Rank:
         """Take in its last events and reap the process; killed before if it still runs, which is what is returned."""
         self.receive()
         pid = self.process.pid
+        if pid is not None and self.outcome.job.hang is not None:
+            with contextlib.suppress(ProcessLookupError):  # where it has not begun yet
+                os.killpg(pid, signal.SIGKILL)
         # Where a signal to all has ended the fork server, a rank seems to have ended too; its open pipe tells.
         if pid is None or (self.process.exitcode is not None and self.events is None):
             return False
@@ -178,7 +198,7 @@ def _rank_process(job: Job, events: Connection) -> None:
     rank.run(job, events)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import nemo_patches
 from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, LENGTH_SYNC_TIMEOUT, Failed, Finished, Job
+from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Failed, Finished, Job
 
 
 @contextlib.contextmanager
@@ -36,6 +36,7 @@ with ends_after(IMPORT_LIMIT):
     import torch
 
     from nemo_patches.tools.demo import evaluation, positional_encoding, training
+    from nemo_patches.tools.demo.hangs import scenario
 
 
 def run(job: Job, events: Connection) -> None:
@@ -55,10 +56,12 @@ def run(job: Job, events: Connection) -> None:
     try:
         with ends_after(job.limit + timedelta(seconds=10)):  # the parent does so at the limit, if it is there
             if job.patched:
-                nemo_patches.apply(sync="bounded", timeout=LENGTH_SYNC_TIMEOUT.total_seconds(), on_timeout="fallback")
+                nemo_patches.apply(**job.settings)
             else:
                 nemo_patches.revert()  # the user may have auto-apply on, and stock must be stock
-            if job.task == "training":
+            if job.hang is not None:
+                scenario.play(job, job.hang, events)
+            elif job.task == "training":
                 training.pretrain(job, events)
             elif job.task == "a rank stays away":
                 evaluation.evaluate(job, events)

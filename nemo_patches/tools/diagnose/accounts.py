@@ -26,6 +26,7 @@ from nemo_patches.tools.diagnose.facts import (
     UNREADABLE,
     UNSEEN,
     WAITED,
+    Call,
     Evidence,
     Fact,
     Fate,
@@ -56,6 +57,8 @@ class Account:
     place: Fact | None = None
     motion: Fact | None = None
     member: Fact | None = None
+    reported: Fact | None = None
+    calls: dict[str, Call] = field(default_factory=dict)
     fates: list[Fact] = field(default_factory=list)
     seats: list[Fact] = field(default_factory=list)
 
@@ -106,6 +109,12 @@ class Account:
         return next(ends, None)
 
     @property
+    def last_call(self) -> Call | None:
+        """Of the encoder in whose call an exception ended it, else of the job's first encoder."""
+        calls = [*(one for one in self.calls.values() if one.raised), *self.calls.values()]
+        return next(iter(calls), None)
+
+    @property
     def has_gone(self) -> bool:
         return self.fate_kind in (*CAUSES, *CONSEQUENCES, ABORTED, TERMINATED, ENDED, FAILED, GONE)
 
@@ -130,7 +139,7 @@ class Hearing:
     @property
     def unseen(self) -> list[int]:
         """Ranks of which nothing is known."""
-        told = {rank for rank, one in self.accounts.items() if one.fate or one.place or one.seats}
+        told = {rank for rank, one in self.accounts.items() if one.fate or one.place or one.seats or one.calls}
         return [rank for rank in range(self.world_size) if rank not in told]
 
     @property
@@ -148,12 +157,16 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
     accounts: dict[int, Account] = {}
     for fact in evidence.facts:
         account = accounts.setdefault(fact.rank, Account(fact.rank))
+        if _is_missing_by_report(fact):
+            account.reported = fact if account.reported is None else account.reported
         if isinstance(fact.value, Seat):
             account.seats.append(fact)
         elif isinstance(fact.value, Fate):
             account.fates.append(fact)
         elif isinstance(fact.value, Place):
             account.place = _counts(account.place, fact)
+        elif isinstance(fact.value, Call):
+            account.calls[fact.value.encoder] = fact.value
         elif isinstance(fact.value, Motion):
             account.motion = _counts(account.motion, fact)
         else:
@@ -163,6 +176,13 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
             account.fates = _that_count(account.fates)
         account.fate = min(account.fates, key=_order_of_fates, default=None)
     return dict(sorted(accounts.items()))
+
+
+def _is_missing_by_report(fact: Fact) -> bool:
+    """Whether another rank says that this one is not where it waits."""
+    if isinstance(fact.value, Place):
+        return not fact.own and not fact.value.collective
+    return not fact.own and fate_kind(fact) in _NOT_HEARD
 
 
 def _counts(before: Fact | None, fact: Fact) -> Fact:

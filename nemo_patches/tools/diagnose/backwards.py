@@ -121,7 +121,7 @@ def unlike_backwards(case: Case, hang: Finding) -> Finding:
     inside = sorted(rank for rank, state in last.items() if state == BACKWARD)
     if hang.id != ids.OUTSIDE or not inside or set(last) != set(case.sure) or NO_GRAPH in last.values():
         return hang
-    before = sorted(rank for rank, state in last.items() if state == NO_BACKWARD)
+    before = sorted(rank for rank, state in last.items() if state == NO_BACKWARD and not case.sure[rank].process.waited)
     evidence = (f"in the backward, and not through it: {named(inside)}", *hang.evidence)
     if not before:
         return Finding(**{**vars(hang), "severity": CRITICAL, "evidence": evidence})

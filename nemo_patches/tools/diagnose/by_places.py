@@ -70,6 +70,8 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
         accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
         return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
+    if any(hearing[rank].calls for rank in unseen):
+        return Ruling()  # something is known of it: its trace is damaged, or tells nothing of where it is
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
         text = f"{who} {are} in {title}; {not_known[0]}."

@@ -9,66 +9,72 @@ import numpy as np
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.absence import absent_ranks
 from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
-from nemo_patches.tools.diagnose.case import Case, cases, stall_reports, without_encoders
+from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.differences import (
     different_batches,
     different_ranks,
     different_sync,
     other_than_configured,
+    untraced_ranks,
 )
 from nemo_patches.tools.diagnose.endings import Ending
+from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.faults import (
     caught_exceptions,
     check_findings,
-    ending_exceptions,
     failed_threads,
     gpu_utilisation,
     runaway_memory,
 )
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.hangs import hangs, sync_ended
+from nemo_patches.tools.diagnose.judge import rule
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
 from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
 from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNSYNCED, UNWAITED, RankTrace
+from nemo_patches.tools.diagnose.sources import traces
 from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_LINES, _MOST_SUMMARIES = 20, 8
 _LEAST_WAITING = 0.01  # share of the time; whom less waiting is for, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
-HANGS = frozenset(
+# What judge.py tells, over the facts of all sources.
+JUDGED = frozenset(
     {
         ids.EXCEPTION,
-        ids.DIFFERENT_SYNC,
-        ids.DIFFERENT_ORDER,
-        ids.NO_BACKWARD,
+        ids.START_UP,
         ids.KILLED,
         ids.ENDED,
         ids.MISSING_RANK,
-        ids.BEFORE_ENCODER,
         ids.SILENT,
         ids.SOME_INSIDE,
         ids.ALL_INSIDE,
         ids.OUTSIDE,
         ids.STOPPED_AT_ONCE,
+        ids.ALL_IN,
+        ids.NOT_SEEN,
+        ids.WAITED_IN_VAIN,
     }
 )
-_OVER_AT_THE_END = HANGS | {ids.UNEVEN_CALLS}
+_HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD}
+# Where ranks are not at one step, who came to a round, and who to the next call, shows nothing.
+_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
+_OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 
 
-def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
-    """The report on what has been read of a job. encoders: its cases, where they are at hand."""
-    encoders = cases(job) if encoders is None else encoders
+def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
+    """The report on what has been read of a job. evidence: where the facts go on which it rests."""
+    evidence = Evidence() if evidence is None else evidence
+    encoders = cases(job)
     swapped = swapped_order(encoders)
     left_out = [] if swapped else skipped_call(encoders)
-    findings = [*absent_ranks(job, encoders), *different_sync(job, encoders), *swapped, *left_out]
+    findings = [*different_sync(job, encoders), *swapped, *left_out]
     without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     findings += check_findings(job, encoders)
-    hanging: list[Finding] = []
+    behind: dict[str, set[int]] = {}
     for case in encoders:
         findings += caught_exceptions(case)
         pairs = [] if any(finding.encoder == case.name for finding in left_out) else uneven_calls(case)
@@ -83,12 +89,19 @@ def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
         if accumulation := unlike_accumulation(case):
             findings += accumulation
             waiting = frozenset(case.endings)
-        hanging += [unlike_backwards(case, hang) for hang in hangs(case, set(explained) | waiting)]
+        behind[case.name] = set(explained) | waiting
         findings += [*sync_ended(case), *incidents(case)]
     gpus = gpu_utilisation(job)
-    findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in _foremost(hanging)]
-    reported = {rank for case in encoders for rank in stall_reports(case).kinds}
-    findings += [*ending_exceptions(encoders or [without_encoders(job)], reported), *failed_threads(job)]
+    if any(behind.values()) or any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in findings):
+        evidence.explained = behind
+    evidence.traces_alone = True
+    traces.read(job, encoders, evidence)
+    hanging = [replace(one, because="") for one in rule(evidence).findings]  # see _ordered()
+    for case in encoders:
+        hanging = [unlike_backwards(case, one) if one.encoder == case.name else one for one in hanging]
+    findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in hanging]
+    findings += untraced_ranks(job, encoders, {fact.rank for fact in evidence.facts})
+    findings += failed_threads(job)
     findings += straggler(encoders[0]) if encoders else []
     findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
     findings += different_batches(encoders)
@@ -112,6 +125,25 @@ def diagnose(job: Job, encoders: list[Case] | None = None) -> Report:
     )
 
 
+def sync_ended(case: Case) -> list[Finding]:
+    """Every rank's length sync has ended: no rank is to blame, the network may be."""
+    ended = [ending for ending in case.endings.values() if ending.sync_ended]
+    if not ended or len(ended) < len(case.endings) or len(ended) < case.job.world_size:
+        return []
+    return [
+        Finding(
+            id=ids.SYNC_ENDED,
+            severity=WARNING,
+            ranks=tuple(ending.rank for ending in ended),
+            text=f"The length sync of {case.name} has ended on all ranks, and all went on with their own lengths.",
+            next_step="Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
+            "network was lost, or GLOO_SOCKET_IFNAME names no interface.",
+            encoder=case.name,
+            call=ended[0].call,
+        )
+    ]
+
+
 def _bounded(lines: list[str]) -> tuple[str, ...]:
     more = len(lines) - _MOST_LINES
     return (*lines[:_MOST_LINES], *([f"and {more} more starts"] if more > 0 else []))
@@ -129,14 +161,6 @@ def _summary(case: Case) -> str:
     begins = f"; of {named(lost)} the first calls are gone (trace_size), and are not counted" if lost else ""
     most = max((len(of_rank.n) for of_rank in calls), default=0)
     return f"{case.name}: {most} calls, {given_up} fallbacks on all ranks, longest wait {longest:.2f} s{cost}{begins}."
-
-
-def _foremost(hanging: list[Finding]) -> list[Finding]:
-    """If ranks are unequal in one encoder, it is no finding that they are equal in another one."""
-    level = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)
-    unequal = [finding for finding in hanging if finding.id not in level]
-    inside = [finding for finding in hanging if finding.id == ids.ALL_INSIDE]
-    return unequal or inside or hanging[:1]
 
 
 def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
@@ -167,7 +191,7 @@ def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list
             if ending.unsure:
                 unsure.setdefault(rank, ending.unsure)
     if not unsure and encoders and any(case.tracks for case in encoders):
-        explains_the_end = {*HANGS, ids.UNEVEN_CALLS, ids.SYNC_ENDED}
+        explains_the_end = {*_HANGS, ids.UNEVEN_CALLS, ids.SYNC_ENDED}
         explained = any(finding.id in explains_the_end for finding in findings)
         if explained or _all_ended(encoders) or job.moving or job.absent:
             return []
@@ -177,7 +201,7 @@ def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list
         return [_not_enough_records((), reason, ())]
     if not encoders:
         return [] if job.moving else [_not_enough_records((), "no rank has recorded an encoder call", ())]
-    if not unsure or any(finding.id in HANGS for finding in findings):
+    if not unsure or any(finding.id in _HANGS for finding in findings):
         return []
     ranks = tuple(sorted(unsure))
     reasons = tuple(f"rank {rank}: {why}" for rank, why in list(unsure.items())[:8])
@@ -201,9 +225,9 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     root = next((f for f in ordered if f.severity == CRITICAL and f.id != ids.BAD_INPUT), None)
     if root is None:
         return tuple(ordered)
-    explained = {ids.TIMEOUTS}
+    explained = {ids.TIMEOUTS, ids.WAITED_IN_VAIN}
     if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD):
-        explained |= HANGS - {root.id}
+        explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))
 

@@ -14,13 +14,40 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.rank_trace import Input, Track
+from nemo_patches.tools.diagnose.rank_trace import CAME, Input, Track
 from nemo_patches.uneven.settings import SETTINGS as UNEVEN_SETTINGS
 
+_NEXT_DUMP = (
+    "`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless NEMO_PATCHES_DUMP "
+    "is one that all share."
+)
 _MAY_DIFFER = frozenset({"trace"})  # a folder may have another name on another host
 _TOO_FEW_CALLS = 2  # to say which kind of input is usual
 _USUAL_SHARE = 0.75  # of the calls; else several kinds are usual
 _ENOUGH_BATCHES = 20  # to compare their sizes
+
+
+def untraced_ranks(job: Job, cases: list[Case], told: set[int]) -> list[Finding]:
+    """Ranks without a file, of which nothing else tells."""
+    absent = tuple(rank for rank in job.absent if rank not in job.suspects | told)
+    if not absent:
+        return []
+    who, part = named(absent), "takes part" if len(absent) == 1 else "take part"
+    waiting = sorted({ending.rank for case in cases for ending in case.endings.values() if ending.in_vain})
+    waited = f"; {named(waiting)} waited in vain at the end, perhaps for it" if waiting else ""
+    outcomes = {code for case in cases for track in case.tracks.values() for code in track.calls.outcome}
+    next_step = "Set NEMO_PATCHES_TRACE on every rank and host, to a folder that all share, or copy the missing files."
+    if any(trace.dumped for trace in job.traces.values()):
+        text, next_step = f"There is no dump of {who} here{waited}.", _NEXT_DUMP
+    elif CAME in outcomes:
+        text = f"{who} {part} in the length sync, and left no trace here{waited}."
+    else:
+        text = f"There is no sign of {who} of {job.world_size}: not started, not patched, not traced, or not yet at a "
+        text += "first encoder call."
+        next_step = "Look at its stderr for nemo_patches' line `patched ...`, and run `nemo-patches status` in its "
+        next_step += "environment; every rank must have the patch, and NEMO_PATCHES_TRACE."
+    evidence = (f"{len(job.traces)} of {job.world_size} ranks have a trace",)
+    return [Finding(ids.UNTRACED, WARNING, absent, text, next_step, evidence=evidence)]
 
 
 def different_sync(job: Job, cases: list[Case]) -> list[Finding]:

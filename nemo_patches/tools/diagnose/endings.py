@@ -7,7 +7,6 @@ at the same one, whatever evaluations went before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -247,19 +246,3 @@ def weighted_kinds(track: Track) -> tuple[Whole, Whole]:
         kinds = kinds[known[np.clip(np.searchsorted(known, np.arange(len(kinds)), "right") - 1, 0, None)]]
     numbers = np.array(track.calls.n, dtype=np.int64)
     return kinds, np.diff(numbers, prepend=numbers[0] - 1)
-
-
-def whole_hosts(traces: dict[int, RankTrace], ranks: Iterable[int]) -> bool:
-    """Whether these are all ranks of their hosts."""
-    inside, rest = set(ranks), traces.keys() - set(ranks)
-    return not {traces[rank].header.host for rank in inside} & {traces[rank].header.host for rank in rest}
-
-
-def killed_ranks(traces: dict[int, RankTrace], endings: Iterable[Ending]) -> list[Ending]:
-    """Of ranks without an end, beside others that have one: which were killed, as far as that can be told.
-
-    SIGTERM leaves no stack where a handler has been put back, as in Lightning's teardown: so of several such ranks only
-    those are told whose whole host is gone.
-    """
-    unknown = [ending for ending in endings if ending.process.unknown]
-    return unknown if len(unknown) == 1 or whole_hosts(traces, [ending.rank for ending in unknown]) else []

@@ -31,6 +31,7 @@ UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says wh
 
 
 AT_START = "at start-up"  # how the text of such a WAITED or CUT begins: there was no process group yet
+SYNC_ENDED = "its length sync has ended"  # likewise of a CUT rank whose process has no end
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
 NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likewise a Seat's number
@@ -39,13 +40,15 @@ NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likew
 @dataclass(frozen=True)
 class Fate:
     """text: "ValueError: stack expects each tensor...", "SIGKILL", "Timed out waiting 1800000 ms". where: the innermost
-    frames of the user's own code, as in a Place. details: lines that show it, such as a traceback's last.
+    frames of the user's own code, as in a Place. details: lines that show it, such as a traceback's last. exit_code:
+    None where it is not told.
     """
 
     kind: str
     text: str = ""
     where: str = ""
     details: tuple[str, ...] = ()
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,40 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A rank's last encoder call. That ranks are at different ones shows by itself no wait.
+
+    title: "training call 71 of ConformerEncoder". number: 0 before the first. position: (training calls, evaluation
+    calls since), alike on ranks that are in step, whatever their numbers. phase: where it is in it; empty: it has come
+    out. round, came_to: of the length sync, the latest that it is known to have come to, and that it may have.
+    in_vain: it gave a round up there. sync_ended: its length sync has ended, because a rank had gone. raised: the call
+    ended so. in_backward: it is in that call's. since_s: for how long it had entered no other when it was looked at;
+    None where nobody looked. behind_since: the call from which on others gave up waiting for it; 0: none. unsure: why
+    this may not be what it did last; lost_last: that is so only because the last round is not there, as in the record
+    of a rank that was killed. reported: others that wait for a round of this encoder, or for the job, say that it is
+    missing. last: its last record, for a person.
+    """
+
+    encoder: str
+    number: int
+    title: str
+    position: tuple[int, int] = (0, 0)
+    phase: str = ""
+    round: int = 0
+    came_to: int = 0
+    in_vain: bool = False
+    sync_ended: bool = False
+    raised: bool = False
+    in_backward: bool = False
+    since_s: float | None = None
+    behind_since: int = 0
+    unsure: str = ""
+    lost_last: bool = False
+    reported: bool = False
+    last: str = ""
+
+
+@dataclass(frozen=True)
 class Motion:
     """Whether it went on between two looks. by: "i of train went from 55 to 99". still_s: so long it has not."""
 
@@ -87,16 +124,18 @@ class Motion:
 
 @dataclass(frozen=True)
 class Member:
-    """That it is a rank of the job. world_size: 0 where not told. whole_job_here: all ranks are of this host."""
+    """That it is a rank of the job. world_size: 0 where not told. whole_job_here: all ranks are of this host.
+    notes_sigterm: SIGTERM would have left a line in its trace."""
 
     world_size: int = 0
     pid: int = 0
     job: str = ""
     launch: str = ""
     whole_job_here: bool = False
+    notes_sigterm: bool = False
 
 
-Value: TypeAlias = Seat | Fate | Place | Motion | Member
+Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member
 
 
 @dataclass(frozen=True)
@@ -122,9 +161,12 @@ class Evidence:
     groups: by process group, as Seats name it, its ranks of which anything is known; begins: by group and rank from
     which number on its record is whole. partly_known: groups that may have ranks of which nothing is known. patched:
     nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
-    findings: of what is no hang (a source's own: stragglers, settings that differ). hangs: a source's own verdicts on
-    the hang, which count where all facts together decide nothing. looked_for: what was looked for in
-    files that told nothing.
+    findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
+    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. perhaps_missing: ranks
+    whom only those report missing that have ended in good order since; or whose dumps may lie elsewhere. traces_alone:
+    there is no other source, and the ranks' calls tell all that their rounds and places do. explained: by encoder the
+    ranks that are behind for a reason that a finding has; not empty where ranks are not at one step, so that who came
+    to a round shows nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -132,9 +174,12 @@ class Evidence:
     begins: dict[tuple[str, int], int] = field(default_factory=dict)
     partly_known: set[str] = field(default_factory=set)
     patched: bool = False
+    saw_a_wait: bool = False
+    perhaps_missing: set[int] = field(default_factory=set)
+    traces_alone: bool = False
+    explained: dict[str, set[int]] = field(default_factory=dict)
     world_size: int = 0
     findings: list[Finding] = field(default_factory=list)
-    hangs: list[Finding] = field(default_factory=list)
     ranks: list[RankSummary] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -1,9 +1,8 @@
-"""The verdicts on recorded faults: exceptions, the findings of checks, and memory that runs away."""
+"""The verdicts on faults that a job survived: caught exceptions, findings of checks, and memory that runs away."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +14,7 @@ from nemo_patches.tools.diagnose.alignment import Clocks
 from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.process_end import Error, ending_failure, error_of, is_of_a_collective
+from nemo_patches.tools.diagnose.process_end import error_of, is_of_a_collective
 from nemo_patches.tracing import records
 
 _NEXT_INPUT = (
@@ -23,7 +22,6 @@ _NEXT_INPUT = (
     "A NaN goes into every rank's gradients."
 )
 _MOST_FINDINGS = 8
-_INNERMOST = 3  # frames by which two ranks' exceptions are of one place
 _LEAST_SAMPLES = 8  # of memory
 _RUNAWAY_BYTES = 1 << 29
 _IDLE_PERCENT, _BUSY_PERCENT = 5, 95
@@ -33,114 +31,9 @@ _TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
 _Fault = TypeVar("_Fault", records.Raised, records.Finding)
 
 
-@dataclass(frozen=True)
-class EndingException:
-    """An exception of a rank. t: by its trace. n: its call, or the last before."""
-
-    case: Case
-    rank: int
-    t: float
-    n: int
-    inside: bool
-    error: Error
-
-    @property
-    def alike(self) -> tuple[str, tuple[tuple[str, str, str], ...]]:
-        """What two ranks' exceptions have in common that were raised at one place."""
-        return self.error.type, self.error.frames[:_INNERMOST]
-
-
-def ending_exceptions(cases: list[Case], reported: set[int]) -> list[Finding]:
-    """The first exception that ended a rank, but for those of ranks that waited for others; and who has the same.
-
-    reported: the ranks that the others' stall reports name; then who is not among them has not begun it.
-    """
-    raised: dict[int, EndingException] = {}
-    for case in cases:
-        for rank, ending in case.endings.items():
-            found = ending_exception(case, rank) if ending.at_fault and not ending.unsure else None
-            if found is not None and (rank not in raised or found.inside):
-                raised[rank] = found
-    if not raised:
-        return _start_up(cases[0]) if cases else []
-    of_the_reported = [exception for rank, exception in raised.items() if rank in reported]
-    first = _first_exception(of_the_reported or list(raised.values()))
-    ranks = tuple(sorted(one.rank for one in raised.values() if one.alike == first.alike))
-    where = f"in call {first.n}" if first.inside else f"outside the encoder, after call {first.n}"
-    if not first.n:
-        where = "before its first call"
-    where = f"{where} of {first.case.name}" if first.case.name else "before any encoder call"
-    finding = Finding(
-        id=ids.EXCEPTION,
-        severity=CRITICAL if (of_the_reported or not reported) and _did_harm(first, set(raised)) else WARNING,
-        ranks=ranks,
-        text=f"{named(ranks)} raised {safe(first.error.type)} {where}: {_one_line(first.error.message)}",
-        next_step="Mend what the traceback shows; the other ranks only waited for this one.",
-        encoder=first.case.name,
-        call=first.n,
-        phase=first.case.endings[first.rank].phase if first.inside else "",
-        evidence=(*_tail(first.error.traceback), f"exceptions in all: {len(raised)}, on {named(sorted(raised))}"),
-    )
-    return [finding]
-
-
-def _start_up(case: Case) -> list[Finding]:
-    """Ranks that waited for others before there was a process group."""
-    started = {rank: ending.process for rank, ending in case.endings.items() if ending.process.starting}
-    if not started:
-        return []
-    ranks = named(sorted(started))
-    rank, first = next(iter(sorted(started.items())))
-    return [
-        Finding(
-            id=ids.START_UP,
-            severity=CRITICAL,
-            ranks=(),
-            text=f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
-            f"Rank {rank} says: {first.error[:300]}.",
-            next_step="Look at the ranks that have no trace here, and at their stderr: a process that was not started, "
-            "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
-            evidence=tuple(f"rank {rank} was ended by {process.error[:200]}" for rank, process in started.items())[:8],
-        )
-    ]
-
-
-def ending_exception(case: Case, rank: int) -> EndingException | None:
-    """What ended a rank, where nobody else is the reason."""
-    trace, ending = case.job.traces[rank], case.endings[rank]
-    for raised in reversed(trace.raised):
-        track = case.tracks.get(rank)
-        if ending.raised and track is not None and (raised.e, raised.n) == (track.info.e, ending.call):
-            return EndingException(case, rank, raised.t, raised.n, True, error_of(raised))
-    if not ending.process.own_error:
-        return None
-    if (failed := ending_failure(trace)) is not None:
-        return EndingException(case, rank, failed.t, ending.call, False, error_of(failed))
-    kind, _, message = ending.process.own_error.partition(": ")
-    return EndingException(case, rank, trace.last, ending.call, False, Error(kind, message, ""))
-
-
-def _did_harm(first: EndingException, raised: set[int]) -> bool:
-    """Whether the exception ended its process, or any other rank waited or was ended; else it may have been caught."""
-    end = first.case.job.traces[first.rank].end
-    if first.inside or end is None or end.exit_code:
-        return True
-    return any(not ending.process.ordinary for rank, ending in first.case.endings.items() if rank not in raised)
-
-
 def _at(case: Case, rank: int, t: float) -> float:
     common = case.clocks.common(rank, t)
     return float(common) if common is not None else t
-
-
-def _first_exception(raised: list[EndingException]) -> EndingException:
-    """By time: that of the rounds, or of the one host; by call and rank where the clocks cannot be compared."""
-    if all(one.case.clocks.common(one.rank, 0.0) is not None for one in raised):
-        return min(raised, key=lambda one: (_at(one.case, one.rank, one.t), one.n))
-    headers = {one.rank: one.case.job.traces[one.rank].header for one in raised}
-    if len({header.host for header in headers.values()}) == 1:
-        return min(raised, key=lambda one: (headers[one.rank].started + one.t, one.n))
-    return min(raised, key=lambda one: (one.n, one.rank))
 
 
 def caught_exceptions(case: Case) -> list[Finding]:

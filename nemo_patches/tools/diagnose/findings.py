@@ -19,7 +19,6 @@ KILLED = "killed"
 ENDED = "ended"
 MISSING_RANK = "missing-rank"
 UNEVEN_CALLS = "uneven-calls"
-BEFORE_ENCODER = "stuck-before-encoder"
 SILENT = "no-heartbeat"
 FEWER_BATCHES = "fewer-batches"
 SKIPPED = "skipped-collective"
@@ -64,7 +63,6 @@ ORDER = (
     FEWER_BATCHES,
     SKIPPED,
     UNEVEN_CALLS,
-    BEFORE_ENCODER,
     SILENT,
     OUT_OF_STEP,
     SIZES,

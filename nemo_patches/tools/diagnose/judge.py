@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import CAUSES, Hearing, accounts_of, fate_kind, first_of, is_before
+from nemo_patches.tools.diagnose.accounts import CAUSES, Account, Hearing, accounts_of, fate_kind, first_of, is_before
+from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
@@ -34,7 +35,7 @@ from nemo_patches.tools.diagnose.verdicts import (
 def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Report:
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
     ruling = rule(evidence, stuck_after_s)
-    hangs = ruling.findings or (() if ruling.goes_on else tuple(evidence.hangs))
+    hangs = tuple(replace(one, severity=WARNING) if one.because else one for one in ruling.findings)
     findings = _ordered([*hangs, *(_following(one, hangs) for one in evidence.findings)])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
@@ -64,15 +65,21 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
     most = max([*accounts, *(rank for ranks in evidence.groups.values() for rank in ranks)], default=-1) + 1
     hearing = Hearing(accounts, evidence, max(evidence.world_size, most), stuck_after_s)
     causes = _causes(hearing)
-    hang = by_numbers(hearing)
-    if not hang.findings:
-        hang = by_places(hearing)
+    hang = by_calls(hearing)
+    if not evidence.traces_alone and all(one.id in OF_ALL for one in hang.findings):
+        more = by_numbers(hearing)
+        if not more.findings:
+            more = by_places(hearing)
+        # That no rank stands out by its calls is less than who does by anything else.
+        hang = more if not hang.findings or any(one.ranks for one in more.findings) else hang
     if causes:
         if not any(one.ranks for one in causes):  # whose it was is not told: the launcher's tables may help
             causes += by_launcher(hearing, of_ranks_that_waited=True)
         explained = {rank for one in causes for rank in one.ranks}
         rest = [one for one in hang.findings if not set(one.ranks) <= explained]
-        return Ruling((*causes, *(replace(one, because=causes[0].id, severity=WARNING) for one in rest)))
+        if causes[0].severity == CRITICAL:
+            rest = [replace(one, because=causes[0].id) for one in rest]
+        return Ruling((*causes, *rest))
     if hang.findings or hang.goes_on:
         return _with_contradictions(hang, hearing)
     ends = by_ends(hearing)
@@ -134,19 +141,39 @@ def _causes(hearing: Hearing) -> list[Finding]:
     ]
     if not facts:
         return []
-    firsts = first_of(facts)
+    reported = [fact for fact in facts if hearing[fact.rank].reported is not None]
+    firsts = _first_by_calls(first_of(reported or facts), hearing)
     found = []
     exceptions = [fact for fact in firsts if fate_kind(fact) == RAISED]
+    others_are_missing = not reported and any(one.reported is not None for one in hearing.accounts.values())
     for first in _apart_by_error(exceptions)[:4]:
         alike = [fact.rank for fact in facts if fate_kind(fact) == RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
-        found.append(raised([hearing[rank] for rank in sorted(alike)], first, others[:4]))
+        one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
+        is_harmless = others_are_missing or _was_caught(
+            hearing[first.rank], [each for each in others if each.fate not in facts]
+        )
+        found.append(replace(one, severity=WARNING) if is_harmless else one)
     of_kill = [fact for fact in firsts if fate_kind(fact) == KILLED]
     for some in ([fact for fact in of_kill if is_for_memory(fact)], [f for f in of_kill if not is_for_memory(f)]):
         if some:
             others = [one for one in hearing.accounts.values() if one.fate not in some]
             found.append(killed([hearing[fact.rank] for fact in some], some, others[:4]))
     return found
+
+
+def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
+    """Where no clock tells, and encoder calls are known of all: ranks make them in step."""
+    numbers = [call.number for fact in facts if (call := hearing[fact.rank].last_call) is not None]
+    if len(numbers) < len(facts):
+        return facts
+    return [fact for fact, number in zip(facts, numbers, strict=True) if number == min(numbers)]
+
+
+def _was_caught(first: Account, others: list[Account]) -> bool:
+    """Whether a process has ended in good order after its exception, and so have all others."""
+    is_in_call = first.last_call is not None and first.last_call.raised
+    return first.fate_value.exit_code == 0 and not is_in_call and all(one.fate_kind == ENDED for one in others)
 
 
 def _error(fact: Fact) -> tuple[str, str]:

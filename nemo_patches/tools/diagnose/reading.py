@@ -10,10 +10,11 @@ from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
-from nemo_patches.tools.diagnose.diagnosis import HANGS
-from nemo_patches.tools.diagnose.facts import Evidence, Fact
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
+from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
 from nemo_patches.tools.diagnose.folder import Job, UnreadableError
-from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks, traces
+from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
 
 STANDARD_INPUT = Path("-")
 _TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
@@ -142,9 +143,16 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
 def of_traces(job: Job) -> Evidence:
     """What a folder of traces, or of dumps, tells, beside other evidence."""
     evidence = Evidence()
-    report = traces.read(job, evidence)
-    evidence.hangs = [one for one in report.findings if one.id in HANGS]
-    evidence.problems = [line for line in evidence.problems if not line.endswith(_FOR_OTHER_READERS)]
+    report = diagnose(job, evidence)
+    evidence.findings += [one for one in report.findings if one.id not in (*JUDGED, ids.NOT_ENOUGH)]
+    evidence.ranks += report.ranks
+    evidence.summary += report.summary
+    evidence.problems += [line for line in report.problems if not line.endswith(_FOR_OTHER_READERS)]
+    evidence.earlier += report.earlier
+    evidence.traces_alone = False
+    if evidence.explained:  # a finding tells it; other sources are heard on the rest
+        evidence.facts = [fact for fact in evidence.facts if fact.own and not isinstance(fact.value, Call | Motion)]
+        evidence.explained = {}
     return evidence
 
 
@@ -166,7 +174,7 @@ def joined(
         whole.groups |= {taken.get(group, group): ranks for group, ranks in part.groups.items()}
         whole.begins |= {(taken.get(group, group), rank): first for (group, rank), first in part.begins.items()}
         whole.findings += part.findings
-        whole.hangs += part.hangs
+        whole.saw_a_wait |= part.saw_a_wait
         whole.ranks += part.ranks
         whole.summary += part.summary
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}

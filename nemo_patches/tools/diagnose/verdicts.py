@@ -40,6 +40,7 @@ from nemo_patches.tools.diagnose.facts import (
     UNREADABLE,
     UNSEEN,
     WAITED,
+    Call,
     Fact,
     Fate,
 )
@@ -89,6 +90,16 @@ _NEXT_STEPS = {
     "broadcast meets positional encodings of different sizes: nemo_patches keeps their shapes equal.",
     ids.CROSSED: "Look for the ranks of which nothing is here, and for code that makes collectives of several groups "
     "in an order that depends on the rank.",
+    ids.SOME_INSIDE: "Look at what these ranks do (while they run, `py-spy dump --native --pid {pid}` on {host}); on a "
+    "GPU, run again with NEMO_PATCHES_TRACE_CHECKS=cuda, which pins an asynchronous error to its place.",
+    ids.ALL_INSIDE: "Look at two of the ranks (while they run, `py-spy dump --native --pid {pid}` on {host}): a "
+    "collective inside the encoder (SyncBatchNorm, FSDP), or a kernel that does not end; on a GPU, run again with "
+    "NEMO_PATCHES_TRACE_CHECKS=cuda.",
+    ids.OUTSIDE: "Look at every rank (while it runs, `py-spy dump --pid {pid}` on {host}): the gradients' all-reduce, "
+    "a metric, or the data; where only one is not in a collective, that is the reason. The check `barrier` names it.",
+    ids.STOPPED_AT_ONCE: "Look for who ended the job (a user, the scheduler's time limit, preemption, a launcher), and "
+    "at the first error on any rank's stderr. If it still runs, diagnose again in a minute: by then a rank that is "
+    "waited for is in the stall reports.",
     ids.ALL_IN: "No rank is missing: look at the network and the GPUs (NCCL_DEBUG=INFO); Flight Recorder dumps "
     "(TORCH_FR_BUFFER_SIZE=2000) tell which call each rank is in.",
     ids.NO_RANK_MOVES: "They wait for something outside: a server, a file, a lock. Look at the place.",
@@ -116,7 +127,7 @@ _NEXT_STEPS_AT = {
     CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
-_SEVERITIES = {ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}
+_SEVERITIES = {ids.STOPPED_AT_ONCE: WARNING, ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}
 
 
 @dataclass(frozen=True)
@@ -299,15 +310,22 @@ def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) 
     """An exception that ended ranks. first: the one that is told."""
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
+    call = next(account.last_call for account in accounts if account.rank == first.rank)
     where = f" in {inner(first.value.where)}" if first.value.where else ""
+    text = f"{who(ranks)} raised {first.value.text}{where} [{first.cite}]{_at_call(call)}."
     evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
-    return finding(
-        ids.EXCEPTION,
-        f"{who(ranks)} raised {first.value.text}{where} [{first.cite}].",
-        ranks,
-        evidence,
-        next_step=_cure_of(first.value.text),
-    )
+    found = finding(ids.EXCEPTION, text, ranks, evidence, next_step=_cure_of(first.value.text))
+    return found if call is None else replace(found, encoder=call.encoder, call=call.number)
+
+
+def _at_call(call: Call | None) -> str:
+    """Where in its encoder calls an exception found a rank."""
+    if call is None:
+        return ""
+    if call.raised:
+        return f", in call {call.number} of {call.encoder}"
+    after = f"outside the encoder, after call {call.number}" if call.number else "before its first call"
+    return f", {after} of {call.encoder}"
 
 
 def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[Account]) -> Finding:

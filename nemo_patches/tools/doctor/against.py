@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.references import REFERENCES
 from nemo_patches.tools.doctor.yaml_text import Keys
 

@@ -7,82 +7,61 @@ import importlib.util
 import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 
+from nemo_patches.tools.doctor.collectives import BACKWARD, COMPUTE, ENCODER, LOG, Names, Surroundings
 from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.errors import DoctorError
 
-COLLECTIVES = frozenset(
-    [
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "monitored_barrier",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-        "scatter_object_list",
-    ]
-)
-# Of an object of these names a method of that name is a collective; "gather" of a tensor is none.
-_OWNERS = ("torch.distributed", "dist", "distributed", "self.trainer.strategy", "trainer.strategy")
-_RANKS = ("get_rank", "rank", "global_rank", "local_rank", "is_global_zero", "is_rank_zero", "is_global_rank_zero")
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call in a method: its name as it is written, its line, and the tests of the branches that it is in.
-
-    of_a_group: whether it names a process group, which may have some ranks only.
-    """
-
-    name: str
-    line: int
-    tests: tuple[ast.expr, ...]
-    of_a_group: bool
-
-    @property
-    def collective(self) -> bool:
-        """Whether all ranks must make it."""
-        owner, _, name = self.name.rpartition(".")
-        return name in COLLECTIVES and owner in _OWNERS
-
-    @property
-    def by_rank(self) -> bool:
-        """Whether it is made on some ranks only, by a test on the rank."""
-        names = {name.rpartition(".")[2] for test in self.tests for name in _names(test)}
-        return not names.isdisjoint(_RANKS)
+# NeMo's encoders with a length sync, by the file that each is in.
+_ENCODERS = {
+    "conformer_encoder": "ConformerEncoder",
+    "squeezeformer_encoder": "SqueezeformerEncoder",
+    "transformer_encoder": "TransformerEncoder",
+    "conv_asr": "ConvASREncoder",
+}
+_LENGTH_SYNCS = ("update_max_seq_length", "update_max_sequence_length")
+_OF_ANY_MODULE = frozenset(
+    [
+        *("__init__", "disabled_deployment_input_names", "disabled_deployment_output_names", "forward", "freeze"),
+        *("input_example", "input_types", "output_types", "reset_parameters", "restore_from", "save_to", "unfreeze"),
+    ]
+)
+_FEWEST_COPIED = 2  # methods that no other class has
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a class."""
+    """One method of a class, in the surroundings that say what its calls are."""
 
     name: str
     node: ast.FunctionDef
+    surroundings: Surroundings
 
     @cached_property
-    def calls(self) -> tuple[Call, ...]:
-        """Every call in it, in the order of the text."""
-        return tuple(_calls(self.node, ()))
+    def calls(self) -> list[str]:
+        """The name of every call in it, as written, in the order of the text."""
+        return [ast.unparse(call.func) for call in self._calls]
 
     @property
     def collectives(self) -> list[str]:
-        """The names of its collectives, without their owners."""
-        return [call.name.rpartition(".")[2] for call in self.calls if call.collective]
+        """The names of its collectives, without their owners; not of what most steps have."""
+        found = [self.surroundings.collective(call) for call in self._calls]
+        return [
+            each.pairs_with
+            for each in found
+            if each and not each.guess and each.pairs_with not in (BACKWARD, COMPUTE, ENCODER, LOG)
+        ]
+
+    @cached_property
+    def _calls(self) -> list[ast.Call]:
+        return list(_calls(self.node))
 
     @property
     def decorators(self) -> list[str]:
@@ -90,29 +69,38 @@ class Method:
         nodes = [node.func if isinstance(node, ast.Call) else node for node in self.node.decorator_list]
         return [ast.unparse(node) for node in nodes]
 
-    def of_data(self, call: Call) -> str:
-        """The test that decides by this method's data whether a call is made, as it is written; empty for none."""
-        own = {each.arg for each in (*self.node.args.args, *self.node.args.kwonlyargs)} - {"self"}
-        stored = (
-            node for node in ast.walk(self.node) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        )
-        own |= {node.id for node in stored}
-        own -= {"dist", "torch"}  # imported in the method
-        for test in call.tests:
-            presence = isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot))  # x is None
-            if not presence and own & {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}:
-                return ast.unparse(test)
-        return ""
+    @property
+    def arguments(self) -> list[str]:
+        """The names of its arguments, but for stars."""
+        given = self.node.args
+        return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+
+    def same_as(self, other: Method) -> bool:
+        """Whether it has the same code: comments, spaces and docstrings do not count."""
+        return _code_of(self.node) == _code_of(other.node)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The class of NeMo that a class is a copy of, and its methods."""
+
+    of: str
+    methods: Mapping[str, Method]
 
 
 @dataclass(frozen=True)
 class Class:
-    """One class with the methods that its body has, and NeMo's method of that name, where a base is NeMo's."""
+    """One class with the methods that its body has, and NeMo's method of that name, where a base is NeMo's.
+
+    copy: where it is none of NeMo's, the class that it has the methods of.
+    """
 
     name: str
+    line: int
     methods: Mapping[str, Method]
     of_nemo: Mapping[str, Method]
     base: str
+    copy: Copy | None
 
 
 @dataclass(frozen=True)
@@ -121,13 +109,14 @@ class Code:
 
     path: Path
     classes: tuple[Class, ...]
+    divergences: tuple[Divergence, ...]
     nemo: Path | None
     comments: Mapping[int, str]
 
     @property
     def headline(self) -> str:
         """One line on what the rules go by."""
-        bases = sorted({each.base for each in self.classes if each.base})
+        bases = sorted({each.base or each.copy.of for each in self.classes if each.base or each.copy})  # type: ignore[union-attr]
         compared = f"compared with the installed NeMo's {', '.join(bases)}" if bases else "no class of NeMo's in it"
         return f"{len(self.classes)} class{'es' * (len(self.classes) != 1)}; " + (
             compared if self.nemo else "NeMo is not installed here, so it is compared with nothing"
@@ -145,8 +134,19 @@ def read(path: Path, nemo: Path | None = None) -> Code:
         nemo = Path(found.origin).parent  # a top-level package is found without running it
     content = _content(path)
     tree = _tree(path, content)
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return Code(path, tuple(_class(node, tree, nemo) for node in classes), nemo, _comments(path, content))
+    try:
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        names = Names(tree)
+        read_classes = tuple(_class(node, names, nemo, _in_nemo(path)) for node in classes)
+        return Code(path, read_classes, divergences(tree), nemo, _comments(path, content))
+    except RecursionError:
+        raise DoctorError(f"{path}: its code is nested too deep to be followed") from None
+
+
+def _in_nemo(path: Path) -> bool:
+    """Whether a file is NeMo's own, installed or vendored: its classes are no copies."""
+    parts = path.absolute().parts
+    return ("nemo", "collections") in pairwise(parts)
 
 
 def _content(path: Path) -> bytes:
@@ -175,20 +175,51 @@ def _tree(path: Path, content: bytes) -> ast.Module:
         raise DoctorError(f"{path}:{getattr(error, 'lineno', None) or 1}: not Python: {error}") from None
 
 
-def _class(node: ast.ClassDef, tree: ast.Module, nemo: Path | None) -> Class:
-    bases = list(_bases_in_nemo(node, tree, nemo)) if nemo else []
+@cache
+def _module(path: Path) -> ast.Module:
+    """One of NeMo's, which several of the files that are examined may need."""
+    return _tree(path, _content(path))
+
+
+def _class(node: ast.ClassDef, names: Names, nemo: Path | None, in_nemo: bool) -> Class:
+    bases = list(_bases_in_nemo(node, names.tree, nemo)) if nemo else []
     of_nemo: dict[str, Method] = {}
-    for _, base in bases:
-        of_nemo = {**_methods(base), **of_nemo}
-    return Class(node.name, _methods(node), of_nemo, bases[0][0] if bases else "")
+    for _, base, module in bases:
+        of_nemo = {**_methods(base, Names(module)), **of_nemo}
+    methods = _methods(node, names)
+    encoders = {name for name, _, _ in bases} & set(_ENCODERS.values())
+    copy = _copied(node.name, methods, nemo) if nemo and not encoders and not in_nemo else None
+    return Class(node.name, node.lineno, methods, of_nemo, bases[0][0] if bases else "", copy)
 
 
-def _methods(node: ast.ClassDef) -> dict[str, Method]:
-    return {each.name: Method(each.name, each) for each in node.body if isinstance(each, ast.FunctionDef)}
+def _methods(node: ast.ClassDef, names: Names) -> dict[str, Method]:
+    surroundings = Surroundings(names, node)
+    return {each.name: Method(each.name, each, surroundings) for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
-def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator[tuple[str, ast.ClassDef]]:
-    """NeMo's classes that it inherits from, nearest first."""
+def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None:
+    """The encoder of NeMo's that most of a class's methods are named after; None if these are few."""
+    own, best, most = methods.keys() - _OF_ANY_MODULE, None, 0
+    if "forward" not in methods:
+        return None
+    for file, encoder in _ENCODERS.items():
+        path = nemo / "collections" / "asr" / "modules" / f"{file}.py"
+        if not path.is_file() or len(own) < _FEWEST_COPIED:
+            continue
+        tree = _module(path)
+        node = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == encoder), None)
+        theirs = _methods(node, Names(tree)) if node else {}
+        specific = theirs.keys() - _OF_ANY_MODULE
+        shared = len(own & specific)
+        named_after = name == encoder or (set(_LENGTH_SYNCS) & own & specific)
+        enough = _FEWEST_COPIED if named_after else max(_FEWEST_COPIED, len(specific) // 2)
+        if shared >= enough and shared > most:
+            best, most = Copy(encoder, theirs), shared
+    return best
+
+
+def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator[tuple[str, ast.ClassDef, ast.Module]]:
+    """NeMo's classes that it inherits from, nearest first, and the module of each."""
     waiting, seen = [(node, tree)], {node.name}
     while waiting and len(seen) < _MOST_BASES:
         inner, where = waiting.pop(0)
@@ -200,7 +231,7 @@ def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator
             found = _defined(name, where, nemo)
             if found:
                 if found[1] is not tree:
-                    yield name, found[0]
+                    yield name, *found
                 waiting.append(found)
 
 
@@ -216,20 +247,17 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
         inner = nemo.joinpath(*str(node.module).split(".")[1:])
         for path in (inner.with_suffix(".py"), inner / "__init__.py") if original else ():
             if path.is_file():
-                return _defined(str(original), _tree(path, _content(path)), nemo, steps + 1)
+                return _defined(str(original), _module(path), nemo, steps + 1)
     return None
 
 
-def _calls(node: ast.AST, tests: tuple[ast.expr, ...]) -> Iterator[Call]:
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
     if isinstance(node, ast.Call):
-        of_a_group = any(keyword.arg == "group" for keyword in node.keywords)
-        yield Call(ast.unparse(node.func), node.lineno, tests, of_a_group)
-    test = node.test if isinstance(node, (ast.If, ast.While, ast.IfExp)) else None
+        yield node
     for child in ast.iter_child_nodes(node):
-        yield from _calls(child, tests if test is None or child is test else (*tests, test))
+        yield from _calls(child)
 
 
-def _names(test: ast.expr) -> Iterator[str]:
-    for node in ast.walk(test):
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            yield ast.unparse(node)
+def _code_of(node: ast.FunctionDef) -> str:
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return ast.dump(node.args) + "".join(map(ast.dump, body))

@@ -43,6 +43,9 @@ class Request:
     exit_zero: bool = False
     against: str | None = None
     nccl: bool = False
+    config_path: str | None = None
+    config_name: str | None = None
+    config_dir: str | None = None
 
 
 def carry_out(request: Request) -> int:
@@ -66,6 +69,7 @@ def _carry_out(request: Request) -> int:
     severity = _one_of("--severity", request.severity, [str(each) for each in Severity])
     output_format = _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
+    configs += config_files.of_hydra(request.config_path, request.config_name, request.config_dir)
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
     if not paths and (overrides or request.patched or request.fix or request.write or request.against):
@@ -88,12 +92,13 @@ def _carry_out(request: Request) -> int:
         _of_ranks(rules, request, paths, overrides)
     if paths:
         patched, project = examination.as_patched() if request.patched else None, suppressions.of_project()
-        reports = [
-            examination.examine_code(path, rules, project)
-            if path.suffix == ".py"
-            else examination.examine(path, overrides, rules, patched, project)
-            for path in paths
-        ]
+
+        def examined(path: Path) -> Report:
+            if path.suffix == ".py":
+                return examination.examine_code(path, rules, project)
+            return examination.examine(path, overrides, rules, patched, project)
+
+        reports = [examined(path) for path in paths]
         if request.against is not None:
             other = against.reference(request.against)
             reports = [_compared(each, request.against, other) for each in reports]
@@ -102,9 +107,13 @@ def _carry_out(request: Request) -> int:
     else:
         reports = [examination.examine_machine(rules)]
     reports = [_from(each, severity) for each in reports]
-    _print(reports, request, rules)
+    written = _print(reports, request, rules)
     if passed_over and not request.quiet:
         _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
+    if written:  # what is left counts
+        reports = [_from(examined(path), severity) for path in paths]
+        left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
+        _complain(f"{left} finding{'s' * (left != 1)} left" if left else "nothing but notes left")
     return max(each.exit_code for each in reports)
 
 
@@ -147,11 +156,11 @@ def _from(each: Report, severity: str | None) -> Report:
 
 def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> NoReturn:
     """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
-    from nemo_patches.tools.doctor import ranks
+    from nemo_patches.tools.doctor import exchange, rank_place
 
-    here, code = ranks.place(), 0
+    here, code = rank_place.place(), 0
     try:
-        job_ranks = ranks.examine(here, _loaders(paths, overrides, here.size), request.nccl)
+        job_ranks = exchange.examine(here, _loaders(paths, overrides, here.size), request.nccl)
         if job_ranks is not None:
             ranks_report = Report(
                 f"{here.size} ranks",
@@ -165,10 +174,11 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], 
     except DoctorError as error:
         _complain(str(error))
         code = 0 if here.rank else 2
-    ranks.leave(code)
+    exchange.leave(code)
 
 
-def _print(reports: Sequence[Report], request: Request, rules: Sequence[Rule]) -> None:
+def _print(reports: Sequence[Report], request: Request, rules: Sequence[Rule]) -> bool:
+    """Print what was found as it was asked for. Whether a config was written."""
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
     if request.json or request.output_format == "json":
@@ -179,17 +189,19 @@ def _print(reports: Sequence[Report], request: Request, rules: Sequence[Rule]) -
         for line in formats.github(reports):
             print(report.printable(line))
     elif request.fix:
-        for each in reports:
-            _fix(each, request.write)
+        written = [_fix(each, request.write) for each in reports]
+        return any(written)
     else:
         # No line is wrapped, so any width will do but that of COLUMNS=0, for which rich prints nothing.
         console = Console(width=80)
         report.show(reports, console, quiet=request.quiet, fold=request.severity is None)
+    return False
 
 
-def _fix(each: Report, write: bool) -> None:
+def _fix(each: Report, write: bool) -> bool:
+    """Print the safe changes as a diff, and write them if so asked. Whether they were written."""
     if each.config is None:
-        return
+        return False
     changes = [finding.change for _, finding in each.findings if finding.change is not None]
     path, before = each.config.source.path, each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
@@ -201,6 +213,8 @@ def _fix(each: Report, write: bool) -> None:
     elif write:
         fixes.write(path, before, after)
         _complain(f"{path}: written")
+        return True
+    return False
 
 
 def _complain(text: str) -> None:

@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import omegaconf
-import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf, _utils
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
-
-from nemo_patches.tools.doctor import yaml_text
-from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, MOST_VALUES, ConfigError, Keys, YamlText
+from nemo_patches.tools.doctor import input_files, interpolations, yaml_text
+from nemo_patches.tools.doctor.input_files import Unread
+from nemo_patches.tools.doctor.interpolations import LONGEST_TEXT, UNKNOWN, depth_of, first_line, with_names
+from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, ConfigError, Keys, YamlText
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-MISSING = "???"  # OmegaConf's word for a value that is still to be given
-
-_MOST_INTERPOLATIONS = 1_000  # NeMo's own configs have at most 200
-_MOST_NESTED = 10  # interpolations in each other: OmegaConf's parser recurses, as deep as the text says
-_ROUNDS = 10  # so often an interpolation may lead to another one further down
-_LONGEST_TEXT = 10_000  # characters that interpolations may make
 _LONGEST_SHOWN = 100  # characters of a value in a finding
 _LARGEST_NUMBER = 1e15
-_MOST_PATTERNS = 50  # of keys that interpolations may name; with more OmegaConf is given the whole config
-_INDEX_DIGITS = 6
-_NAME = re.compile(r"""[^\\{}()[\]:.\s'"]+""")  # of a key, in an interpolation
-_PATH_END = re.compile(_NAME.pattern + r"(?=\]?\s*\})")
 _SECTIONS = ("model", "data", "trainer", "exp_manager")  # that NeMo's training scripts read
-
-
-class Unknown:
-    """A value that only the job will know."""
-
-    def __repr__(self) -> str:
-        return "not known before the job runs"
-
-
-UNKNOWN = Unknown()
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value that a rule read: `origin` is "line 12", "override", or "default" where the config does not have it.
+    """One value that a rule read.
 
-    line: where the value is, or else the section that it belongs in; None where the file has neither.
+    origin: "line 12"; "override"; "inputs.yaml:3", of a file that the config names; "default" where it is nowhere.
+    line: where the value is in the config, or else the section that it belongs in; None where the config has neither.
     """
 
     key: str
@@ -87,13 +62,18 @@ class Value:
 class Config:
     """A config as the job would get it: `tree` of plain values, UNKNOWN where it cannot be told.
 
-    broken: the paths of interpolations that lead nowhere, with OmegaConf's reason.
+    broken: the paths of interpolations that lead nowhere, with OmegaConf's reason. of_machine: of values that only a
+    resolver on the job's machine would give. files: each file whose inputs are in the tree, by the path of the
+    input_cfg that names it; unread: why one is not there.
     """
 
     source: YamlText
     tree: Mapping[str, Any]
     overridden: frozenset[Keys]
     broken: Mapping[Keys, str]
+    of_machine: frozenset[Keys] = frozenset()
+    files: Mapping[Keys, YamlText] = field(default_factory=dict)
+    unread: Mapping[Keys, Unread] = field(default_factory=dict)
 
     def get(self, keys: Keys, default: Any = None) -> Value:
         """The value at a path; `default`, what NeMo or Lightning takes instead, where the config does not have it."""
@@ -111,10 +91,17 @@ class Config:
 
     def origin(self, keys: Keys) -> str:
         """Where the value at a path comes from."""
+        for depth in range(len(keys) - 1, 0, -1) if self.files else ():
+            if (file := self.files.get(keys[:depth])) is not None:
+                return f"{file.path}:{file.line(keys[depth:])}"
         if any(keys[: len(given)] == given or given[: len(keys)] == keys for given in self.overridden):
             return "override"
         line = self.source.line(keys)
         return f"line {line}" if line else "default"
+
+    def assuming(self, keys: Keys, value: Any) -> Config:
+        """The same with another value at a path whose section it has."""
+        return replace(self, tree=_with(self.tree, keys, value))
 
     def mappings(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
         """Every mapping in it with its path, outer before inner.
@@ -143,18 +130,31 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
-    """The same for a text that was read already."""
-    _check_interpolations(source)
-    tree = _plain(source)
+    """The same for a text that was read already; the files that an input_cfg names are read here, too."""
+    tree = interpolations.plain(source)
     _check_defaults(source, tree)
     overridden = _overridden(source.path, tree, overrides)
-    try:
-        texts = _interpolations(tree)
-        broken = _resolve(source.path, tree, OmegaConf.create(_needed(tree, texts))) if texts else {}
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{source.path}{_place_of_grammar(source)}: {_first_line(error)}") from None
-    _mark_unknown(tree)
-    return Config(source, tree, overridden, broken)
+    own = interpolations.resolve(source, tree)
+    inner = input_files.read_into(tree)
+    return Config(
+        source,
+        tree,
+        overridden,
+        {**own.broken, **inner.broken},
+        own.of_machine | inner.of_machine,
+        inner.files,
+        inner.unread,
+    )
+
+
+def _with(node: Any, keys: Keys, value: Any) -> Any:
+    """A copy of a tree with another value at a path."""
+    if not keys:
+        return value
+    if isinstance(node, list):
+        index = int(keys[0])
+        return [*node[:index], _with(node[index], keys[1:], value), *node[index + 1 :]]
+    return {**node, keys[0]: _with(node.get(keys[0], {}), keys[1:], value)}
 
 
 def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
@@ -173,136 +173,6 @@ def _changes_no_value(entry: Any) -> bool:
     return all(name == "_self_" or str(name).rpartition(" ")[2].startswith("hydra/") for name in names)
 
 
-@cache
-def _loader() -> type[Any]:
-    """PyYAML's, with OmegaConf's own rules on what is a number; OmegaConf's loader is ten times as slow.
-
-    OmegaConf has no public name for them. Raises AttributeError for one that has them elsewhere.
-    """
-    rules = getattr(_utils, "get_yaml_loader")().yaml_implicit_resolvers  # noqa: B009
-    return type("_Loader", (yaml_text.LOADER,), {"yaml_implicit_resolvers": rules})
-
-
-def _plain(source: YamlText) -> dict[str, Any]:
-    try:
-        loader = _loader()
-    except AttributeError:
-        raise ConfigError(
-            f"{source.path}: omegaconf {omegaconf.__version__} has its rules on numbers elsewhere; allowed: 2.3"
-        ) from None
-    try:
-        plain = _with_names(yaml.load(source.text, Loader=loader))
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(f"{source.path}: {_first_line(error)}") from None
-    assert isinstance(plain, dict)
-    return plain
-
-
-def _interpolations(node: Any) -> list[str]:
-    """Every text with an interpolation in it."""
-    return [text for text in _texts(node) if "${" in text]
-
-
-def _needed(tree: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """The part of a tree that these interpolations may lead to: OmegaConf takes some 70 us for each value.
-
-    It is every key or index that one of them names, and all below it where a path may end there. Where a path is made
-    of another interpolation's value, every text found so far may be a part of it; * stands for what is not known yet.
-    """
-    names, ends = _names(texts), _names(end for text in texts for end in _PATH_END.findall(text))
-    while True:
-        patterns = [fnmatch.translate(end) for end in ends if "*" in end]
-        if len(patterns) > _MOST_PATTERNS:
-            return tree
-        part = _part(tree, names, ends, re.compile("|".join(patterns) or "(?!)")) or {}
-        if all(_depth(text) <= 1 for text in texts):
-            return part
-        made = _names(map(_pattern, _texts(part))) - {"*"}  # what one interpolation gives alone is another text's value
-        if made <= ends:
-            return part
-        ends |= made
-
-
-def _names(texts: Iterable[str]) -> set[str]:
-    """The names of keys in them, and of indices also as Python writes them."""
-    names = {name for text in texts for name in _NAME.findall(text.replace("${", "{"))}
-    return names | {str(int(name)) for name in names if len(name) < _INDEX_DIGITS and name.isdecimal()}
-
-
-def _pattern(text: str) -> str:
-    """A text with * for its interpolations."""
-    for _ in range(_MOST_NESTED):
-        text = re.sub(r"\$\{[^{}]*\}", "*", text)
-    return text
-
-
-def _texts(node: Any) -> Iterator[str]:
-    if isinstance(node, str):
-        yield node
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _texts(child)
-
-
-def _part(node: Any, names: set[str], ends: set[str], pattern: re.Pattern[str]) -> Any:
-    """See _needed; None for a mapping or sequence of which nothing is needed."""
-    entries = node.items() if isinstance(node, dict) else ((str(index), child) for index, child in enumerate(node))
-    kept: dict[str, Any] = {}
-    for key, child in entries:
-        if key in ends or pattern.match(key):
-            kept[key] = child
-        elif isinstance(child, (dict, list)):
-            if (part := _part(child, names, ends, pattern)) is not None:
-                kept[key] = part
-        elif key in names or (isinstance(child, str) and "${" in child):
-            kept[key] = child
-    if isinstance(node, dict) or not kept:
-        return kept or None
-    return [kept.get(str(index)) for index in range(int(next(reversed(kept))) + 1)]
-
-
-def _check_interpolations(source: YamlText) -> None:
-    """Bound their number and depth before OmegaConf's parser sees them."""
-    count = 0
-    for keys, node in source.nodes.items():
-        if not isinstance(node, yaml.ScalarNode) or "${" not in node.value:
-            continue
-        count += node.value.count("${")
-        if count > _MOST_INTERPOLATIONS:
-            raise ConfigError(f"{source.path}: more than {_MOST_INTERPOLATIONS} interpolations")
-        if _depth(node.value) > _MOST_NESTED:
-            place = f"{source.path}:{source.line(keys)}: {'.'.join(keys)}"
-            raise ConfigError(f"{place}: more than {_MOST_NESTED} interpolations in each other")
-
-
-def _depth(text: str) -> int:
-    """How deep interpolations, and the braces of their arguments, are in each other."""
-    depth = deepest = 0
-    for part in re.findall(r"\$\{|[{}\[\]]", text):
-        depth = max(depth - 1, 0) if part in "}]" else depth + 1
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _place_of_grammar(source: YamlText) -> str:
-    """Line and key of the interpolation that OmegaConf cannot parse; its error has neither."""
-    for keys, node in source.nodes.items():
-        if isinstance(node, yaml.ScalarNode) and "${" in node.value:
-            try:
-                OmegaConf.create([node.value])
-            except OmegaConfBaseException:
-                return f":{source.line(keys)}: {'.'.join(keys)} is no interpolation"
-    return ""
-
-
-def _with_names(node: Any) -> Any:
-    """With every key as text, as paths have them."""
-    if isinstance(node, dict):
-        return {str(key): _with_names(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_with_names(value) for value in node]
-    return node
-
-
 # --- overrides
 
 
@@ -315,12 +185,12 @@ def _overridden(path: Path, tree: dict[str, Any], texts: Sequence[str]) -> froze
 
     parser, given = OverridesParser.create(), []
     for text in texts:
-        if len(text) > _LONGEST_TEXT or _depth(text) > MOST_LEVELS:
+        if len(text) > LONGEST_TEXT or depth_of(text) > MOST_LEVELS:
             raise ConfigError(f"{path}: override {_shown(text)}: too long, or nested too deeply")
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: override {_shown(text)} is not allowed: {_first_line(error)}") from None
+            raise ConfigError(f"{path}: override {_shown(text)} is not allowed: {first_line(error)}") from None
         if override.is_hydra_override():
             continue  # how the training script logs, and where it runs
         if override.package is not None or "/" in override.key_or_group:
@@ -354,7 +224,7 @@ def _override(path: Path, tree: dict[str, Any], override: Override) -> Keys:
         last = int(last)
     elif not isinstance(holder, dict) or (last not in holder and not adds):
         raise _does_not_fit(path, text, keys, holder)
-    value = _with_names(override.value())
+    value = with_names(override.value())
     before = holder[last] if isinstance(last, int) else holder.get(last)
     if override.is_delete():
         if value is not None and value != before:
@@ -388,148 +258,3 @@ def _does_not_fit(path: Path, text: str, keys: Keys, holder: Any) -> ConfigError
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")
-
-
-# --- interpolations
-
-
-def _resolve(path: Path, tree: dict[str, Any], config: DictConfig) -> dict[Keys, str]:
-    """Replace every interpolation and every ??? in place; return those that lead nowhere, with why.
-
-    OmegaConf resolves each at its place in the tree while all others that are not resolved yet are ??? there. So no
-    text is expanded more than once, and neither a chain of them nor a circle runs away.
-    """
-    waiting: dict[Keys, str] = {}
-    _take_out(tree, config, (), waiting)
-    if len(waiting) > _MOST_INTERPOLATIONS:
-        raise ConfigError(f"{path}: {len(waiting)} interpolations; a config may have {_MOST_INTERPOLATIONS}")
-    broken: dict[Keys, str] = {}
-    room = MOST_VALUES
-    for part_of_it_may_be_unknown in (False, True):
-        for _ in range(_ROUNDS):
-            before = len(waiting)
-            for keys, text in list(waiting.items()):
-                try:
-                    value = _evaluated(config, keys, text)
-                except OmegaConfBaseException as error:
-                    if isinstance(error, (MissingMandatoryValue, InterpolationToMissingValueError)):
-                        continue
-                    broken[keys] = _first_line(error)
-                    del waiting[keys]
-                    continue
-                if _holds_missing(value) and not part_of_it_may_be_unknown:
-                    continue
-                room -= _size(value)
-                if room < 0:
-                    raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its interpolations are followed")
-                _put(tree, keys, value)
-                _node(config, keys[:-1])[_last(keys, config)] = value
-                del waiting[keys]
-            if len(waiting) == before:
-                break
-    broken.update(dict.fromkeys(_circles(config, waiting), "leads back to itself, or through too many others"))
-    return broken
-
-
-def _take_out(node: Any, config: DictConfig, keys: Keys, waiting: dict[Keys, str]) -> None:
-    """Put ??? in the place of every interpolation, in both; those that may be followed into `waiting`."""
-    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
-        here = (*keys, str(key))
-        if isinstance(child, (dict, list)):
-            _take_out(child, config, here, waiting)
-        elif isinstance(child, str) and "${" in child:
-            node[key] = _node(config, keys)[_last(here, config)] = MISSING
-            if not _calls_a_resolver(child):
-                waiting[here] = child
-
-
-def _calls_a_resolver(text: str) -> bool:
-    """Whether there is a colon inside the braces of an interpolation: ${name:arguments}, also ${${name}:arguments}."""
-    depth = 0
-    for part in re.findall(r"\$\{|[{}:]", text):
-        if part == "${" or (part == "{" and depth):
-            depth += 1
-        elif part == "}" and depth:
-            depth -= 1
-        elif part == ":" and depth:
-            return True
-    return False
-
-
-def _evaluated(config: DictConfig, keys: Keys, text: str) -> Any:
-    """What an interpolation gives at its place, which is ??? again afterwards; MISSING for what is no plain value."""
-    holder, last = _node(config, keys[:-1]), _last(keys, config)
-    try:
-        holder[last] = text
-        value = holder[last]
-    finally:
-        holder[last] = MISSING
-    if isinstance(value, (DictConfig, ListConfig)):
-        return _with_names(OmegaConf.to_container(value, resolve=False))
-    if isinstance(value, str) and ("${" in value or len(value) > _LONGEST_TEXT):
-        return MISSING  # it was escaped, and others would take it for an interpolation; or it is a bomb
-    return value
-
-
-def _circles(config: DictConfig, waiting: Mapping[Keys, str]) -> list[Keys]:
-    """Of the interpolations left over, those that stay so if every ??? is given: they lead in a circle."""
-    left = dict(waiting)
-    if not left:
-        return []  # OmegaConf takes a second for a copy of a large tree
-    given = OmegaConf.create(_filled(OmegaConf.to_container(config, resolve=False), (), left))
-    for _ in range(_ROUNDS):
-        for keys, text in list(left.items()):
-            try:
-                _evaluated(given, keys, text)
-            except (MissingMandatoryValue, InterpolationToMissingValueError):
-                continue
-            except OmegaConfBaseException:
-                pass  # it names a part of what is not given
-            _node(given, keys[:-1])[_last(keys, given)] = 0
-            del left[keys]
-    return list(left)
-
-
-def _filled(node: Any, keys: Keys, kept: Mapping[Keys, str]) -> Any:
-    """With 0 for every ??? but the kept ones."""
-    if isinstance(node, dict):
-        return {key: _filled(value, (*keys, str(key)), kept) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_filled(value, (*keys, str(index)), kept) for index, value in enumerate(node)]
-    return 0 if node == MISSING and keys not in kept else node
-
-
-def _node(config: Any, keys: Keys) -> Any:
-    for key in keys:
-        config = config[int(key) if isinstance(config, (list, ListConfig)) else key]
-    return config
-
-
-def _last(keys: Keys, config: Any) -> Any:
-    return int(keys[-1]) if isinstance(_node(config, keys[:-1]), (list, ListConfig)) else keys[-1]
-
-
-def _put(tree: Any, keys: Keys, value: Any) -> None:
-    _node(tree, keys[:-1])[_last(keys, tree)] = value
-
-
-def _size(node: Any) -> int:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return 1 + sum(map(_size, children))
-
-
-def _holds_missing(node: Any) -> bool:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return node == MISSING or any(map(_holds_missing, children))
-
-
-def _mark_unknown(node: Any) -> None:
-    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
-        if isinstance(child, (dict, list)):
-            _mark_unknown(child)
-        elif child == MISSING:
-            node[key] = UNKNOWN
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

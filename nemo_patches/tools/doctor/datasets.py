@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.tools.doctor import inputs
-from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs, Place
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.yaml_text import Keys
 
 # What a multi_config decides for all its sets, whatever these say (nemo/collections/common/data/lhotse/dataloader.py).

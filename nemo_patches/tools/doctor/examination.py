@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.sync import settings
-from nemo_patches.tools.doctor import code, config_files, suppressions
+from nemo_patches.tools.doctor import code, config_files, not_judged, suppressions
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
@@ -60,6 +60,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
     """The rules whose identifiers begin with one of `select` (none: all) and with none of `ignore`.
 
+    With any rule on configs comes NP005, which says what it could not judge.
+
     Raises DoctorError for one that no rule's identifier begins with.
     """
     rules = all_rules()
@@ -67,10 +69,13 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
     for identifier in (*wanted, *unwanted):
         if not any(rule.identifier.startswith(identifier) for rule in rules):
             raise _no_rule(identifier)
+    selected = [rule for rule in rules if not wanted or rule.identifier.startswith(tuple(wanted))]
+    on_configs = any(rule.about == "config" for rule in selected)
     return tuple(
         rule
         for rule in rules
-        if (not wanted or rule.identifier.startswith(tuple(wanted))) and not rule.identifier.startswith(tuple(unwanted))
+        if (rule in selected or (on_configs and rule.identifier == not_judged.RULE))
+        and not rule.identifier.startswith(tuple(unwanted))
     )
 
 
@@ -162,9 +167,22 @@ def examine_machine(rules: Sequence[Rule]) -> Report:
 def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[tuple[Rule, Finding], ...]:
     """The findings of the rules about a Job ("config"), a Code, a Machine or Ranks, worst first.
 
-    A rule that raises becomes a finding of NP001.
+    A rule that raises becomes a finding of NP001. What the rules about a Job could not judge is one of NP005.
     """
-    return in_order(pair for rule in rules if rule.about == about for pair in _checked(rule, subject))
+    found = [pair for rule in rules if rule.about == about for pair in _checked(rule, subject)]
+    if isinstance(subject, Job):
+        found += _not_judged(subject, [rule for rule in rules if rule.about == about])
+    return in_order(found)
+
+
+def _not_judged(job: Job, rules: Sequence[Rule]) -> list[tuple[Rule, Finding]]:
+    if all(rule.identifier != not_judged.RULE for rule in rules):
+        return []
+
+    def check(other: Job) -> Iterable[tuple[Rule, Finding]]:
+        return [pair for rule in rules for pair in _checked(rule, other)]
+
+    return [(named(not_judged.RULE), finding) for finding in not_judged.findings(job, check)]
 
 
 def _checked(rule: Rule, subject: object) -> list[tuple[Rule, Finding]]:

@@ -38,21 +38,26 @@ def sarif(reports: Sequence[Report], rules: Sequence[Rule]) -> dict[str, Any]:
                     "driver": {
                         "name": "nemo-patches doctor",
                         "version": nemo_patches.__version__,
-                        "rules": [
-                            {
-                                "id": rule.identifier,
-                                "shortDescription": {"text": rule.finds},
-                                "fullDescription": {"text": rule.why},
-                                "defaultConfiguration": {"level": str(rule.worst)},
-                            }
-                            for rule in rules
-                        ],
+                        "rules": [_rule(rule) for rule in rules],
                     }
                 },
                 "invocations": [{"executionSuccessful": not unreadable, "toolExecutionNotifications": unreadable}],
                 "results": [_result(each.name, rule, finding) for each in reports for rule, finding in each.findings],
             }
         ],
+    }
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    """With a helpUri where the rule's link is one: a document of ours has no address of its own yet."""
+    link = {"helpUri": rule.link} if rule.link.startswith("https://") else {}
+    return {
+        "id": rule.identifier,
+        "shortDescription": {"text": rule.finds},
+        "fullDescription": {"text": rule.why},
+        "help": {"text": f"{rule.why} {rule.link}"},
+        "defaultConfiguration": {"level": str(rule.worst)},
+        **link,
     }
 
 

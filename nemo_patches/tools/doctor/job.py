@@ -9,10 +9,21 @@ from typing import Any
 
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tools.doctor import datasets, encoders
-from nemo_patches.tools.doctor.config import UNKNOWN, Config, Value
+from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
 
+# Of NeMo's training scripts: where the whole model comes from.
+CHECKPOINTS = (
+    ("init_from_nemo_model",),
+    ("init_from_pretrained_model",),
+    ("init_from_ptl_ckpt",),
+    ("restore_from",),
+    ("model", "restore_from_path"),
+    ("model", "nemo_model"),
+    ("model", "pretrained_model"),
+)
 _LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
 
@@ -106,7 +117,7 @@ class Job:
     @cached_property
     def ranks(self) -> int | None:
         """How many ranks there will be; None where that depends on the machine."""
-        devices, nodes = _count(self.devices.value), _count(self.nodes.value)
+        devices, nodes = count(self.devices.value), count(self.nodes.value)
         if devices is None and self.devices.value == "auto" and self.accelerator.value == "cpu":
             devices = 1  # Lightning's "auto" on the CPU
         return devices * nodes if devices and nodes else None
@@ -188,13 +199,26 @@ class Job:
         """Every encoder in the config whose length sync is known."""
         return tuple(encoders.found_in(self.config))
 
+    @property
+    def asr_encoder(self) -> bool:
+        """Whether the model's encoder is one of NeMo's ASR collection, by its class."""
+        return str(self.config.get(("model", "encoder", "_target_")).value).startswith("nemo.collections.asr.")
+
+    @cached_property
+    def checkpoints(self) -> tuple[Value, ...]:
+        """Where the model comes from, if its encoder is not in the config: its checkpoint's own config has it."""
+        if self.config.get(("model", "encoder", "_target_")).given:
+            return ()
+        values = [self.config.get(keys) for keys in CHECKPOINTS]
+        return tuple(value for value in values if value.given and value.value not in (None, ""))
+
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
         """Every training, validation and test set that will be read."""
         return tuple(dataset for dataset in datasets.found_in(self.config) if dataset.used)
 
 
-def _count(devices: Any) -> int | None:
+def count(devices: Any) -> int | None:
     """Lightning's ways to say how many."""
     if isinstance(devices, bool) or devices is UNKNOWN:
         return None

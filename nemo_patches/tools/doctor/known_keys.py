@@ -412,6 +412,8 @@ STRATEGIES = (
     "hpu_parallel",
     "hpu_single",
 )
+CLIPPING = ("norm", "value")
+PROFILERS = ("simple", "advanced", "pytorch", "xla")
 ACCELERATORS = ("auto", "gpu", "cpu", "cuda", "mps", "tpu", "hpu", "ipu")
 PRECISIONS = (
     "32-true",
@@ -430,4 +432,55 @@ PRECISIONS = (
     32,
     16,
     64,
+)
+
+# What a strategy's _target_ may be (Lightning 2.0 to 2.6), and what DDPStrategy and DistributedDataParallel take.
+STRATEGY_CLASSES = (
+    "DDPStrategy",
+    "DeepSpeedStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "ParallelStrategy",
+    "SingleDeviceStrategy",
+    "SingleDeviceXLAStrategy",
+    "XLAFSDPStrategy",
+    "XLAStrategy",
+    "HPUParallelStrategy",
+    "SingleHPUStrategy",
+    "SingleTPUStrategy",
+    "Strategy",
+)
+DDP_STRATEGY = frozenset(
+    [
+        "accelerator",
+        "batched_grad_copy",
+        "broadcast_buffers",
+        "bucket_cap_mb",
+        "bucket_cap_mb_list",
+        "check_reduction",
+        "checkpoint_io",
+        "cluster_environment",
+        "ddp_comm_hook",
+        "ddp_comm_state",
+        "ddp_comm_wrapper",
+        "delay_all_reduce_named_params",
+        "device_mesh",
+        "dim",
+        "find_unused_parameters",
+        "forward_sync_buffers",
+        "gradient_as_bucket_view",
+        "init_sync",
+        "mixed_precision",
+        "model_averaging_period",
+        "output_device",
+        "parallel_devices",
+        "param_to_hook_all_reduce",
+        "precision_plugin",
+        "process_group",
+        "process_group_backend",
+        "skip_all_reduce_unused_params",
+        "start_method",
+        "static_graph",
+        "timeout",
+    ]
 )

@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -205,6 +204,10 @@ def _shared_memory() -> int | None:
 
 
 def _open_files() -> tuple[int | None, int | None]:
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None, None
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
     return soft, hard
@@ -212,7 +215,7 @@ def _open_files() -> tuple[int | None, int | None]:
 
 def memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Memory | None:
     """The tightest limit of the cgroups that this process is in, version 1 or 2; None where there is none."""
-    tightest = None
+    tightest = None  # where there are cgroups, there is os.sysconf
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

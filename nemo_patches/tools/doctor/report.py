@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_patches.tools.doctor import fixes
-from nemo_patches.tools.doctor.config import UNKNOWN, Value
+from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.examination import Report
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 

@@ -22,11 +22,17 @@ _PLAIN_TAGS = frozenset(
     for name in ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "merge", "value")
 )
 
+_ARE = {"mapping": "a NeMo config is", "sequence": "NeMo reads the inputs of an input_cfg"}
+
 Keys = tuple[str, ...]  # the path of a value: names of mappings' keys, and indices of sequences
 
 
 class ConfigError(Exception):
     """The config cannot be read. The text says which file, where in it, and why."""
+
+
+class WrongKindError(ConfigError):
+    """It is YAML, and not the mapping or sequence that NeMo reads there."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,13 @@ class YamlText:
         return None
 
 
-def read(path: Path) -> YamlText:
-    """Read one file. Raises ConfigError for whatever is not a YAML mapping of plain values within the bounds."""
-    return decoded(path, _content(path))
+def read(path: Path, expected: str = "mapping") -> YamlText:
+    """Read one file. Raises ConfigError for whatever is not a YAML mapping (or sequence, if that is expected) of plain
+    values within the bounds."""
+    return decoded(path, _content(path), expected)
 
 
-def parse(path: Path, text: str) -> YamlText:
+def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
     """The same of a text, in the name of a file."""
     try:
         _check_events(path, text)
@@ -61,9 +68,9 @@ def parse(path: Path, text: str) -> YamlText:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
     if root is None:
-        raise ConfigError(f"{path}: empty; expected a mapping, as a NeMo config is")
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: the top level is a {root.id}; expected a mapping, as a NeMo config is")
+        raise WrongKindError(f"{path}: empty; expected a {expected}, as {_ARE[expected]}")
+    if root.id != expected:
+        raise WrongKindError(f"{path}: the top level is a {root.id}; expected a {expected}, as {_ARE[expected]}")
     nodes: dict[Keys, yaml.Node] = {}
     key_nodes: dict[Keys, yaml.Node] = {}
     for keys, key_node, node in _walk(path, root):
@@ -89,12 +96,12 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def decoded(path: Path, content: bytes) -> YamlText:
+def decoded(path: Path, content: bytes, expected: str = "mapping") -> YamlText:
     """The same of a file's bytes."""
     if len(content) > LARGEST_FILE_BYTES:
         raise ConfigError(f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more")
     try:
-        return parse(path, content.decode("utf-8"))
+        return parse(path, content.decode("utf-8"), expected)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not text: byte {error.start} is not UTF-8") from None
 

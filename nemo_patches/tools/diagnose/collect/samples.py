@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -68,7 +69,7 @@ _SYSTEM_CALLS = {
     "aarch64": _SystemCalls(
         frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83", "206", "207")), "", "56", "98", ("260", "95")
     ),
-}.get(os.uname().machine, _SystemCalls(frozenset(), "", "", ""))
+}.get(platform.machine(), _SystemCalls(frozenset(), "", "", ""))
 
 
 class Frame(NamedTuple):

@@ -13,19 +13,22 @@ from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
 from nemo_patches.stall.rank_text import LEFT, LENGTH_SYNC, UNANNOUNCED
 from nemo_patches.stall.rank_text import SILENT as NO_HEARTBEAT
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.case import Case, StallReports, cases, last_entered, stall_reports
-from nemo_patches.tools.diagnose.diagnosis import HANGS, diagnose
-from nemo_patches.tools.diagnose.endings import Ending, killed_ranks
+from nemo_patches.tools.diagnose.by_calls import LONG_S
+from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, without_encoders
+from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import (
+    AT_START,
     CUT,
     ENDED,
     GONE,
     RAISED,
     RUNS,
     SILENT,
+    SYNC_ENDED,
     TERMINATED,
     UNSEEN,
     WAITED,
+    Call,
     Evidence,
     Fact,
     Fate,
@@ -34,95 +37,181 @@ from nemo_patches.tools.diagnose.facts import (
     Place,
     Value,
 )
-from nemo_patches.tools.diagnose.faults import ending_exception
-from nemo_patches.tools.diagnose.findings import CRITICAL, Report
 from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.hangs import LONG_S
-from nemo_patches.tools.diagnose.rank_trace import BACKWARD
+from nemo_patches.tools.diagnose.lateness import behind_since
+from nemo_patches.tools.diagnose.process_end import Error, ending_failure, error_of
+from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
 
 _KINDS = {LEFT: GONE, NO_HEARTBEAT: SILENT, UNANNOUNCED: UNSEEN}
 _MOST_DETAILS = 4
-# Where ranks are not at one step, who came to a round, and who to the next call, shows nothing.
-_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
 
 
-def read(job: Job, evidence: Evidence) -> Report:
-    """Add what the files of a launch tell of its ranks; the report on what they tell by themselves.
+def read(job: Job, encoders: list[Case], evidence: Evidence) -> None:
+    """Add what the files of a launch tell of its ranks.
 
     Ranks whose files are damaged are members, and no more.
     """
-    encoders = cases(job)
-    report = diagnose(job, encoders)
     evidence.world_size = max(evidence.world_size, job.world_size)
     evidence.moving |= job.moving
     evidence.runs |= bool(job.ago)
-    evidence.findings += [one for one in report.findings if one.id not in HANGS and one.id != ids.NOT_ENOUGH]
-    evidence.ranks += report.ranks
-    evidence.summary += report.summary
-    evidence.problems += report.problems
-    evidence.earlier += report.earlier
     for rank, trace in sorted(job.traces.items()):
         header = trace.header
-        member = Member(header.world_size, header.pid, safe(header.job), str(header.restart))
-        evidence.facts.append(_fact(job, rank, member))
-    out_of_step = any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in report.findings)
-    for case in encoders:
-        gone = _gone(case)
-        for rank, ending in sorted(case.sure.items()):
-            evidence.facts += _ends(case, rank, ending, rank in gone)
-        if not out_of_step:
-            evidence.facts += _stall(case)
+        member = Member(
+            header.world_size, header.pid, safe(header.job), str(header.restart), notes_sigterm=header.notes_sigterm
+        )
+        host = safe(header.host)
+        evidence.facts.append(Fact(rank, member, _cite(job, rank), header.started + trace.last, host))
+    for case in encoders or [without_encoders(job)]:
+        kinds = stall_reports(case).kinds
+        one_has_gone = any(map(_was_left, case.endings.values()))
+        for rank, ending in sorted(case.endings.items()):
+            if not ending.unsure:
+                evidence.facts += _ends(case, rank, ending, one_has_gone or kinds.get(rank) == LEFT)
+            if encoders:
+                evidence.facts.append(_fact(case, rank, _call(case, rank, ending)))
+        evidence.facts += _stall(case, evidence)
+        if not evidence.explained:
             _add_seats(case, evidence)
-    return report
+    evidence.facts += _without_files(job, encoders, evidence)
 
 
-def _gone(case: Case) -> set[int]:
-    """The ranks without an end that have gone, where others tell that somebody has."""
-    endings = list(case.endings.values())
-    told = any(end.ended or end.process.terminated or end.process.waited or end.sync_ended for end in endings)
-    if case.job.moving or not told:
-        return set()
-    rest = [end for end in endings if not end.sync_ended and end.rank not in case.job.alive]
-    return {ending.rank for ending in killed_ranks(case.job.traces, rest)}
+def _without_files(job: Job, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
+    """Ranks without a file for which the others wait: no round has come on any, or all that have a dump wait."""
+    told = {fact.rank for fact in evidence.facts} | job.suspects
+    absent = [rank for rank in job.absent if rank not in told]
+    fate = Fate(UNSEEN)
+    if any(trace.dumped for trace in job.traces.values()):
+        if len(absent) >= len(job.traces) or not _waiting_ranks(encoders) >= job.traces.keys():
+            return
+        is_elsewhere = not all(_host_of(job, rank) for rank in absent)
+        evidence.perhaps_missing.update(absent if is_elsewhere else ())
+        elsewhere = ", or its dump is in another host's folder" if is_elsewhere else ""
+        fate = Fate(UNSEEN, f"it was killed or stopped before it could write a dump{elsewhere}")
+    else:
+        outcomes = {code for case in encoders for track in case.tracks.values() for code in track.calls.outcome}
+        if CAME in outcomes or TIMEOUT not in outcomes:
+            return
+    yield from (Fact(rank, fate, "no file of it is here", own=False) for rank in absent)
 
 
-def _fact(job: Job, rank: int, value: Value, t: float | None = None, of: int | None = None, said: str = "") -> Fact:
+def _waiting_ranks(encoders: list[Case]) -> set[int]:
+    """Who waited at the end, by its own trace."""
+    waiting = set()
+    for case in encoders:
+        ends = case.endings.values()
+        waiting |= {end.rank for end in ends if end.in_vain or end.process.waited or end.phase == ids.LENGTH_SYNC}
+        reports = stall_reports(case)
+        waiting |= reports.texts.keys() if reports.waited else set()
+    return waiting
+
+
+def _host_of(job: Job, rank: int) -> str:
+    """The host of a rank without a file, by those of the ranks before and after it; empty if that does not tell."""
+    before = [other for other in job.traces if other < rank]
+    after = [other for other in job.traces if other > rank]
+    hosts = {job.traces[other].header.host for other in (max(before), min(after))} if before and after else {""}
+    return hosts.pop() if len(hosts) == 1 else ""
+
+
+def _was_left(ending: Ending) -> bool:
+    """Whether a connection of it closed: another rank had gone."""
+    return ending.sync_ended or (ending.process.waited and not ending.process.timed_out)
+
+
+def _call(case: Case, rank: int, ending: Ending) -> Call:
+    trace, track = case.job.traces[rank], case.tracks.get(rank)
+    since = None
+    if trace.dumped is not None:
+        since = trace.dumped.t - last_entered(case.job, rank)
+    elif rank in case.job.alive:
+        since = case.job.ago.get(rank, LONG_S)
+    return Call(
+        encoder=case.name,
+        number=ending.call,
+        title=case.call(ending),
+        position=ending.position,
+        phase=ending.phase,
+        round=ending.round,
+        came_to=ending.came_to,
+        in_vain=ending.in_vain,
+        sync_ended=ending.sync_ended,
+        raised=ending.raised,
+        in_backward=track is not None and bool(track.calls.n) and track.calls.backward[-1] == BACKWARD,
+        since_s=since,
+        behind_since=behind_since(case, rank),
+        unsure=ending.unsure,
+        lost_last=ending.lost_last,
+        reported=rank in stall_reports(case).kinds,
+        last=case.last_record(rank),
+    )
+
+
+def _fact(case: Case, rank: int, value: Value, t: float | None = None, of: int | None = None, said: str = "") -> Fact:
     """t: by the trace of `rank`, which is the reporter's where it tells of another rank, `of`."""
-    trace = job.traces[rank]
-    what = "dump" if trace.dumped is not None else "trace"
-    at = trace.header.started + (trace.last if t is None else t)
-    cite = f"rank {rank}'s {said or what}"
-    return Fact(rank if of is None else of, value, cite, at, safe(trace.header.host), own=of is None)
+    host, at = _when(case, rank, case.job.traces[rank].last if t is None else t)
+    return Fact(rank if of is None else of, value, _cite(case.job, rank, said), at, host, own=of is None)
 
 
-def _ends(case: Case, rank: int, ending: Ending, is_gone: bool) -> Iterator[Fact]:
-    """How it ended and where that found it, if it did."""
+def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
+    """By the clock of its host; or of the reference rank's, where they share rounds."""
+    header, common = case.job.traces[rank].header, case.clocks.common(rank, t)
+    reference = case.job.traces[case.clocks.reference].header if common is not None else header
+    if common is None or reference.host == header.host:
+        return safe(header.host), header.started + t
+    return safe(reference.host), reference.started + float(common)
+
+
+def _cite(job: Job, rank: int, said: str = "") -> str:
+    what = "dump" if job.traces[rank].dumped is not None else "trace"
+    return f"rank {rank}'s {said or what}"
+
+
+def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterator[Fact]:
+    """How it ended and where that found it, if it did. may_have_gone: others say so."""
     job, process = case.job, ending.process
     trace = job.traces[rank]
-    if ending.at_fault and (raised := ending_exception(case, rank)) is not None:
-        error = raised.error
+    code = None if trace.end is None else trace.end.exit_code or 0  # the interpreter does not tell every code
+    if ending.at_fault and (raised := _exception(case, rank)) is not None:
+        t, error = raised
         frames = " < ".join(
             f"{function} ({file.rpartition('/')[2]}:{line})" for file, line, function in error.frames[:3]
         )
         lines = tuple(safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:])
-        yield _fact(job, rank, Fate(RAISED, error.line, safe(frames), lines), raised.t)
+        yield _fact(case, rank, Fate(RAISED, error.line, safe(frames), lines, code), t)
     elif process.waited or (ending.sync_ended and process.unknown):
         kind = WAITED if process.timed_out else CUT
-        text = process.error or "its length sync has ended: another rank had gone"
-        yield _fact(job, rank, Fate(kind, text), process.at)
+        text = process.error or f"{SYNC_ENDED}: another rank had gone"
+        text = f"{AT_START}: {text}" if process.starting else text
+        yield _fact(case, rank, Fate(kind, text), process.at)
     elif process.terminated:
-        yield _fact(job, rank, Fate(TERMINATED, process.error or "SIGTERM"), process.at)
-    elif trace.end is not None:
-        yield _fact(job, rank, Fate(ENDED, _after(case, ending)), trace.end.t)
-    elif trace.dumped is not None or rank in job.alive or job.moving:
-        yield _fact(job, rank, Fate(RUNS))
-    elif is_gone:
-        yield _fact(job, rank, Fate(GONE, _after(case, ending)))
+        yield _fact(case, rank, Fate(TERMINATED, process.error or "SIGTERM"), process.at)
+    elif trace.end is not None or process.ordinary:
+        text = _after(case, ending) + (f", exit code {code}" if code else "")
+        yield _fact(case, rank, Fate(ENDED, text, exit_code=code), trace.end.t if trace.end else None)
+    elif job.moving or (trace.dumped is not None and not may_have_gone):
+        yield _fact(case, rank, Fate(RUNS))
+    if rank in job.alive:
+        yield _fact(case, rank, Fate(RUNS))
     if process.where:
         collective = "a collective" if process.in_collective else ""
-        yield _fact(job, rank, Place(process.where, collective), process.at)
+        yield _fact(case, rank, Place(process.where, collective), process.at)
     elif trace.dumped is not None and trace.dumped.where:
-        yield _fact(job, rank, Place(safe(trace.dumped.where)), trace.dumped.t)
+        yield _fact(case, rank, Place(safe(trace.dumped.where)), trace.dumped.t)
+
+
+def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
+    """What ended a rank, and when, where nobody else is the reason."""
+    trace, ending = case.job.traces[rank], case.endings[rank]
+    track = case.tracks.get(rank)
+    for raised in reversed(trace.raised):
+        if ending.raised and track is not None and (raised.e, raised.n) == (track.info.e, ending.call):
+            return raised.t, error_of(raised)
+    if not ending.process.own_error:
+        return None
+    if (failed := ending_failure(trace)) is not None:
+        return failed.t, error_of(failed)
+    kind, _, message = ending.process.own_error.partition(": ")
+    return trace.last, Error(kind, message, "")
 
 
 def _after(case: Case, ending: Ending) -> str:
@@ -131,13 +220,15 @@ def _after(case: Case, ending: Ending) -> str:
     return f"after {case.call(ending)}" if ending.call else "before its first encoder call"
 
 
-def _stall(case: Case) -> Iterator[Fact]:
+def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
     """What the latest stall reports say, of the stall that the traces end in; and who waits in the backward."""
     reports = stall_reports(case)
+    evidence.saw_a_wait |= reports.waited
+    evidence.perhaps_missing |= reports.past
     for rank in sorted(reports.texts):
         trace = case.job.traces[rank]
         still_s = trace.stalled[-1].t - last_entered(case.job, rank)
-        yield _fact(case.job, rank, Motion(False, still_s=still_s), trace.stalled[-1].t)
+        yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), trace.stalled[-1].t)
     for rank, kind in sorted(reports.kinds.items()):
         by = reports.by[rank]
         where = reports.where.get(rank, "")
@@ -145,19 +236,20 @@ def _stall(case: Case) -> Iterator[Fact]:
         t = max((*(one.t for one in trace.missing[-1:]), *(one.t for one in trace.stalled[-1:])), default=trace.last)
         fate = GONE if where == PROCESS_GONE else _KINDS.get(kind)
         if fate is not None:
-            yield _fact(case.job, by, Fate(fate), t, rank, "stall report")
-        elif where:
-            yield _fact(case.job, by, Place(where), t, rank, "stall report")
+            yield _fact(case, by, Fate(fate), t, rank, "stall report")
+        else:
+            yield _fact(case, by, Place(where), t, rank, "stall report")
     for rank, (collective, by) in sorted(reports.waits.items()):
-        yield _fact(case.job, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
-    in_vain = any(ending.in_vain for ending in case.sure.values())
+        yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
+    vain = [ending.in_vain for ending in case.sure.values()]
+    in_vain = any(vain) and not all(vain)  # else some trace is not what its rank wrote
     for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
         if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
             where = f"the backward of {case.call(case.sure[rank])}"
-            yield _fact(case.job, rank, Place(where, "the gradients' all-reduce"))
+            yield _fact(case, rank, Place(where, "the gradients' all-reduce"))
     for by in sorted(reports.texts) if reports.waited and reports.kinds else ():
         if by not in reports.kinds and by not in reports.waits:
-            yield _fact(case.job, by, Place("", "a collective"), of=by, said="stall report")
+            yield _fact(case, by, Place("", "a collective"), of=by, said="stall report")
 
 
 def _add_seats(case: Case, evidence: Evidence) -> None:
@@ -170,6 +262,8 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
     if not any(_has_waited(case, ending, reports) for ending in known.values()):
         return
     members = evidence.groups.setdefault(group, set())
+    if len(known) < case.job.world_size:
+        evidence.partly_known.add(group)
     for rank, ending in sorted(known.items()):
         if not (ending.round or ending.phase == ids.LENGTH_SYNC) or ending.sync_ended:
             continue
@@ -177,7 +271,7 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
         came = ending.round - ending.in_vain
         for number, done, completed in _rounds(ending, came):
             seat = Seat(rank, group, number, LENGTH_SYNC, done=done, completed=completed, caller=case.call(ending))
-            evidence.facts.append(_fact(case.job, rank, seat, last_entered(case.job, rank)))
+            evidence.facts.append(_fact(case, rank, seat, last_entered(case.job, rank)))
 
 
 def _has_waited(case: Case, ending: Ending, reports: StallReports) -> bool:

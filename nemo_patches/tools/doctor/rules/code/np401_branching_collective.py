@@ -1,7 +1,8 @@
 """A collective, or a call of the encoder, in a branch that not every rank may take.
 
 All ranks must make the same collectives in the same order. Where the rank or the data of a batch decide, the others may
-wait for ever; a call of the encoder is one too, by its length sync, and under FSDP by the gathering of its parameters.
+wait for ever; a call of the encoder is one too, by its length sync, and under FSDP by the gathering of its parameters;
+so is what Lightning does for all ranks: log with sync_dist, save_checkpoint, a metric's compute, the backward pass.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 """
 
@@ -10,31 +11,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.collectives import ENCODER
+from nemo_patches.tools.doctor.divergences import Divergence, Kind
 from nemo_patches.tools.doctor.finding import Finding, Severity
 
 WORST = Severity.WARNING
 
-_ENCODERS = ("self.encoder", "self.perception", "self.pre_encoder", "self.perception.encoder")
-
 
 def check(code: Code) -> Iterator[Finding]:
     """By the tests of the branches around it; a collective of a group of some ranks is left alone."""
-    for each in code.classes:
-        for method in each.methods.values():
-            by_rank = [call.name for call in method.calls if call.by_rank]
-            for call in method.calls:
-                where, test = f"{each.name}.{method.name}: {call.name}", method.of_data(call)
-                if call.collective and not call.of_a_group and call.by_rank:
-                    if by_rank.count(call.name) > 1:
-                        continue  # the others make it in another branch: one rank first, then the rest
-                    what = f"{where} is made only where a test on the rank holds, and nowhere else in this method"
-                    instead = "the collective outside of that branch, on every rank"
-                elif call.collective and not call.of_a_group and test:
-                    what = f"{where} depends on `{test}`: a rank where that is otherwise leaves the others waiting"
-                    instead = "the collective in any case, or a test that all ranks share"
-                elif call.name in _ENCODERS and test:
-                    what = f"{where} is called only if `{test}`: ranks where that differs wait for each other in it"
-                    instead = "the call in any case, and its result left out"
-                else:
-                    continue
-                yield Finding(Severity.WARNING, what, (at(call.name, call.line),), instead)
+    for each in code.divergences:
+        if each.kind in (Kind.BRANCH, Kind.FIRST_RANK):
+            what, instead = _said(each)
+            read = (*(at(one.name, one.line) for one in each.collectives), at(each.cause, each.line))
+            yield Finding(each.severity, f"{each.function}: {what}{each.guess}", read, instead)
+
+
+def _said(each: Divergence) -> tuple[str, str]:
+    """What is found, and what to write instead."""
+    what = f"{each.names} {each.are}"
+    if each.reordered:
+        what = f"{each.names} come in another order where `{each.cause}`: ranks where that differs make unlike ones"
+        return what, "one order on all ranks"
+    if each.kind is Kind.FIRST_RANK:
+        what += f" made on one rank of the job or of a node only, by {each.cause}"
+        return what, "the collective in a method that every rank runs"
+    if each.by_rank:
+        what += f" made only where a test on the rank holds (`{each.cause}`), and nowhere else here"
+        return what, "the collective outside of that branch, on every rank"
+    if each.collectives[0].pairs_with == ENCODER:
+        what += f" called only if `{each.cause}`: ranks where that differs wait for each other in it"
+        return what, "the call in any case, and its result left out"
+    depends = "depends" if each.are == "is" else "depend"
+    what = f"{each.names} {depends} on `{each.cause}`: a rank where that is otherwise leaves the others waiting"
+    return what, "the collective in any case, or a test that all ranks share"

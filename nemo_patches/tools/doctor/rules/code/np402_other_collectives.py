@@ -20,7 +20,7 @@ def check(code: Code) -> Iterator[Finding]:
     for each in code.classes:
         for name, method in each.methods.items():
             theirs = each.of_nemo.get(name)
-            inherited = any(call.name == f"super().{name}" for call in method.calls)
+            inherited = f"super().{name}" in method.calls
             if theirs is None or inherited or method.collectives == theirs.collectives:
                 continue
             own, other = (", ".join(found.collectives) or "none" for found in (method, theirs))

@@ -23,7 +23,7 @@ def check(code: Code) -> Iterator[Finding]:
     for each in code.classes:
         for name in _METHODS:
             own, theirs = each.methods.get(name), each.of_nemo.get(name)
-            if own is None or theirs is None or any(call.name == f"super().{name}" for call in own.calls):
+            if own is None or theirs is None or f"super().{name}" in own.calls:
                 continue
             missing = [call for call in _last_parts(theirs) if call not in _last_parts(own)]
             if missing:
@@ -32,5 +32,5 @@ def check(code: Code) -> Iterator[Finding]:
 
 
 def _last_parts(method: Method) -> list[str]:
-    names = [call.name.rpartition(".")[2] for call in method.calls]
+    names = [call.rpartition(".")[2] for call in method.calls]
     return [name for name in dict.fromkeys(names) if name in _CALLS]

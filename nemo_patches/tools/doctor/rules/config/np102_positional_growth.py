@@ -21,14 +21,14 @@ WORST = Severity.ERROR
 BAD = """\
 trainer: {devices: 4, strategy: ddp}
 model:
-  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  train_ds: {manifest_filepath: a.json, batch_size: 8, max_duration: 60}
   preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
   encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, sync_max_audio_length: false}
 """
 GOOD = """\
 trainer: {devices: 4, strategy: ddp}
 model:
-  train_ds: {manifest_filepath: a.json, max_duration: 60}
+  train_ds: {manifest_filepath: a.json, batch_size: 8, max_duration: 60}
   preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
   encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, pos_emb_max_len: 6016}
 """
@@ -121,7 +121,7 @@ def _reachable(job: Job, encoder: Encoder, what: str, inputs: _Inputs) -> Findin
         return Finding(Severity.WARNING, what, inputs.read, instead, change)
     what += "All ranks grow alike as long as each makes the same calls; with a call more on one rank"
     what += f", or {FLAG} off," if encoder.cls and encoder.cls.has_flag else ""
-    return Finding(Severity.WARNING, f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)
+    return Finding(Severity.NOTE, f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)
 
 
 def _open(encoder: Encoder, what: str, inputs: _Inputs) -> Iterator[Finding]:

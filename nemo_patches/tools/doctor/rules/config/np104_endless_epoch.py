@@ -36,9 +36,8 @@ def check(job: Job) -> Iterator[Finding]:
         if not dataset.training or not dataset.endless:
             continue
         if dataset.tarred and _asks_for_its_length(job, dataset):
-            what = (
-                f"{dataset.where} is a stream without a length, which this model asks for: the job stops at its start"
-            )
+            asking = "this model asks" if job.asr_encoder else "all of NeMo's ASR models but multitask ones ask"
+            what = f"{dataset.where} is a stream without a length, which {asking} for: the job stops at its start"
         elif interval.known and not isinstance(as_limit(interval), int):
             what = f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is no whole number: no epoch ends"
         else:
@@ -46,13 +45,21 @@ def check(job: Job) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             what,
-            (limit.read, interval, job.trainer("max_steps", -1), dataset.get("use_lhotse")),
+            (limit.read, interval, job.trainer("max_steps", -1), dataset.get("use_lhotse"), *job.checkpoints),
             "trainer.limit_train_batches: the batches of one epoch, the same for all ranks; and max_steps",
         )
 
 
 def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
-    """NeMo's CTC, RNNT and SSL models do, where the limit is a share; those with a transformer decoder if is_tarred."""
-    target = job.config.get(("model", "encoder", "_target_")).value
-    asr = dataset.keys[0] == "model" and isinstance(target, str) and target.startswith("nemo.collections.asr.")
-    return asr and (not job.config.get(("model", "transf_decoder")).given or dataset.get("is_tarred").value is True)
+    """NeMo's CTC, RNNT and SSL models do, where the limit is a share; those with a transformer decoder if is_tarred.
+
+    Also a model from a checkpoint, whose own config has the encoder: only that of a multitask model does not ask.
+    """
+    if dataset.keys[0] != "model":
+        return False
+    if dataset.get("is_tarred").value is True:
+        return job.asr_encoder or bool(job.checkpoints)
+    if job.asr_encoder:
+        return not job.config.get(("model", "transf_decoder")).given
+    # Canary: NVIDIA's own multitask models
+    return bool(job.checkpoints) and not any("canary" in str(each.value).lower() for each in job.checkpoints)

@@ -1,7 +1,8 @@
-"""Keys for the size of a batch that contradict each other, or that this data loader does not read.
+"""Keys for the size of a batch: none at all, no size, keys that contradict each other, or that nobody reads.
 
 Lhotse and NeMo's own data loaders have different keys for it: one that is not read leaves another size than the config
-seems to say, and some combinations stop the job at its start.
+seems to say, and some combinations stop the job at its start. Without any, NeMo 3.0 stops, and with NeMo up to 2.7
+Lhotse makes one batch of the whole set.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
@@ -25,15 +26,67 @@ model:
 
 _OF_LHOTSE = ("batch_duration", "quadratic_duration", "bucket_batch_size", "bucket_duration_bins", "batch_tokens")
 _SIZES_OF_LHOTSE = ("batch_size", "batch_duration", "bucket_batch_size", "batch_tokens")
+_COUNTS = ("batch_size", "batch_tokens")  # whole numbers
 
 
 def check(job: Job) -> Iterator[Finding]:
     """For each set by itself."""
     for dataset in job.datasets:
+        yield from _no_size(dataset)
         if dataset.lhotse:
             yield from _of_lhotse(dataset)
-        else:
-            yield from _of_nemo(dataset)
+            yield from _bins(dataset)
+            continue
+        yield from _of_nemo(dataset)
+        size = dataset.get("batch_size")
+        if dataset.nemo and not size.given and job.asr_encoder and not _has_own_keys(dataset):
+            what = f"{dataset.where}: no batch_size: the job stops when it makes this set's data loader"
+            yield Finding(Severity.WARNING, what, (size,), "batch_size")
+
+
+def _has_own_keys(dataset: Dataset) -> bool:
+    """Whether another key says it: of a collection that does not go by these (micro_batch_size, dataloader_params)."""
+    waiting = [dataset.config.get(dataset.keys).value]
+    while waiting:
+        section = waiting.pop()
+        for key, value in section.items() if isinstance(section, dict) else ():
+            if "batch_size" in key and key not in (*_OF_LHOTSE, *_SIZES_OF_LHOTSE, "bucketing_batch_size"):
+                return True
+            if isinstance(value, dict):
+                if "batch_size" in value:
+                    return True
+                waiting.append(value)
+    return False
+
+
+def _no_size(dataset: Dataset) -> Iterator[Finding]:
+    for key in ("batch_size", "batch_duration", "batch_tokens"):
+        size = dataset.get(key)
+        read = dataset.lhotse or (dataset.nemo and key == "batch_size")
+        if not read or not size.known or size.value is None:
+            continue
+        whole = isinstance(size.value, int) and not isinstance(size.value, bool)
+        if (size.number is not None and size.number <= 0) or (key in _COUNTS and isinstance(size.value, float)):
+            what = f"{size.key} is {size.value}, which is no size of a batch: the job stops at its start"
+            yield Finding(Severity.WARNING, what, (size,), "a whole number, 1 or more" if not whole else "1 or more")
+
+
+def _bins(dataset: Dataset) -> Iterator[Finding]:
+    """Lhotse asserts their order where it buckets; NeMo 3.0 does so wherever there are bins."""
+    bins = dataset.get("bucket_duration_bins")
+    if not isinstance(bins.value, list):
+        return
+    if not bins.value:
+        what = f"{bins.key} is empty: the job stops at its start"
+        yield Finding(Severity.WARNING, what, (bins,), "bucket_duration_bins: null, to have them estimated")
+        return
+    try:
+        ascending = sorted(bins.value) == bins.value
+    except TypeError:  # numbers and pairs, or what is not known
+        return
+    if not ascending:
+        what = f"{bins.key} are not in ascending order: the job stops at its start"
+        yield Finding(Severity.WARNING, what, (bins,), f"bucket_duration_bins: {sorted(bins.value)}")
 
 
 def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
@@ -61,12 +114,23 @@ def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
 
 def _of_lhotse(dataset: Dataset) -> Iterator[Finding]:
     sizes = [dataset.get(key) for key in _SIZES_OF_LHOTSE]
-    if any(value.given for value in sizes) and all(value.value is None for value in sizes):
+    multimodal = dataset.get("use_multimodal_sampling", False)
+    counting = [
+        sizes[0],
+        *([] if multimodal.value is True else [sizes[1]]),
+        sizes[2],  # without its bins, it has a finding of its own
+        *([sizes[3]] if multimodal.value is not False else []),
+    ]
+    if all(value.value is None for value in counting) and not _has_own_keys(dataset):
+        given = tuple(value for value in sizes if value.given)
+        others = [value.key for value in given if value.value is not None]
+        why = f", as {' and '.join(others)} does not count here" if others else ""
         yield Finding(
             Severity.WARNING,
-            f"{dataset.where}: every key for the size of a batch is null: the job stops at its start",
-            tuple(value for value in sizes if value.given),
-            "batch_size, or batch_duration",
+            f"{dataset.where}: no key gives the size of a batch{why}: NeMo 3.0 stops the job at its start, "
+            "NeMo up to 2.7 makes one batch of the whole set",
+            (*(given or (sizes[0],)), *([multimodal] if multimodal.given else [])),
+            "batch_size; or " + ("batch_tokens" if multimodal.value is True else "batch_duration"),
         )
     fixed, bins = dataset.get("bucket_batch_size"), dataset.get("bucket_duration_bins")
     if fixed.value is not None and bins.value is None:

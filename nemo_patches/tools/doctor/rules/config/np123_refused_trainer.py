@@ -1,19 +1,20 @@
 """A trainer that Lightning refuses: the job stops at its start.
 
-A strategy, accelerator, precision or limit that is none, or settings that exclude each other. Lightning 2 says so only
-once the job has its machines, and some of it only when the data are there.
+A strategy, accelerator, precision, limit or clipping that is none, or settings that exclude each other. Lightning 2
+says so only once the job has its machines, and some of it only when the data are there.
 Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job, as_limit
-from nemo_patches.tools.doctor.known_keys import ACCELERATORS, PRECISIONS, STRATEGIES
+from nemo_patches.tools.doctor.known_keys import ACCELERATORS, CLIPPING, PRECISIONS, PROFILERS, STRATEGIES
 
 WORST = Severity.WARNING
 BAD = """\
@@ -23,6 +24,7 @@ GOOD = """\
 trainer: {devices: 4, strategy: ddp, limit_train_batches: 1000, val_check_interval: 1000}
 """
 
+_TIME = re.compile(r"\d+:\d+:\d+:\d+")
 _SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval", "overfit_batches")
 _OF_ROLE = {"training": ("limit_train_batches", "val_check_interval"), "validation": ("limit_val_batches",)}
 
@@ -33,6 +35,7 @@ def check(job: Job) -> Iterator[Finding]:
         return
     yield from _names(job)
     yield from _numbers(job)
+    yield from _others(job)
     yield from _validation_never_comes(job)
     yield from _share_of_no_length(job)
 
@@ -73,6 +76,25 @@ def _numbers(job: Job) -> Iterator[Finding]:
         yield _refused((devices, job.accelerator), f"{devices.key} is {_text(devices)}", "how many devices to use")
 
 
+def _others(job: Job) -> Iterator[Finding]:
+    clip, algorithm = job.trainer("gradient_clip_val"), job.trainer("gradient_clip_algorithm")
+    if clip.known and not isinstance(clip.value, (int, float, type(None))):
+        yield _refused((clip,), f"{clip.key} is {_text(clip)}", "gradient_clip_val: a number")
+    if algorithm.known and algorithm.value is not None and str(algorithm.value).lower() not in CLIPPING:
+        yield _refused((algorithm,), f"there is no {algorithm.key} {_text(algorithm)}", _one_of(algorithm, CLIPPING))
+    profiler, fast, time = (job.trainer(key) for key in ("profiler", "fast_dev_run", "max_time"))
+    if isinstance(profiler.value, str) and profiler.value not in PROFILERS:
+        yield _refused((profiler,), f"there is no profiler {_text(profiler)}", _one_of(profiler, PROFILERS))
+    if fast.number is not None and fast.number < 0:
+        yield _refused((fast,), f"{fast.key} is {_text(fast)}", "fast_dev_run: true, or how many batches")
+    no_time = isinstance(time.value, str) and not _TIME.fullmatch(time.value.strip())
+    if time.known and (no_time or isinstance(time.value, (int, float))):
+        yield _refused((time,), f"{time.key} is {_text(time)}", "max_time: DD:HH:MM:SS, as in 00:12:00:00")
+    reload_ = job.trainer("reload_dataloaders_every_n_epochs", 0)
+    if reload_.known and (not isinstance(reload_.value, int) or reload_.value < 0):
+        yield _refused((reload_,), f"{reload_.key} is {_text(reload_)}", "a whole number, 0 for never")
+
+
 def _validation_never_comes(job: Job) -> Iterator[Finding]:
     limit, interval = job.limit("training"), job.trainer("val_check_interval", 1.0)
     epochs, fast = job.trainer("check_val_every_n_epoch", 1), job.trainer("fast_dev_run", False)
@@ -106,8 +128,8 @@ def _share_of_no_length(job: Job) -> Iterator[Finding]:
             if dataset.lhotse and share.known and isinstance(batches := as_limit(share), float) and batches < 1:
                 if not batches and share.key != "trainer.val_check_interval":
                     continue  # none at all
-                if not job.limit("training").batches and share.key == "trainer.val_check_interval":
-                    continue
+                if share.key == "trainer.val_check_interval" and isinstance(job.limit("training").batches, int):
+                    continue  # the limit is the epoch's length
                 what = f"Lhotse reads {dataset.where}, which has no length to take a share of: {share.key}"
                 yield _refused(
                     (share, dataset.get("use_lhotse")), f"{what} is {_text(share)}", "a whole number, or 1.0"

@@ -42,6 +42,10 @@ def _no_duration_fits(dataset: Dataset) -> Iterator[Finding]:
     elif shortest.number is not None and shortest.number > longest.number:
         what = f"{dataset.where}: no entry has at least {shortest.value} s and at most {longest.value} s"
         yield Finding(Severity.WARNING, what, (shortest, longest), "min_duration below max_duration")
+    padded = dataset.get("pad_min_duration")
+    if dataset.lhotse and padded.number is not None and 0 < longest.number < padded.number:
+        what = f"{dataset.where}: each entry is padded to {padded.value} s, and then none has at most {longest.value} s"
+        yield Finding(Severity.WARNING, what, (padded, longest), "pad_min_duration no more than max_duration")
 
 
 def _no_batch(job: Job, dataset: Dataset) -> Iterator[Finding]:

@@ -1,24 +1,24 @@
-"""The sync of one number among all ranks, over Gloo, and the requests to the job's store, as they were measured.
+"""The rounds of the length sync among all ranks, and the requests to the job's store, as they were measured.
 
-The length sync makes such a sync at every encoder call, over faster sockets of its own between the same hosts, and
-stall reports go through the store. Where hosts cannot connect, each rank goes on with its own length after one timeout.
-Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
+The length sync makes such a round at every encoder call, over sockets between the hosts, and the ranks find each other
+through the store. Where hosts cannot connect, each rank goes on with its own length after one timeout.
+Link: docs/design.md
 """
 
 from __future__ import annotations
 
-import ipaddress
 import statistics
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.doctor.finding import Finding, Severity
-from nemo_patches.tools.doctor.ranks import Measured, Ranks
+from nemo_patches.tools.doctor.ranks import Ranks
 
 WORST = Severity.WARNING
 
 _SLOW = timedelta(milliseconds=100)
+# Which the side channel goes by, too.
 _INTERFACE = "GLOO_SOCKET_IFNAME: on each host the interface that leads to the others (ip -brief addr)"
 
 
@@ -33,10 +33,6 @@ def check(ranks: Ranks) -> Iterator[Finding]:
             problems.setdefault(measured.problem, []).append(rank)
     for problem, which in problems.items():
         yield Finding(Severity.WARNING, f"no sync on {named(which)}: {problem}", (), _INTERFACE)
-    alone = [rank for rank, measured in sorted(ranks.measured.items()) if _loopback(measured)]
-    if alone and len({facts.host for facts in ranks.facts.values()}) > 1:
-        what = f"{named(alone)}: Gloo takes a loopback address, which other hosts cannot reach"
-        yield Finding(Severity.WARNING, what, (), _INTERFACE)
     measured_ranks = sorted(ranks.measured.items())
     yield from _slow("sync", {rank: measured.syncs for rank, measured in measured_ranks}, _INTERFACE)
     requests = {rank: measured.requests for rank, measured in measured_ranks}
@@ -49,10 +45,3 @@ def _slow(what: str, times: Mapping[int, tuple[float, ...]], instead: str) -> It
     if slow:
         worst = 1000 * max(medians.values())
         yield Finding(Severity.WARNING, f"{named(slow)}: a {what} takes up to {worst:.0f} ms (median)", (), instead)
-
-
-def _loopback(measured: Measured) -> bool:
-    try:
-        return ipaddress.ip_address(measured.address).is_loopback
-    except ValueError:  # not told
-        return False

@@ -3,31 +3,17 @@
 MAX alone tells a rank that is ahead nothing of those behind; the lowest value is the MAX of its complement.
 """
 
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import NamedTuple
 
-from nemo_patches.channel.side_channel import SideChannel
+from .side_channel import SideChannel
 
-_RANK_BITS, _VALUE_BITS, _BATCH_BITS = 20, 43, 26  # a rank and a value are one int64, and never a negative one
-_RANKS, _VALUES, _BATCHES = 1 << _RANK_BITS, 1 << _VALUE_BITS, 1 << _BATCH_BITS
-
-
-class Place(NamedTuple):
-    """Where a rank is in its passes over a loader. ended: it has no such batch."""
-
-    pass_number: int  # from 1
-    batch: int  # from 1
-    ended: bool
-
-    def value(self) -> int:
-        """Places in order. Many passes or batches wrap: ranks are only asked whether they are at the same place."""
-        return ((self.pass_number * _BATCHES + self.batch % _BATCHES) * 2 + self.ended) % _VALUES
-
-    @classmethod
-    def of(cls, value: int) -> Place:
-        return cls(value // 2 // _BATCHES, value // 2 % _BATCHES, bool(value % 2))
+_RANK_BITS, VALUE_BITS = 20, 43  # a rank and a value are one int64, and never a negative one
+_RANKS, VALUES = 1 << _RANK_BITS, 1 << VALUE_BITS
 
 
 class Extreme(NamedTuple):
@@ -44,12 +30,12 @@ class Extremes(NamedTuple):
 
 def packed(value: int, rank: int) -> tuple[int, int]:
     """What a rank sends: for the highest value, and for the lowest."""
-    return value * _RANKS + rank, (_VALUES - 1 - value) * _RANKS + rank
+    return value * _RANKS + rank, (VALUES - 1 - value) * _RANKS + rank
 
 
 def unpacked(highest: int, lowest: int) -> Extremes:
     """From the MAX of both."""
-    lowest_extreme = Extreme(_VALUES - 1 - lowest // _RANKS, lowest % _RANKS)
+    lowest_extreme = Extreme(VALUES - 1 - lowest // _RANKS, lowest % _RANKS)
     return Extremes(Extreme(highest // _RANKS, highest % _RANKS), lowest_extreme)
 
 

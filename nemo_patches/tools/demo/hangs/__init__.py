@@ -1,0 +1,1 @@
+"""`nemo-patches demo --hang NAME`: hangs that people have reported, each as a small job on two CPU ranks."""

@@ -1,0 +1,442 @@
+"""Who is missing by the encoder calls that each rank has come to, where something else shows that ranks wait.
+
+A rank is accused only if its own record is whole, and never for a round of the length sync that it has come to. If all
+have come out of the encoder, the hang is not the encoder's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.accounts import CONSEQUENCES, Account, Hearing, fate_kind
+from nemo_patches.tools.diagnose.facts import (
+    ENDED,
+    GONE,
+    RAISED,
+    RUNS,
+    SILENT,
+    SYNC_ENDED,
+    TERMINATED,
+    UNSEEN,
+    WAITED,
+    Call,
+)
+from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
+from nemo_patches.tools.diagnose.verdicts import doing, evidence_of, finding
+
+OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse nobody
+LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
+_PHASES = {
+    ids.LENGTH_SYNC: "in the length sync",
+    ids.GROWTH: "in the growth of the positional encoding",
+    ids.PRE_ENCODE: "in pre_encode, the subsampling",
+    ids.LAYERS: "in its layers",
+}
+_PHASE_ORDER = list(_PHASES)
+_KNOWN_ENDS = (RAISED, *CONSEQUENCES, TERMINATED, ENDED)
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """One rank, and its last call of one encoder."""
+
+    account: Account
+    call: Call
+
+    @property
+    def rank(self) -> int:
+        return self.account.rank
+
+    @property
+    def kind(self) -> str:
+        return self.account.fate_kind
+
+    @property
+    def waited(self) -> bool:
+        """An error that ended it shows it."""
+        return self.kind in CONSEQUENCES and not self.account.fate_value.text.startswith(SYNC_ENDED)
+
+    @property
+    def has_no_end(self) -> bool:
+        return self.kind not in _KNOWN_ENDS or self.account.fate_value.text.startswith(SYNC_ENDED)
+
+    @property
+    def runs(self) -> bool:
+        return any(fate_kind(fact) == RUNS for fact in self.account.fates)
+
+    @property
+    def in_good_order(self) -> bool:
+        return self.kind == ENDED and not self.call.phase and not self.account.fate_value.exit_code
+
+
+_Some = list[_Standing]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """All ranks of which a call, or that there is none, of one encoder is known. explained: see Evidence."""
+
+    hearing: Hearing
+    all: _Some
+    sure: _Some
+    explained: frozenset[int]
+
+    @property
+    def are_all(self) -> bool:
+        return len(self.all) >= self.hearing.world_size
+
+    @property
+    def timed_out(self) -> bool:
+        return any(one.kind == WAITED for one in self.all)
+
+    @property
+    def closed(self) -> bool:
+        """Whether connections were closed, and no time limit had passed."""
+        return any(one.waited for one in self.all) and not self.timed_out
+
+    @property
+    def reporting(self) -> _Some:
+        """Whose stall monitors have reported the stall that the records end in."""
+        return [one for one in self.all if one.account.motion is not None and not one.account.moved]
+
+    def having(self, test: Callable[[_Standing], bool]) -> _Some:
+        return [one for one in self.all if test(one)]
+
+
+def by_calls(hearing: Hearing) -> Ruling:
+    found: list[Finding] = []
+    for encoder in dict.fromkeys(name for one in hearing.accounts.values() for name in one.calls):
+        standings = [_Standing(one, one.calls[encoder]) for one in hearing.accounts.values() if encoder in one.calls]
+        sure = [one for one in standings if not one.call.unsure]
+        explained = frozenset(hearing.evidence.explained.get(encoder, ()))
+        found += _of_encoder(_Ranks(hearing, standings, sure, explained), encoder)
+    # If ranks are unequal in one encoder, it is no finding that they are equal in another one.
+    unequal = [one for one in found if one.id not in OF_ALL]
+    inside = [one for one in found if one.id == ids.ALL_INSIDE]
+    return Ruling(tuple(unequal or inside or found[:1]))
+
+
+def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
+    """The evidence in its order: stall reports, how processes ended, rounds that came in vain. Without any, ranks that
+    stand at different calls are what a healthy job looks like that was killed at this moment.
+    """
+    if not any(one.call.number for one in ranks.all):
+        return []
+    reported = [account for account in ranks.hearing.accounts.values() if _is_reported(account, encoder)]
+    if accused := [_Standing(one, _standing_call(one, encoder)) for one in reported if not _is_excused(one, ranks)]:
+        others = _at_top([one for one in ranks.all if not one.call.reported])
+        if not others:  # all report each other: who is furthest has not held the others up
+            others = _at_top([one for one in ranks.all if one.call.number])
+            accused = [one for one in accused if one not in others] or accused
+        return _grouped(ranks, accused, others)
+    if any(one.kind == RAISED for one in ranks.sure):
+        return []  # who raised an exception did not wait
+    known = [
+        one
+        for one in ranks.all
+        if (not one.call.unsure or one.call.lost_last) and one.rank not in ranks.explained and not _waits(one, ranks)
+    ]
+    if not any(one.rank not in ranks.explained for one in ranks.sure):
+        return []
+    for look in (_left_in_a_collective, _waited_for_in_vain, _gone, _not_told_to_end):
+        if suspects := look(ranks, known):
+            others = _at_top([one for one in ranks.sure if one not in suspects])
+            return _grouped(ranks, suspects, others or suspects)
+    if ranks.explained or ranks.hearing.evidence.moving:
+        return []
+    if ranks.closed or ranks.having(lambda one: one.call.sync_ended and one.kind == TERMINATED):
+        return _ended_by_nobody_known(ranks)
+    if ranks.reporting or ranks.timed_out or ranks.having(lambda one: one.runs or one.call.since_s is not None):
+        return _level(ranks)
+    return _stopped_at_once(ranks)
+
+
+def _standing_call(account: Account, encoder: str) -> Call:
+    no_trace = Call(encoder, 0, "its first encoder call", unsure="it has no trace here")
+    return account.calls.get(encoder, no_trace)
+
+
+def _is_reported(account: Account, encoder: str) -> bool:
+    """Whether others say that it is missing; of a rank without a trace they may say so for any encoder."""
+    return account.reported is not None and (not account.calls or _standing_call(account, encoder).reported)
+
+
+def _is_excused(account: Account, ranks: _Ranks) -> bool:
+    """Whether a rank that others report missing has waited itself, or was ended by others."""
+    has_left = account.reported is not None and fate_kind(account.reported) == GONE
+    by_others = account.fate_kind == TERMINATED and has_left
+    return by_others or account.waits is not None or account.moved or account.rank in ranks.explained
+
+
+def _waits(one: _Standing, ranks: _Ranks) -> bool:
+    """A rank that has no end beside others that have one may have been killed while it waited in its backward; not
+    where it had reported its wait, and others waited until a time limit.
+    """
+    place, has_reported = one.account.place_value, one.account.motion is not None
+    may_be_killed = one.call.in_backward and not place.way and one.has_no_end and not one.runs
+    may_be_killed = may_be_killed and not (ranks.timed_out and has_reported)
+    return one.account.moved or bool(place.collective and not may_be_killed)
+
+
+def _top(some: Iterable[_Standing]) -> tuple[int, int]:
+    return max((one.call.position for one in some), default=(0, 0))
+
+
+def _at_top(some: _Some) -> _Some:
+    top = _top(some)
+    return [one for one in some if one.call.position == top]
+
+
+def _left_in_a_collective(ranks: _Ranks, known: _Some) -> _Some:
+    """The ranks that others waited for in a collective until an error ended them."""
+    waited = ranks.having(lambda one: one.waited)
+    rest = [one for one in known if not one.waited]
+    if not waited or not ranks.are_all:
+        return []
+    if ranks.timed_out:
+        seen = [one for one in rest if not one.has_no_end]
+        return seen if any(one.call.position < _top(waited) for one in seen) else rest
+    return _gone_first(ranks, rest)
+
+
+def _gone_first(ranks: _Ranks, rest: _Some) -> _Some:
+    """Who went before connections were closed, of the ranks that do not tell that they waited.
+
+    Whom SIGTERM ended is not the reason, but who sent it.
+    """
+    top = _top(ranks.all)
+    if left := [one for one in rest if one.kind == ENDED and _is_early(one, top)]:
+        return left
+    no_end = [one for one in rest if one.has_no_end]
+    if no_end:
+        return no_end if len(no_end) == 1 or _are_whole_hosts(ranks, no_end) else []
+    return [one for one in rest if one.kind != TERMINATED]
+
+
+def _are_whole_hosts(ranks: _Ranks, some: _Some) -> bool:
+    """SIGTERM leaves no stack where a handler has been put back: of several without an end, only a host is told."""
+    inside = {one.rank for one in some}
+    hosts = [{one.account.host for one in ranks.all if (one.rank in inside) == which} for which in (True, False)]
+    return not hosts[0] & hosts[1]
+
+
+def _is_early(one: _Standing, top: tuple[int, int]) -> bool:
+    """Whether an interpreter came to its end before the training did."""
+    return one.call.position < top or one.call.in_backward or bool(one.account.fate_value.exit_code)
+
+
+def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
+    """The ranks that have not come to a round of the length sync which others gave up."""
+    waited = [one.call for one in ranks.sure if one.call.in_vain or one.call.sync_ended]
+    ended = any(call.sync_ended for call in waited)
+    return [
+        one
+        for one in known
+        if any(one.call.position < call.position and one.call.came_to < call.round for call in waited)
+        and not one.waited
+        and not (one.kind == TERMINATED and ended)
+    ]
+
+
+def _gone(ranks: _Ranks, known: _Some) -> _Some:
+    """The ranks that ended, or have no end, where the length sync of others has ended because a rank had gone."""
+    if not any(one.call.sync_ended for one in ranks.sure) or not ranks.are_all:
+        return []
+    rest = [one for one in known if not (one.call.sync_ended or one.call.raised or one.waited)]
+    top = _top(one for one in ranks.sure if one.rank not in ranks.explained)
+    return [one for one in _gone_first(ranks, rest) if not one.in_good_order or one.call.position < top]
+
+
+def _not_told_to_end(ranks: _Ranks, known: _Some) -> _Some:
+    """The one rank without an end, where SIGTERM ended all others: so a launcher does when a rank has gone."""
+    no_end = [one for one in known if one.has_no_end and one.account.member_value.notes_sigterm]
+    terminated = ranks.having(lambda one: one.kind == TERMINATED)
+    all_else = len(no_end) + len(terminated) == ranks.hearing.world_size
+    return _gone_first(ranks, no_end) if all_else and terminated else []
+
+
+def _grouped(ranks: _Ranks, suspects: _Some, others: _Some) -> list[Finding]:
+    groups: dict[tuple[str, bool], _Some] = defaultdict(list)
+    for one in suspects:
+        groups[_why(ranks, one, others), one.rank in ranks.hearing.evidence.perhaps_missing].append(one)
+    return [
+        replace(found, severity=WARNING) if perhaps else found
+        for (kind, perhaps), some in groups.items()
+        if kind != ids.EXCEPTION  # judge.py tells of causes
+        for found in [_absent(ranks, kind, some, others)]
+    ]
+
+
+def _why(ranks: _Ranks, one: _Standing, others: _Some) -> str:
+    reported = one.account.reported
+    kind = (fate_kind(reported) or ids.MISSING_RANK) if reported is not None else ""
+    if kind and (one.call.unsure or (kind == UNSEEN and not one.call.number)):
+        return ids.MISSING_RANK  # as the others say; more is not known of it
+    if one.kind == RAISED:
+        return ids.EXCEPTION
+    if one.kind == ENDED:
+        return ids.ENDED
+    if kind == SILENT:
+        return ids.SILENT
+    went_on = any(other.call.sync_ended for other in others) and not one.call.sync_ended
+    not_told = one.has_no_end and any(other.kind == TERMINATED for other in others)
+    if (kind == GONE or (not kind and (went_on or ranks.closed or not_told))) and not one.runs:
+        return ids.KILLED
+    return ids.SOME_INSIDE if one.call.phase and not one.call.unsure else ids.MISSING_RANK
+
+
+def _usual(some: _Some) -> _Standing:
+    """The first with the call number that most have."""
+    number = Counter(one.call.number for one in some).most_common(1)[0][0]
+    return next(one for one in some if one.call.number == number)
+
+
+def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
+    first, usual = some[0], _usual(others)
+    who, theirs = named([one.rank for one in some]), named([one.rank for one in others])
+    is_, have = ("is", "has") if len(some) == 1 else ("are", "have")
+    waits = "waits" if len(others) == 1 else "wait"
+    it_does = _doing(kind, some, ranks)
+    if kind == ids.SOME_INSIDE and not any(one.call.phase for one in others):
+        text = f"{who} {is_} inside {first.call.title}, {_PHASES[first.call.phase]}, and {theirs} came out of it: "
+        text += doing(first.account) or "stuck there, or killed"
+    elif kind == ids.SOME_INSIDE or (first.call.position >= usual.call.position and not first.call.unsure):
+        text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
+    else:
+        there, here = usual.call.number, first.call.number + 1
+        number = f" (call {there} there, {here} here)" if there != here and not first.call.unsure else ""
+        text = f"{who} {have} not entered {usual.call.title}, which {theirs} {_went(others)}{number}: {it_does}"
+    found = _finding(kind, text + ".", some, [*some, *others[:2]])
+    if first.call.unsure:
+        return replace(found, call=usual.call.number)
+    # The finding is about the call that these ranks have not entered.
+    call = found.call + (not first.call.phase and first.call.position < others[0].call.position)
+    if kind in (ids.ENDED, ids.MISSING_RANK) and 0 < first.call.behind_since < call:
+        call = first.call.behind_since
+        more = f" It has been behind since call {call}, which it skipped, or came to too late."
+        found = replace(found, text=found.text + more)
+    return replace(found, call=call)
+
+
+def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
+    first = some[0]
+    told = next(filter(None, (doing(one.account) for one in some)), "")
+    at = ""
+    if kind == ids.SOME_INSIDE:
+        inside = f"inside {first.call.title}, {_PHASES[first.call.phase]}"
+        return f"{inside}; {told}" if told else inside
+    if kind == ids.KILLED:
+        return f"it was killed or crashed {_where(first)}: no record tells of its end"
+    if kind == ids.SILENT:
+        at = f"; its trace stops {_where(first)}"
+    if kind == ids.MISSING_RANK and not told:
+        or_killed = "" if first.account.reported is not None or first.runs else ", or was killed there"
+        told = f"it is stuck before the encoder, in its data or elsewhere{or_killed}"
+    if kind == ids.MISSING_RANK and first.call.unsure:
+        at = f"; {first.call.unsure}"
+    return told + at
+
+
+def _where(one: _Standing) -> str:
+    if one.call.phase:
+        return f"{_PHASES[one.call.phase]} of {one.call.title}"
+    return f"after {one.call.title}" if one.call.number else "before its first encoder call"
+
+
+def _went(others: _Some) -> str:
+    inside = sum(bool(one.call.phase) for one in others)
+    if not inside:
+        return "went through"
+    is_ = "is" if len(others) == 1 else "are"
+    return f"{is_} in" if inside == len(others) else f"{is_} in or through"
+
+
+def _finding(kind: str, text: str, some: _Some, told: _Some, severity: str = "") -> Finding:
+    """About the ranks of some. told: whose last records are evidence."""
+    lines = [*(one.call.last for one in told[:4] if one.call.last)]
+    if vain := sorted(one.rank for one in told if one.call.in_vain):
+        lines.append(f"waited in vain for its round: {named(vain)}")
+    if gone := sorted(one.rank for one in told if one.call.sync_ended):
+        lines.append(f"the length sync has ended, because a rank has gone, on {named(gone)}")
+    lines += evidence_of(one.account for one in told)
+    first = some[0].call
+    found = finding(kind, text, [one.rank for one in some], lines, some[0].account, severity)
+    return replace(found, encoder=first.encoder, call=first.number, phase=first.phase)
+
+
+def _level(ranks: _Ranks) -> list[Finding]:
+    """The job hangs, and no rank stands out by what the records of it say."""
+    if len(ranks.sure) < ranks.hearing.world_size:
+        return []  # a rank that is not known may be the reason
+    at_top = _at_top(ranks.sure)
+    behind = [one for one in ranks.sure if one not in at_top and not one.waited]
+    inside = [one for one in at_top if one.call.phase]
+    outside = [one for one in at_top if not one.call.phase]
+    reporting = ranks.reporting
+    reported = all(one in reporting for one in at_top)
+    went_on = not reported and (reporting or any((one.call.since_s or LONG_S) < LONG_S for one in at_top))
+    if went_on and (behind or inside):
+        return _stopped_at_once(ranks)  # so it looks in a healthy job, too: who is ahead went on a moment ago
+    if behind and not reported:
+        return _grouped(ranks, behind, at_top)
+    if inside and outside and not reported:
+        return [_absent(ranks, ids.SOME_INSIDE, inside, outside)]
+    everyone, call = f"All {len(ranks.sure)} ranks", at_top[0].call.title
+    if all(one.call.in_vain for one in at_top):
+        return []  # the last to come to a round does not wait in vain: some trace is not what its rank wrote
+    if inside and not outside and not behind:
+        phase = min((one.call.phase for one in inside), key=_PHASE_ORDER.index)
+        there = [one for one in inside if one.call.phase == phase]
+        which = named([one.rank for one in there])
+        which = _PHASES[phase] if len(there) == len(inside) else f"{which} {_PHASES[phase]}"
+        text = f"{everyone} are inside {call}, {which}, and none has come out."
+        return [_finding(ids.ALL_INSIDE, text, there, there)]
+    if inside or behind:
+        text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
+        return [replace(_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure), phase="")]
+    text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
+    # A job that decodes or writes for long, and calls no encoder, looks the same, unless one was seen to wait.
+    severity = "" if ranks.hearing.evidence.saw_a_wait or ranks.timed_out else WARNING
+    return [_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure, severity)]
+
+
+def _stopped_at_once(ranks: _Ranks) -> list[Finding]:
+    """Ranks without an end, and no record that anyone waited for anyone in vain: this accuses nobody."""
+    stopped = ranks.having(lambda one: one.has_no_end or one.kind == TERMINATED)
+    if not stopped or ranks.having(lambda one: one.call.in_vain or one.call.sync_ended):
+        return []
+    if len(stopped) < len(ranks.all) and all(one.call.unsure for one in stopped):
+        return []  # files that are not whole, of a job whose other ranks tell how they ended
+    by_signal = [one.rank for one in stopped if one.kind == TERMINATED]
+    how = f"SIGTERM ended {named(by_signal)}" if by_signal else "no trace says how"
+    who, have = named([one.rank for one in stopped]), "has" if len(stopped) == 1 else "have"
+    which = "All ranks stop" if len(stopped) == ranks.hearing.world_size else f"{who} {have} stopped"
+    text = (
+        f"{which} at or near {_usual(_at_top(ranks.all)).call.title}, {how}: the job was ended as a "
+        "whole, or it still runs. No record shows that a rank waited for another one in vain, so none is accused."
+    )
+    return [_of_nobody(text, ranks)]
+
+
+def _ended_by_nobody_known(ranks: _Ranks) -> list[Finding]:
+    """Connections were closed, or SIGTERM or Ctrl-C ended ranks, and no record tells of a rank that went before."""
+    if not ranks.are_all:
+        return []  # a rank of which there is no trace may have gone first
+    terminated = [one.rank for one in ranks.all if one.kind == TERMINATED]
+    closed = [one.rank for one in ranks.all if one.waited]
+    why = [f"SIGTERM, or Ctrl-C, ended {named(terminated)}"] if terminated else []
+    why += [f"the connections of {named(closed)} were closed"] if closed else []
+    who = "somebody ended the job, or a part of it" if terminated else "the network was lost, or a rank left unseen"
+    if no_end := [one.rank for one in ranks.all if one.has_no_end and not one.runs]:
+        each, have = ("one of them", "have") if len(no_end) > 1 else ("it", "has")
+        who += f", or {each} was killed or crashed first: {named(no_end)} {have} no end"
+    text = f"At or near {_usual(_at_top(ranks.all)).call.title} {', and '.join(why)}: {who}. No rank is accused."
+    return [_of_nobody(text, ranks)]
+
+
+def _of_nobody(text: str, ranks: _Ranks) -> Finding:
+    return replace(_finding(ids.STOPPED_AT_ONCE, text, ranks.all, ranks.all), ranks=(), call=0, phase="")

@@ -1,0 +1,430 @@
+"""Which tests and loops of a function depend on what is in this rank's batch, by a walk over its assignments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from nemo_patches.tools.doctor.collectives import dotted
+
+Branching = ast.If | ast.While | ast.IfExp | ast.For | ast.AsyncFor | ast.comprehension | ast.BoolOp
+
+
+class Level(IntEnum):
+    """How surely a value differs between ranks: SHARED is the same on all, DATA comes from the batch, READ_OFF is read
+    off its contents or shape. An argument of another name is UNKNOWN, and no more than that."""
+
+    SHARED = 0
+    UNKNOWN = 1
+    DATA = 2
+    READ_OFF = 3
+
+
+_DATA_WORDS = frozenset(
+    [
+        *("audio", "audios", "batch", "batches", "chunks", "data", "example", "examples", "feats", "features"),
+        *("images", "input", "inputs", "items", "labels", "len", "length", "lengths", "lens", "logits", "losses"),
+        *("loss", "mel", "metrics", "mels", "output", "outputs", "outs", "preds", "predictions", "sample", "samples"),
+        *("segments", "signal", "signals", "spec", "target", "targets", "tokens", "transcripts", "wav", "wavs"),
+        *("waveform", "waveforms", "x", "xs", "y", "results"),
+    ]
+)
+_OTHER_WORDS = frozenset(
+    [
+        *(
+            "by",
+            "cfg",
+            "config",
+            "dataloader",
+            "dim",
+            "dir",
+            "dtype",
+            "fn",
+            "func",
+            "id",
+            "idx",
+            "index",
+            "key",
+            "kind",
+        ),
+        *("limit", "loader", "max", "min", "mode", "name", "nb", "num", "path", "scale", "size", "step", "type"),
+        *("weight", "weights", "use", "with", "is", "has", "return", "no"),
+    ]
+)
+_BATCHES = frozenset(["batch", "batches", "data", "sample", "samples"])
+_LOADER_WORDS = frozenset(["batches", "dataloader", "dataset", "dl", "loader", "loaders"])
+_PLAIN_TYPES = frozenset(["bool", "float", "int", "str"])
+_READ_OFF = frozenset(
+    [
+        *("all", "any", "count_nonzero", "isfinite", "isinf", "isnan", "item", "len", "max", "mean", "min", "nelement"),
+        *("nonzero", "norm", "numel", "size", "sum", "tolist"),
+    ]
+)
+_TEXT_METHODS = frozenset(["endswith", "get", "items", "keys", "lower", "startswith", "upper", "values"])
+_OF_FILES = frozenset(["exists", "is_dir", "is_file", "isdir", "isfile", "listdir"])  # other hosts may have others
+_OF_PROCESS = ("perf_counter", "monotonic", "time.time", "random.random", "random.uniform", "torch.rand")
+_STRUCTURE = frozenset(
+    ["callable", "dim", "getattr", "hasattr", "id", "is_floating_point", "isinstance", "issubclass", "type"]
+)
+_STRUCTURE_ATTRIBUTES = frozenset(["device", "dtype", "is_cuda", "ndim", "requires_grad", "training", "layout"])
+_AGREED = frozenset(
+    [
+        *("agree", "agreed", "all_gather", "all_reduce", "allgather", "allreduce", "broadcast", "consensus", "dist"),
+        *("distributed", "gather", "gathered", "ranks", "reduce", "reduced", "sync", "synced", "synchronize", "world"),
+    ]
+)
+_OF_MODEL = frozenset(["grad", "gradient", "gradients", "grads", "model", "module", "norm", "parameters", "params"])
+_PLAUSIBLE_TEST = frozenset(["bad", "corrupt", "empty", "finite", "inf", "invalid", "nan", "valid"])
+_PASSED_ON = frozenset(["enumerate", "iter", "list", "reversed", "sorted", "tqdm", "tuple"])
+_SAME_COUNT = frozenset(["chunk", "items", "keys", "named_parameters", "parameters", "tensor_split", "values"])
+
+
+@dataclass(frozen=True)
+class DataTest:
+    """A test, or the number of turns of a loop, that depends on this rank's data. node: the branch or the loop."""
+
+    node: Branching
+    test: ast.expr
+
+    @property
+    def loop(self) -> bool:
+        """Whether it is the number of a loop's turns."""
+        return isinstance(self.node, (ast.For, ast.AsyncFor, ast.comprehension))
+
+
+@dataclass
+class DataFlow:
+    """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether it is one of a helper
+    that decides by its arguments; accumulated: attributes that batches are added to."""
+
+    agrees: Callable[[ast.Call], bool]
+    decides: Callable[[ast.Call], bool] = lambda call: False
+    accumulated: frozenset[str] = frozenset()
+    tests: list[DataTest] = field(default_factory=list)
+    _levels: dict[str, Level] = field(default_factory=dict)
+    _agreed: set[str] = field(default_factory=set)
+    _optional: set[str] = field(default_factory=set)  # arguments that may be None
+
+    def walk(self, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> None:
+        """Collect the tests of a function, or of a module's own statements."""
+        if not isinstance(function, ast.Module):
+            self._arguments(function.args)
+        self._block(function.body)
+
+    def _arguments(self, arguments: ast.arguments) -> None:
+        plain = [*arguments.posonlyargs, *arguments.args]
+        missing: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
+        defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
+        for argument, default in zip((*plain, *arguments.kwonlyargs), defaults, strict=True):
+            types = {dotted(each) for each in ast.walk(argument.annotation)} if argument.annotation else set[str]()
+            constant = isinstance(default, ast.Constant) and default.value is not None
+            of_model = _words(argument.arg) & _OF_MODEL  # gradients are the same on all ranks after backward
+            if argument.arg in ("self", "cls") or constant or types & _PLAIN_TYPES or of_model:
+                self._levels[argument.arg] = Level.SHARED
+            else:
+                self._levels[argument.arg] = Level.DATA if _sounds_like_data(argument.arg) else Level.UNKNOWN
+            if isinstance(default, ast.Constant) and default.value is None and self._levels[argument.arg] == Level.DATA:
+                self._optional.add(argument.arg)
+
+    # --- statements
+
+    def _block(self, body: Iterable[ast.stmt]) -> None:
+        for statement in body:
+            self._statement(statement)
+
+    def _statement(self, statement: ast.stmt) -> None:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            return
+        if isinstance(statement, ast.Assign):
+            self._expression(statement.value)
+            for target in statement.targets:
+                self._assign(target, statement.value)
+        elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+            if statement.value is not None:
+                self._expression(statement.value)
+                before = self.level(statement.target) if isinstance(statement, ast.AugAssign) else Level.SHARED
+                self._set(statement.target, max(before, self.level(statement.value)))
+        elif isinstance(statement, ast.If):
+            self._test(statement, statement.test)
+            self._branches([statement.body, statement.orelse])
+        elif isinstance(statement, ast.While):
+            self._test(statement, statement.test)
+            self._branches([statement.body, []])
+            self._block(statement.orelse)
+        elif isinstance(statement, (ast.For, ast.AsyncFor)):
+            self._expression(statement.iter)
+            self._loop(statement, statement.target, statement.iter)
+            self._branches([statement.body, []])
+            self._block(statement.orelse)
+        elif isinstance(statement, ast.Try) or type(statement).__name__ == "TryStar":
+            self._block(statement.body)  # type: ignore[attr-defined]
+            self._block(statement.orelse)  # type: ignore[attr-defined]
+            self._branches([*(handler.body for handler in statement.handlers), []])  # type: ignore[attr-defined]
+            self._block(statement.finalbody)  # type: ignore[attr-defined]
+        elif isinstance(statement, (ast.With, ast.AsyncWith)):
+            for item in statement.items:
+                self._expression(item.context_expr)
+            self._block(statement.body)
+        elif isinstance(statement, ast.Match):
+            self._expression(statement.subject)
+            self._branches([case.body for case in statement.cases])
+        else:
+            for child in ast.iter_child_nodes(statement):
+                if isinstance(child, ast.expr):
+                    self._expression(child, alone=isinstance(statement, ast.Expr))
+
+    def _branches(self, blocks: Iterable[Iterable[ast.stmt]]) -> None:
+        before, agreed = dict(self._levels), set(self._agreed)
+        after, agreed_after = dict[str, Level](), set[str]()
+        for block in blocks:
+            self._levels, self._agreed = dict(before), set(agreed)
+            self._block(block)
+            agreed_after |= self._agreed
+            for name, level in self._levels.items():
+                after[name] = max(level, after.get(name, Level.SHARED))
+        # What a process group has agreed on is the same on all ranks; without a group there are no others.
+        self._levels = after | dict.fromkeys(agreed_after, Level.SHARED)
+        self._agreed = agreed_after
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+            values = value.elts if same else [value] * len(target.elts)  # type: ignore[attr-defined]
+            for inner, its in zip(target.elts, values, strict=True):
+                self._assign(inner, its)
+            return
+        level = self.level(value)
+        drawn = isinstance(value, ast.Call) and dotted(value.func) == "next"
+        if drawn and _sounds_like_data(dotted(target)):
+            level = Level.DATA
+        self._set(target, level)
+
+    def _set(self, target: ast.expr, level: Level) -> None:
+        if isinstance(target, ast.Starred):
+            target = target.value
+        if isinstance(target, (ast.Name, ast.Attribute)):
+            name = dotted(target)
+            self._levels[name] = level
+            self._agreed.discard(name)
+
+    def _loop(self, node: Branching, target: ast.expr, iterated: ast.expr) -> None:
+        if self._turns(iterated) >= Level.DATA:
+            self.tests.append(DataTest(node, iterated))
+        self._draw(target, iterated)
+
+    def _draw(self, target: ast.expr, iterated: ast.expr) -> None:
+        """The loop's variables."""
+        if isinstance(iterated, ast.Call) and iterated.args:
+            name = dotted(iterated.func).rpartition(".")[2]
+            if name == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
+                self._set(target.elts[0], Level.SHARED)
+                return self._draw(target.elts[1], iterated.args[0])
+            if name in _PASSED_ON:
+                return self._draw(target, iterated.args[0])
+        level = self.level(iterated)
+        if level < Level.DATA and _words(ast.unparse(iterated)) & _LOADER_WORDS:
+            level = Level.DATA
+        if isinstance(iterated, ast.Call) and dotted(iterated.func) == "range":
+            level = Level.SHARED
+        for each in ast.walk(target):
+            if isinstance(each, ast.Name):
+                self._set(each, level)
+        return None
+
+    def _turns(self, iterated: ast.expr) -> Level:
+        """How surely ranks differ in how often they go round."""
+        if isinstance(iterated, (ast.Tuple, ast.List, ast.Constant, ast.Dict)):
+            return Level.SHARED
+        if isinstance(iterated, ast.Call):
+            name = dotted(iterated.func).rpartition(".")[2]
+            if name in _SAME_COUNT:
+                return Level.SHARED
+            if name == "zip":
+                return min(map(self._turns, iterated.args), default=Level.SHARED)
+            if name in _PASSED_ON and iterated.args:
+                return self._turns(iterated.args[0])
+        return self.level(iterated)
+
+    # --- expressions
+
+    def _expression(self, node: ast.expr, alone: bool = False) -> None:
+        """What an expression's own tests, loops and collectives say."""
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.IfExp):
+                self._test(inner, inner.test)
+            elif isinstance(inner, ast.BoolOp):
+                if self.is_data(inner.values[0]):
+                    self.tests.append(DataTest(inner, inner.values[0]))
+            elif isinstance(inner, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+                for each in inner.generators:
+                    self._loop(each, each.target, each.iter)
+            elif isinstance(inner, ast.Call) and (self.agrees(inner) or (alone and _sounds_agreed(inner))):
+                for argument in inner.args:
+                    self._agree(argument)
+
+    def _agree(self, node: ast.expr) -> None:
+        for each in ast.walk(node):
+            if isinstance(each, (ast.Name, ast.Attribute)) and not dotted(each).startswith("()"):
+                self._levels[dotted(each)] = Level.SHARED
+                self._agreed.add(dotted(each))
+
+    def level(self, node: ast.expr) -> Level:
+        """Of an expression."""
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            name = dotted(node)
+            if name in self._levels:
+                return self._levels[name]
+            if name in self.accumulated:
+                return Level.DATA
+            if isinstance(node, ast.Attribute) and name.rpartition(".")[0] != "self":
+                if node.attr in _STRUCTURE_ATTRIBUTES:
+                    return Level.SHARED
+                inner = self.level(node.value)
+                return Level.READ_OFF if node.attr == "shape" and inner else inner
+            return Level.SHARED
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):  # which keys a batch has is the data set's
+            return Level.SHARED
+        if isinstance(node, ast.Compare):
+            presence = all(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in node.ops)
+            if presence and not self._asks_for_batch(node):
+                return Level.SHARED
+            return Level.READ_OFF if self.is_data(node) else max(map(self.level, (node.left, *node.comparators)))
+        if isinstance(node, ast.Subscript):
+            return self.level(node.value)
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+            levels = [self.level(each.iter) for each in node.generators]
+            for each in node.generators:
+                self._draw(each.target, each.iter)
+            return max(*levels, self.level(node.elt))
+        if isinstance(node, ast.IfExp):
+            return max(self.level(node.body), self.level(node.orelse))
+        children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+        return max(map(self.level, children), default=Level.SHARED)
+
+    def _call(self, node: ast.Call) -> Level:
+        name = dotted(node.func)
+        last = name.rpartition(".")[2]
+        if self.agrees(node) or last in _STRUCTURE or _sounds_agreed(node) or _words(last) & {"grad", "gradient"}:
+            return Level.SHARED
+        if last in _OF_FILES or name.endswith(_OF_PROCESS):
+            return Level.READ_OFF
+        if last == "len" and node.args and dotted(node.args[0]).rpartition(".")[2] == "shape":
+            return Level.SHARED  # the number of dimensions
+        owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        values = [*owner, *node.args, *(keyword.value for keyword in node.keywords)]
+        level = max(map(self.level, values), default=Level.SHARED)
+        # len(losses) is read off a batch, len(parameters) need not be; an argument with a method .any() is a tensor.
+        enough = Level.DATA if isinstance(node.func, ast.Name) else Level.UNKNOWN
+        return Level.READ_OFF if last in _READ_OFF and level >= enough else level
+
+    def _test(self, node: ast.If | ast.While | ast.IfExp, test: ast.expr) -> None:
+        self._expression(test)
+        if self.is_data(test):
+            self.tests.append(DataTest(node, test))
+
+    def is_data(self, test: ast.expr) -> bool:
+        """Whether what a test says depends on what is in the batch, and not only on whether it has something."""
+        if isinstance(test, ast.BoolOp):
+            return any(map(self.is_data, test.values))
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.is_data(test.operand)
+        if isinstance(test, ast.NamedExpr):
+            return self.is_data(test.value)
+        if isinstance(test, ast.Compare):
+            return self._compares_data(test)
+        level = self.level(test)
+        if level == Level.READ_OFF:
+            return True
+        if isinstance(test, ast.Call):
+            plausible = _words(dotted(test.func)) & _PLAUSIBLE_TEST
+            return level == Level.DATA and (bool(plausible) or self.decides(test))
+        if isinstance(test, ast.Name) and test.id in self._optional:
+            return False  # whether it was given
+        return level == Level.DATA and isinstance(test, (ast.Name, ast.Attribute)) and _sounds_like_data(dotted(test))
+
+    def _asks_for_batch(self, test: ast.Compare) -> bool:
+        """Whether it asks if there is a batch at all: a collate function may have dropped all of its samples."""
+        batch = isinstance(test.left, ast.Name) and test.left.id in _BATCHES and test.left.id not in self._optional
+        presence = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and _is_text(test.comparators[0])
+        return batch and presence and self.level(test.left) >= Level.DATA
+
+    def _compares_data(self, test: ast.Compare) -> bool:
+        if self._asks_for_batch(test):
+            return True
+        if any(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in test.ops):
+            return False
+        sides = (test.left, *test.comparators)
+        if any(_is_text(each) or _shape_of_feature(each) for each in sides) or _counts_fields(sides):
+            return False
+        levels = [self.level(each) for each in sides]
+        itself = ast.unparse(test.left) == ast.unparse(test.comparators[0]) and Level.DATA in levels  # NaN
+        if Level.READ_OFF in levels or itself:
+            return True
+        ordering = any(isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for each in test.ops)
+        return ordering and Level.DATA in levels
+
+
+def _words(name: str) -> set[str]:
+    words = name.replace(".", "_").replace("(", "_").replace(")", "_").lower().split("_")
+    return {*words, *name.lower().split(".")}
+
+
+def _sounds_like_data(name: str) -> bool:
+    words = _words(name.rpartition(".")[2])
+    return bool(words & _DATA_WORDS) and not words & _OTHER_WORDS
+
+
+def _sounds_agreed(call: ast.Call) -> bool:
+    return bool(_words(dotted(call.func).rpartition(".")[2]) & _AGREED)
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (str, type(None)))
+
+
+def _counts_fields(sides: Sequence[ast.expr]) -> bool:
+    """Whether it asks how many tensors a batch has, and not how many samples: `len(batch) > 4`."""
+    counts = [each for each in sides if isinstance(each, ast.Call) and dotted(each.func) == "len" and each.args]
+    numbers = [each.value for each in sides if isinstance(each, ast.Constant) and isinstance(each.value, int)]
+    return bool(counts) and isinstance(counts[0].args[0], ast.Name) and any(number > 1 for number in numbers)
+
+
+def _shape_of_feature(node: ast.expr) -> bool:
+    """Whether it is the number of features, which is the model's: `x.shape[-1]`; or a shape as a whole."""
+    if isinstance(node, ast.Attribute) and node.attr == "shape":
+        return True
+    if isinstance(node, ast.Subscript) and dotted(node.value).endswith(".shape"):
+        return isinstance(node.slice, ast.UnaryOp)
+    last = isinstance(node, ast.Call) and dotted(node.func).endswith(".size") and bool(node.args)
+    return last and isinstance(node.args[0], ast.UnaryOp)  # type: ignore[attr-defined]
+
+
+def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:
+    """What each name of a function is assigned; nothing for a loop's variable."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in own_nodes(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, []).append(node.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found.setdefault(node.target.id, []).append(node.value)
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            for each in ast.walk(node.target):
+                if isinstance(each, ast.Name):
+                    found[each.id] = []
+    return found
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions in it."""
+    waiting = list(ast.iter_child_nodes(function))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)

@@ -1,0 +1,270 @@
+"""What in a file of Python is a collective: torch's, Lightning's, a metric's, the backward pass, an encoder's call."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+_OF_TORCH = frozenset(
+    [
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "monitored_barrier",
+        "new_group",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "scatter_object_list",
+    ]
+)
+_MODULES = ("torch.distributed", "deepspeed.comm")
+_USUAL_NAMES = ("dist", "distributed", "torch.distributed")  # for code that imports them elsewhere
+_OF_STRATEGY = frozenset(["all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision"])
+_STRATEGIES = ("strategy", "training_type_plugin")
+_OF_FABRIC = frozenset(["all_gather", "all_reduce", "backward", "barrier", "broadcast", "save"])
+_OF_ACCELERATOR = frozenset(["backward", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"])
+_OF_TRAINER = frozenset(["fit", "predict", "save_checkpoint", "test", "validate"])
+_ENCODERS = frozenset(["encoder", "perception", "pre_encoder"])
+_LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
+_ADDING = ("append", "extend", "update")
+_METRIC_WORDS = frozenset(["acc", "accuracy", "auroc", "bleu", "cer", "f1", "metric", "metrics", "wer"])
+_IN_PARALLEL = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "fully_shard",
+    "init_process_group",
+    "deepspeed",
+    "accelerate",
+)
+_LIGHTNING_BASES = ("LightningDataModule", "LightningModule", "ModelPT")
+_LIGHTNING_METHODS = frozenset(["training_step", "configure_optimizers", "validation_step"])
+
+BACKWARD, COMPUTE, ENCODER, LOG = "backward", "compute", "encoder", "log"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call that every rank must make: its name as written, and what it pairs with on the other ranks.
+
+    why: what makes it one, where the name does not say so. guess: what must hold for it to be one, else empty.
+    on_step: of Lightning's log, whether it reduces at once; False: at the epoch's end; None: that is up to the hook.
+    """
+
+    name: str
+    pairs_with: str
+    line: int
+    why: str = ""
+    guess: str = ""
+    on_step: bool | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the names of a file stand for, by its imports."""
+
+    tree: ast.Module
+
+    @cached_property
+    def _origins(self) -> dict[str, str]:
+        origins: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                origins.update({alias.asname: alias.name for alias in node.names if alias.asname})
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                origins.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+                value = ast.unparse(node.value)
+                if value in _MODULES:
+                    origins.update({each.id: value for each in node.targets if isinstance(each, ast.Name)})
+        return origins
+
+    def origin(self, node: ast.expr) -> str:
+        """A dotted name with its first part as it was imported; as written where it was not imported."""
+        written = dotted(node)
+        first, _, rest = written.partition(".")
+        return ".".join(filter(None, (self._origins.get(first, first), rest)))
+
+    @cached_property
+    def in_parallel(self) -> bool:
+        """Whether the file wraps a model for several ranks, so that its backward pass is a collective."""
+        mentioned = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        mentioned |= {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
+        mentioned |= {part for origin in self._origins.values() for part in origin.split(".")}
+        mentioned |= {
+            alias.name.partition(".")[0]
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        return not mentioned.isdisjoint(_IN_PARALLEL)
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether the file shards parameters, so that a state_dict gathers them."""
+        mentioned = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        return not mentioned.isdisjoint({"FullyShardedDataParallel", "FSDP", "fully_shard"})
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The file and the class that a function is in.
+
+    node: None for a function of the module.
+    """
+
+    names: Names
+    node: ast.ClassDef | None = None
+
+    @cached_property
+    def lightning(self) -> bool:
+        """Whether it is a module of Lightning's, by its bases or by the methods it has."""
+        if self.node is None:
+            return False
+        bases = [dotted(base).rpartition(".")[2] for base in self.node.bases]
+        own = {each.name for each in self.node.body if isinstance(each, ast.FunctionDef)}
+        return any(base in _LIGHTNING_BASES for base in bases) or not own.isdisjoint(_LIGHTNING_METHODS)
+
+    @cached_property
+    def manual(self) -> bool:
+        """Whether it says that it runs the backward pass by itself."""
+        return any(
+            isinstance(each, ast.Assign)
+            and isinstance(each.value, ast.Constant)
+            and each.value.value is False
+            and any(dotted(target).endswith(".automatic_optimization") for target in each.targets)
+            for each in self._inner
+        )
+
+    @cached_property
+    def accumulated(self) -> frozenset[str]:
+        """Attributes that it adds to in its steps: `self.outputs.append(...)`."""
+        steps = (each for each in self._inner if isinstance(each, ast.FunctionDef) and _is_step(each.name))
+        owners = (
+            dotted(each.func.value)
+            for step in steps
+            for each in ast.walk(step)
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr in _ADDING
+        )
+        return frozenset(owner for owner in owners if owner.startswith("self."))
+
+    @cached_property
+    def metrics(self) -> frozenset[str]:
+        """Attributes that hold a metric of torchmetrics."""
+        return frozenset(
+            dotted(target)
+            for each in self._inner
+            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)
+            if self.names.origin(each.value.func).startswith("torchmetrics.")
+            for target in each.targets
+        )
+
+    @cached_property
+    def _inner(self) -> list[ast.AST]:
+        return list(ast.walk(self.node)) if self.node else []
+
+    def collective(self, call: ast.Call) -> Collective | None:
+        """Which collective a call is; None if it is none, or one of a group that may have some ranks only."""
+        name, origin = dotted(call.func), self.names.origin(call.func)
+        owner, _, last = name.rpartition(".")
+        line = call.lineno
+        holder = owner.rpartition(".")[2]
+        of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
+        if of_torch and origin.rpartition(".")[2] in _OF_TORCH:
+            return None if _of_a_group(call) else Collective(name, origin.rpartition(".")[2], line)
+        if last in _OF_STRATEGY and holder in _STRATEGIES:
+            return None if _of_a_group(call) else Collective(name, last, line)
+        if last in _OF_FABRIC and holder == "fabric":
+            return Collective(name, last, line)
+        if last in _OF_ACCELERATOR and holder == "accelerator":
+            return Collective(name, last, line)
+        if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
+            return None if _of_a_group(call) else Collective(name, last, line)
+        if last in _OF_TRAINER and owner in ("trainer", "self.trainer"):
+            return Collective(name, last, line, "which waits for all ranks")
+        if last == "save_checkpoint" and "engine" in holder and self.names.in_parallel:
+            return Collective(name, last, line, "which all ranks of DeepSpeed save in")
+        if name in _LOGS:
+            return self._log(name, call)
+        if last == COMPUTE and not call.args and (owner in self.metrics or _sounds_like_metric(holder)):
+            guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
+            return Collective(name, last, line, "which gathers the metric from all ranks", guess)
+        if last == "state_dict" and holder.endswith("model") and self.names.sharded:
+            return Collective(name, last, line, "which gathers sharded parameters", "the model is wrapped in FSDP")
+        if name == "self.manual_backward" or (last == "backward" and (self.lightning or self.names.in_parallel)):
+            return Collective(name, BACKWARD, line, "which reduces the gradients")
+        if last in _ENCODERS and name.startswith("self."):
+            return Collective(name, ENCODER, line)
+        return None
+
+    def property_read(self, node: ast.Attribute) -> Collective | None:
+        """Which collective it is to read a property of Lightning's; None if it is none."""
+        name = dotted(node)
+        owner, _, last = name.rpartition(".")
+        if owner not in ("trainer", "self.trainer") or not isinstance(node.ctx, ast.Load):
+            return None
+        if last == "log_dir":
+            return Collective(name, "broadcast", node.lineno, "which broadcasts rank 0's folder")
+        if last in ("callback_metrics", "logged_metrics"):
+            guess = "a metric in it was logged with sync_dist, and has not been reduced yet"
+            return Collective(name, last, node.lineno, "which reduces what was logged", guess)
+        return None
+
+    def _log(self, name: str, call: ast.Call) -> Collective | None:
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        if _is(given.get("rank_zero_only"), True) or "sync_dist_group" in given:
+            return None
+        on_step = next((known for known in (True, False) if _is(given.get("on_step"), known)), None)
+        if "sync_dist" in given and not _is(given["sync_dist"], False):
+            return Collective(name, LOG, call.lineno, "which reduces over all ranks by sync_dist", on_step=on_step)
+        values = [*call.args[1:2], *filter(None, [given.get("value")])]
+        if any(dotted(value) in self.metrics for value in values):
+            return Collective(name, LOG, call.lineno, "which gathers a metric from all ranks", on_step=False)
+        return None
+
+
+def _sounds_like_metric(name: str) -> bool:
+    return bool(_METRIC_WORDS & set(name.lower().split("_")))
+
+
+def _is_step(name: str) -> bool:
+    return name == "forward" or "step" in name or "batch" in name
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of such an expression; of others the text, which no dotted name is."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        return ".".join([node.id, *reversed(parts)])
+    return ".".join(["()", *reversed(parts)])
+
+
+def _is(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def _of_a_group(call: ast.Call) -> bool:
+    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg not in ("src", "dst"))]
+    texts = [text for each in given for text in _names_in(each)]
+    groups = [text for text in texts if "group" in text.lower() or "mesh" in text.lower()]
+    return any(not text.endswith("WORLD") and text not in ("dist.group", "torch.distributed.group") for text in groups)
+
+
+def _names_in(node: ast.expr) -> Iterator[str]:
+    return (dotted(each) for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute)))

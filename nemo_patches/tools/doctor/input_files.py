@@ -1,0 +1,98 @@
+"""Read the files that an input_cfg names, with bounds, and put their inputs in the place of their names, as NeMo does.
+
+NeMo opens such a name in the folder where the job runs (whatever the config's folder is), so the doctor looks for it in
+the folder where it was started. A file's interpolations are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_patches.tools.doctor import interpolations, yaml_text
+from nemo_patches.tools.doctor.interpolations import Resolved
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, Keys, WrongKindError, YamlText
+
+KEY = "input_cfg"
+_SECTIONS = ("model", "data")  # that hold data sets
+_MOST_FILES = 200
+_DEEPEST = 10  # files that name each other
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")  # s3://, ais://, https://, pipe:; not a drive's letter
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Why a file is not there. refused: NeMo stops at what is in it, too."""
+
+    why: str
+    refused: bool
+
+
+@dataclass(frozen=True)
+class InputFiles:
+    """What was read, by the path of the input_cfg that names it; see Config."""
+
+    files: Mapping[Keys, YamlText]
+    unread: Mapping[Keys, Unread]
+    broken: Mapping[Keys, str]
+    of_machine: frozenset[Keys]
+
+
+def read_into(tree: Any) -> InputFiles:
+    """Put the inputs of every file that a config's tree names into it, in place. Never raises: see `unread`."""
+    files: dict[Keys, YamlText] = {}
+    unread: dict[Keys, Unread] = {}
+    broken: dict[Keys, str] = {}
+    of_machine: set[Keys] = set()
+    read: dict[str, tuple[YamlText, Any, Resolved]] = {}
+    room = MOST_VALUES
+    waiting = [(found, 1) for section in _SECTIONS for found in _named(tree.get(section), (section,))]
+    while waiting:
+        (keys, holder), depth = waiting.pop(0)
+        name = holder[KEY]
+        try:
+            if depth > _DEEPEST or len(files) >= _MOST_FILES:
+                raise ConfigError(f"{name}: more than {_DEEPEST} files in each other, or {_MOST_FILES} in all")
+            if name not in read:
+                read[name] = _read(name)
+            source, content, resolved = read[name]
+            room -= len(source.nodes)
+            if room < 0:
+                raise ConfigError(f"{name}: more than {MOST_VALUES} values in all such files")
+        except ConfigError as error:
+            unread[keys] = Unread(str(error), isinstance(error, WrongKindError))
+            continue
+        holder[KEY] = deepcopy(content)
+        files[keys] = source
+        broken.update({(*keys, *inner): why for inner, why in resolved.broken.items()})
+        of_machine |= {(*keys, *inner) for inner in resolved.of_machine}
+        waiting += [(found, depth + 1) for found in _named(holder[KEY], keys)]
+    return InputFiles(files, unread, broken, frozenset(of_machine))
+
+
+def _read(name: str) -> tuple[YamlText, Any, Resolved]:
+    if _ELSEWHERE.match(name):
+        raise ConfigError(f"{name} is not on this machine")
+    if not os.path.exists(name):  # Path.exists raises for a name that is too long
+        raise ConfigError(
+            f"{name} is not on this machine (looked for in {Path.cwd()}, as NeMo does where the job runs)"
+        )
+    source = yaml_text.read(Path(name), "sequence")
+    content = interpolations.plain(source)
+    return source, content, interpolations.resolve(source, content)
+
+
+def _named(node: Any, keys: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
+    """Every mapping below whose input_cfg is the name of a file, with the path of that input_cfg."""
+    waiting = [(keys, node)]
+    while waiting:
+        here, each = waiting.pop()
+        if isinstance(each, dict) and isinstance(each.get(KEY), str):
+            yield (*here, KEY), each
+        children = each.items() if isinstance(each, dict) else enumerate(each) if isinstance(each, list) else ()
+        waiting += [((*here, str(key)), child) for key, child in children if isinstance(child, (dict, list))]

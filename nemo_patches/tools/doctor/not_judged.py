@@ -1,0 +1,203 @@
+"""What the rules could not judge: values that were not read, and the rules that one of their possible values concerns.
+
+Each value that is not known is taken as what it may be, one after the other, and every rule is checked on that: those
+that find something then, and not now, are named. So a value that decides nothing is never spoken of.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_patches.tools.doctor import encoders
+from nemo_patches.tools.doctor.config import Config, Value
+from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.inputs import DATA_TYPES
+from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.yaml_text import Keys
+
+RULE = "NP005"
+_NOT_ASSUMED = ("NP0", "NP101", "NP120")  # on reading, on each encoder there is, on how keys are written
+_MOST = 100  # assumptions
+
+_MANIFEST = {"manifest_filepath": "a.json"}
+_SHARED_OUT = [{"type": "nemo", **_MANIFEST}]
+_STREAM = [{"type": "nemo_tarred", **_MANIFEST, "tarred_audio_filepaths": "a.tar"}]
+_SWITCH = (True, False)
+_INPUTS: dict[str, tuple[Any, ...]] = {
+    "manifest_filepath": (["a.json", "b.json"],),
+    "tarred_audio_filepaths": ("a.tar", None),
+    "shar_path": ("a", None),
+    "shuffle": _SWITCH,
+    "shard_seed": (0, "trng"),
+    "force_finite": _SWITCH,
+}
+_SETS: dict[str, tuple[Any, ...]] = {
+    **_INPUTS,
+    "input_cfg": (_STREAM, _SHARED_OUT, [*_STREAM, *_SHARED_OUT]),
+    "use_lhotse": _SWITCH,
+    "is_tarred": _SWITCH,
+    "drop_last": _SWITCH,
+    "force_map_dataset": _SWITCH,
+    "force_iterable_dataset": _SWITCH,
+    "batch_size": (16, None),
+    "batch_duration": (100.0, None),
+    "num_workers": (0, 1),
+}
+_TRAINER: dict[str, tuple[Any, ...]] = {
+    "strategy": ("ddp",),
+    "limit_train_batches": (1.0, 0.5, 1000),
+    "limit_val_batches": (1.0, 0.5, 10),
+    "val_check_interval": (1.0, 0.5, 100),
+    "use_distributed_sampler": _SWITCH,
+    "sync_batchnorm": _SWITCH,
+    "accelerator": ("gpu", "cpu"),
+}
+_OTHERS: dict[Keys, tuple[Any, ...]] = {
+    ("trainer", "strategy", "broadcast_buffers"): (True,),
+    ("model", "joint", "fuse_loss_wer"): (True,),
+}
+_PATHS = ("manifest_filepath", "tarred_audio_filepaths", "shar_path")  # one that a variable gives is there
+_ENCODER = "nemo.collections.asr.modules.ConformerEncoder"
+
+Check = Callable[[Job], Iterable[tuple[Rule, Finding]]]
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """One value that was not read, and why; what it may be. open: it is still to be given, or differs by machine."""
+
+    value: Value
+    why: str
+    may_be: tuple[tuple[Keys, Any], ...]
+    open: bool = False
+    instead: str = "a value that the doctor can read, or an override with one (key=value)"
+
+
+def findings(job: Job, check: Check) -> Iterator[Finding]:
+    """One for each value that is not known and concerns a rule. check: what the chosen rules find in a job."""
+    found = _serious(check(job))
+    left = _MOST
+    for unknown in _unknown(job):
+        rules: set[str] = set()
+        for keys, assumed in unknown.may_be if left > 0 else ():
+            left -= 1
+            other = Job(job.config.assuming(keys, assumed), job.settings)
+            rules |= {rule for rule, _ in _serious(check(other)) - found}
+        if unknown.value in (job.devices, job.nodes):  # which every sentence on ranks names
+            rules -= {rule for rule, _ in found}
+        if rules:
+            what = f"not judged: {', '.join(sorted(rules))}: {unknown.why}"
+            severity = Severity.NOTE if unknown.open else Severity.WARNING
+            yield Finding(severity, what, (unknown.value,), unknown.instead)
+    yield from _no_manifest(job)
+    yield from _no_trainer(job)
+
+
+def _serious(pairs: Iterable[tuple[Rule, Finding]]) -> set[tuple[str, str]]:
+    return {
+        (rule.identifier, finding.what)
+        for rule, finding in pairs
+        if finding.severity > Severity.NOTE and not rule.identifier.startswith(_NOT_ASSUMED)
+    }
+
+
+def _unknown(job: Job) -> Iterator[_Unknown]:
+    config = job.config
+    seen: set[str] = set()
+    for keys, unread in config.unread.items():
+        if unread.refused:
+            continue  # NP130
+        yield _Unknown(
+            config.get(keys),
+            f"{'.'.join(keys)} is in another file: {unread.why}",
+            tuple((keys, each) for each in _SETS["input_cfg"]),
+            instead="start the doctor in the folder and on a machine where NeMo finds that file",
+        )
+    for dataset in job.datasets:
+        for key, values in _SETS.items():
+            yield from _of(config, dataset.get(key), values, seen)
+        for keys in _entries(config, dataset):
+            yield from _of_type(config, keys, seen)
+            for key, values in _INPUTS.items():
+                yield from _of(config, config.get((*keys, key)), values, seen)
+    if job.has_trainer:
+        for key, values in _TRAINER.items():
+            yield from _of(config, job.trainer(key), values, seen)
+        if job.several and not job.ranks:
+            value = job.devices if not isinstance(job.nodes.value, int) or job.devices.value != 1 else job.nodes
+            sizes = tuple((("trainer", "devices"), count) for count in (7, 64))
+            yield _Unknown(value, f"the number of ranks is not known, by {value.key}", sizes, open=True)
+    for keys, values in _OTHERS.items():
+        if not config.get(keys[:-1]).known:
+            continue
+        yield from _of(config, config.get(keys), values, seen)
+    for encoder in job.encoders:
+        yield from _of(config, encoder.room, (5000,), seen)
+    for target in encoders.unknown_in(config):
+        if not str(target.value).startswith("nemo."):
+            why = f"{target.key} is a class of your own, and may be a ConformerEncoder with another name"
+            yield _Unknown(target, why, ((tuple(target.key.split(".")), _ENCODER),), instead=f"_target_: {_ENCODER}")
+
+
+def _of(config: Config, value: Value, may_be: Sequence[Any], seen: set[str]) -> Iterator[_Unknown]:
+    keys = tuple(value.key.split("."))
+    if value.known or value.key in seen:
+        return
+    seen.add(value.key)
+    by_machine = any(keys[:depth] in config.of_machine for depth in range(1, len(keys) + 1))
+    if by_machine and keys[-1] in _PATHS:
+        return
+    why = f"{value.key} is what the job's machine makes of it" if by_machine else f"{value.key} is still to be given"
+    yield _Unknown(value, why, tuple((keys, each) for each in may_be), open=not by_machine)
+
+
+def _entries(config: Config, dataset: Dataset) -> Iterator[Keys]:
+    """The paths of the entries of its input_cfg, those of groups too."""
+    value = dataset.get("input_cfg")
+    waiting = [(tuple(value.key.split(".")), value.value)]
+    while waiting:
+        keys, entries = waiting.pop(0)
+        for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, dict):
+                yield (*keys, str(index))
+                waiting.append(((*keys, str(index), "input_cfg"), entry.get("input_cfg")))
+
+
+def _of_type(config: Config, keys: Keys, seen: set[str]) -> Iterator[_Unknown]:
+    """A type of input that NeMo does not have: of your own code, or of another NeMo."""
+    name = config.get((*keys, "type"))
+    if isinstance(name.value, str) and name.value not in DATA_TYPES and name.key not in seen:
+        seen.add(name.key)
+        why = f"{name.key}: {name.value} is no type of input of NeMo 2.1 to 3.0"
+        yield _Unknown(name, why, tuple((keys, entry) for entry in (*_STREAM, *_SHARED_OUT)), instead="one of NeMo's")
+
+
+def _no_manifest(job: Job) -> Iterator[Finding]:
+    """Of sets whose entries would be counted."""
+    away, rules = [], set()
+    for dataset in job.datasets:
+        manifest = dataset.get("manifest_filepath")
+        if dataset.tarred is not False or not isinstance(manifest.value, str) or os.path.isfile(manifest.value):
+            continue
+        counted = {
+            "NP109": job.several and not dataset.training,
+            "NP125": job.has_trainer and dataset.get("drop_last", False).value is True,
+        }
+        if any(counted.values()):
+            away.append(manifest)
+            rules |= {name for name, counts in counted.items() if counts}
+    if away:
+        names = ", ".join(str(each.value) for each in away[:3]) + (f" and {len(away) - 3} more" * (len(away) > 3))
+        what = f"not judged: {', '.join(sorted(rules))}: no file on this machine: {names}"
+        yield Finding(Severity.NOTE, what, tuple(away[:3]), "on a machine with the data, entries are counted")
+
+
+def _no_trainer(job: Job) -> Iterator[Finding]:
+    section = job.config.get(("trainer",))
+    if section.given and not job.has_trainer:
+        what = f"not judged: every rule on ranks: {section.key} does not say how Lightning's Trainer is made"
+        yield Finding(Severity.NOTE, what, (job.config.get(("trainer", "_target_")),), "trainer: with Trainer's keys")

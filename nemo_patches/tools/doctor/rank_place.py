@@ -1,0 +1,45 @@
+"""A process's place in its job, by its launcher's variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nemo_patches.tools.doctor.errors import DoctorError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in the job, by its launcher's variables."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+    has_server: bool  # rank 0, where the launcher has not started the store's server already
+
+
+def place(variables: Mapping[str, str] = os.environ) -> Place:
+    """From torchrun's variables, or Slurm's with MASTER_ADDR and MASTER_PORT. Raises DoctorError."""
+
+    def number(*names: str) -> int:
+        for name in names:
+            if text := variables.get(name):
+                if text.isdigit():
+                    return int(text)
+                raise DoctorError(f"{name}={text!r} is not allowed; allowed: a number, as torchrun sets it")
+        raise DoctorError(
+            f"--ranks: {names[0]} is not set; it is run on every rank: torchrun ... -m nemo_patches doctor --ranks"
+        )
+
+    rank, size = number("RANK", "SLURM_PROCID"), number("WORLD_SIZE", "SLURM_NTASKS")
+    if rank >= size:
+        raise DoctorError(f"RANK={rank} is not allowed with WORLD_SIZE={size}; allowed: 0 to {size - 1}")
+    address, port = variables.get("MASTER_ADDR"), number("MASTER_PORT")
+    if not address:
+        raise DoctorError("--ranks: MASTER_ADDR is not set; torchrun sets it")
+    by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_server = rank == 0 and not by_launcher
+    return Place(rank, size, number("LOCAL_RANK", "SLURM_LOCALID"), address, port, has_server)

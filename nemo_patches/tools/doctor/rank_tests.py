@@ -1,0 +1,160 @@
+"""What a test in Python says on one rank: true, false, or the part of it that is not about the rank."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_patches.tools.doctor.collectives import Names, dotted
+
+RANKS = (0, 1, 7)  # that are tried: the first, one beside it, and one of another node
+
+_NUMBERS = frozenset(
+    [
+        "get_global_rank",
+        "get_local_rank",
+        "get_rank",
+        "get_world_rank",
+        "global_rank",
+        "local_process_index",
+        "local_rank",
+        "node_rank",
+        "process_index",
+        "rank",
+        "world_rank",
+    ]
+)
+_FIRST = frozenset(
+    [
+        "is_global_rank_zero",
+        "is_global_zero",
+        "is_local_main_process",
+        "is_main_process",
+        "is_master",
+        "is_master_process",
+        "is_rank_zero",
+        "is_world_process_zero",
+        "main_process",
+        "master_process",
+    ]
+)
+_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")
+_MOST_STEPS = 8
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class RankTests:
+    """Reads tests on the rank. assigned: for local variables, what they are assigned; empty where that is not known."""
+
+    names: Names
+    assigned: Mapping[str, Sequence[ast.expr]] = field(default_factory=dict)
+
+    def decided(self, test: ast.expr, rank: int) -> bool | str:
+        """Whether a test holds on a rank, or the text of what else it depends on."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.decided(test.operand, rank)
+            return f"not ({inner})" if isinstance(inner, str) else not inner
+        if isinstance(test, ast.BoolOp):
+            ends = isinstance(test.op, ast.Or)
+            parts = [self.decided(each, rank) for each in test.values]
+            if any(part is ends for part in parts):
+                return ends
+            texts = [part for part in parts if isinstance(part, str)]
+            return (" or " if ends else " and ").join(texts) if texts else not ends
+        value = self._value(test, rank)
+        return ast.unparse(test) if value is _UNKNOWN else bool(value)
+
+    def about_rank(self, test: ast.expr) -> bool:
+        """Whether a test is one on the rank, in part at least."""
+        if isinstance(test, ast.UnaryOp):
+            return self.about_rank(test.operand)
+        if isinstance(test, ast.BoolOp):
+            return any(self.about_rank(each) for each in test.values)
+        if isinstance(test, ast.Compare):
+            presence = any(isinstance(each, (ast.Is, ast.IsNot)) for each in test.ops)
+            return not presence and any(self._is_rank(each) for each in (test.left, *test.comparators))
+        return self._is_rank(test) and not isinstance(self._value(test, 0), str)  # a variable that is set
+
+    def _is_rank(self, node: ast.expr, steps: int = 0) -> bool:
+        """Whether an expression differs between ranks, and by the rank alone."""
+        values = [self._value(node, rank, steps) for rank in RANKS]
+        return not any(each is _UNKNOWN for each in values) and any(each != values[0] for each in values)
+
+    def _value(self, node: ast.expr, rank: int, steps: int = 0) -> Any:
+        """Of an expression on a rank; _UNKNOWN where that does not follow from the rank alone."""
+        if steps > _MOST_STEPS:
+            return _UNKNOWN
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name) and node.id in self.assigned:
+            # rank = 0, and where there is a process group rank = get_rank()
+            given = self.assigned[node.id]
+            others = {name: values for name, values in self.assigned.items() if name != node.id}
+            inner = RankTests(self.names, others)
+            own = next((each for each in given if inner._is_rank(each, steps + 1)), None)
+            own = own or (given[0] if len(given) == 1 else None)
+            return _UNKNOWN if own is None else inner._value(own, rank, steps + 1)
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
+            return self._named(node, rank, steps)
+        if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
+            own = next((each for each in (node.body, node.orelse) if self._is_rank(each, steps + 1)), None)
+            return _UNKNOWN if own is None else self._value(own, rank, steps + 1)
+        if isinstance(node, ast.UnaryOp):
+            value = self._value(node.operand, rank, steps + 1)
+            if value is _UNKNOWN:
+                return _UNKNOWN
+            return not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else _UNKNOWN
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            parts = [self._value(each, rank, steps + 1) for each in node.elts]
+            return _UNKNOWN if any(each is _UNKNOWN for each in parts) else parts
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            left, right = self._value(node.left, rank, steps + 1), self._value(node.right, rank, steps + 1)
+            whole = isinstance(left, int) and isinstance(right, int) and right != 0
+            return left % right if whole else _UNKNOWN
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            left, right = self._value(node.left, rank, steps + 1), self._value(node.comparators[0], rank, steps + 1)
+            return _UNKNOWN if left is _UNKNOWN or right is _UNKNOWN else _compared(left, node.ops[0], right)
+        return _UNKNOWN
+
+    def _named(self, node: ast.expr, rank: int, steps: int) -> Any:
+        if isinstance(node, ast.Subscript):
+            owner, key = dotted(node.value), node.slice
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("int", "os.environ.get", "os.getenv") and node.args:
+            if dotted(node.func) == "int":
+                value = self._value(node.args[0], rank, steps + 1)
+                return int(value) if isinstance(value, (int, str)) and str(value).isdigit() else _UNKNOWN
+            owner, key = "os.environ", node.args[0]
+        else:
+            called = node.func if isinstance(node, ast.Call) else node
+            if isinstance(node, ast.Call) and (node.args or node.keywords):
+                return _UNKNOWN  # a rank in a group
+            name = self.names.origin(called).rpartition(".")[2]
+            return rank if name in _NUMBERS else rank == 0 if name in _FIRST else _UNKNOWN
+        known = owner.endswith("environ") and isinstance(key, ast.Constant) and key.value in _VARIABLES
+        return str(rank) if known else _UNKNOWN
+
+
+def _compared(left: Any, operator: ast.cmpop, right: Any) -> Any:
+    try:
+        if isinstance(operator, ast.Eq):
+            return left == right
+        if isinstance(operator, ast.NotEq):
+            return left != right
+        if isinstance(operator, ast.In):
+            return left in right
+        if isinstance(operator, ast.NotIn):
+            return left not in right
+        if isinstance(operator, ast.Lt):
+            return left < right
+        if isinstance(operator, ast.LtE):
+            return left <= right
+        if isinstance(operator, ast.Gt):
+            return left > right
+        if isinstance(operator, ast.GtE):
+            return left >= right
+    except TypeError:  # a text with a number
+        pass
+    return _UNKNOWN

@@ -1,0 +1,42 @@
+"""A return, continue or break, by this rank's batch or number, before collectives that other ranks still make.
+
+A step that a rank leaves for a NaN, an empty batch or its rank is a step less on this rank: the others wait in the next
+collective, which is the reduction of gradients in backward where no other is in sight, or pair it with a later one.
+Lightning 2.3 and later raise an error where training_step returns None on several ranks.
+Link: https://github.com/Lightning-AI/pytorch-lightning/issues/5243
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.collectives import BACKWARD
+from nemo_patches.tools.doctor.divergences import Divergence, Kind
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.WARNING
+
+_EMPTY = re.compile(r"not [\w.]+\b|len\([\w.]+\)")
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Not where what decides has been reduced over all ranks before."""
+    for each in code.divergences:
+        if each.kind is Kind.EXIT:
+            instead = "the collective before it, on every rank"
+            if not each.by_rank:
+                instead = "a decision that all ranks share: all_reduce a flag, and leave where any rank has it"
+            what = (
+                f"{each.function}: `{each.exit}` in line {each.exit_line}, by `{each.cause}`, leaves out {each.names}"
+            )
+            what += ": " + ("the other ranks wait in it" if each.by_rank else "ranks where that differs wait in it")
+            read = (at(each.exit, each.exit_line), *(at(one.name, one.line) for one in each.collectives))
+            yield Finding(_severity(each), f"{what}{each.guess}", (*read, at(each.cause, each.line)), instead)
+
+
+def _severity(each: Divergence) -> Severity:
+    """A note where only a rank that has had no batch at all in an evaluation would leave."""
+    at_end = each.function.endswith("_end") and not each.by_rank and _EMPTY.match(each.cause)
+    return Severity.NOTE if at_end and all(one.pairs_with != BACKWARD for one in each.collectives) else each.severity

@@ -1,0 +1,30 @@
+"""An error that one rank goes on after, with other collectives than the ranks that did not have it.
+
+Memory runs out on one rank, by its batch. A handler that skips the step, or tries it again, puts this rank a collective
+behind the others, or ahead of them: they wait for it, or pair theirs with a later one of its. A rank that ends is seen
+by its launcher, which ends the others.
+Link: https://github.com/pytorch/pytorch/issues/44353
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.divergences import Kind
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.WARNING
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Not where the handler raises in the end, nor of errors that all ranks have, such as ImportError."""
+    for each in code.divergences:
+        if each.kind is Kind.ERROR:
+            what = (
+                f"{each.function}: after {each.cause} a rank goes on with other collectives than the ranks without it"
+            )
+            what += f" ({each.names}), and they wait for each other"
+            read = (at(f"except {each.cause}", each.line), *(at(one.name, one.line) for one in each.collectives))
+            instead = "raise in the handler, or a decision to skip that all ranks share, before the next collective"
+            yield Finding(each.severity, f"{what}{each.guess}", read, instead)

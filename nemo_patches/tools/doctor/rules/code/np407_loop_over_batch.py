@@ -1,0 +1,31 @@
+"""A loop over parts of a batch that calls the encoder, or makes another collective, in each turn.
+
+A longer recording makes more turns: the rank that has it waits in the turns that the others do not make, in the
+encoder's length sync, under FSDP in the gathering of parameters, and in backward in the reduction of gradients.
+Link: https://github.com/NVIDIA-NeMo/Speech/pull/16192
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.collectives import BACKWARD
+from nemo_patches.tools.doctor.divergences import Kind
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.WARNING
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Not where the ranks have agreed on something before; a note where only gradients are reduced, which no_sync
+    may have put off."""
+    for each in code.divergences:
+        if each.kind is Kind.LOOP:
+            what = f"{each.function}: {each.names} {each.are} made in each turn of a loop over `{each.cause}`"
+            what += ": ranks whose batches give another number of turns wait for each other"
+            only_backward = all(one.pairs_with == BACKWARD for one in each.collectives)
+            severity = Severity.NOTE if only_backward else each.severity
+            read = (*(at(one.name, one.line) for one in each.collectives), at(each.cause, each.line))
+            instead = "as many turns on all ranks: all_reduce their number with MAX, and fill up with padding"
+            yield Finding(severity, f"{what}{each.guess}", read, instead)

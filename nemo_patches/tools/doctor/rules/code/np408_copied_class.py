@@ -1,0 +1,75 @@
+"""A class that is a copy of NeMo's encoder and no subclass of it, and in what it differs.
+
+nemo_patches patches NeMo's classes: a copy keeps the reduce that waits without limit, its tables are broadcast by DDP,
+and what NeMo has mended since is not in it. Its other ranks, loops and callbacks count on NeMo's arguments and errors.
+Link: docs/auto-apply.md#my-encoder-is-a-class-of-my-own
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.code import Class, Code, Copy, Method, at
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.WARNING
+
+_MOST_NAMED = 6  # methods of a finding
+_FLAGS = ("bypass_pre_encode",)  # arguments that name a branch of NeMo's
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Of classes outside of NeMo that have most of an encoder's methods."""
+    for each in code.classes:
+        if each.copy is not None:
+            yield _of_class(each, each.copy)
+            for name, method in each.methods.items():
+                if name in each.copy.methods:
+                    yield from _differences(each, each.copy.of, method, each.copy.methods[name])
+
+
+def _of_class(each: Class, copy: Copy) -> Finding:
+    shared = [name for name in each.methods if name in copy.methods]
+    unchanged = [name for name in shared if each.methods[name].same_as(copy.methods[name])]
+    reduces = [name for name in shared if "all_reduce" in each.methods[name].collectives]
+    what = f"{each.name} is a copy of NeMo's {copy.of}, by {len(shared)} of its {len(copy.methods)} methods"
+    what += f" ({len(unchanged)} unchanged), and no subclass: nemo_patches does not patch it"
+    if reduces:
+        what += f", and its {reduces[0]} waits without limit for a missing rank"
+    without = ", ".join(unchanged[:_MOST_NAMED]) + f" and {len(unchanged) - _MOST_NAMED} more" * (
+        len(unchanged) > _MOST_NAMED
+    )
+    instead = f"class {each.name}({copy.of})" + (f", without {without}" if unchanged else "")
+    instead += f"; or by hand what `nemo-patches diff --nemo DIR --parts nemo` changes in NeMo's {copy.of}"
+    severity = Severity.WARNING if reduces else Severity.NOTE
+    return Finding(severity, what, (at(each.name, each.line),), instead)
+
+
+def _differences(each: Class, base: str, own: Method, theirs: Method) -> Iterator[Finding]:
+    where = f"{each.name}.{own.name}"
+    missing = [name for name in theirs.arguments if name not in own.arguments]
+    if missing and not (own.node.args.kwarg or own.node.args.vararg):
+        what = f"{where} does not take {', '.join(missing)}, as NeMo's {base} does: what passes it fails"
+        yield Finding(Severity.NOTE, what, (at(own.name, own.node.lineno),), "NeMo's arguments")
+    for flag in _FLAGS:
+        if _tests(theirs, flag) and not _tests(own, flag):
+            what = f"{where} has no branch for {flag}, which NeMo's {base} has: its input then has another shape"
+            yield Finding(Severity.NOTE, what, (at(own.name, own.node.lineno),), f"NeMo's branch for {flag}")
+    if not _handlers(theirs):
+        for handler in _handlers(own):
+            caught = ast.unparse(handler.type) if handler.type else "any error"
+            what = f"{where} goes on after {caught}, which NeMo's {base} lets end the rank: this rank's output is then"
+            what += " another, and what failed is not seen"
+            yield Finding(Severity.WARNING, what, (at(f"except {caught}", handler.lineno),), "raise in the handler")
+
+
+def _tests(method: Method, name: str) -> bool:
+    tests = (each.test for each in ast.walk(method.node) if isinstance(each, (ast.If, ast.IfExp)))
+    return any(isinstance(part, ast.Name) and part.id == name for test in tests for part in ast.walk(test))
+
+
+def _handlers(method: Method) -> list[ast.ExceptHandler]:
+    """Those that do not raise in the end."""
+    handlers = [each for each in ast.walk(method.node) if isinstance(each, ast.ExceptHandler)]
+    return [each for each in handlers if not isinstance(each.body[-1], ast.Raise)]

@@ -1,0 +1,66 @@
+"""A wait for the GPU, or a look for NaN, in every step.
+
+The host runs ahead of the GPU; torch.cuda.synchronize, and a test of a tensor such as `x.isnan().any()`, wait until all
+that was enqueued is done, a collective of a missing rank included. That costs every step, and a stack of a job that
+hangs then shows this line, wherever the cause is.
+Link: docs/diagnose.md
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.collectives import dotted
+from nemo_patches.tools.doctor.finding import Finding, Severity
+
+WORST = Severity.NOTE
+
+_EVERY_STEP = ("forward", "forward_internal", "training_step", "update_max_seq_length", "on_train_batch_start")
+_LOOKS = frozenset(["isfinite", "isinf", "isnan"])
+_ALWAYS = ("torch.cuda.is_available", "is_cuda", "training", "is_initialized")  # tests that hold in a training
+
+
+def check(code: Code) -> Iterator[Finding]:
+    """Not in a branch that something else than the device decides, such as a flag for debugging."""
+    for each in code.classes:
+        for method in each.methods.values():
+            if method.name in _EVERY_STEP:
+                for line, text in _waits(method.node.body):
+                    what = f"{each.name}.{method.name}: `{text}` waits for the GPU in every step"
+                    yield Finding(Severity.NOTE, what, (at(text, line),), _INSTEAD)
+
+
+_INSTEAD = "a look every some hundred steps, or `nemo-patches run --trace DIR` with the checks inputs and cuda"
+
+
+def _waits(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        if isinstance(statement, (ast.If, ast.Assert)) and _looks(statement.test):
+            yield statement.lineno, ast.unparse(statement.test)
+        if isinstance(statement, ast.If):
+            if any(each in ast.unparse(statement.test) for each in _ALWAYS):
+                yield from _waits(statement.body)
+        elif isinstance(statement, (ast.With, ast.AsyncWith, ast.For, ast.While, ast.Try)):
+            yield from _waits(statement.body)
+        elif any(
+            isinstance(each, ast.Call) and dotted(each.func) in ("torch.cuda.synchronize", "cuda.synchronize")
+            for each in ast.walk(statement)
+        ):
+            yield statement.lineno, "torch.cuda.synchronize()"
+
+
+def _looks(test: ast.expr) -> bool:
+    """Whether a test is of a tensor's contents, and nothing cheaper comes before it."""
+    first = test
+    while isinstance(first, (ast.BoolOp, ast.UnaryOp)):
+        first = first.values[0] if isinstance(first, ast.BoolOp) else first.operand
+    calls = [each for each in ast.walk(first) if isinstance(each, ast.Call)]
+    return any(dotted(each.func).rpartition(".")[2] in _LOOKS and not _of_python(each) for each in calls)
+
+
+def _of_python(call: ast.Call) -> bool:
+    return dotted(call.func).partition(".")[0] in ("math", "np", "numpy")

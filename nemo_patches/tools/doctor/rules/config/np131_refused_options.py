@@ -1,0 +1,83 @@
+"""Options of a data set that NeMo's Lhotse loader refuses: words that it does not know, or that exclude each other.
+
+A seed is a whole number, trng or randomized; a set is forced to be a map or an iterable, not both. The job stops
+when it makes its data loaders, or at its first batch.
+Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.datasets import ROLES, Dataset
+from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.job import Job
+
+WORST = Severity.WARNING
+BAD = """\
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8, shard_seed: random}
+"""
+GOOD = """\
+model:
+  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8, shard_seed: randomized}
+"""
+
+_SEEDS = ("trng", "randomized")
+_WORDS = {
+    "pad_direction": ("left", "right", "both", "random"),
+    "truncate_offset_type": ("start", "end", "random"),
+}
+_USED_WITH = {"pad_direction": "pad_min_duration", "truncate_offset_type": "truncate_duration"}
+_FUSIONS = ("zip", "round_robin", "randomized_round_robin")
+
+
+def check(job: Job) -> Iterator[Finding]:
+    """On any number of ranks."""
+    said: set[str] = set()
+    for dataset in job.datasets:
+        for finding in _of(dataset) if dataset.lhotse else ():
+            if finding.read[0].key not in said:  # of a multi_config, what counts for all its sets
+                said.add(finding.read[0].key)
+                yield finding
+    for keys, section in job.config.mappings():
+        if keys and keys[-1] in ROLES and section.get("multi_config") is True:
+            yield from _of_fusion(job, keys)
+
+
+def _of(dataset: Dataset) -> Iterator[Finding]:
+    for key in ("seed", "shard_seed"):
+        seed = dataset.get(key, "trng")
+        if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
+            yield _refused((seed,), f"{seed.key} is {_text(seed)}", f"{key}: a whole number, {' or '.join(_SEEDS)}")
+    for key, words in _WORDS.items():
+        word, used = dataset.get(key, words[0]), dataset.get(_USED_WITH[key])
+        if word.known and word.value not in words and used.value is not None:
+            yield _refused((word, used), f"{word.key} is {_text(word)}", f"{key}: one of {', '.join(words)}")
+    to_map, to_iterable = dataset.get("force_map_dataset", False), dataset.get("force_iterable_dataset", False)
+    if to_map.value is True and to_iterable.value is True:
+        what = f"{to_map.key} and {to_iterable.key} exclude each other"
+        yield _refused((to_map, to_iterable), what, "one of them")
+    shuffle = dataset.get("shuffle", False)
+    if shuffle.given and shuffle.value is None:
+        yield _refused((shuffle,), f"{shuffle.key} is null", "shuffle: true or false")
+
+
+def _of_fusion(job: Job, keys: tuple[str, ...]) -> Iterator[Finding]:
+    fusion = job.config.get((*keys, "sampler_fusion"), "round_robin")
+    if fusion.known and fusion.value not in _FUSIONS:
+        yield _refused((fusion,), f"{fusion.key} is {_text(fusion)}", f"one of {', '.join(_FUSIONS)}")
+    weights = job.config.get((*keys, "sampler_weights"))
+    if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
+        sets = [dataset.keys[-1] for dataset in job.datasets if dataset.outer == keys]
+        if without := [name for name in sets if name not in weights.value]:
+            yield _refused((weights,), f"{weights.key} has no {' and no '.join(without)}", "a weight for each set")
+
+
+def _refused(read: tuple[Value, ...], what: str, instead: str) -> Finding:
+    return Finding(Severity.WARNING, f"{what}: the job stops at its start", read, instead)
+
+
+def _text(value: Value) -> str:
+    return "null" if value.value is None else repr(value.value)

@@ -1,0 +1,63 @@
+"""The rules on code beside reproductions of public reports, and beside what looks alike and is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nemo_patches.tools.doctor import examination
+from nemo_patches.tools.doctor.finding import Severity
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+FEWEST_FOUND = 29  # docs/doctor.md has the numbers
+
+
+@dataclass(frozen=True)
+class Snippet:
+    title: str
+    text: str
+
+
+def snippets(name: str) -> Iterator[Snippet]:
+    _, *parts = Path(__file__).with_name(name).read_text().split("\n=== ")
+    for part in parts:
+        title, _, text = part.partition("\n")
+        yield Snippet(title, text)
+
+
+HANGS, FINE = list(snippets("public_hangs.txt")), list(snippets("public_fine.txt"))
+
+
+def findings(folder: Path, snippet: Snippet) -> list[tuple[str, int | None, Severity, str]]:
+    path = folder / "model.py"
+    path.write_text(snippet.text)
+    done = examination.examine_code(path, examination.chosen(["NP4"]))
+    assert not done.error, done.error
+    return [(rule.identifier, each.line, each.severity, each.what) for rule, each in done.findings]
+
+
+@pytest.mark.parametrize("snippet", HANGS, ids=lambda each: each.title)
+def test_a_public_hang(tmp_path: Path, snippet: Snippet) -> None:
+    rule = snippet.title.partition(" ")[0]
+    said = findings(tmp_path, snippet)
+    if rule == "missed":
+        assert said == []
+        return
+    marked = [number for number, line in enumerate(snippet.text.splitlines(), 1) if line.endswith("# !")]
+    said = [each for each in said if each[0] != "NP409"]  # most of them look for NaN in every step
+    assert [identifier for identifier, *_ in said] == [rule], said
+    assert not marked or said[0][1] == marked[0]
+
+
+def test_how_many() -> None:
+    assert sum(not each.title.startswith("missed") for each in HANGS) >= FEWEST_FOUND
+    assert len({each.title for each in HANGS}) == len(HANGS)
+
+
+@pytest.mark.parametrize("snippet", FINE, ids=lambda each: each.title)
+def test_what_looks_alike_and_is_right(tmp_path: Path, snippet: Snippet) -> None:
+    assert [each for each in findings(tmp_path, snippet) if each[2] > Severity.NOTE] == []
