@@ -127,7 +127,7 @@ def stock_corrupts(rank: int, size: int) -> int:
 
 
 def plain_attribute_beside_stock(rank: int, size: int) -> list[torch.Tensor]:
-    """On rank 0 the table is no buffer, as with patches/upstream; rank 1 is stock. No table grows, both read the same."""
+    """Rank 0's table is no buffer, as with patches/upstream; rank 1 is stock. No table grows, both read the same."""
     encoder: Any = encoders.conformer(sync_max_audio_length=False)
     if rank == 0:
         table = encoder.pos_enc.pe

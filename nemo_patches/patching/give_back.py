@@ -16,7 +16,7 @@ def give_back_all() -> None:
         return
     # Copies of an encoder were never seen by us; only the collector knows them all.
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.nn.Module):
+        if issubclass(type(thing), torch.nn.Module) and type(thing) in growth.names:  # a scripted one has other buffers
             thing._buffers.update(thing.__dict__.pop(PRIVATE, {}))
     for owner, names in reversed(growth.names.items()):
         if copyreg.dispatch_table.get(owner) is reduce_as_registered:
