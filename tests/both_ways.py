@@ -167,7 +167,7 @@ def private(encoder: torch.nn.Module) -> dict[str, Any]:
     return {
         f"{path}.{name}": (tensor.shape, tensor.dtype, tensor.device.type)
         for path, module in encoder.named_modules()
-        for name, tensor in vars(module).items()
+        for name, tensor in (vars(module) | vars(module).get("_nemo_patches_private", {})).items()
         if isinstance(tensor, torch.Tensor)
     }
 

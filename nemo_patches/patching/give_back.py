@@ -8,7 +8,7 @@ import gc
 import torch
 
 from nemo_patches.sync import encoder_methods
-from nemo_patches.sync.encoder_methods import METHODS, growth, reduce_as_registered
+from nemo_patches.sync.encoder_methods import METHODS, PRIVATE, growth, reduce_as_registered
 
 
 def give_back_all() -> None:
@@ -16,14 +16,16 @@ def give_back_all() -> None:
         return
     # Copies of an encoder were never seen by us; only the collector knows them all.
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.nn.Module):
-            for name in growth.names.get(type(thing), set()) & vars(thing).keys():
-                thing._buffers[name] = thing.__dict__.pop(name)
-    for owner in reversed(growth.names):
+        if issubclass(type(thing), torch.nn.Module) and type(thing) in growth.names:  # a scripted one has other buffers
+            thing._buffers.update(thing.__dict__.pop(PRIVATE, {}))
+    for owner, names in reversed(growth.names.items()):
         if copyreg.dispatch_table.get(owner) is reduce_as_registered:
             del copyreg.dispatch_table[owner]
         for name in ("_apply", *METHODS):
             _restore(owner, name)
+        for name in names:
+            if isinstance(vars(owner).get(name), property):
+                delattr(owner, name)
     growth.names.clear()
 
 

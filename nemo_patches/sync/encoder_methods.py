@@ -2,7 +2,8 @@
 
 NeMo registers positional encodings and the like as buffers, and replaces them by larger ones. DDP collects buffers anew
 at every forward and broadcasts rank 0's (pytorch issue 63916): unequal sizes overwrite other rows and other buffers. So
-what has grown goes into the module's `__dict__`, which Python reads before its buffers; they keep the shape they had.
+what has grown is kept beside the module's buffers, which keep the shape they had, and a property of its class reads it.
+Not a plain attribute: torch.export takes none that has the name of a buffer.
 
 Plain functions: torch.compile traces through them, and breaks the graph at an object that it does not know (wrapt's).
 """
@@ -14,7 +15,7 @@ import copyreg
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,7 +26,9 @@ from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
 _Value = TypeVar("_Value")
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.7 and later
 METHODS = ("__setattr__", "__delattr__", "register_buffer", "_save_to_state_dict", "_load_from_state_dict")
+PRIVATE = "_nemo_patches_private"  # in a module's __dict__: what has grown privately, by name
 LENGTH_SIZED = ("pe", "seq_range")  # buffers of Conformer and its likes; of Squeezeformer, ConvASR, punctuation
 
 
@@ -48,7 +51,10 @@ def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Met
 
     @functools.wraps(original)
     def update(self: Any, seq_length: int, device: torch.device) -> None:
-        if in_force() and is_distributed():
+        if in_force() and is_exporting() and (growth.names or is_distributed()):
+            if seq_length > self.max_audio_length:  # what is exported talks to nobody, nor does one rank that exports
+                _run_privately(self, grow, seq_length, device)
+        elif in_force() and is_distributed():
             _sync_and_grow(self, grow, seq_length, device)
         elif growth.names:  # the process group is gone, or hidden for a while: what is private must stay so
             _run_privately(self, original, seq_length, device)
@@ -81,8 +87,8 @@ def following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         result = original(self, fn, *args, **kwargs)
-        for name in _private_names(self):
-            self.__dict__[name] = _outside_inference_mode(fn, self.__dict__[name])
+        if private := private_tensors(self):
+            self.__dict__[PRIVATE] = {name: _outside_inference_mode(fn, tensor) for name, tensor in private.items()}
         return result
 
     return _apply
@@ -93,10 +99,10 @@ def with_private(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        private = {name: (self.__dict__[name], self._buffers.get(name)) for name in _private_names(self)}
+        private = {name: (tensor, self._buffers.get(name)) for name, tensor in private_tensors(self).items()}
+        self.__dict__.pop(PRIVATE, None)
         for name, (tensor, _) in private.items():
             self._buffers[name] = tensor
-            del self.__dict__[name]
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -116,7 +122,7 @@ def reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
     function, arguments, state, *rest = cast("tuple[Any, ...]", module.__reduce_ex__(4))
     if sys._getframe(1).f_globals.get("__name__") != "copy":
         state = {**state, "_buffers": dict(state["_buffers"])}
-        state["_buffers"].update({name: state.pop(name) for name in _private_names(module)})
+        state["_buffers"].update(state.pop(PRIVATE, {}))
     return (function, arguments, state, *rest)
 
 
@@ -136,7 +142,7 @@ def _run_privately(encoder: Any, method: Method, *arguments: Any, register_new: 
     register_new: what is new stays registered, as in stock: the encoder may be only just being built.
     """
     before = _buffers(encoder)
-    private = {(id(part._buffers), name) for part in encoder.modules() for name in _private_names(part)}
+    private = {(id(part._buffers), name) for part in encoder.modules() for name in private_tensors(part)}
     try:
         _outside_inference_mode(method, encoder, *arguments)
     finally:
@@ -165,7 +171,7 @@ def _outside_inference_mode(function: Callable[..., _Value], *arguments: Any) ->
 
 def _make_private(module: Any, name: str, buffer: torch.Tensor | None) -> None:
     """Take a tensor out of the module's buffers, with `buffer`, if any, in its place: their order is the same."""
-    module.__dict__[name] = module._buffers[name]
+    module.__dict__[PRIVATE] = {**private_tensors(module), name: module._buffers[name]}
     if buffer is None:
         del module._buffers[name]
     else:
@@ -175,12 +181,34 @@ def _make_private(module: Any, name: str, buffer: torch.Tensor | None) -> None:
         owner._apply = following_apply(owner._apply)
         for method in METHODS:
             setattr(owner, method, with_private(getattr(owner, method)))
-    growth.names.setdefault(owner, set()).add(name)
+    if name not in growth.names.setdefault(owner, set()):
+        growth.names[owner].add(name)
+        setattr(owner, name, _reader(name))
     copyreg.dispatch_table.setdefault(owner, reduce_as_registered)
 
 
-def _private_names(module: torch.nn.Module) -> set[str]:
-    return growth.names.get(type(module), set()) & vars(module).keys()
+def _reader(name: str) -> property:
+    """The attribute of that name in a class whose modules may have it privately; else it is what it is in stock."""
+
+    @torch.jit.unused  # torch.jit.script compiles a class's properties, and would not take this one
+    def read(self: Any) -> Any:
+        for place in (self.__dict__.get(PRIVATE, {}), self.__dict__):
+            if name in place:
+                return place[name]
+        return self.__getattr__(name)  # torch.nn.Module's: parameters, buffers, modules
+
+    def write(self: Any, value: object) -> None:
+        self.__dict__[name] = value
+
+    def delete(self: Any) -> None:
+        if self.__dict__.pop(name, write) is write:
+            raise AttributeError(name)
+
+    return property(read, write, delete)
+
+
+def private_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    return cast("Mapping[str, torch.Tensor]", vars(module).get(PRIVATE, {}))
 
 
 def _buffers(encoder: torch.nn.Module) -> dict[tuple[int, str], tuple[torch.nn.Module, torch.Tensor]]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_patches.sync.encoder_methods import LENGTH_SIZED, growth
+from nemo_patches.sync.encoder_methods import LENGTH_SIZED, growth, private_tensors
 from nemo_patches.tracing.records import NOT_SET, Encoder
 
 # By what a normalisation layer's class is called; the first that some layer has. SyncBatchNorm talks to other ranks.
@@ -31,7 +31,7 @@ def facts(encoder: torch.nn.Module, t: float, e: int, name: str, ddp: bool) -> E
             place = f"{path}.{buffer}" if path else buffer
             if isinstance(tensor := module._buffers.get(buffer), torch.Tensor):
                 registered[place] = list(tensor.shape)
-            if isinstance(tensor := vars(module).get(buffer), torch.Tensor):
+            if isinstance(tensor := private_tensors(module).get(buffer), torch.Tensor):
                 grown[place] = list(tensor.shape)
     return Encoder(
         t=t,
