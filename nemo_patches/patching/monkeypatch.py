@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import multiprocessing
@@ -90,15 +91,14 @@ class Patching:
             return False
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         if self._in_force:
-            self._metric_drift(uneven)
-            self._checkpoint_drift(uneven)
+            _import_chosen(uneven)
         with self._lock:
             if self._in_force:
                 self._change_settings(settings, stall, trace, uneven)
                 return False
             self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
         modules = {target: module for target in TARGETS if (module := _import(target)) is not None}
-        metric_drift, checkpoint_drift = self._metric_drift(uneven), self._checkpoint_drift(uneven)
+        _import_chosen(uneven)
         with self._lock:
             if self._in_force:  # by another thread meanwhile
                 self._change_settings(settings, stall, trace, uneven)
@@ -111,6 +111,7 @@ class Patching:
             admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
+            metric_drift, checkpoint_drift = self._metric_drift(uneven), self._checkpoint_drift(uneven)
             if checkpoint_drift:
                 drift.append(f"{_NOT_AGREED}: {' | '.join(checkpoint_drift.values())}")
             if drift := drift + list(metric_drift.values()):
@@ -499,6 +500,14 @@ def _say(text: str, level: int = logging.INFO) -> None:
     # A spawned data-loader worker imports NeMo too; its rank has said it already.
     if not multiprocessing.current_process().daemon:
         report(level, text)
+
+
+def _import_chosen(uneven: UnevenSettings) -> None:
+    """What settings choose, beside the encoders. Without it, _drift() says so."""
+    chosen = METRIC_TARGETS + METRIC_SUMS if uneven.metrics == DEFERRED else ()
+    for target in chosen + (CHECKPOINT_TARGETS + CHECKPOINT_BASES if uneven.checkpoints != STOCK else ()):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(target.module)
 
 
 def _drift(targets: Iterable[Target]) -> dict[Target, str]:
