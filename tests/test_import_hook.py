@@ -26,7 +26,7 @@ from ranks import Result, run_ranks, wait_until
 import nemo_patches
 from nemo_patches.patching import COLLECTION, TARGET_MODULES, monkeypatch, start_up
 from nemo_patches.patching.replacements import Replacement
-from nemo_patches.patching.targets import METRIC_TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS
 
 CONFORMER = "nemo.collections.asr.modules.conformer_encoder"
 CONV = "nemo.collections.asr.modules.conv_asr"
@@ -218,7 +218,7 @@ def applied_while_a_thread_imports() -> bool:
 
     def wants_metrics() -> bool:
         frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        return any(frame.f_code.co_name == "_metric_drift" for frame, _ in frames)
+        return any(frame.f_code.co_name == "_import_chosen" for frame, _ in frames)
 
     class Slow:
         @staticmethod
@@ -404,7 +404,7 @@ def test_a_refusal_is_one_line_and_nemo_runs_as_stock(variables: dict[str, str],
 
 def test_an_unsupported_nemo_is_patched_on_demand_if_its_targets_look_right() -> None:
     result = alone(refused, {"NEMO_PATCHES_UNSUPPORTED": "1"}, "9.9.0")
-    assert result.value[0] == 2
+    assert result.value[0] == 2 + len(CHECKPOINT_TARGETS)
     (line,) = result.lines("INFO", "nemo 9.9.0")
     assert "ConformerEncoder" in line
     (line,) = result.lines("WARNING")

@@ -27,7 +27,7 @@ from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.stall.rank_state import answer_of, groups_of
 from nemo_patches.sync import rank_log
-from nemo_patches.tools.doctor import ranks
+from nemo_patches.tools.doctor import exchange, ranks
 from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo
@@ -136,7 +136,7 @@ def test_the_doctor_prints_what_ranks_publish_safely(text: str) -> None:
     for facts in (own, other):
         store.set(f"facts/{facts.rank}", json.dumps(msgspec.to_builtins(facts)))
         store.add("facts", 1)
-    collected = ranks._collect(store, "facts", range(2), ranks.Facts, timedelta(seconds=5))
+    collected = exchange._collect(store, "facts", range(2), ranks.Facts, timedelta(seconds=5))
     assert collected[0] == own and ((1 in collected) == (text != EVIL["half a character"]))  # which is no JSON
     measured = {1: ranks.Measured(1, problem=safe(text))}
     job = ranks.Ranks(2, timedelta(seconds=5), collected, measured)
@@ -145,7 +145,7 @@ def test_the_doctor_prints_what_ranks_publish_safely(text: str) -> None:
     for what in (lambda facts: facts.versions, lambda facts: facts.settings, lambda facts: facts.environment):
         assert all(is_harmless(name + values) for name, values in ranks.differing(job, what))
     store.set("facts/1", json.dumps({**msgspec.to_builtins(own), "rank": 1, "host": "x" * (1 << 20)}))
-    assert list(ranks._collect(store, "facts", range(2), ranks.Facts, timedelta(seconds=5))) == [0]
+    assert list(exchange._collect(store, "facts", range(2), ranks.Facts, timedelta(seconds=5))) == [0]
 
 
 @evil
