@@ -33,12 +33,12 @@ def test_the_monitors_name_alone_where_the_job_resumes(tmp_path: Path) -> None:
 
 
 def test_nemo_fills_in_no_folder_and_stops_or_forgets_the_best(tmp_path: Path) -> None:
-    from nemo.utils.callbacks.nemo_model_checkpoint import NeMoModelCheckpoint
+    module = pytest.importorskip("nemo.utils.callbacks.nemo_model_checkpoint")
 
     def best(folder: str, filename: str) -> int:
         """How many NeMo knows after a resume."""
         settings = {"monitor": "val_loss", "save_top_k": 2, "n_resume": True}
-        callback = NeMoModelCheckpoint(dirpath=tmp_path / folder, filename=filename, **settings)
+        callback = module.NeMoModelCheckpoint(dirpath=tmp_path / folder, filename=filename, **settings)
         path = Path(callback.format_checkpoint_name({"val_loss": 0.5, "epoch": 1}))
         assert path.is_relative_to(tmp_path / folder)
         path.parent.mkdir(parents=True)
