@@ -43,7 +43,7 @@ def test_nemo_fills_in_no_folder_and_stops_or_forgets_the_best(tmp_path: Path) -
         assert path.is_relative_to(tmp_path / folder)
         path.parent.mkdir(parents=True)
         path.touch()
-        return len(NeMoModelCheckpoint(dirpath=tmp_path / folder, filename=filename, **settings).best_k_models)
+        return len(module.NeMoModelCheckpoint(dirpath=tmp_path / folder, filename=filename, **settings).best_k_models)
 
     assert best("a", "{val_loss}-{epoch}-x") == 1
     assert best("b", "{val_loss}/{epoch}-x") == 0
