@@ -34,7 +34,7 @@ from simulated_traces import (
     write,
 )
 
-from nemo_patches.stall.rank_text import ELSEWHERE
+from nemo_patches.stall.rank_text import ELSEWHERE, GONE, SILENT
 from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode
@@ -1396,3 +1396,19 @@ def test_ranks_that_all_report_each_other_missing_beside_more_without_a_trace(tm
     report_ = diagnose(Folder(tmp_path).read())
     first = report_.findings[0]
     assert first.ranks == (2, 3, 4) and "which ranks 0-1 went through" in first.text, first
+
+
+def test_who_has_gone_beside_a_rank_that_raised_is_not_accused(tmp_path: Path) -> None:
+    """The launcher ended it, before it wrote anything. Where who raised is not missing, it may have been killed."""
+    for gone, expected in (([0, 2], {ids.EXCEPTION: (2,)}), ([0], {ids.MISSING_RANK: (0,)})):
+        folder = tmp_path / str(len(gone))
+        folder.mkdir()
+        last = [[Killed()], [Call()], [Exit("ValueError: bad")]]
+        setups = {0: Setup(traced=False)}
+        write(folder, [steps(5) + of_rank for of_rank in last], setups=setups, reports=False)
+        (file,) = folder.glob("rank-00001.*")
+        at = json.loads(file.read_bytes().splitlines()[-1])["t"]
+        report = records.Missing(at + 1, "ConformerEncoder", 0, gone, [SILENT] * 2, [GONE] * 2, "")
+        file.write_bytes(file.read_bytes() + records.encode(report))
+        found = {one.id: one.ranks for one in diagnose(Folder(folder).read()).findings if one.severity == CRITICAL}
+        assert found == expected

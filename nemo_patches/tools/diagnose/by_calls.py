@@ -168,7 +168,10 @@ def _is_reported(account: Account, encoder: str) -> bool:
 def _is_excused(account: Account, ranks: _Ranks) -> bool:
     """Whether a rank that others report missing has waited itself, or was ended by others."""
     has_left = account.reported is not None and fate_kind(account.reported) == GONE
-    by_others = account.fate_kind == TERMINATED and has_left
+    # Beside one that has raised an exception and is missing as well, the launcher ended it, as far as is known.
+    others = [one for one in ranks.hearing.accounts.values() if one is not account and one.reported is not None]
+    raised = any(one.fate_kind == RAISED for one in others)
+    by_others = has_left and (account.fate_kind == TERMINATED or raised)
     return by_others or account.waits is not None or account.moved or account.rank in ranks.explained
 
 
