@@ -8,8 +8,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -42,23 +40,15 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
             console.print(escape(f"--manifest={manifest}: {change}"), soft_wrap=True)
 
     processes.prepare()
-    folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
-    keep = False
-    try:
-        data.write_shards(entries or data.make_audio(folder), devices, folder)
-        problems = _compare(console, folder, devices, timedelta(seconds=seconds), record)
-        keep = bool(problems)
+    with processes.logs_folder() as logs:
+        data.write_shards(entries or data.make_audio(logs.path), devices, logs.path)
+        problems = _compare(console, logs.path, devices, timedelta(seconds=seconds), record)
+        logs.is_kept = bool(problems)
         for problem in problems:
             console.print(f"[bold red]Not as it should be:[/] {escape(problem)}", soft_wrap=True)
-        if keep:
-            console.print(f"The ranks' logs: {folder}", soft_wrap=True)
+        if logs.is_kept:
+            console.print(f"The ranks' logs: {logs.path}", soft_wrap=True)
         return 1 if problems else 0
-    except DemoError:
-        keep = True  # its text names a log
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _require_picture(record: Path) -> None:

@@ -7,8 +7,10 @@ import importlib.util
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,6 +39,28 @@ RANK_ENVIRONMENT = {
 }
 
 _context = multiprocessing.get_context("forkserver")
+
+
+@dataclass
+class LogsFolder:
+    """Of one demo's ranks. is_kept: something was not as it should be, and the logs tell of it."""
+
+    path: Path
+    is_kept: bool = False
+
+
+@contextlib.contextmanager
+def logs_folder() -> Iterator[LogsFolder]:
+    """Removed at the end, unless it is to be kept, or a DemoError names a log."""
+    folder = LogsFolder(Path(tempfile.mkdtemp(prefix="nemo-patches-demo-")))
+    try:
+        yield folder
+    except DemoError:
+        folder.is_kept = True
+        raise
+    finally:
+        if not folder.is_kept:
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def prepare() -> None:

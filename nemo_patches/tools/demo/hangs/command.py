@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
-
 from rich.console import Console
 from rich.text import Text
 
@@ -28,25 +24,17 @@ def run(name: str) -> int:
     settings = {"stall_timeout": f"{HANG_STALL_TIMEOUT.total_seconds():g}", **hang.settings}
     variables = " ".join(f"NEMO_PATCHES_{setting.upper()}={value}" for setting, value in settings.items())
     console.print(Text(f"With nemo_patches: {variables}"))
-    folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
-    keep = False
-    try:
-        with processes.fork_server(console, folder / "import.log"):
-            results = [_shown(console, result) for result in runs.run([(hang, False), (hang, True)], folder, 2)]
-        keep = not all(result.as_expected for result in results)
+    with processes.logs_folder() as logs:
+        with processes.fork_server(console, logs.path / "import.log"):
+            results = [_shown(console, result) for result in runs.run([(hang, False), (hang, True)], logs.path, 2)]
+        logs.is_kept = not all(result.as_expected for result in results)
         for result in results:
             if not result.as_expected:
                 expected = hang.ours if result.patched else hang.stock
                 console.print(Text(f"Not as it should be: {_version(result)} {result.ending}, expected: {expected}"))
-        if keep:
-            console.print(Text(f"The ranks' logs: {folder}"))
-    except DemoError:
-        keep = True  # its text names a log
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-    return int(keep)
+        if logs.is_kept:
+            console.print(Text(f"The ranks' logs: {logs.path}"))
+    return int(logs.is_kept)
 
 
 def _shown(console: Console, result: runs.Result) -> runs.Result:
