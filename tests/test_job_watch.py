@@ -124,8 +124,9 @@ def test_no_hang_is_silent_whatever_the_config(name: str, servers: Callable[[str
     speak = [rank for rank in range(len(job.codes)) if rank not in expected.mute]
     for rank in speak:
         assert job.stalls(rank), job.logs[rank][-3000:]
-        first = job.stalls(rank)[0]
-        assert f" {expected.level} " in first and re.search(expected.line, first), first
+        said = [line for line in job.stalls(rank) if f" {expected.level} " in line and re.search(expected.line, line)]
+        assert said, job.stalls(rank)
+        first = said[0]  # before it, on a busy machine, that another rank has not answered yet
         after_s = datetime.strptime(first[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() - job.hang_began()
         assert after_s < STALL_TIMEOUT + LINE_S + ROOM_S, (after_s, first)
         print(f"{name}: rank {rank} said it after {after_s:.1f} s")
@@ -133,6 +134,7 @@ def test_no_hang_is_silent_whatever_the_config(name: str, servers: Callable[[str
     codes = dict(expected.codes)
     assert job.codes == [codes.get(rank, EXIT_CODE) for rank in range(len(job.codes))], "\n".join(job.logs)[-5000:]
     page: Any = json.loads((job.folder / "page.json").read_text())  # one rank for all
-    assert re.search(expected.line, page["text"]) and page["level"] == "WARNING"
+    assert page["level"] == "WARNING"
+    assert any(page["text"] in line for log in job.logs for line in log.splitlines() if " WARNING " in line)
     pids = [(job.folder / f"pid.{rank}").read_text() for rank in speak]
     assert all(any(server.dumps.glob(f"rank-*.{pid}.*.jsonl")) for pid in pids), list(server.dumps.iterdir())

@@ -15,6 +15,7 @@ from ranks import CONNECTING_S, REPORT_S, Said, run_ranks, wait_for_others, wait
 
 import nemo_patches
 from nemo_patches.stall import subscriber
+from nemo_patches.stall.rank_survey import RankSurvey
 from nemo_patches.stall.roll_call import RollCall
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -59,6 +60,29 @@ def test_a_rank_of_stock_nemo_is_named_within_one_timeout(mode: str) -> None:
         assert "rank 1 of 3" in line
         assert f"rank {rank}/3" in line
     assert results[1].lines() == []
+
+
+def no_report_knows(rank: int, size: int) -> None:
+    """The reports' own questions to the store go unanswered, as on a busy machine; the roll call's do not."""
+    encoder = encoders.conformer()
+    wait_for_others("ready", size)
+    if rank == 1:
+        wait_for_others("named", size)
+        return
+    RankSurvey._leave_note = RankSurvey._read_notes = lambda *_: None  # type: ignore[method-assign, assignment]
+    nemo_patches.apply(timeout=TIMEOUT)
+    said = Said()
+    encoders.sync(encoder, 100)
+    wait_until(lambda: any("has not announced itself" in line for line in said.lines), REPORT_S + 2 * TIMEOUT)
+    wait_for_others("named", size)
+
+
+def test_a_report_that_does_not_know_the_unpatched_rank_leaves_it_to_the_roll_call() -> None:
+    results = run_ranks(no_report_knows, 3)
+    for rank in (0, 2):
+        unknown, named = results[rank].lines("WARNING")
+        assert "Missing: " in unknown and "announced" not in unknown
+        assert "rank 1 of 3 has not announced itself" in named
 
 
 def late_or_never(rank: int, size: int) -> Any:

@@ -28,7 +28,6 @@ from .rank_state import RankState, StateGroup, answer_of, decoded, encoded, grou
 
 _LOOK_S, _LOOK_PER_RANK_S = 5.0, 0.002  # a look takes no longer
 _ASK_AGAIN_S = 0.5
-_NOTES_S = 2.0  # for others' notes, which are left at about the same time
 _READ_AGAIN_S = 0.5
 _MOST_NOTES, _MOST_SURVEYS = 64, 32
 
@@ -211,10 +210,9 @@ class RankSurvey:
         look.request, look.read_at = self._client.ask(leave), time.monotonic()
 
     def _read_notes(self, look: Look, found: Found, now: float) -> None:
-        """Again and again, until all have left theirs, or have had the time to."""
+        """Again and again, until all have left theirs: about the same time is seconds where ranks are slow."""
         asks = look.request is not None and not look.request.is_done
-        has_had_time = look.request is not None and now >= look.began + _NOTES_S
-        if has_had_time or (look.in_store is not None and look.in_store.are_all and not asks):
+        if look.in_store is not None and look.in_store.are_all and not asks:
             look.is_done = True
         elif not asks and now >= look.read_at + _READ_AGAIN_S:
             wanted = set(range(self._group.size)) - found.heard - found.silent.keys() | self._out_of_reach(found)

@@ -23,9 +23,9 @@ from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from .found import Found
 from .log_line import report
-from .missing_rank import UNPATCHED
+from .missing_rank import UNPATCHED, Stall
 from .rank_survey import Look
-from .rank_text import named
+from .rank_text import UNANNOUNCED, named
 from .training_notes import TrainingNotes
 
 _LONGEST_PAUSE_S = 60.0  # between two looks at the store, or at all ranks
@@ -52,18 +52,20 @@ class RollCall:
         client: StoreClient,
         notes: TrainingNotes,
         begin_look: Callable[[], Look],
-        stall_reported: Callable[[], bool],
+        has_late_round: Callable[[], bool],
+        stalls: Callable[[], tuple[Stall, ...]],
     ) -> None:
-        """stall_reported: whether a report has named the missing ranks, who are named here after the sync's timeout."""
+        """has_late_round: whether one is about to be reported. stalls: what has been, and may name those missing here."""
         self.missing: tuple[int, ...] = ()  # as it was at the last look; any thread may read it
         self.is_done = False
         self._group, self._channel, self._client, self._notes = group, channel, client, notes
-        self._begin_look, self._stall_reported = begin_look, stall_reported
+        self._begin_look, self._has_late_round, self._stalls = begin_look, has_late_round, stalls
         self._absent: tuple[int, ...] | None = None  # as the store has it
         self._request: StoreRequest | None = None
         self._began = 0.0  # this rank's first encoder call
         self._next_look = 0.0
         self._said_at = 0.0
+        self._is_seen = False  # whether `missing` is of after the sync's timeout
         self._is_warned = self._has_joined = self._is_told = False
         self._comparison: Look | None = None
         self._comparisons = 0
@@ -86,27 +88,31 @@ class RollCall:
     def _look_at_the_store(self, now: float) -> None:
         request = self._request
         limit_s, waited_s = current().timeout.total_seconds(), now - self._began
+        trouble = request.trouble() if request is not None else ""
         if request is None and now >= self._next_look:
             self._absent = None
             self._request = self._client.ask(self._see)
-            return
-        trouble = request.trouble() if request is not None else ""
-        if request is None or not (request.is_done or trouble):
-            return
-        if request.is_done:
+        elif request is not None and request.is_done:
             self._request = None
             self.missing = self._absent or ()
+            self._is_seen = waited_s >= limit_s and not trouble
             self._next_look = self._began + limit_s if waited_s < limit_s else now + min(waited_s, _LONGEST_PAUSE_S)
-        if waited_s < limit_s or self._is_warned:
-            return
-        if trouble and not self._said_at:
+        if trouble and waited_s >= limit_s and not self._said_at:
             self._said_at = now
             report(logging.WARNING, f"cannot see whether every rank is patched: {trouble}")
-        elif self.missing and not trouble:
-            self._is_warned = True
-            if self._said_at or not self._stall_reported():
-                self._said_at = now
-                report(logging.WARNING, self._warning())
+        elif self._is_seen and self.missing and not self._is_warned:
+            self._warn(now)
+
+    def _warn(self, now: float) -> None:
+        """Once, unless a report says the same; a report may also have to say that it does not know."""
+        stalls = self._stalls()
+        if self._has_late_round() and not stalls and not self._said_at:
+            return
+        self._is_warned = True
+        named_there = {one.rank for stall in stalls for one in stall.missing if one.kind == UNANNOUNCED}
+        if self._said_at or not named_there.issuperset(self.missing):
+            self._said_at = now
+            report(logging.WARNING, self._warning())
 
     def _see(self, store: dist.Store) -> None:
         present = ranks_with_bit(store, keys.PRESENT, self._group.size)

@@ -63,7 +63,7 @@ class StallMonitor:
         self.survey = RankSurvey(
             group, channel, self.progress, self.client, self._own_state.make, self._wake, self._heard
         )
-        self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_stall)
+        self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_late_round, self.stalls)
         self._watches: dict[EncoderNotes, EncoderWatch] = {}
         self._end_report = SyncEndReport(channel, size, look, notes.end_promises)
         self._watchdog = CallWatchdog(notes)
@@ -116,7 +116,7 @@ class StallMonitor:
     def _stopped(self) -> bool:
         return self._exiting or self.group.closed
 
-    def _has_stall(self) -> bool:
+    def _has_late_round(self) -> bool:
         """Whether a round is late enough to be looked into."""
         return any(watch.busy for watch in list(self._watches.values()))
 
@@ -169,7 +169,7 @@ class StallMonitor:
         timeout, settings = current().timeout, self._settings()
         limits = (settings.call_timeout, settings.stall_timeout)
         shortest = min([timeout, *(limit for limit in limits if limit)]).total_seconds()
-        is_busy = self._has_stall() or self.survey.is_busy
+        is_busy = self._has_late_round() or self.survey.is_busy
         return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:
