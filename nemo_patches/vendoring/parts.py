@@ -31,9 +31,8 @@ class Part(Enum):
 Parts = frozenset[Part]
 ALL: Parts = frozenset(Part)
 FOLDERS = {Part.SYNC: ("channel", "sync"), Part.STALL: ("stall",)}  # of ours, by the part that brings them
-_ALONE = {
-    Part.SYNC: {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py"}
-}  # files, and which each is
+# Files beside them, and which of ours each is.
+_ALONE = {Part.SYNC: {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py"}}
 PLACES = (FOLDER, *(f"{FOLDER}/{name}" for names in FOLDERS.values() for name in names))  # the outer one first
 NEEDED = {Part.NEMO: Part.SYNC, Part.STALL: Part.SYNC}  # the part that another one cannot be without
 
