@@ -14,7 +14,8 @@ PAGES = {
 }
 
 SHORT = 55  # characters of a command in a table that stays in one piece: a phone's window has about as many
-LONG = re.compile(rf"<code>([^<]{{{SHORT + 1},}})</code>")
+WORD = 36  # of a word in one piece: so many fit a phone's window anywhere
+INLINE_CODE = re.compile(r"<code>([^<\n]+)</code>")  # a block's has line ends
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -26,18 +27,20 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == "CHANGELOG.md":
+        page.meta["search"] = {"boost": 0.1}  # it has every word, and is what nobody who searches wants
     return re.sub(r"\]\(\.\./(\w+\.md)", lambda match: f"]({PAGES[match[1]]}", markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    html = re.sub(r"<td\b.*?</td>", lambda cell: LONG.sub(_in_words, cell[0]), html)
+    html = INLINE_CODE.sub(_in_words, html)
     if page.file.src_uri.endswith(".zh-CN.md"):
         html = f'<div lang="zh-CN">{html}</div>'  # else a browser may take Japanese forms of the characters
     return html
 
 
 def _in_words(code: re.Match[str]) -> str:
-    """A long command in a table: site.css lets it break between its words; within one only if that is long itself."""
-    words = " ".join(word if len(word) > SHORT else f"<span>{word}</span>" for word in code[1].split(" "))
-    return f'<code class="long">{words}</code>'
+    """For site.css: a command breaks between its words, and not after a hyphen; in a table only if it is long."""
+    words = " ".join(f"<span>{word}</span>" if len(word) <= WORD else word for word in code[1].split(" "))
+    return f'<code class="{"long" if len(code[1]) > SHORT else "short"}">{words}</code>'
