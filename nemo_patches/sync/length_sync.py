@@ -30,7 +30,7 @@ from . import events
 from .events import Group, Report, Round, SyncHandle, bus
 from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
-from .settings import Settings, SettingsError, resolve
+from .settings import Settings, SettingsError
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
@@ -98,7 +98,7 @@ class ProcessSync:
         """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
-                self._settings = resolve()
+                self._settings = Settings.resolve()
             except SettingsError as error:
                 self._settings = Settings()
                 report(logging.ERROR, f"{error}; using {self._settings}")
