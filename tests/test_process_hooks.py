@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import interpreters
 import pytest
 
-import interpreters
 import nemo_patches
 
 pytestmark = pytest.mark.wheel
