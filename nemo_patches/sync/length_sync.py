@@ -39,9 +39,9 @@ _LATE = "not every rank's length came within {waited:.2f} s; using this rank's o
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, or a round failed (a rank has gone), and on_timeout="raise" was chosen.
+    """Not every rank's length came in time, or a round failed (a rank has died), and on_timeout="raise" is set.
 
-    missing: the ranks that were waited for (nemo_patches.MissingRank), as far as they were known in time.
+    missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
     """
 
     def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
@@ -57,8 +57,8 @@ class EncoderCounters:
     calls: int
     rounds: int
     fallbacks: int  # calls that no round served: this rank's own length, or the latest agreed one if larger
-    timeouts: int  # waits that ran out of time
-    waited: timedelta  # in all waits, also those that came in time
+    timeouts: int  # waits that timed out
+    waited: timedelta  # in all waits, including those that did not time out
     ended: str  # why there are no more rounds; empty while there are
 
 
