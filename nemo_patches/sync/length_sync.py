@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 
+from ..channel import process_hooks
+from ..channel.process_hooks import InForkedChild
 from ..channel.side_channel import RoundFailed, SideChannel
 from ..channel.store import JobStore
 from . import events
@@ -343,6 +344,6 @@ def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta
 
 
 process = ProcessSync()
-os.register_at_fork(after_in_child=process.forget)
+process_hooks.run(InForkedChild.LENGTH_SYNC, process.forget)
 synced_length, use, current = process.synced_length, process.use, process.current
 counters, sync_of = process.counters, process.sync_of
