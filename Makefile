@@ -20,7 +20,7 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -28,6 +28,7 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
 	@echo "make demo-picture  the same, and docs/pictures/demo.svg anew"
+	@echo "make check      lint, types, and the tests that need neither torch nor NeMo, for every day"
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
@@ -40,6 +41,7 @@ help:
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
 	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
+	@echo "make screenshots  the same, and its pages as a browser here shows them on a desktop and on a phone, in .venv/screenshots"
 	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
 	@echo "make pictures   docs/pictures/ anew"
@@ -60,6 +62,12 @@ OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
 	$(MAKE) -j2 test-together-$(FIRST) lint check-patches docs $(ENVIRONMENTS)
 	$(MAKE) -j2 test-alone-$(FIRST) test-others
+
+# For every day: in under three minutes, once the environment is there.
+check: .venv/nemo-$(FIRST)/ready
+	$(MAKE) lint
+	@echo "== tests that need neither torch nor NeMo"
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not alone"
 
 test-others:
 	$(MAKE) test-wheel $(OTHERS:%=test-together-%) $(OTHERS:%=test-alone-%)
@@ -267,7 +275,7 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 		rouge_score==0.1.2 six==1.17.0
 	@touch $@
 
-.PHONY: reference pictures docs
+.PHONY: reference pictures docs screenshots
 reference: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/reference.py
 
@@ -297,6 +305,14 @@ docs: .venv/docs/ready
 	@echo "== making the virtual environment .venv/docs with mkdocs-material"
 	$(PYTHON) -m venv .venv/docs
 	.venv/docs/bin/python -m pip install -q -c constraints.txt mkdocs-material
+	@touch $@
+
+# With the Chromium or Chrome that is installed: playwright's own is not downloaded. Not in `make test`.
+screenshots: docs .venv/docs/playwright
+	.venv/docs/bin/python docs/programs/screenshots.py .venv/site .venv/screenshots
+
+.venv/docs/playwright: .venv/docs/ready
+	.venv/docs/bin/python -m pip install -q -c constraints.txt playwright
 	@touch $@
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from nemo_patches.patching.settings import AllSettings
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.rank_text import named
 from nemo_patches.stall.settings import StallSettings
@@ -29,14 +30,14 @@ class Skipped:
 class Status:
     """What nemo_patches does in this process. Prints well.
 
-    state: "on", "off here" or "cannot be". why: for a person, with what switches it on.
+    state: "on", "off here" or "cannot be". why: for a person, with how to switch it on.
     trace_file: the file that is being written, or why there is none; empty without a trace.
-    unannounced: ranks without a sign of nemo_patches: not patched, or not started.
-    stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
+    unannounced: ranks that show no sign of nemo_patches: not patched, or not started.
+    stalls: encoder calls that not every rank has come to, with the missing ranks; or a job without encoder calls.
     loaders: what StopTogether and stop_together() have done on this rank.
-    checkpoints: what the ranks have agreed on about them; None where each rank decides for itself.
+    checkpoints: what the ranks have agreed on for checkpoints; None if each rank decides for itself.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
-    comparisons: of each optimizer, what has come of comparing all ranks' parameters.
+    comparisons: for each optimizer, the result of comparing all ranks' parameters.
     """
 
     nemo: str
@@ -62,7 +63,7 @@ class Status:
         lines = [
             f"{self.state}: {self.why}",
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {settings_text(self.settings, self.stall_settings, self.trace, self.uneven)}",
+            f"settings: {AllSettings(self.settings, self.stall_settings, self.trace, self.uneven)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
@@ -75,21 +76,6 @@ class Status:
         if self.unannounced:
             lines.append(f"not patched, or not started: {named(self.unannounced)}")
         return "\n".join((*lines, *map(str, self.stalls)))
-
-
-def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> str:
-    """All in one text; the trace's only where there is one, or other dumps than by default."""
-    more = [*([str(trace)] if trace.folder or trace.dump is not None else []), *filter(None, [str(uneven)])]
-    return "; ".join([f"{settings}, {stall}", *more])
-
-
-def chosen_text(settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> str:
-    """For the line at the start: the mode and the wait, and what else is not as by default."""
-    always = ("sync", "timeout")
-    items = [item for group in (settings, stall, trace, uneven) for item in group.items()]
-    return ", ".join(
-        setting.shown(value) for setting, value in items if setting.name in always or value != setting.default
-    )
 
 
 def _encoder_line(counters: EncoderCounters) -> str:

@@ -21,11 +21,11 @@ from ..sync.events import GroupBegan, bus
 from ..sync.rank_log import report
 from ..sync.settings import SettingsError
 from .missing_rank import Stall
-from .settings import SETTINGS as SETTINGS
-from .settings import StallSettings, resolve
+from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
+SETTINGS = StallSettings.settings()  # for the package that the diffs carry
 _LOOK_S = 0.25  # between two looks for a process group
 
 
@@ -61,7 +61,7 @@ class StallSubscriber:
         """Those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
-                self._settings = resolve()
+                self._settings = StallSettings.resolve()
             except SettingsError as error:
                 self._settings = StallSettings()
                 report(logging.ERROR, f"{error}; using {self._settings}")

@@ -31,7 +31,7 @@ from . import events
 from .events import Group, Report, Round, SyncHandle, bus
 from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
-from .settings import Settings, SettingsError, resolve
+from .settings import Settings, SettingsError
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
@@ -39,9 +39,9 @@ _LATE = "not every rank's length came within {waited:.2f} s; using this rank's o
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, or a round failed (a rank has gone), and on_timeout="raise" was chosen.
+    """Not every rank's length came in time, or a round failed (a rank has died), and on_timeout="raise" is set.
 
-    missing: the ranks that were waited for (nemo_patches.MissingRank), as far as they were known in time.
+    missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
     """
 
     def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
@@ -57,8 +57,8 @@ class EncoderCounters:
     calls: int
     rounds: int
     fallbacks: int  # calls that no round served: this rank's own length, or the latest agreed one if larger
-    timeouts: int  # waits that ran out of time
-    waited: timedelta  # in all waits, also those that came in time
+    timeouts: int  # waits that timed out
+    waited: timedelta  # in all waits, including those that did not time out
     ended: str  # why there are no more rounds; empty while there are
 
 
@@ -99,7 +99,7 @@ class ProcessSync:
         """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
-                self._settings = resolve()
+                self._settings = Settings.resolve()
             except SettingsError as error:
                 self._settings = Settings()
                 report(logging.ERROR, f"{error}; using {self._settings}")
