@@ -15,12 +15,14 @@ from rich.console import Console
 
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
+from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
+from nemo_patches.patching.admission import OFF
+from nemo_patches.patching.admission import ON as ON
 from nemo_patches.patching.settings import ALL_SETTINGS, refusals
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
-ON, OFF, CANNOT_BE = "on", "off here", "cannot be"
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
 
