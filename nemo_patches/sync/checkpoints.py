@@ -39,7 +39,7 @@ Words = dict[str, Any]  # what JSON holds
 
 
 class CheckpointError(RuntimeError):
-    """The ranks cannot agree on a checkpoint any more: a rank has gone, or does something else than rank 0."""
+    """The ranks can no longer agree on a checkpoint: a rank has died, or does something else than rank 0."""
 
 
 @dataclass(frozen=True)

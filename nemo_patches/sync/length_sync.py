@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 
+from ..channel import process_hooks
+from ..channel.process_hooks import InForkedChild
 from ..channel.side_channel import RoundFailed, SideChannel
 from ..channel.store import JobStore
 from . import events
@@ -38,9 +39,9 @@ _LATE = "not every rank's length came within {waited:.2f} s; using this rank's o
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, or a round failed (a rank has gone), and on_timeout="raise" was chosen.
+    """Not every rank's length came in time, or a round failed (a rank has died), and on_timeout="raise" is set.
 
-    missing: the ranks that were waited for (nemo_patches.MissingRank), as far as they were known in time.
+    missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
     """
 
     def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
@@ -56,8 +57,8 @@ class EncoderCounters:
     calls: int
     rounds: int
     fallbacks: int  # calls that no round served: this rank's own length, or the latest agreed one if larger
-    timeouts: int  # waits that ran out of time
-    waited: timedelta  # in all waits, also those that came in time
+    timeouts: int  # waits that timed out
+    waited: timedelta  # in all waits, including those that did not time out
     ended: str  # why there are no more rounds; empty while there are
 
 
@@ -343,6 +344,6 @@ def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta
 
 
 process = ProcessSync()
-os.register_at_fork(after_in_child=process.forget)
+process_hooks.run(InForkedChild.LENGTH_SYNC, process.forget)
 synced_length, use, current = process.synced_length, process.use, process.current
 counters, sync_of = process.counters, process.sync_of
