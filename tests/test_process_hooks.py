@@ -10,7 +10,7 @@ import pytest
 
 import nemo_patches
 
-pytestmark = pytest.mark.wheel
+pytestmark = [pytest.mark.wheel, pytest.mark.one_nemo]
 PACKAGE = Path(nemo_patches.__file__).parent
 
 ORDERS = """
