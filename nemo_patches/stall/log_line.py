@@ -1,10 +1,11 @@
-"""The stall monitor's log lines, which it waits for only briefly: a stderr that nobody reads blocks who writes."""
+"""The stall monitor's log lines, with a short timeout: a stderr that is not read blocks the writer."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import threading
 
+from ..channel.daemon import Daemon
 from ..sync import rank_log
 
 _WRITE_LIMIT_S, _MOST_BLOCKED = 0.5, 64
@@ -15,11 +16,11 @@ class LogLines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocked: list[threading.Thread] = []  # that have not written their line yet
-        self._lost = 0  # lines since the last that was taken
+        self._blocked: list[threading.Thread] = []  # threads that have not written their line yet
+        self._lost = 0  # lines lost since the last one that was written
 
     def report(self, level: int, text: str) -> None:
-        """As rank_log.report, within a time limit. While a line is blocked nobody waits for another one."""
+        """Like rank_log.report, with a timeout. While a line is blocked, there is no wait for another one."""
         with self._lock:
             self._blocked = [thread for thread in self._blocked if thread.is_alive()]
             if len(self._blocked) >= _MOST_BLOCKED:
@@ -27,10 +28,8 @@ class LogLines:
                 return
             text += f" | {self._lost} lines before this one are lost: nobody took them" if self._lost else ""
             self._lost, limit_s = 0, 0.0 if self._blocked else _WRITE_LIMIT_S
-        line = threading.Thread(target=rank_log.report, args=(level, text), name="nemo_patches line", daemon=True)
-        try:
-            line.start()
-        except RuntimeError:  # as many threads as this user or container may have, or the interpreter ends
+        line = Daemon("line", rank_log.report, level, text)
+        if line.begin():
             rank_log.report(level, text)
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""The watch of one process group: sees that this rank waits, or is waited for, and says who is missing and where.
+"""The watch of one process group: notices that this rank waits, or is waited for, and reports the missing ranks.
 
 The thread itself never calls the job's store, because an answer may take minutes where a network is cut, and so may
 what has no answer: requests run in short-lived threads (channel/store_client.py), and what is not answered in time is
@@ -8,7 +8,6 @@ reported without it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -21,6 +20,8 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
+from ..channel import process_hooks
+from ..channel.process_hooks import AtExit, InForkedChild
 from ..channel.safe_text import first_line
 from ..channel.side_channel import SideChannel
 from ..channel.store_client import StoreClient
@@ -73,7 +74,7 @@ class StallMonitor:
         self._wakes = -1  # a file that wakes the thread
         try:
             self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            channel.take_surveys(self.survey)  # here: the training thread may be about to issue its first round
+            channel.take_surveys(self.survey)  # here, because the training thread may be about to issue its first round
         except OSError as error:
             report(logging.WARNING, f"this rank's stall reports know little of the others: {first_line(error)}")
         self._exiting = False  # written at exit, and in a forked child
@@ -81,7 +82,7 @@ class StallMonitor:
         _monitors.add(self)
 
     def stalls(self) -> tuple[Stall, ...]:
-        """The rounds that were reported and have not come; where one has failed, who has gone; a job that stalls."""
+        """The reported rounds that have not completed; the ranks that have died, if one failed; a stall of the job."""
         reports = [
             self._end_report.stall(),
             self.job_stall.stall(),
@@ -99,7 +100,7 @@ class StallMonitor:
         self.client.join([self._thread] if self._thread is not None else [], limit)
 
     def forget(self) -> None:
-        """In a forked child, whose files are copies of its parent's."""
+        """In a forked child: close its copies of the parent's files."""
         self._exiting = True
         if self._socket is not None:
             self._socket.forget()
@@ -108,7 +109,7 @@ class StallMonitor:
             self._wakes = -1
 
     def _wake(self) -> None:
-        """Any thread: have the monitor's look at once."""
+        """Any thread: make the monitor look at once."""
         with contextlib.suppress(OSError):  # closed just now
             if self._wakes >= 0:
                 os.eventfd_write(self._wakes, 1)
@@ -155,7 +156,7 @@ class StallMonitor:
             os.close(wakes)
 
     def _wait(self, pause_s: float) -> None:
-        """Until somebody asks, or an answer has come, and no longer than this."""
+        """Sleep until a question or an answer comes, at most this long."""
         poll = select.poll()
         if self._wakes >= 0:
             poll.register(self._wakes, select.POLLIN)
@@ -218,7 +219,7 @@ _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    # Where another rank was faster, this one's collective has failed for that.
+    # If another rank ended first, this one's collective has failed because of that.
     leaving = [monitor for monitor in list(_monitors) if monitor.job_stall.leaves]
     for monitor in list(_monitors):
         monitor.stop()
@@ -228,5 +229,10 @@ def _at_exit() -> None:
         monitor.job_stall.leave()
 
 
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=lambda: list(map(StallMonitor.forget, list(_monitors))))
+def _in_forked_child() -> None:
+    for monitor in list(_monitors):
+        monitor.forget()
+
+
+process_hooks.run(AtExit.STALL_MONITORS, _at_exit)
+process_hooks.run(InForkedChild.STALL_MONITORS, _in_forked_child)
