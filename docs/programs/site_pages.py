@@ -13,9 +13,10 @@ PAGES = {
     **{name: name for name in ("README.zh-CN.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")},
 }
 
-SHORT = 55  # characters of a command in a table that stays in one piece: a phone's window has about as many
-WORD = 36  # of a word in one piece: so many fit a phone's window anywhere
-INLINE_CODE = re.compile(r"<code>([^<\n]+)</code>")  # a block's has line ends
+# Code without colours, whose text has no tags; a diagram scrolls instead.
+CODE = re.compile(r'(?<!"diagram">)<code>([^<]+)</code>')
+WORD = re.compile(r"(?<!\S)[!-~]{1,36}(?!\S)")  # so many characters fit a phone's window
+SHORT = 55  # characters of a command in a table that stays in one piece
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -34,7 +35,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    html = INLINE_CODE.sub(_in_words, html)
+    html = CODE.sub(_in_words, html)
     if page.file.src_uri.endswith(".zh-CN.md"):
         html = f'<div lang="zh-CN">{html}</div>'  # else a browser may take Japanese forms of the characters
     return html
@@ -42,5 +43,6 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 def _in_words(code: re.Match[str]) -> str:
     """For site.css: a command breaks between its words, and not after a hyphen; in a table only if it is long."""
-    words = " ".join(f"<span>{word}</span>" if len(word) <= WORD else word for word in code[1].split(" "))
-    return f'<code class="{"long" if len(code[1]) > SHORT else "short"}">{words}</code>'
+    length = "long" if len(code[1]) > SHORT else "short"
+    words = WORD.sub(r"<span>\g<0></span>", code[1])
+    return f'<code class="{length}">{words}</code>'
