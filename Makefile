@@ -20,7 +20,7 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
-.PHONY: help demo demo-picture test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
+.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
 .PHONY: lint clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -28,6 +28,7 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
 	@echo "make demo-picture  the same, and docs/pictures/demo.svg anew"
+	@echo "make check      lint, types, and the tests that need neither torch nor NeMo, for every day"
 	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
@@ -60,6 +61,12 @@ OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
 	$(MAKE) -j2 test-together-$(FIRST) lint check-patches docs $(ENVIRONMENTS)
 	$(MAKE) -j2 test-alone-$(FIRST) test-others
+
+# For every day: in under three minutes, once the environment is there.
+check: .venv/nemo-$(FIRST)/ready
+	$(MAKE) lint
+	@echo "== tests that need neither torch nor NeMo"
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not alone"
 
 test-others:
 	$(MAKE) test-wheel $(OTHERS:%=test-together-%) $(OTHERS:%=test-alone-%)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import Said, run_ranks
 
 import nemo_patches
-from nemo_patches.sync.encoder_methods import private_tensors
+from nemo_patches.growth import private_tensors
 
 LONG, SHORT = 400, 50
 

@@ -16,18 +16,20 @@ import nemo_patches.sync
 pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
+    "growth": set[str](),
     "channel": {"channel"},
-    "sync": {"channel", "sync"},
+    "sync": {"growth", "channel", "sync"},
     "stall": {"channel", "sync", "stall"},
-    "tracing": {"channel", "sync", "stall", "tracing"},
+    "tracing": {"growth", "channel", "sync", "stall", "tracing"},
     "uneven": {"channel", "sync", "stall", "tracing", "uneven"},
-    "patching": {"channel", "sync", "stall", "tracing", "uneven", "patching"},
+    "patching": {"growth", "channel", "sync", "stall", "tracing", "uneven", "patching"},
     "vendoring": {"channel", "sync", "patching", "vendoring"},
     # "" is the package: its public API.
     "tools": {"channel", "sync", "stall", "tracing", "uneven", "patching", "vendoring", "tools", ""},
     "": {"channel", "sync", "stall", "tracing", "uneven", "patching", ""},
 }
 VENDORED = (
+    "growth",
     "channel",
     "sync",
     "stall",
@@ -49,6 +51,8 @@ def room(path: Path) -> str:
     inner = path.relative_to(PACKAGE).parts
     if inner in (("cli.py",), ("__main__.py",)):
         return "tools"  # the commands' line
+    if inner == ("growth.py",):
+        return "growth"
     return inner[0] if len(inner) > 1 else ""
 
 
@@ -132,7 +136,7 @@ def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
 
 
 def test_what_the_diffs_carry_says_its_licence_and_where_it_comes_from() -> None:
-    for path in (path for folder in VENDORED for path in (PACKAGE / folder).glob("*.py")):
+    for path in (path for path in FILES if room(path) in VENDORED):
         assert "\n# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0\n" in path.read_text(), path
     assert nemo_patches.sync.__version__ == nemo_patches.__version__
 
@@ -141,6 +145,7 @@ def test_what_the_diffs_carry_says_its_licence_and_where_it_comes_from() -> None
 def test_it_imports_under_another_name_where_only_torch_is_there(carried: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "vendored").mkdir()
     (tmp_path / "vendored" / "__init__.py").touch()
+    shutil.copy(PACKAGE / "growth.py", tmp_path / "vendored")
     for folder in carried:
         shutil.copytree(PACKAGE / folder, tmp_path / "vendored" / folder)
     files = [path for folder in carried for path in (PACKAGE / folder).glob("[!_]*.py")]

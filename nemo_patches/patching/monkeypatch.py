@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from nemo_patches.growth import give_back_all
 from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission
-from nemo_patches.patching.give_back import give_back_all
 from nemo_patches.patching.process_status import Skipped, Status, chosen_text, settings_text
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.targets import (

@@ -55,7 +55,7 @@ class RollCall:
         has_late_round: Callable[[], bool],
         stalls: Callable[[], tuple[Stall, ...]],
     ) -> None:
-        """has_late_round: whether one is about to be reported. stalls: what has been, and may name those missing here."""
+        """has_late_round: whether one is about to be reported. stalls: the reported ones, which may name the same."""
         self.missing: tuple[int, ...] = ()  # as it was at the last look; any thread may read it
         self.is_done = False
         self._group, self._channel, self._client, self._notes = group, channel, client, notes

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_patches.sync.encoder_methods import LENGTH_SIZED, growth, private_tensors
+from nemo_patches.growth import LENGTH_SIZED, growth, private_tensors
 from nemo_patches.tracing.records import NOT_SET, Encoder
 
 # By what a normalisation layer's class is called; the first that some layer has. SyncBatchNorm talks to other ranks.

@@ -1,7 +1,7 @@
 """The parts of the patch, each with a diff of its own: nemo, the edit of NeMo's files; sync and stall, our folders.
 
-NeMo's edited files call sync, so nemo needs it; it brings channel/, on which it stands. stall (who is missing?) is
-optional, and needs sync too.
+NeMo's edited files call sync, so nemo needs it; it brings growth.py and channel/, on which it stands. stall (who is
+missing?) is optional, and needs sync too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Part(Enum):
 Parts = frozenset[Part]
 ALL: Parts = frozenset(Part)
 FOLDERS = {Part.SYNC: ("channel", "sync"), Part.STALL: ("stall",)}  # of ours, by the part that brings them
+# Files beside them, and which of ours each is.
+_ALONE = {Part.SYNC: {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py"}}
 PLACES = (FOLDER, *(f"{FOLDER}/{name}" for names in FOLDERS.values() for name in names))  # the outer one first
 NEEDED = {Part.NEMO: Part.SYNC, Part.STALL: Part.SYNC}  # the part that another one cannot be without
 
@@ -76,8 +78,7 @@ def own_files(part: Part) -> dict[str, bytes]:
         for name in FOLDERS[part]
         for file in sorted((_PACKAGE / name).glob("*.py"))
     }
-    if part is Part.SYNC:
-        sources[f"{FOLDER}/__init__.py"] = _PACKAGE / "vendoring" / "vendored_package.py"
+    sources |= {f"{FOLDER}/{name}": _PACKAGE / file for name, file in _ALONE.get(part, {}).items()}
     return {path: file.read_bytes() for path, file in sources.items()}
 
 
