@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from nemo_patches.stall.judge import Seat
@@ -20,6 +19,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     finding,
     inner,
     most_told,
+    parties,
     reading_of,
     step_of,
     title_of,
@@ -114,12 +114,8 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
 
 
 def _places_of(waited: list[Account]) -> dict[str, list[int]]:
-    """By where their errors say that they waited, the ranks; the smallest party first."""
-    places: dict[str, list[int]] = defaultdict(list)
-    for one in waited:
-        if one.fate_value.where:
-            places[inner(one.fate_value.where)].append(one.rank)
-    return dict(sorted(places.items(), key=lambda item: len(item[1])))
+    """By where their errors say that they waited."""
+    return parties((inner(one.fate_value.where), one.rank) for one in waited if one.fate_value.where)
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     finding,
     most_told,
     out_of_step,
+    parties,
     reading_of,
     same_kind,
     title_of,
@@ -133,9 +133,5 @@ def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) ->
 
 
 def _by_title(facts: Iterable[Fact]) -> dict[str, list[int]]:
-    """By what it is, who is in it; the smallest party first."""
-    parties: dict[str, list[int]] = defaultdict(list)
-    for fact in facts:
-        if isinstance(fact.value, Seat):
-            parties[f"{fact.value.kind or 'a collective'} {fact.value.size}".strip()].append(fact.rank)
-    return dict(sorted(parties.items(), key=lambda item: len(item[1])))
+    seats_of = ((fact.value, fact.rank) for fact in facts if isinstance(fact.value, Seat))
+    return parties((f"{seat.kind or 'a collective'} {seat.size}".strip(), rank) for seat, rank in seats_of)

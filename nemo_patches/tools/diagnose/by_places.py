@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from nemo_patches.stall import judge as seats
@@ -12,7 +11,7 @@ from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, GONE_FATES, HELD, Account, Hearing
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
-from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step
+from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step, parties
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
 _OUT = (*HELD, fates.GONE, fates.ENDED, fates.KILLED, fates.RAISED, fates.SILENT, fates.MISSING, fates.UNSEEN)
@@ -82,13 +81,10 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
 
 
 def _different(waiting: list[Account], evidence: list[str]) -> Finding:
-    parties: dict[str, list[Account]] = defaultdict(list)
-    for each in waiting:
-        parties[each.place_value.seat].append(each)
-    ordered = dict(sorted(parties.items(), key=lambda item: len(item[1])))
-    first, *_, last = ordered.values()
+    by_seat = parties((each.place_value.seat, each) for each in waiting)
+    first, *_, last = by_seat.values()
     why = further_on(first, last)
-    by_title = {title: [one.rank for one in ranks] for title, ranks in ordered.items()}
+    by_title = {title: [one.rank for one in ranks] for title, ranks in by_seat.items()}
     return out_of_step(by_title, evidence, why.text, why.id or ids.OUT_OF_STEP)
 
 

@@ -124,6 +124,11 @@ def _case(job: Job, name: str, tracks: dict[str, dict[int, Track]], on_most_rank
     return Case(job, safe(name), own, shared_rounds(with_calls), scale, ends)
 
 
+def outcomes_of(cases: list[Case]) -> set[int]:
+    """Of all length syncs of all ranks."""
+    return {code for case in cases for track in case.tracks.values() for code in track.calls.outcome}
+
+
 @dataclass(frozen=True)
 class StallReports:
     """What the stall monitors reported of the stall that the traces end in."""

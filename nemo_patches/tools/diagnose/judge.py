@@ -7,7 +7,7 @@ accusation away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from nemo_patches.stall.rank_text import named
@@ -154,23 +154,27 @@ def _causes(hearing: Hearing) -> list[Finding]:
         return []
     reported = [fact for fact in facts if hearing[fact.rank].reported is not None]
     firsts = _first_by_calls(first_of(reported or facts), hearing)
-    found = []
-    exceptions = [fact for fact in firsts if fate_kind(fact) == fates.RAISED]
     others_are_missing = not reported and any(one.reported is not None for one in hearing.accounts.values())
-    for first in _apart_by_error(exceptions)[:4]:
+    return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts)]
+
+
+def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
+    """facts: all that tell of a cause. firsts: of which none is known to have been after another."""
+    for first in _apart_by_error([fact for fact in firsts if fate_kind(fact) == fates.RAISED])[:4]:
         alike = [fact.rank for fact in facts if fate_kind(fact) == fates.RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
         one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
-        is_harmless = others_are_missing or _was_caught(
-            hearing[first.rank], [each for each in others if each.fate not in facts]
-        )
-        found.append(replace(one, severity=WARNING) if is_harmless else one)
+        went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate not in facts])
+        yield replace(one, severity=WARNING) if others_are_missing or went_on else one
+
+
+def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
+    """One finding of those for want of memory, and one of the others."""
     of_kill = [fact for fact in firsts if fate_kind(fact) == fates.KILLED]
-    for some in ([fact for fact in of_kill if is_for_memory(fact)], [f for f in of_kill if not is_for_memory(f)]):
-        if some:
+    for for_memory in (True, False):
+        if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
             others = [one for one in hearing.accounts.values() if one.fate not in some]
-            found.append(killed([hearing[fact.rank] for fact in some], some, others[:4]))
-    return found
+            yield killed([hearing[fact.rank] for fact in some], some, others[:4])
 
 
 def _is_behind(one: Account, hearing: Hearing) -> bool:

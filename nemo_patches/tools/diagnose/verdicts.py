@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import (
@@ -28,6 +29,8 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Findin
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
 CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 
+_Key = TypeVar("_Key")
+_Member = TypeVar("_Member")
 _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
 _MOST_PLACES = 3  # that a sentence tells
@@ -136,6 +139,14 @@ def finding(
         next_step=(next_step or _NEXT_STEPS[kind]).format(pid=pid, host=host),
         evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
     )
+
+
+def parties(members: Iterable[tuple[_Key, _Member]]) -> dict[_Key, list[_Member]]:
+    """By what they are in, who is in it; the smallest party first."""
+    found: dict[_Key, list[_Member]] = defaultdict(list)
+    for key, member in members:
+        found[key].append(member)
+    return dict(sorted(found.items(), key=lambda item: len(item[1])))
 
 
 def step_of(kind: str) -> str:
@@ -341,14 +352,14 @@ _CURES = (
 
 
 def out_of_step(
-    parties: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
+    by_title: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
 ) -> Finding:
     """kind: the id of what explains it."""
-    sizes = [len(ranks) for ranks in parties.values()]
-    odd = next(iter(parties.values())) if sizes[0] < sizes[-1] else []
+    sizes = [len(ranks) for ranks in by_title.values()]
+    odd = next(iter(by_title.values())) if sizes[0] < sizes[-1] else []
     is_ = "is the odd one" if len(odd) == 1 else "are the odd ones"
     remark = f" {why}" if why else f" {capital(named(odd))} {is_} out." if odd else ""
-    told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in parties.items())
+    told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
     text = f"The ranks are in different collectives, so none can end: {told}.{remark}"
     return finding(kind, text, evidence=evidence)
 

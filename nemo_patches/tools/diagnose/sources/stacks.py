@@ -195,9 +195,26 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     if found.activity == LOCK and not found.collective:
         found = _in_collective_of_thread(found, last)
     found = replace(found, counters=dict(main.counters), loops=dict(main.loops))
-    details, worker = list[str](), ""
-    stays = motion is not None and not motion.moved
+    details, worker = _holds(samples, found, motion), ""
+    if found.activity == LOADER:
+        worker, more = _workers(last)
+        details += more
+    elif not found.collective and (of_children := _children(last)):
+        found = replace(found, activity=CHILD if found.activity in ("", LOCK) else found.activity)
+        details += of_children
+    elif not found.collective or found.activity == LOCK:
+        details += _other_threads(last)
     share = _share_of_core(samples)
+    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
+    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
+        details.append(f"it computes ({100 * share:.0f} % of a core)")
+    return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
+
+
+def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> list[str]:
+    """What holds it up there, as the kernel and Python's lock tell."""
+    last, details = samples[-1], list[str]()
+    stays, share = motion is not None and not motion.moved, _share_of_core(samples)
     if stays and last.state not in "Tt" and (keeper := _keeps_gil(samples)) is not None and (share or 0) < _IDLE_SHARE:
         who = "it" if keeper.tid == last.pid else f"its thread {safe(keeper.name or str(keeper.tid), 60)!r}"
         details.append(f"{who} holds Python's lock (GIL) in a C call")
@@ -208,18 +225,7 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     if last.state == "D":
         channel = f" ({safe(last.wait_channel, 60)})" if last.wait_channel.strip("0") else ""
         details.append(f"in an uninterruptible system call{channel}: a disk or a network file system")
-    if found.activity == LOADER:
-        worker, more = _workers(last)
-        details += more
-    elif not found.collective and (of_children := _children(last)):
-        found = replace(found, activity=CHILD if found.activity in ("", LOCK) else found.activity)
-        details += of_children
-    elif not found.collective or found.activity == LOCK:
-        details += _other_threads(last)
-    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
-    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
-        details.append(f"it computes ({100 * share:.0f} % of a core)")
-    return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
+    return details
 
 
 def _in_collective_of_thread(found: Place, last: Sample) -> Place:

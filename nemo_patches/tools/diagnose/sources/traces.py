@@ -15,7 +15,14 @@ from nemo_patches.stall.rank_text import SILENT as NO_HEARTBEAT
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.by_calls import LONG_S
-from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, without_encoders
+from nemo_patches.tools.diagnose.case import (
+    Case,
+    StallReports,
+    last_entered,
+    outcomes_of,
+    stall_reports,
+    without_encoders,
+)
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member, Motion, Place, Value
 from nemo_patches.tools.diagnose.folder import Job
@@ -59,10 +66,9 @@ def read(job: Job, encoders: list[Case], evidence: Evidence) -> None:
 
 def _without_files(job: Job, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
     """Ranks without a file for which the others wait: no round has come on any, or all that have a dump wait."""
-    told = {fact.rank for fact in evidence.facts} | job.suspects
-    absent = [rank for rank in job.absent if rank not in told]
+    absent = job.untold({fact.rank for fact in evidence.facts})
     fate = Fate(fates.UNSEEN)
-    if any(trace.dumped for trace in job.traces.values()):
+    if job.has_dumps:
         if len(absent) >= len(job.traces) or not _waiting_ranks(encoders) >= job.traces.keys():
             return
         is_elsewhere = not all(_host_of(job, rank) for rank in absent)
@@ -70,7 +76,7 @@ def _without_files(job: Job, encoders: list[Case], evidence: Evidence) -> Iterat
         elsewhere = ", or its dump is in another host's folder" if is_elsewhere else ""
         fate = Fate(fates.UNSEEN, f"it was killed or stopped before it could write a dump{elsewhere}")
     else:
-        outcomes = {code for case in encoders for track in case.tracks.values() for code in track.calls.outcome}
+        outcomes = outcomes_of(encoders)
         if CAME in outcomes or TIMEOUT not in outcomes:
             return
     yield from (Fact(rank, fate, "no file of it is here", own=False) for rank in absent)
@@ -210,15 +216,11 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
         still_s = trace.stalled[-1].t - last_entered(case.job, rank)
         yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), trace.stalled[-1].t)
     for rank, kind in sorted(reports.kinds.items()):
-        by = reports.by[rank]
-        where = reports.where.get(rank, "")
+        by, where = reports.by[rank], reports.where.get(rank, "")
         trace = case.job.traces[by]
         t = max((*(one.t for one in trace.missing[-1:]), *(one.t for one in trace.stalled[-1:])), default=trace.last)
         fate = fates.GONE if where == PROCESS_GONE else _KINDS.get(kind)
-        if fate is not None:
-            yield _fact(case, by, Fate(fate), t, rank, "stall report")
-        else:
-            yield _fact(case, by, Place(where), t, rank, "stall report")
+        yield _fact(case, by, Place(where) if fate is None else Fate(fate), t, rank, "stall report")
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
     vain = [ending.in_vain for ending in case.sure.values()]
