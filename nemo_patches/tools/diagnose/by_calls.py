@@ -118,11 +118,7 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
         return []
     reported = [account for account in ranks.hearing.accounts.values() if _is_reported(account, encoder)]
     if accused := [_Standing(one, _standing_call(one, encoder)) for one in reported if not _is_excused(one, ranks)]:
-        others = _at_top([one for one in ranks.all if not one.call.reported])
-        if not others:  # all report each other: who is furthest has not held the others up
-            others = _at_top([one for one in ranks.all if one.call.number])
-            accused = [one for one in accused if one not in others] or accused
-        return _grouped(ranks, accused, others)
+        return _by_reports(ranks, accused)
     if any(one.kind == fates.RAISED for one in ranks.sure):
         return []  # who raised an exception did not wait
     known = [
@@ -143,6 +139,14 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     if ranks.reporting or ranks.timed_out or ranks.having(lambda one: one.runs or one.call.since_s is not None):
         return _level(ranks)
     return _stopped_at_once(ranks)
+
+
+def _by_reports(ranks: _Ranks, accused: _Some) -> list[Finding]:
+    others = _at_top([one for one in ranks.all if not one.call.reported])
+    if not others:  # all report each other: who is furthest has not held the others up
+        others = _at_top([one for one in ranks.all if one.call.number])
+        accused = [one for one in accused if one not in others] or accused
+    return _grouped(ranks, accused, others)
 
 
 def _standing_call(account: Account, encoder: str) -> Call:
@@ -378,23 +382,27 @@ def _level(ranks: _Ranks) -> list[Finding]:
         return _grouped(ranks, behind, at_top)
     if inside and outside and not reported:
         return [_absent(ranks, ids.SOME_INSIDE, inside, outside)]
-    everyone, call = f"All {len(ranks.sure)} ranks", at_top[0].call.title
     if all(one.call.in_vain for one in at_top):
         return []  # the last to come to a round does not wait in vain: some trace is not what its rank wrote
+    return [_of_equals(ranks, at_top[0].call.title, inside, outside, behind)]
+
+
+def _of_equals(ranks: _Ranks, call: str, inside: _Some, outside: _Some, behind: _Some) -> Finding:
+    everyone = f"All {len(ranks.sure)} ranks"
     if inside and not outside and not behind:
         phase = min((one.call.phase for one in inside), key=_PHASE_ORDER.index)
         there = [one for one in inside if one.call.phase == phase]
         which = named([one.rank for one in there])
         which = _PHASES[phase] if len(there) == len(inside) else f"{which} {_PHASES[phase]}"
         text = f"{everyone} are inside {call}, {which}, and none has come out."
-        return [_finding(ids.ALL_INSIDE, text, there, there)]
+        return _finding(ids.ALL_INSIDE, text, there, there)
     if inside or behind:
         text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
-        return [replace(_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure), phase="")]
+        return replace(_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure), phase="")
     text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
     # A job that decodes or writes for long, and calls no encoder, looks the same, unless one was seen to wait.
     severity = "" if ranks.hearing.evidence.saw_a_wait or ranks.timed_out else WARNING
-    return [_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure, severity)]
+    return _finding(ids.OUTSIDE, text, ranks.sure, ranks.sure, severity)
 
 
 def _stopped_at_once(ranks: _Ranks) -> list[Finding]:

@@ -148,23 +148,33 @@ class ExceptionLines:
         """One line of a rank's, without its prefix."""
         writing = self._writing.get(key)
         if _BEGINS.search(text):
-            if writing is None:
-                if len(self._writing) >= MOST_KEPT:
-                    return
-                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
-            elif "Original" not in text and writing.last is not None and not writing.was_caused:
-                self._end(key)  # of another exception
-                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
-            writing.in_traceback = not line.has_prefix
-            if "Original" not in text:  # a data loader's worker: beneath the frames that waited for it
-                writing.frames.clear()
-            return
-        if writing is None:
-            error = _ERROR.match(text) if key >= 0 and line.has_prefix else None
-            if error is not None and _is_name(error[1]) and len(self._writing) < MOST_KEPT:
-                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
+            self._begin(key, line, text)
+        elif writing is not None:
+            self._go_on(writing, line, text)
+        elif key >= 0 and line.has_prefix and (error := _ERROR.match(text)) and _is_name(error[1]):
+            writing = self._anew(key)
+            if writing is not None:
                 self._raise(writing, error, line)
-            return
+
+    def _anew(self, key: int) -> _Writing | None:
+        """None where there are too many already."""
+        if len(self._writing) >= MOST_KEPT:
+            return None
+        self._writing[key] = _Writing(was_over=self._found.is_over)
+        return self._writing[key]
+
+    def _begin(self, key: int, line: Line, text: str) -> None:
+        """A traceback begins."""
+        writing, is_workers = self._writing.get(key), "Original" in text
+        if writing is not None and not is_workers and writing.last is not None and not writing.was_caused:
+            self._end(key)  # of another exception
+            writing = None
+        if (writing := writing or self._anew(key)) is not None:
+            writing.in_traceback = not line.has_prefix
+            if not is_workers:  # a data loader's worker: beneath the frames that waited for it
+                writing.frames.clear()
+
+    def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
         if frame := _FRAME.match(text):
             writing.frames.append((frame[1], frame[2], frame[3]))
             writing.has_frames = True

@@ -158,22 +158,8 @@ def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterato
     """How it ended and where that found it, if it did. may_have_gone: others say so."""
     job, process = case.job, ending.process
     trace = job.traces[rank]
-    code = None if trace.end is None else trace.end.exit_code or 0  # the interpreter does not tell every code
-    if ending.at_fault and (raised := _exception(case, rank)) is not None:
-        t, error = raised
-        frames = " < ".join(shown(function, file, line) for file, line, function in error.frames[:3])
-        lines = tuple(safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:])
-        yield _fact(case, rank, Fate(fates.RAISED, error.line, safe(frames), lines, code), t)
-    elif process.waited or (ending.sync_ended and process.unknown):
-        kind = fates.WAITED if process.timed_out else fates.CUT
-        text = process.error or f"{fates.SYNC_ENDED}: another rank had gone"
-        text = f"{fates.AT_START}: {text}" if process.starting else text
-        yield _fact(case, rank, Fate(kind, text), process.at)
-    elif process.terminated:
-        yield _fact(case, rank, Fate(fates.TERMINATED, process.error or "SIGTERM"), process.at)
-    elif trace.end is not None or process.ordinary:
-        text = _after(case, ending) + (f", exit code {code}" if code else "")
-        yield _fact(case, rank, Fate(fates.ENDED, text, exit_code=code), trace.end.t if trace.end else None)
+    if (fate := _fate(case, rank, ending)) is not None:
+        yield fate
     elif job.moving or (trace.dumped is not None and not may_have_gone):
         yield _fact(case, rank, Fate(fates.RUNS))
     if rank in job.alive:
@@ -183,6 +169,27 @@ def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterato
         yield _fact(case, rank, Place(process.where, collective), process.at)
     elif trace.dumped is not None and trace.dumped.where:
         yield _fact(case, rank, Place(safe(trace.dumped.where)), trace.dumped.t)
+
+
+def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
+    """How it ended; None where its trace has no end."""
+    process, end = ending.process, case.job.traces[rank].end
+    code = None if end is None else end.exit_code or 0  # the interpreter does not tell every code
+    if ending.at_fault and (raised := _exception(case, rank)) is not None:
+        t, error = raised
+        frames = " < ".join(shown(function, file, line) for file, line, function in error.frames[:3])
+        lines = tuple(safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:])
+        return _fact(case, rank, Fate(fates.RAISED, error.line, safe(frames), lines, code), t)
+    if process.waited or (ending.sync_ended and process.unknown):
+        text = process.error or f"{fates.SYNC_ENDED}: another rank had gone"
+        text = f"{fates.AT_START}: {text}" if process.starting else text
+        return _fact(case, rank, Fate(fates.WAITED if process.timed_out else fates.CUT, text), process.at)
+    if process.terminated:
+        return _fact(case, rank, Fate(fates.TERMINATED, process.error or "SIGTERM"), process.at)
+    if end is not None or process.ordinary:
+        text = _after(case, ending) + (f", exit code {code}" if code else "")
+        return _fact(case, rank, Fate(fates.ENDED, text, exit_code=code), end.t if end else None)
+    return None
 
 
 def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
