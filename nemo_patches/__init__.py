@@ -113,19 +113,13 @@ def apply(
     supported range, DriftError where NeMo's code is not as expected (nothing is patched then), ModuleNotFoundError
     where NeMo is not installed.
     """
-    from nemo_patches.stall.settings import resolve as resolve_stall
-    from nemo_patches.sync.settings import resolve
-    from nemo_patches.tracing.settings import resolve as resolve_trace
-    from nemo_patches.uneven.settings import resolve as resolve_uneven
+    given = dict(locals())  # every keyword
+    from nemo_patches.patching.settings import AllSettings
 
-    settings = resolve(sync, timeout, on_timeout)
-    stall_settings = resolve_stall(call_timeout, stall_timeout, stall_exit, on_stall)
-    trace_settings = resolve_trace(trace, trace_size, trace_checks, on_finding, dump)
-    uneven_settings = resolve_uneven(metrics, stop_together, checkpoints, compare)
+    settings = AllSettings.resolve(given)
     from nemo_patches.patching import monkeypatch, start_up
 
-    hook_installed = start_up.installed()
-    if monkeypatch.this_process.apply(settings, stall_settings, trace_settings, uneven_settings, hook_installed):
+    if monkeypatch.this_process.apply(settings, start_up.installed()):
         start_up.install()
 
 

@@ -20,10 +20,10 @@ import typer
 from rich.console import Console
 
 import nemo_patches as package
+from nemo_patches.patching.settings import ALL_SETTINGS, refusals
 from nemo_patches.sync.settings import Setting, SettingsError
 from nemo_patches.tools.doctor import request
 from nemo_patches.tools.option_words import choice
-from nemo_patches.uneven.settings import ALL_SETTINGS, refusals
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(
@@ -118,9 +118,10 @@ def demo(
 
 
 def _setting_option(setting: Setting[Any]) -> Any:
-    words = re.findall(r"'(\w+)'", setting.allowed)
     more: dict[str, Any] = {"help": setting.help, "show_default": setting.text(setting.default) + setting.unit}
-    return choice(words, "comma" in setting.allowed, **more) if words else typer.Option(metavar="VALUE", **more)
+    if setting.words:
+        return choice(setting.words, setting.several, **more)
+    return typer.Option(metavar="VALUE", **more)
 
 
 def _setting_options(function: Callable[..., None]) -> Callable[..., None]:

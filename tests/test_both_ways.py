@@ -24,7 +24,6 @@ from interpreters import environment, run
 
 from nemo_patches import __version__
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.sync.settings import TIMEOUT
 from nemo_patches.vendoring import checkouts, parts
 
 TESTS = Path(__file__).parent
@@ -77,7 +76,7 @@ def vendored(vendored_nemo: Path, tmp_path_factory: pytest.TempPathFactory) -> L
 def live(folder: Path, variables: dict[str, str]) -> Life:
     done = run(
         [sys.executable, TESTS / "both_ways.py", str(folder / "records")],
-        {**variables, TIMEOUT.variable: f"{PATIENT:g}"},
+        {**variables, "NEMO_PATCHES_TIMEOUT": f"{PATIENT:g}"},
         LIMIT,
         TESTS,  # in the checkout's root, Python would find nemo_patches
     )

@@ -15,13 +15,13 @@ from simulated_traces import write
 
 from nemo_patches.cli import app
 from nemo_patches.patching import DISABLE_VARIABLE, admission
-from nemo_patches.stall.settings import STALL_TIMEOUT
-from nemo_patches.sync.settings import TIMEOUT
+from nemo_patches.patching.settings import ALL_SETTINGS
+from nemo_patches.stall.settings import StallSettings
+from nemo_patches.sync.settings import Settings
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.command import JSON_FORMAT
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.uneven.settings import ALL_SETTINGS
 
 pytestmark = pytest.mark.one_nemo
 
@@ -32,6 +32,8 @@ PAGES.remove(CHECKOUT / "CHANGELOG.md")  # which may name what has gone since
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {DISABLE_VARIABLE, admission.UNSUPPORTED_VARIABLE}
 COMMANDS: Any = typer.main.get_command(app)
+CJK = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+HALF_WIDTH = "[,:;()?!]"
 
 
 def code(page: Path) -> list[str]:
@@ -62,11 +64,33 @@ def test_both_readmes_have_the_same_headings_commands_settings_and_links_in_the_
     assert set(links(CHINESE)) - {"README.md"} == set(links(README)) - {"README.zh-CN.md"}
 
 
+def chinese_paragraphs(text: str) -> list[str]:
+    """Paragraphs, list items, rows and lines of code with Chinese in them; a piece of code stands as one character."""
+    text = re.sub(r"\]\([^)\n]*\)", "]", text.strip())
+    paragraphs = re.split(r"\n\n|\n(?=[-|#]| {4})", text)
+    return [re.sub(r"`[^`]*`", "码", paragraph) for paragraph in paragraphs if re.search(CJK, paragraph)]
+
+
+@pytest.mark.wheel
+@each_page
+def test_chinese_has_full_width_punctuation_and_no_line_break_in_a_paragraph(page: Path) -> None:
+    for paragraph in chinese_paragraphs(page.read_text(encoding="utf-8")):
+        assert not re.search(f"{CJK} ?{HALF_WIDTH}|{HALF_WIDTH} ?{CJK}", paragraph), paragraph
+        assert not re.search(f"{CJK}\n|\n *{CJK}", paragraph), f"a line break is rendered as a space: {paragraph}"
+
+
+@pytest.mark.wheel
+def test_chinese_in_the_program_has_full_width_punctuation() -> None:
+    for source in (CHECKOUT / "nemo_patches").rglob("*.py"):
+        text = source.read_text(encoding="utf-8")
+        assert not re.search(f"{CJK}{HALF_WIDTH}|{HALF_WIDTH}{CJK}", text), source
+
+
 def test_the_numbers_of_the_readme_are_the_codes() -> None:
     text = README.read_text(encoding="utf-8")
     assert f"NeMo {admission.SUPPORTED}." in text
-    assert f"the default is {TIMEOUT.default.seconds} s" in text
-    assert text.count(f"after {STALL_TIMEOUT.default.seconds} s") == 1
+    assert f"the default is {Settings().timeout.seconds} s" in text
+    assert text.count(f"after {StallSettings().stall_timeout.seconds} s") == 1
     first, second = re.findall(r"^NEMO_VERSIONS \?= (\S+) (\S+)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)[0]
     assert f"on NeMo {first} and {second};" in text
     (python,) = re.findall(r'^requires-python = ">=(.*)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)

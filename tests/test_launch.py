@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from interpreters import LAUNCHER, environment, run
 
-from nemo_patches.uneven.settings import ALL_SETTINGS
+from nemo_patches.patching.settings import ALL_SETTINGS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
+from nemo_patches.patching.settings import ALL_SETTINGS
 from nemo_patches.stall.settings import StallSettings
-from nemo_patches.stall.settings import resolve as resolve_stall
-from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt, resolve
+from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt
 from nemo_patches.tracing.settings import TraceSettings
-from nemo_patches.uneven.settings import ALL_SETTINGS, UnevenSettings
-from nemo_patches.uneven.settings import resolve as resolve_uneven
+from nemo_patches.uneven.settings import UnevenSettings
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 
 def test_defaults() -> None:
     second = timedelta(seconds=1)
-    assert resolve(environment={}) == Settings("bounded", 10 * second, "fallback")
-    assert resolve_stall(environment={}) == StallSettings(60 * second, 60 * second, 0 * second, "")
+    assert Settings.resolve(environment={}) == Settings("bounded", 10 * second, "fallback")
+    assert StallSettings.resolve(environment={}) == StallSettings(60 * second, 60 * second, 0 * second, "")
 
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
@@ -33,12 +32,15 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         "NEMO_PATCHES_CALL_TIMEOUT": "0",
     }
     seconds = timedelta(seconds=1)
-    assert resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise")
-    assert resolve("local", 4, "fallback", environment) == Settings("local", 4 * seconds, "fallback")
-    assert resolve_stall(environment=environment) == StallSettings(0 * seconds)
-    given = resolve_stall(7, 8, 9, "page --me", environment)
-    assert given == StallSettings(7 * seconds, 8 * seconds, 9 * seconds, "page --me")
-    assert resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
+    assert Settings.resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise")
+    given: dict[str, Any] = {"sync": "local", "timeout": 4, "on_timeout": "fallback"}
+    assert Settings.resolve(given, environment) == Settings("local", 4 * seconds, "fallback")
+    assert StallSettings.resolve(environment=environment) == StallSettings(0 * seconds)
+    given = {"call_timeout": 7, "stall_timeout": 8, "stall_exit": 9, "on_stall": "page --me"}
+    assert StallSettings.resolve(given, environment) == StallSettings(
+        7 * seconds, 8 * seconds, 9 * seconds, "page --me"
+    )
+    assert Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
 @pytest.mark.parametrize(
@@ -62,21 +64,21 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
 )
 def test_a_bad_value_is_named_with_what_is_allowed(keyword: str, value: object, allowed: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        table = resolve if hasattr(Settings(), keyword) else resolve_stall
-        table(**{keyword: value}, environment={})  # type: ignore[operator]
+        table = Settings if hasattr(Settings(), keyword) else StallSettings
+        table.resolve({keyword: value}, {})
     assert f"{keyword}={value!r}" in str(caught.value)
     assert allowed in str(caught.value)
 
 
 def test_a_bad_variable_is_named() -> None:
     with pytest.raises(SettingsError, match=r"NEMO_PATCHES_TIMEOUT='ten'.*seconds"):
-        resolve(environment={"NEMO_PATCHES_TIMEOUT": "ten"})
+        Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": "ten"})
 
 
 @pytest.mark.parametrize("value", [-1, 0.5, "1.5", "often", True, 1e10, math.nan, math.inf])
 def test_a_number_of_steps_is_a_whole_one(value: object) -> None:
     with pytest.raises(SettingsError, match=r"compare=.* is not allowed; allowed: a whole number of optimizer steps"):
-        resolve_uneven(compare=value, environment={})  # type: ignore[arg-type]
+        UnevenSettings.resolve({"compare": value}, {})
 
 
 def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
@@ -90,7 +92,7 @@ def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
 @pytest.mark.parametrize("given", [{"stall_exit": 5}, {"on_stall": "page"}])
 def test_what_needs_a_stall_timeout_is_not_allowed_without_one(given: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=rf"{next(iter(given))}=.* is not allowed with stall_timeout=0"):
-        resolve_stall(stall_timeout=0, **given, environment={})
+        StallSettings.resolve({"stall_timeout": 0, **given}, {})
 
 
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)

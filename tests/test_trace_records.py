@@ -50,7 +50,7 @@ from nemo_patches.tracing.records import (
     Raised,
     encode,
 )
-from nemo_patches.tracing.settings import TraceSettings, resolve
+from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.writer import TraceWriter
 
 pytestmark = pytest.mark.one_nemo
@@ -85,40 +85,46 @@ def said() -> Iterator[list[str]]:
 
 
 def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path: Path) -> None:
-    assert resolve(environment={}) == TraceSettings(None, 256.0, (), "continue")
+    assert TraceSettings.resolve(environment={}) == TraceSettings(None, 256.0, (), "continue")
     environment = {
         "NEMO_PATCHES_TRACE": str(tmp_path),
         "NEMO_PATCHES_TRACE_SIZE": "8",
         "NEMO_PATCHES_TRACE_CHECKS": "barrier, inputs",
         "NEMO_PATCHES_ON_FINDING": "raise",
     }
-    assert resolve(environment=environment) == TraceSettings(tmp_path, 8.0, ("inputs", "barrier"), "raise")
-    there = resolve(tmp_path / "there", 1, ["cuda"], "continue", environment=environment)
+    assert TraceSettings.resolve(environment=environment) == TraceSettings(
+        tmp_path, 8.0, ("inputs", "barrier"), "raise"
+    )
+    keywords = {"trace": tmp_path / "there", "trace_size": 1, "trace_checks": ["cuda"], "on_finding": "continue"}
+    there = TraceSettings.resolve(keywords, environment)
     assert there == TraceSettings(tmp_path / "there", 1.0, ("cuda",), "continue")
-    off = resolve("", environment=environment)  # whatever the variables say
+    off = TraceSettings.resolve({"trace": ""}, environment)  # whatever the variables say
     assert (off.folder, off.checks) == (None, ())
 
 
 def test_dumps_go_where_a_keyword_or_a_variable_says_and_nowhere_if_it_is_empty(tmp_path: Path) -> None:
     variable = {"NEMO_PATCHES_DUMP": str(tmp_path)}
-    assert resolve(environment={}).dump is None  # the job's own
-    assert resolve(environment=variable).dump == str(tmp_path)
-    assert resolve(environment={"NEMO_PATCHES_DUMP": ""}).dump == ""
-    assert resolve(dump="", environment=variable).dump == ""
-    assert resolve(dump="here", environment=variable).dump == str(Path("here").absolute())
-    assert str(resolve(dump="", environment={})) == "dump=off"
+    assert TraceSettings.resolve(environment={}).dump is None  # the job's own
+    assert TraceSettings.resolve(environment=variable).dump == str(tmp_path)
+    assert TraceSettings.resolve(environment={"NEMO_PATCHES_DUMP": ""}).dump == ""
+    assert TraceSettings.resolve({"dump": ""}, variable).dump == ""
+    assert TraceSettings.resolve({"dump": "here"}, variable).dump == str(Path("here").absolute())
+    assert str(TraceSettings.resolve({"dump": ""}, {})) == "dump=off"
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         ({"trace": 5}, "trace=5 is not allowed; allowed: a folder"),
-        ({"size": 0}, "trace_size=0 is not allowed; allowed: a number of MiB, 0.1 to 1000000"),
-        ({"size": "much"}, "trace_size='much' is not allowed"),
-        ({"checks": "input"}, "trace_checks='input' is not allowed; allowed.*'inputs', 'cuda', 'barrier'"),
+        ({"trace_size": 0}, "trace_size=0 is not allowed; allowed: a number of MiB, 0.1 to 1000000"),
+        ({"trace_size": "much"}, "trace_size='much' is not allowed"),
+        ({"trace_checks": "input"}, "trace_checks='input' is not allowed; allowed.*'inputs', 'cuda', 'barrier'"),
         ({"on_finding": "stop"}, "on_finding='stop' is not allowed; allowed: 'continue', 'raise'"),
         ({"dump": 5}, "dump=5 is not allowed; allowed: a folder"),
-        ({"trace": "", "checks": "inputs"}, "trace_checks='inputs' is not allowed without a trace: set trace=DIR"),
+        (
+            {"trace": "", "trace_checks": "inputs"},
+            "trace_checks='inputs' is not allowed without a trace: set trace=DIR",
+        ),
         ({"environment": {"NEMO_PATCHES_TRACE_SIZE": "-1"}}, "NEMO_PATCHES_TRACE_SIZE='-1' is not allowed"),
         (
             {"trace": None, "environment": {"NEMO_PATCHES_TRACE_CHECKS": "cuda"}},
@@ -128,7 +134,7 @@ def test_dumps_go_where_a_keyword_or_a_variable_says_and_nowhere_if_it_is_empty(
 )
 def test_what_is_not_allowed_is_refused_with_what_is(given: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
-        resolve(**{"trace": "here", "environment": {}, **given})
+        TraceSettings.resolve({"trace": "here", **given}, given.get("environment", {}))
 
 
 def test_a_file_begins_with_its_header_and_ends_with_its_end(tmp_path: Path) -> None:
@@ -413,7 +419,7 @@ def test_a_trace_for_a_person_is_a_line_before_and_a_line_after_each_call(
 
     monkeypatch.chdir(tmp_path)
     encoder = recorded_class(forward)()
-    tracing.start(resolve(environment={"NEMO_PATCHES_TRACE": "-"}))
+    tracing.start(TraceSettings.resolve(environment={"NEMO_PATCHES_TRACE": "-"}))
     assert str(tracing.recorder.settings).startswith("trace=-, ") and tracing.where().startswith("not begun")
     encoder(torch.ones(2, 3, 4), torch.tensor([4, 3]))
     with pytest.raises(ValueError, match="too many"):

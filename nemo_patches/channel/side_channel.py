@@ -9,7 +9,6 @@ rounds on every rank. No torch: the job's store is handed in.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
@@ -25,8 +24,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from . import process_hooks
+from .daemon import Daemon
 from .keys import GONE
 from .links import HAS_GONE, HAS_LEFT, LEFT, VANISHED, WELCOME, Links
+from .process_hooks import AtExit, InForkedChild
 from .store_client import StoreClient
 from .survey import ACK, Subject, Surveys
 from .tree import CUT_OFF_S, FORMAT, Connection, Place, Resident
@@ -172,11 +174,9 @@ class SideChannel:
     def start(self) -> None:
         """From now on there is a thread. With the lock held."""
         if self._thread is None and not self.error:
-            self._thread = threading.Thread(target=self._run, name="nemo_patches side channel", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # as many as this user or container may have
-                self.stop(f"this rank cannot take part: {error}")
+            self._thread = Daemon("side channel", self._run)
+            if why := self._thread.begin():
+                self.stop(f"this rank cannot take part: {why}")
 
     def stop(self, reason: str, leaves: bool = False) -> None:
         """End this rank's rounds at once, and the thread soon. Takes no lock: the garbage collector may call this."""
@@ -445,5 +445,12 @@ def _at_exit() -> None:
 
 
 _channels: weakref.WeakSet[SideChannel] = weakref.WeakSet()
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=lambda: list(map(SideChannel.forget, list(_channels))))
+
+
+def _in_forked_child() -> None:
+    for channel in list(_channels):
+        channel.forget()
+
+
+process_hooks.run(AtExit.SIDE_CHANNELS, _at_exit)
+process_hooks.run(InForkedChild.SIDE_CHANNELS, _in_forked_child)

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .daemon import Daemon
 from .safe_text import first_line
 from .store import JobStore
 
@@ -83,16 +84,13 @@ class StoreClient:
             self._requests = (*self._requests, request)
         return request
 
-    def ask_in_thread(self, ask: Callable[[], None], name: str = "nemo_patches query") -> threading.Thread:
+    def ask_in_thread(self, ask: Callable[[], None]) -> threading.Thread:
         """Run `ask` in a daemon thread, which `join` knows. Its `ident` is None where it could not start: said once."""
-        thread = threading.Thread(target=ask, name=name, daemon=True)
+        thread = Daemon("query", ask)
         self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError as error:  # as many as this user or container may have
-            if str(error) != self._said:
-                self._said = str(error)
-                self._say(f"the job's store cannot be asked, training goes on: {error}")
+        if (why := thread.begin()) and why != self._said:
+            self._said = why
+            self._say(f"the job's store cannot be asked, training goes on: {why}")
         return thread
 
     def join(self, also: Iterable[threading.Thread], limit: timedelta) -> None:

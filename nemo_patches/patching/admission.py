@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 
 from nemo_patches.patching import DISABLE_VARIABLE
+from nemo_patches.patching.settings import ALL_SETTINGS
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.sync import settings
 from nemo_patches.sync.settings import SettingsError
-from nemo_patches.uneven.settings import ALL_SETTINGS
 
 # The one place that says which NeMo is supported; `make test-matrix` runs the last release of each of these series.
 SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")

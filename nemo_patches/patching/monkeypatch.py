@@ -17,8 +17,9 @@ import torch
 
 from nemo_patches.growth import give_back_all
 from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission
-from nemo_patches.patching.process_status import Skipped, Status, chosen_text, settings_text
+from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
+from nemo_patches.patching.settings import AllSettings
 from nemo_patches.patching.targets import (
     CHECKPOINT_BASES,
     CHECKPOINT_TARGETS,
@@ -28,7 +29,6 @@ from nemo_patches.patching.targets import (
     DriftError,
     Target,
 )
-from nemo_patches.stall import settings as stall_settings
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.stall.settings import StallSettings
@@ -37,14 +37,12 @@ from nemo_patches.sync.events import FlagIsOff, bus
 from nemo_patches.sync.own_syncs import Owner, OwnSync, copies, own_syncs
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.rank_log import report
-from nemo_patches.sync.settings import Settings, SettingsError, resolve
-from nemo_patches.tracing import settings as trace_settings
+from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.encoder_facts import configured_flag
 from nemo_patches.tracing.recorder import tracing
-from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.tracing.settings import STDERR, TraceSettings
 from nemo_patches.tracing.trace_header import rank_and_size
-from nemo_patches.uneven import settings as uneven_settings
 from nemo_patches.uneven.even_loader import even_loaders
 from nemo_patches.uneven.parameter_watch import parameter_watch
 from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
@@ -72,14 +70,7 @@ class Patching:
         self._by_hand = False  # by apply() alone: what this process spawns has no import hook
         self._refused = ""  # why the import hook patches nothing
 
-    def apply(
-        self,
-        settings: Settings,
-        stall: StallSettings,
-        trace: TraceSettings,
-        uneven: UnevenSettings,
-        hook_installed: bool,
-    ) -> bool:
+    def apply(self, settings: AllSettings, hook_installed: bool) -> bool:
         """Patch every target of the installed NeMo, or only change the settings where that is done already.
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
@@ -91,27 +82,30 @@ class Patching:
             return False
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         if self._in_force:
-            _import_chosen(uneven)
+            _import_chosen(settings.uneven)
         with self._lock:
             if self._in_force:
-                self._change_settings(settings, stall, trace, uneven)
+                self._change_settings(settings)
                 return False
             self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
         modules = {target: module for target in TARGETS if (module := _import(target)) is not None}
-        _import_chosen(uneven)
+        _import_chosen(settings.uneven)
         with self._lock:
             if self._in_force:  # by another thread meanwhile
-                self._change_settings(settings, stall, trace, uneven)
+                self._change_settings(settings)
                 return False
             if built_in := next(
                 (version for target, module in modules.items() if (version := target.built_in(module))), ""
             ):
-                self._leave_alone(built_in, trace, uneven)
+                self._leave_alone(built_in, settings)
                 return False
             admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
-            metric_drift, checkpoint_drift = self._metric_drift(uneven), self._checkpoint_drift(uneven)
+            metric_drift, checkpoint_drift = (
+                self._metric_drift(settings.uneven),
+                self._checkpoint_drift(settings.uneven),
+            )
             if checkpoint_drift:
                 drift.append(f"{_NOT_AGREED}: {' | '.join(checkpoint_drift.values())}")
             if drift := drift + list(metric_drift.values()):
@@ -119,8 +113,8 @@ class Patching:
                     f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
                 )
             self._by_hand = not hook_installed
-            self._begin(settings, stall, uneven)
-            self._patch_all(modules, trace)
+            self._begin(settings)
+            self._patch_all(modules, settings.trace)
             self._patch_chosen()
             self._say_collection_complete()
             return True
@@ -166,12 +160,9 @@ class Patching:
             if not self._in_force and admission.disabled():
                 return
             if not self._in_force and (built_in := target.built_in(module)):
-                self._leave_alone(built_in, trace_settings.resolve(), uneven_settings.resolve())
+                self._leave_alone(built_in, AllSettings.resolve())
                 return
-            settings = length_sync.current() if self._in_force else resolve()
-            stall = subscriber.settings_in_force() if self._in_force else stall_settings.resolve()
-            trace = self._trace_settings if self._in_force else trace_settings.resolve()
-            uneven = self._uneven if self._in_force else uneven_settings.resolve()
+            settings = self._settings_in_force() if self._in_force else AllSettings.resolve()
             admission.require_supported(admission.nemo_version())
             if problem := target.drift(module):
                 raise DriftError(problem)
@@ -179,8 +170,8 @@ class Patching:
             self._refuse(target, error)
             return
         if not self._in_force:
-            self._begin(settings, stall, uneven)
-        self._patch_all({target: module}, trace)
+            self._begin(settings)
+        self._patch_all({target: module}, settings.trace)
         if self._collection_complete:
             self._say_patched((target,))
 
@@ -189,17 +180,16 @@ class Patching:
         try:
             if self._in_force or admission.disabled():
                 return
-            settings, stall, trace = resolve(), stall_settings.resolve(), trace_settings.resolve()
-            uneven = uneven_settings.resolve()
+            settings = AllSettings.resolve()
         except SettingsError as error:
             self._refuse(None, error)
             return
-        length_sync.use(settings)
-        parameter_watch.use(uneven.compare)
-        subscriber.use(stall)
+        length_sync.use(settings.sync)
+        parameter_watch.use(settings.uneven.compare)
+        subscriber.use(settings.stall)
         subscriber.subscribe()
-        if trace.folder in (None, trace_settings.STDERR):
-            dumps.start(trace.dump)
+        if settings.trace.folder in (None, STDERR):
+            dumps.start(settings.trace.dump)
 
     def revert(self) -> None:
         """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
@@ -295,18 +285,18 @@ class Patching:
         if self._in_force or not self._follows_imports:
             return self._uneven
         try:
-            return UnevenSettings() if admission.disabled() else uneven_settings.resolve()
+            return UnevenSettings() if admission.disabled() else UnevenSettings.resolve()
         except SettingsError as error:
             if str(error) != self._said_of_uneven:
                 report(logging.ERROR, f"{error}; nothing is done about uneven batches")
             self._said_of_uneven = str(error)
             return UnevenSettings()
 
-    def _begin(self, settings: Settings, stall: StallSettings, uneven: UnevenSettings) -> None:
-        self._uneven = uneven
-        parameter_watch.use(uneven.compare)
-        length_sync.use(settings)
-        subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)
+    def _begin(self, settings: AllSettings) -> None:
+        self._uneven = settings.uneven
+        parameter_watch.use(settings.uneven.compare)
+        length_sync.use(settings.sync)
+        subscriber.use(settings.stall, str(settings.uneven), settings.uneven.metrics == DEFERRED)
         subscriber.subscribe()
         starts: dict[type, Any] = {AllAnnounced: self._say_all_patched, FlagIsOff: self._say_flag_is_off}
         bus.subscribe("the line at the start", starts)
@@ -341,7 +331,7 @@ class Patching:
             if trace.folder:
                 tracing.start(trace)
         self._trace_settings = trace
-        if trace.folder in (None, trace_settings.STDERR):  # there is no file of them
+        if trace.folder in (None, STDERR):  # there is no file of them
             dumps.start(trace.dump)
         else:
             dumps.stop()
@@ -380,10 +370,8 @@ class Patching:
         if self._uneven.checkpoints != STOCK:
             self.replacements.agree_on_checkpoints(self._agrees_on_checkpoints)
 
-    def _change_settings(
-        self, settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings
-    ) -> None:
-        before = self._settings_in_force()
+    def _change_settings(self, settings: AllSettings) -> None:
+        before, uneven = self._settings_in_force(), settings.uneven
         if drift := self._metric_drift(uneven):
             raise DriftError(f"metrics cannot be deferred, nothing was changed: {' | '.join(drift.values())}")
         if drift := self._checkpoint_drift(uneven):
@@ -391,18 +379,17 @@ class Patching:
         self._uneven = uneven
         parameter_watch.use(uneven.compare)
         self._patch_chosen()
-        length_sync.use(settings)
-        subscriber.use(stall, str(uneven), uneven.metrics == DEFERRED)
-        tracing.length_sync_changed(settings)
-        self._trace(trace)
+        length_sync.use(settings.sync)
+        subscriber.use(settings.stall, str(uneven), uneven.metrics == DEFERRED)
+        tracing.length_sync_changed(settings.sync)
+        self._trace(settings.trace)
         if before != self._settings_in_force():
-            texts = settings_text(*self._settings_in_force()), settings_text(*before)
-            report(logging.INFO, "settings changed: {} (before: {})".format(*texts))
+            report(logging.INFO, f"settings changed: {self._settings_in_force()} (before: {before})")
 
-    def _settings_in_force(self) -> tuple[Settings, StallSettings, TraceSettings, UnevenSettings]:
-        return length_sync.current(), subscriber.settings_in_force(), self._trace_settings, self._uneven
+    def _settings_in_force(self) -> AllSettings:
+        return AllSettings(length_sync.current(), subscriber.settings_in_force(), self._trace_settings, self._uneven)
 
-    def _leave_alone(self, built_in: str, trace: TraceSettings, uneven: UnevenSettings) -> None:
+    def _leave_alone(self, built_in: str, settings: AllSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
         self._follows_imports = False
         subscriber.encoders_were_reverted()
@@ -411,8 +398,8 @@ class Patching:
         reason = _built_in_text(built_in)
         self._skipped.clear()
         self._skipped.update(dict.fromkeys(TARGETS, reason))
-        others = replace(uneven, checkpoints=UnevenSettings().checkpoints)  # whose variable holds there, too
-        missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(others))))
+        others = replace(settings.uneven, checkpoints=UnevenSettings().checkpoints)  # whose variable holds there, too
+        missing = ", ".join(filter(None, (str(settings.trace) if settings.trace.folder else "", str(others))))
         _say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
 
     def _refuse(self, target: Target | None, error: Exception) -> None:
@@ -448,7 +435,7 @@ class Patching:
         say_own_syncs(self._own_syncs())
         for target, reason in self._skipped.items():
             _say(f"not patched: {target}: {reason}", logging.DEBUG)
-        _say(f"settings: {settings_text(*self._settings_in_force())}", logging.DEBUG)
+        _say(f"settings: {self._settings_in_force()}", logging.DEBUG)
 
     def _say_patched(self, targets: Iterable[Target]) -> None:
         if rank_and_size()[1] == 1:  # else rank 0 says it for all, when each has come to its first encoder call
@@ -476,7 +463,7 @@ class Patching:
     def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(target.owner for target in targets) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        return f"{names} ({versions}; {chosen_text(*self._settings_in_force())})"
+        return f"{names} ({versions}; {self._settings_in_force().short()})"
 
 
 def _built_in_text(version: str) -> str:

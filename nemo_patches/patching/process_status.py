@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from nemo_patches.patching.settings import AllSettings
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.rank_text import named
 from nemo_patches.stall.settings import StallSettings
@@ -62,7 +63,7 @@ class Status:
         lines = [
             f"{self.state}: {self.why}",
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {settings_text(self.settings, self.stall_settings, self.trace, self.uneven)}",
+            f"settings: {AllSettings(self.settings, self.stall_settings, self.trace, self.uneven)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
@@ -75,21 +76,6 @@ class Status:
         if self.unannounced:
             lines.append(f"not patched, or not started: {named(self.unannounced)}")
         return "\n".join((*lines, *map(str, self.stalls)))
-
-
-def settings_text(settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> str:
-    """All in one text; the trace's only where there is one, or other dumps than by default."""
-    more = [*([str(trace)] if trace.folder or trace.dump is not None else []), *filter(None, [str(uneven)])]
-    return "; ".join([f"{settings}, {stall}", *more])
-
-
-def chosen_text(settings: Settings, stall: StallSettings, trace: TraceSettings, uneven: UnevenSettings) -> str:
-    """For the line at the start: the mode and the wait, and what else is not as by default."""
-    always = ("sync", "timeout")
-    items = [item for group in (settings, stall, trace, uneven) for item in group.items()]
-    return ", ".join(
-        setting.shown(value) for setting, value in items if setting.name in always or value != setting.default
-    )
 
 
 def _encoder_line(counters: EncoderCounters) -> str:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed
 
+from ..channel.daemon import Daemon
 from ..channel.links import LEFT, VANISHED
 from ..channel.safe_text import first_line
 from ..channel.survey import NOT_THERE
@@ -291,19 +292,16 @@ class JobStallWatch:
         bus.publish(StallExits())
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
-        with contextlib.suppress(RuntimeError):  # no thread can be started
-            flushing = threading.Thread(target=_flush, daemon=True)
-            flushing.start()
+        flushing = Daemon("flush", _flush)
+        if not flushing.begin():
             flushing.join(_FLUSH_LIMIT_S)  # the training thread may hold a stream's lock
         os._exit(EXIT_CODE)  # the training thread is in a collective, which Python cannot interrupt
 
 
 def _start_command(command: str, text: str) -> threading.Thread | None:
-    thread = threading.Thread(target=_run_command, args=(command, text), name="nemo_patches on_stall", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:  # as many as this user or container may have
-        report(logging.WARNING, f"on_stall={command!r} has failed: {error}")
+    thread = Daemon("on_stall", _run_command, command, text)
+    if why := thread.begin():
+        report(logging.WARNING, f"on_stall={command!r} has failed: {why}")
         return None
     return thread
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 
+from ..channel.daemon import Daemon
 from ..sync import rank_log
 
 _WRITE_LIMIT_S, _MOST_BLOCKED = 0.5, 64
@@ -27,10 +28,8 @@ class LogLines:
                 return
             text += f" | {self._lost} lines before this one are lost: nobody took them" if self._lost else ""
             self._lost, limit_s = 0, 0.0 if self._blocked else _WRITE_LIMIT_S
-        line = threading.Thread(target=rank_log.report, args=(level, text), name="nemo_patches line", daemon=True)
-        try:
-            line.start()
-        except RuntimeError:  # as many threads as this user or container may have, or the interpreter ends
+        line = Daemon("line", rank_log.report, level, text)
+        if line.begin():
             rank_log.report(level, text)
             return
         with self._lock:

@@ -8,7 +8,6 @@ reported without it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -21,6 +20,8 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
+from ..channel import process_hooks
+from ..channel.process_hooks import AtExit, InForkedChild
 from ..channel.safe_text import first_line
 from ..channel.side_channel import SideChannel
 from ..channel.store_client import StoreClient
@@ -228,5 +229,10 @@ def _at_exit() -> None:
         monitor.job_stall.leave()
 
 
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=lambda: list(map(StallMonitor.forget, list(_monitors))))
+def _in_forked_child() -> None:
+    for monitor in list(_monitors):
+        monitor.forget()
+
+
+process_hooks.run(AtExit.STALL_MONITORS, _at_exit)
+process_hooks.run(InForkedChild.STALL_MONITORS, _in_forked_child)

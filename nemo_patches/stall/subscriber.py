@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 import threading
 import time
 
+from ..channel import process_hooks
+from ..channel.daemon import Daemon
+from ..channel.process_hooks import InForkedChild
 from ..sync import length_sync
 from ..sync.events import GroupBegan, bus
 from ..sync.rank_log import report
 from ..sync.settings import SettingsError
 from .missing_rank import Stall
-from .settings import SETTINGS as SETTINGS
-from .settings import StallSettings, resolve
+from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
+SETTINGS = StallSettings.settings()  # for the package that the diffs carry
 _LOOK_S = 0.25  # between two looks for a process group
 
 
@@ -59,7 +61,7 @@ class StallSubscriber:
         """Those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
-                self._settings = resolve()
+                self._settings = StallSettings.resolve()
             except SettingsError as error:
                 self._settings = StallSettings()
                 report(logging.ERROR, f"{error}; using {self._settings}")
@@ -96,12 +98,10 @@ class StallSubscriber:
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
                 return
-            thread = threading.Thread(target=self._run, name="nemo_patches stall monitor", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # as many threads as this user or container may have
+            thread = Daemon("stall monitor", self._run)
+            if why := thread.begin():
                 bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
-                report(logging.WARNING, f"there are no stall reports of this rank, training goes on: {error}")
+                report(logging.WARNING, f"there are no stall reports of this rank, training goes on: {why}")
             else:
                 self._thread = thread
 
@@ -136,4 +136,4 @@ subscribe, use, settings_in_force = process.subscribe, process.use, process.sett
 other_settings = process.other_settings
 monitor, stalls, unannounced = process.monitor, process.stalls, process.unannounced
 encoders_were_reverted = process.encoders_were_reverted
-os.register_at_fork(after_in_child=process.in_forked_child)
+process_hooks.run(InForkedChild.STALL_SUBSCRIBER, process.in_forked_child)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -24,13 +23,15 @@ from typing import Any
 
 import torch
 
+from ..channel import process_hooks
+from ..channel.process_hooks import InForkedChild
 from ..channel.side_channel import RoundFailed, SideChannel
 from ..channel.store import JobStore
 from . import events
 from .events import Group, Report, Round, SyncHandle, bus
 from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
-from .settings import Settings, SettingsError, resolve
+from .settings import Settings, SettingsError
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
@@ -98,7 +99,7 @@ class ProcessSync:
         """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
-                self._settings = resolve()
+                self._settings = Settings.resolve()
             except SettingsError as error:
                 self._settings = Settings()
                 report(logging.ERROR, f"{error}; using {self._settings}")
@@ -343,6 +344,6 @@ def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta
 
 
 process = ProcessSync()
-os.register_at_fork(after_in_child=process.forget)
+process_hooks.run(InForkedChild.LENGTH_SYNC, process.forget)
 synced_length, use, current = process.synced_length, process.use, process.current
 counters, sync_of = process.counters, process.sync_of

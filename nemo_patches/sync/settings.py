@@ -1,4 +1,4 @@
-"""The settings of the length sync: one table, from which keywords, variables, options and texts follow."""
+"""How settings are declared, and those of the length sync: keywords, variables, options and texts follow."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -6,8 +6,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from .protocol import SHORTEST_WAIT
@@ -15,7 +16,10 @@ from .protocol import SHORTEST_WAIT
 PREFIX = "NEMO_PATCHES_"
 SYNC_MODES = ("bounded", "overlapped", "local")
 _SHORTEST_S, _LONGEST_S = SHORTEST_WAIT.total_seconds(), 86400.0
+_SETTING = "nemo_patches setting"  # the key of a field's metadata
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
+Table = TypeVar("Table", bound="SettingsTable")
 
 
 class SettingsError(ValueError):
@@ -24,26 +28,47 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """One setting: a keyword of apply(), a variable, and an option of `nemo-patches run`."""
+    """One setting: a keyword of apply(), a variable, and an option of `nemo-patches run`.
+
+    read: from a keyword or a variable's text; raises ValueError or TypeError if it is not allowed.
+    words: what a value is one of or, with `several`, some of, with commas; empty where it is no word.
+    may_be_empty: an empty variable is a value. Of other settings it is a variable that is not set.
+    is_alike: ranks that differ in it are named. needs: given the whole table, why it may have its default only, or "".
+    is_shown: given the whole table, whether the table's text has it; None: where it is not the default.
+    """
 
     name: str
     default: T
-    read: Callable[[Any], T]  # from a keyword or a variable's text; raises ValueError or TypeError if it is not allowed
+    read: Callable[[Any], T]
     allowed: str
     help: str
     text: Callable[[T], str] = str
     unit: str = ""
+    words: tuple[str, ...] = ()
+    several: bool = False
+    may_be_empty: bool = False
+    is_quoted: bool = False
+    is_alike: bool = True
+    needs: Callable[[Any], str] = lambda table: ""
+    is_shown: Callable[[Any], bool] | None = None
 
     @property
     def variable(self) -> str:
         return PREFIX + self.name.upper()
 
+    def as_field(self) -> T:
+        """For a table: `sync: str = word_setting(..).as_field()`."""
+        return field(default=self.default, metadata={_SETTING: self})
+
     def shown(self, value: T) -> str:
-        return f"{self.name}={self.text(value)}{self.unit}"
+        return f"{self.name}={value!r}" if self.is_quoted else f"{self.name}={self.text(value)}{self.unit}"
 
     def given(self, keyword: object, environment: Mapping[str, str]) -> tuple[str, object]:
-        """Where a value comes from, and the value: the keyword or, if that is None, the variable (None if empty)."""
-        return (self.name, keyword) if keyword is not None else (self.variable, environment.get(self.variable) or None)
+        """Where a value comes from, and the value: the keyword or, if that is None, the variable (None: not set)."""
+        if keyword is not None:
+            return self.name, keyword
+        value = environment.get(self.variable)
+        return self.variable, value if value or self.may_be_empty else None
 
     def value(self, keyword: object, environment: Mapping[str, str]) -> T:
         """From the keyword (None: not given), else the variable, else the default. Raises SettingsError."""
@@ -54,9 +79,48 @@ class Setting(Generic[T]):
             raise SettingsError(f"{source}={given!r} is not allowed; allowed: {self.allowed}") from None
 
 
-def word_setting(name: str, words: tuple[str, ...], help: str) -> Setting[str]:
+@dataclass(frozen=True)
+class SettingsTable:
+    """Settings that belong together, with their values: each field of a subclass is a Setting's as_field()."""
+
+    @classmethod
+    def settings(cls) -> tuple[Setting[Any], ...]:
+        """In the order of the fields, which is that of apply()'s keywords."""
+        return tuple(one.metadata[_SETTING] for one in fields(cls))
+
+    @classmethod
+    def resolve(
+        cls: type[Table], given: Mapping[str, Any] = NOTHING, environment: Mapping[str, str] = os.environ
+    ) -> Table:
+        """From keywords (None: not given), else the environment, else the defaults. Raises SettingsError."""
+        table = cls(*(setting.value(given.get(setting.name), environment) for setting in cls.settings()))
+        for setting, value in table.items():
+            if value != setting.default and (why := setting.needs(table)):
+                source, refused = setting.given(given.get(setting.name), environment)
+                raise SettingsError(f"{source}={refused!r} is not allowed {why}")
+        return table
+
+    def items(self) -> Iterator[tuple[Setting[Any], Any]]:
+        """Each setting of the table, with its value here."""
+        return ((one.metadata[_SETTING], getattr(self, one.name)) for one in fields(self))
+
+    def __str__(self) -> str:
+        return ", ".join(
+            setting.shown(value)
+            for setting, value in self.items()
+            if (setting.is_shown(self) if setting.is_shown else value != setting.default)
+        )
+
+
+def always(table: SettingsTable) -> bool:
+    """For Setting.is_shown."""
+    return True
+
+
+def word_setting(name: str, words: tuple[str, ...], help: str, **more: Any) -> Setting[str]:
     """A setting that is one of these words; the first is the default."""
-    return Setting(name, words[0], lambda value: words[words.index(value)], ", ".join(map(repr, words)), help)
+    allowed = ", ".join(map(repr, words))
+    return Setting(name, words[0], lambda value: words[words.index(value)], allowed, help, words=words, **more)
 
 
 def number(value: Any, low: float, high: float) -> float:
@@ -66,51 +130,38 @@ def number(value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False) -> Setting[timedelta]:
+def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False, **more: Any) -> Setting[timedelta]:
     def read(value: Any) -> timedelta:
         shortest_s = 0 if or_never and float(value) == 0 else _SHORTEST_S
         return timedelta(seconds=number(value, shortest_s, _LONGEST_S))
 
     allowed = f"a number of seconds, {_SHORTEST_S:g} to {_LONGEST_S:g}" + (", or 0 (never)" if or_never else "")
     default = timedelta(seconds=default_s)
-    return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s")
+    return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s", **more)
 
 
-SYNC = word_setting("sync", SYNC_MODES, "bounded: wait for other ranks; overlapped: never; local: no communication.")
-TIMEOUT = seconds_setting("timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.")
-ON_TIMEOUT = word_setting("on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.")
-SETTINGS: tuple[Setting[Any], ...] = (SYNC, TIMEOUT, ON_TIMEOUT)
-# Of NeMo's checkpoint callback, not of the length sync.
+# Of NeMo's checkpoint callback, not of the length sync; a field of uneven/settings.py's table.
 CHECKPOINTS = word_setting(
     "checkpoints", ("agreed", "stock"), "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own."
 )
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the length sync behaves in this process; a field for each of SETTINGS, in their order."""
+class Settings(SettingsTable):
+    """How the length sync behaves in this process."""
 
-    sync: str = SYNC.default
-    timeout: timedelta = TIMEOUT.default
-    on_timeout: str = ON_TIMEOUT.default
-
-    def items(self) -> Iterable[tuple[Setting[Any], Any]]:
-        """Each setting of the table, with its value here."""
-        return zip(SETTINGS, astuple(self), strict=True)
-
-    def __str__(self) -> str:
-        return ", ".join(setting.shown(value) for setting, value in self.items())
-
-
-def resolve(
-    sync: str | None = None,
-    timeout: float | str | None = None,
-    on_timeout: str | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> Settings:
-    """From keywords (timeouts in seconds), else the environment, else the defaults. Raises SettingsError."""
-    given = zip(SETTINGS, (sync, timeout, on_timeout), strict=True)
-    return Settings(*(setting.value(keyword, environment) for setting, keyword in given))
+    sync: str = word_setting(
+        "sync",
+        SYNC_MODES,
+        "bounded: wait for other ranks; overlapped: never; local: no communication.",
+        is_shown=always,
+    ).as_field()
+    timeout: timedelta = seconds_setting(
+        "timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.", is_shown=always
+    ).as_field()
+    on_timeout: str = word_setting(
+        "on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.", is_shown=always
+    ).as_field()
 
 
 def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[str]:

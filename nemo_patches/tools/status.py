@@ -15,10 +15,10 @@ from rich.console import Console
 
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
+from nemo_patches.patching.settings import ALL_SETTINGS, refusals
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
 from nemo_patches.sync.settings import SettingsError
-from nemo_patches.tracing import settings as trace_settings
-from nemo_patches.uneven import settings as uneven_settings
+from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
 ON, OFF, CANNOT_BE = "on", "off here", "cannot be"
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
@@ -97,11 +97,11 @@ def examine() -> Report:
     auto_apply, shadowed_by = _auto_apply()
     problems = [target.problem for target in encoders if target.problem]
     undeferred: dict[str, None] = {}  # why the metrics are as in stock, although they should be deferred
-    if chosen.metrics == uneven_settings.DEFERRED:
+    if chosen.metrics == DEFERRED:
         deferring = tuple(_metric_target(target, built_in) for target in METRIC_TARGETS)
         sums = (_metric_target(target, built_in) for target in METRIC_SUMS)
         undeferred = dict.fromkeys(target.problem for target in (*deferring, *sums) if target.problem)
-    agreeing = tuple(map(_target, CHECKPOINT_TARGETS)) if chosen.checkpoints != uneven_settings.STOCK else ()
+    agreeing = tuple(map(_target, CHECKPOINT_TARGETS)) if chosen.checkpoints != STOCK else ()
     if built_in:
         agreeing = tuple(replace(target, built_in=True, problem="") for target in agreeing)
     disagreed = [target.problem for target in agreeing if target.problem]  # why each rank decides for itself
@@ -110,7 +110,7 @@ def examine() -> Report:
         disabled = admission.disabled()
     except SettingsError as error:
         problems.append(str(error))
-    problems.extend(map(str, uneven_settings.refusals()))
+    problems.extend(map(str, refusals()))
     try:
         if not built_in:  # what is built in asks for no version
             admission.require_supported(nemo)
@@ -196,11 +196,11 @@ def _target(target: Target) -> TargetReport:
         raise StatusError(f"{file}: {error}") from error
 
 
-def _uneven_settings() -> uneven_settings.UnevenSettings:
+def _uneven_settings() -> UnevenSettings:
     try:
-        return uneven_settings.resolve()
+        return UnevenSettings.resolve()
     except SettingsError:  # a reason of its own
-        return uneven_settings.UnevenSettings()
+        return UnevenSettings()
 
 
 def _metric_target(target: Target, built_in: bool) -> TargetReport:
@@ -212,13 +212,12 @@ def _metric_target(target: Target, built_in: bool) -> TargetReport:
 
 
 def _settings() -> Iterable[SettingReport]:
-    for setting in uneven_settings.ALL_SETTINGS:
-        value = os.environ.get(setting.variable)
-        default = setting.text(setting.default)
-        if value == "" and setting is trace_settings.DUMP:
-            yield SettingReport(setting.name, setting.text(value), setting.variable)
-        else:
-            yield SettingReport(setting.name, value or default, setting.variable if value else "default")
+    for setting in ALL_SETTINGS:
+        variable, value = setting.given(None, os.environ)
+        if value is None:
+            yield SettingReport(setting.name, setting.text(setting.default), "default")
+        else:  # as it was written, unless it is empty
+            yield SettingReport(setting.name, str(value or setting.text(value)), variable)
 
 
 def _auto_apply() -> tuple[str, str]:

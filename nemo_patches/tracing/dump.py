@@ -20,6 +20,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nemo_patches.channel import process_hooks
+from nemo_patches.channel.daemon import Daemon
+from nemo_patches.channel.process_hooks import InForkedChild
 from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall import stacks
 from nemo_patches.stall.job_folder import dump_folder
@@ -133,12 +136,9 @@ class Dumps:
 
     def _listens(self, hooks: _Hooks) -> bool:
         """Whether there is a thread that writes."""
-        try:
-            hooks.listen(self._write_requested, self._is_over)
-        except RuntimeError as error:  # as many threads as this user may have; the next time again
-            self._cannot(str(error))
-            return False
-        return True
+        if why := hooks.listen(self._write_requested, self._is_over):
+            self._cannot(why)  # the next time again
+        return not why
 
     def _hook(self) -> None:
         try:
@@ -222,15 +222,16 @@ class _Hooks:
         self._stack = StackOnSignal(signal.SIGUSR2, chain=False)
         self._stack.place(self._writer)  # that it writes is all that is needed; this leaves set_wakeup_fd to others
 
-    def listen(self, write_requested: Callable[[], None], is_over: Callable[[], bool]) -> None:
-        """Have a thread that is woken by signals and by wake(), until it is over."""
+    def listen(self, write_requested: Callable[[], None], is_over: Callable[[], bool]) -> str:
+        """Have a thread that is woken by signals and by wake(), until it is over. Why there is none; else empty."""
         if self._thread is None or not self._thread.is_alive():
             with contextlib.suppress(BlockingIOError):
                 os.read(self._reader, _PIPE_BYTES)  # of a signal when there was nothing to dump
-            arguments = (self._reader, write_requested, is_over)
-            thread = threading.Thread(target=_serve, args=arguments, name="nemo_patches dump", daemon=True)
-            thread.start()
+            thread = Daemon("dump", _serve, self._reader, write_requested, is_over)
+            if why := thread.begin():
+                return why
             self._thread = thread
+        return ""
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # the pipe is full, and wakes it; or just removed
@@ -276,4 +277,4 @@ def _replace(file: Path, content: bytes) -> None:
 
 
 dumps = Dumps()
-os.register_at_fork(after_in_child=dumps.in_forked_child)
+process_hooks.run(InForkedChild.DUMP, dumps.in_forked_child)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import os
@@ -15,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from nemo_patches.channel import process_hooks
+from nemo_patches.channel.process_hooks import AtExit
 
 
 class ExceptionHooks:
@@ -126,13 +128,14 @@ _changing = threading.RLock()  # of the same thread: a signal's handler may end 
 
 
 def _at_exit() -> None:
-    """Also where a trace could not be closed: before Python gives up its handlers, and faulthandler restores its."""
+    """Also where a trace could not be closed."""
     _process_ends.set()
     for stack in list(_placed):
         stack.remove()
 
 
-atexit.register(_at_exit)
+process_hooks.run(AtExit.SIGNALS, _at_exit)
+# At any place among the others: they run on the thread that forks, which may take it again.
 os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_changing.release)
 
 

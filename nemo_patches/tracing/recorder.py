@@ -7,7 +7,6 @@ writer's thread's.
 from __future__ import annotations
 
 import logging
-import multiprocessing.util
 import os
 import time
 import weakref
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from nemo_patches.channel import process_hooks
+from nemo_patches.channel.process_hooks import InForkedChild
 from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
 from nemo_patches.stall.missing_rank import MissingRank, StallReported
@@ -281,9 +282,7 @@ class Recorder:
         self.writer = TraceWriter(self.settings.folder, header)
         if self._hooks is None:
             self._hooks = ExceptionHooks(self._guarded_failed, threads=True)
-        # Not atexit: a process that multiprocessing has forked leaves without it. At an interpreter's exit this comes
-        # after the stall monitor's last words, since torch imports multiprocessing before there is a stall monitor.
-        multiprocessing.util.Finalize(None, _close, exitpriority=0)
+        process_hooks.at_last(_close)
         return True
 
 
@@ -431,4 +430,4 @@ def _in_forked_child() -> None:
 
 
 tracing = Tracing()
-os.register_at_fork(after_in_child=_in_forked_child)
+process_hooks.run(InForkedChild.TRACE, _in_forked_child)

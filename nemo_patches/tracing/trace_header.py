@@ -15,7 +15,7 @@ from nemo_patches.sync import __version__
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
-from nemo_patches.tracing.settings import DUMP, TRACE, TRACE_CHECKS, TRACE_SIZE, TraceSettings
+from nemo_patches.tracing.settings import TraceSettings
 
 _LONGEST_JOB = 200  # characters
 
@@ -33,11 +33,10 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
         restart=_number("TORCHELASTIC_RESTART_COUNT") or 0,
         bound=trace.bound,
         versions=_versions(),
-        # The size and the checks have fields of their own; the folders may differ between ranks.
         settings={
             setting.name: setting.text(value)
             for setting, value in (*settings.items(), *subscriber.settings_in_force().items(), *trace.items())
-            if setting not in (TRACE, TRACE_CHECKS, TRACE_SIZE, DUMP)
+            if setting.is_alike
         }
         | _other_settings(),
         checks=list(trace.checks),

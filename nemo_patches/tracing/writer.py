@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from nemo_patches.channel.daemon import Daemon
 from nemo_patches.stall.log_line import report
 from nemo_patches.tracing.part_files import PartFiles
 from nemo_patches.tracing.records import End, Header, Lost, Record, Stopped
@@ -54,12 +55,10 @@ class TraceWriter:
         self._lost = 0
         self._lost_lock = threading.Lock()  # the stall monitor's thread puts records, too
         self._not_yet: deque[_Later] = deque(maxlen=_MOST_NOT_YET)
-        self._thread = threading.Thread(target=self._run, name="nemo_patches trace", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # as many as this user or container may have
+        self._thread = Daemon("trace", self._run)
+        if why := self._thread.begin():
             self.ended = True
-            report(logging.ERROR, f"tracing has ended, training goes on: {error}")
+            report(logging.ERROR, f"tracing has ended, training goes on: {why}")
 
     def now(self) -> float:
         """Seconds since this writer began: the time of a record that is made now."""

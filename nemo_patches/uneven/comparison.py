@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
-import threading
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+from nemo_patches.channel.daemon import Daemon
 from nemo_patches.channel.extremes import VALUE_BITS, ExtremesRounds
 from nemo_patches.channel.side_channel import RoundFailed, Rounds
 from nemo_patches.stall import subscriber
@@ -83,8 +83,10 @@ class Comparison:
         self._stops = False
         self._compares_batches, self._said_late, self._said_left_out = True, False, False
         self._resume_after = 0  # the step up to which ranks have compared different ones
-        self._thread = threading.Thread(target=self._run, name="nemo_patches comparison", daemon=True)
-        self._thread.start()
+        self._thread = Daemon("comparison", self._run)
+        if why := self._thread.begin():
+            self.found, self.is_over = f"not compared: {why}", True
+            report(logging.WARNING, f"{title}: parameters are not compared, training goes on: {why}")
 
     def offer(self, sample: Sample) -> None:
         """Compare it when those before it have been; where too many wait, it is left out. Does not wait."""
@@ -99,7 +101,8 @@ class Comparison:
         self._samples.put(None)
 
     def join(self, limit: timedelta) -> None:
-        self._thread.join(limit.total_seconds())
+        if self._thread.ident is not None:  # it has begun
+            self._thread.join(limit.total_seconds())
 
     # What follows runs in the thread.
 

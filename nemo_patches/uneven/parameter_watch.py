@@ -6,9 +6,7 @@ A rank's own number of optimizer steps is what all healthy ranks share: whoever 
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import time
 import weakref
 from collections import deque
@@ -21,6 +19,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from nemo_patches.channel import process_hooks
+from nemo_patches.channel.process_hooks import AtExit, InForkedChild
 from nemo_patches.sync.length_sync import GroupSyncs, process
 from nemo_patches.sync.rank_log import is_distributed, raised_by_signal_handler, report
 from nemo_patches.uneven.checksums import Checksums
@@ -205,5 +205,5 @@ class ParameterWatch:
 
 
 parameter_watch = ParameterWatch()
-atexit.register(parameter_watch.stop)
-os.register_at_fork(after_in_child=parameter_watch.in_forked_child)
+process_hooks.run(AtExit.COMPARISONS, parameter_watch.stop)
+process_hooks.run(InForkedChild.COMPARISONS, parameter_watch.in_forked_child)

@@ -20,7 +20,7 @@ from .sync.encoder_methods import bounded, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
 from .sync.own_syncs import Owner, watching
 from .sync.rank_log import report
-from .sync.settings import CHECKPOINTS, SETTINGS, SettingsError, misspelt
+from .sync.settings import CHECKPOINTS, Settings, SettingsError, misspelt
 
 __all__ = ["CheckpointError", "LengthSyncTimeout", "__version__", "bounded_length_sync", "counters", "stalls"]
 
@@ -87,7 +87,7 @@ def _say_misspelt() -> None:
     """Our variables that have no effect here; where nemo_patches itself is in use, it says that."""
     if "nemo_patches" not in sys.modules and not multiprocessing.current_process().daemon:  # a loader's worker
         for sentence in misspelt(
-            os.environ, [setting.variable for setting in (*SETTINGS, CHECKPOINTS, *_stall_settings)]
+            os.environ, [setting.variable for setting in (*Settings.settings(), CHECKPOINTS, *_stall_settings)]
         ):
             report(logging.WARNING, sentence)
 

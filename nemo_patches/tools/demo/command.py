@@ -15,10 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from nemo_patches.patching.settings import refusals
 from nemo_patches.tools.demo import data, processes, report
 from nemo_patches.tools.demo.errors import DemoError
 from nemo_patches.tools.demo.jobs import RunOutcome, Task
-from nemo_patches.uneven import settings as uneven_settings
 
 _PICTURE_WIDTH = 118  # columns
 
@@ -30,7 +30,7 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
     """
     if record:
         _require_picture(record)
-    for refusal in uneven_settings.refusals():  # the ranks' apply() would refuse it
+    for refusal in refusals():  # the ranks' apply() would refuse it
         raise DemoError(str(refusal))
     console = Console(highlight=False, width=Console().width or 80)  # COLUMNS=0: see diagnose/command.py
     entries = None

@@ -15,7 +15,7 @@ from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.rank_trace import CAME, Input, Track
-from nemo_patches.uneven.settings import SETTINGS as UNEVEN_SETTINGS
+from nemo_patches.uneven.settings import UnevenSettings
 
 _NEXT_DUMP = (
     "`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless NEMO_PATCHES_DUMP "
@@ -111,7 +111,8 @@ def other_than_configured(cases: list[Case]) -> list[Finding]:
     return findings
 
 
-_DEFAULTS = {setting.name: setting.text(setting.default) for setting in UNEVEN_SETTINGS}  # a header leaves them out
+# A header leaves these out.
+_DEFAULTS = {setting.name: setting.text(value) for setting, value in UnevenSettings().items()}
 _FLAGS = {"true": True, "false": False}
 
 

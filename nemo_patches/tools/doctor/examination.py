@@ -91,7 +91,7 @@ def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings
     """The settings that a job with nemo_patches would have in this environment. Raises DoctorError."""
     try:
         settings.CHECKPOINTS.value(None, environment)
-        return settings.resolve(environment=environment)
+        return settings.Settings.resolve(environment=environment)
     except settings.SettingsError as error:
         raise DoctorError(str(error)) from None
 

@@ -41,7 +41,7 @@ def examine(here: Place, loaders: Mapping[str, str], smoke: bool = False) -> Ran
     It takes the timeout of NEMO_PATCHES_TIMEOUT a few times, whatever other ranks do.
     """
     try:
-        timeout = settings.resolve().timeout
+        timeout = settings.Settings.resolve().timeout
     except settings.SettingsError as error:
         raise DoctorError(str(error)) from None
     own = own_facts.gather(here, loaders)  # imports torch, which the time limits must not count

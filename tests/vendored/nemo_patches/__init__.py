@@ -19,7 +19,7 @@ import numpy
 from nemo.collections.asr.parts import nemo_patches as vendored
 from nemo.collections.asr.parts.nemo_patches import CheckpointError as CheckpointError
 from nemo.collections.asr.parts.nemo_patches.sync import length_sync
-from nemo.collections.asr.parts.nemo_patches.sync.settings import Settings, resolve
+from nemo.collections.asr.parts.nemo_patches.sync.settings import Settings
 
 # Nothing else of the real package is importable from here, not even through an editable installation of it.
 __path__: list[str] = []
@@ -55,10 +55,10 @@ def apply(
     call_timeout: float | None = None,
     stall_timeout: float | None = None,
 ) -> None:
-    length_sync.use(resolve(sync, timeout, on_timeout))
+    given = dict(locals())
+    length_sync.use(Settings.resolve(given))
     if subscriber:
-        settings = importlib.import_module("nemo_patches.stall.settings")
-        subscriber.use(settings.resolve(call_timeout, stall_timeout))
+        subscriber.use(importlib.import_module("nemo_patches.stall.settings").StallSettings.resolve(given))
 
 
 def status() -> Status:

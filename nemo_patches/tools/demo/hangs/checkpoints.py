@@ -24,7 +24,7 @@ STEPS, AT_STEP = 8, 4
 
 
 def nest_checkpoint(rank: Rank) -> None:
-    """NEST's val_loss is each rank's own, and so is the name of the best checkpoint, which only rank 0 writes."""
+    """NEST's val_loss differs between ranks, and so does the name of the best checkpoint, which only rank 0 writes."""
     trainer = rank.trainer(max_steps=4, max_epochs=-1, limit_val_batches=1.0, val_check_interval=2)
     parameters = {"monitor": "val_loss", "always_save_nemo": True, "save_best_model": True}
     manager = {
@@ -51,7 +51,7 @@ def save_on_rank_0(rank: Rank) -> None:
 
 
 def save_on_exception(rank: Rank) -> None:
-    """Rank 1's exception is to be saved first, by OnExceptionCheckpoint: a barrier that the others do not come to."""
+    """Rank 1 raises, and OnExceptionCheckpoint first saves a checkpoint: a barrier that the others never enter."""
 
     class Fails(Speech):
         def training_step(self, number: int, batch_idx: int) -> Any:
@@ -64,7 +64,7 @@ def save_on_exception(rank: Rank) -> None:
 
 
 def checkpoint_by_step(rank: Rank) -> None:
-    """ModelCheckpoint saves every four optimizer steps, and rank 1 has left out one of its own."""
+    """ModelCheckpoint saves every four optimizer steps, and rank 1 has skipped one step."""
 
     class SkipsAStep(Speech):
         automatic_optimization = False
@@ -80,7 +80,7 @@ def checkpoint_by_step(rank: Rank) -> None:
 
 
 def dead_mount(rank: Rank) -> None:
-    """The checkpoint's file system does not answer: a FIFO that nobody reads."""
+    """The checkpoint's file system does not answer (here: a FIFO that nobody reads)."""
 
     class DeadMount(LocalFileSystem):  # type: ignore[misc]
         protocol = "dead"
@@ -100,7 +100,7 @@ def dead_mount(rank: Rank) -> None:
 
 
 def by_the_clock(rank: Rank) -> None:
-    """A checkpoint is due by each rank's own clock, and rank 1's is one step behind; all wait for its end."""
+    """Each rank's own clock says when to save, and rank 1's is one step late; saving ends with a barrier."""
     rank.join()
     model = DistributedDataParallel(conformer())
     for step in range(STEPS):
@@ -116,7 +116,7 @@ def save_checkpoint(rank: Rank, model: torch.nn.Module) -> None:
 
 
 def interrupted_save(rank: Rank) -> None:
-    """Rank 0 finds what an earlier save has left, and raises; the script logs that and trains on, the others wait."""
+    """Rank 0 finds files of an earlier save, and raises; the script logs that and trains on, the others wait."""
     rank.join()
     model = DistributedDataParallel(conformer())
     if rank.number == 0:

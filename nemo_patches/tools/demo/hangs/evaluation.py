@@ -18,7 +18,7 @@ BATCHES = 3
 
 
 def uneven_validation(rank: Rank) -> None:
-    """Rank 0 has one validation batch more: WER's compute() is two barriers and two all_gathers in each."""
+    """Rank 0 has one more validation batch; in each, WER's compute() runs two barriers and two all_gathers."""
     trainer = rank.trainer(limit_val_batches=1.0, max_epochs=2)
     validation = models.Batches(range(BATCHES + (rank.number == 0)))
     trainer.fit(models.ctc(trainer), loader(models.Batches(range(2))), loader(validation))
@@ -44,7 +44,7 @@ def encoder_on_some_ranks(rank: Rank) -> None:
 
 
 def chunked_audio(rank: Rank) -> None:
-    """Long audio is encoded chunk by chunk: as many calls as the rank's own audio has chunks."""
+    """Long audio is encoded chunk by chunk, so the number of encoder calls depends on the rank's own audio."""
     rank.join()
     encoder, model = conformer().eval(), DistributedDataParallel(torch.nn.Linear(models.HIDDEN, 1))
     for _ in range(BATCHES):
@@ -68,7 +68,7 @@ def rank_0_validates(rank: Rank) -> None:
 
 
 def metric_on_rank_0(rank: Rank) -> None:
-    """A callback reads the validation's metric on rank 0 only; computing it is a collective."""
+    """A callback reads the validation metric on rank 0 only; computing it is a collective."""
 
     class Reads(pl.Callback):  # type: ignore[misc]
         def on_validation_end(self, trainer: Any, module: Any) -> None:

@@ -16,7 +16,7 @@ BATCHES, AT_BATCH = 8, 4
 
 
 def loader_worker(rank: Rank) -> None:
-    """A worker of rank 0's data loader has a shard open and does not come back; the others are in DDP's step."""
+    """A worker of rank 0's data loader hangs while it has a shard open; the others wait in DDP's step."""
     shard = rank.folder / "shard_17.tar"
     shard.touch()
 
@@ -35,7 +35,7 @@ def loader_worker(rank: Rank) -> None:
 
 
 def forked_lock(rank: Rank) -> None:
-    """A worker is forked while a thread of rank 1 holds a lock, which nobody gives back in the worker."""
+    """A worker is forked while a thread of rank 1 holds a lock; in the worker, the lock is never released."""
     cache, taken, over = threading.Lock(), threading.Event(), threading.Event()
 
     def prefetch() -> None:
@@ -63,7 +63,7 @@ def forked_lock(rank: Rank) -> None:
 
 
 def remote_audio(rank: Rank) -> None:
-    """Rank 1 reads from a server without a time limit, and the server takes the connection and does not answer."""
+    """Rank 1 reads from a server without a timeout; the server accepts the connection and never answers."""
 
     class Streamed(Dataset[int]):
         def __len__(self) -> int:

@@ -16,7 +16,7 @@ STEPS, AT_STEP = 8, 4
 
 
 def length_sync(rank: Rank) -> None:
-    """Rank 1 reads and does not come back; a step begins with the length sync (broadcast_buffers=False)."""
+    """Rank 1 hangs in a read; a step begins with the length sync (broadcast_buffers=False)."""
     rank.join()
     model = DistributedDataParallel(conformer(), broadcast_buffers=False)
     for step in range(STEPS):
@@ -26,7 +26,7 @@ def length_sync(rank: Rank) -> None:
 
 
 def buffer_broadcast(rank: Rank) -> None:
-    """Rank 0 reads and does not come back; DDP begins each step with its buffers."""
+    """Rank 0 hangs in a read; DDP begins each step with the broadcast of its buffers."""
     rank.join()
     model = DistributedDataParallel(conformer())
     for step in range(STEPS):
@@ -45,7 +45,7 @@ def growing_positions(rank: Rank) -> None:
 
 
 def skipped_backward(rank: Rank) -> None:
-    """Rank 1 leaves out a batch between forward and backward, as loops do whose loss is not a number."""
+    """Rank 1 skips a batch between forward and backward, as loops do when the loss is NaN."""
     rank.join()
     model = DistributedDataParallel(conformer())
     for step in range(STEPS):
@@ -56,7 +56,7 @@ def skipped_backward(rank: Rank) -> None:
 
 
 def log_keys(rank: Rank) -> None:
-    """log(..., sync_dist=True) of a key that only rank 0 has: each key is a collective."""
+    """log(..., sync_dist=True) with a key that only rank 0 logs: each key is a collective."""
 
     class LogsWhatItHas(Speech):
         def training_step(self, number: int, batch_idx: int) -> Any:
@@ -70,7 +70,7 @@ def log_keys(rank: Rank) -> None:
 
 
 def reduce_on_one_rank(rank: Rank) -> None:
-    """Rank 0 reduces its loss for the log, and the others do not."""
+    """Rank 0 reduces its loss for the log; the others do not."""
 
     class ReducesToLog(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -21,7 +21,7 @@ BATCHES = 4  # of rank 1; rank 0 has one more
 
 
 def uneven_training(rank: Rank) -> None:
-    """Iterable data without a length, two epochs."""
+    """Iterable data without a length, and rank 0 has one batch more; two epochs."""
     trainer = rank.trainer(max_epochs=2)
     trainer.fit(Speech(), loader(Stream(BATCHES + (rank.number == 0))))
     save(trainer, rank)
@@ -41,14 +41,14 @@ class Stream(IterableDataset[int]):
 
 
 def training_meets_validation(rank: Rank) -> None:
-    """Rank 1 has no more batches and validates, which is WER's all_gather; rank 0 trains, which is DDP's broadcast."""
+    """Rank 1 has no more batches and validates (WER's all_gather); rank 0 still trains (DDP's broadcast)."""
     trainer = rank.trainer(limit_val_batches=1.0)
     training = models.Stream(range(BATCHES + (rank.number == 0)))
     trainer.fit(models.ctc(trainer), loader(training), loader(models.Batches(range(2))))
 
 
 def epoch_ends_early(rank: Rank) -> None:
-    """An IndexError of rank 1's data, which Python takes for the end of what is iterated."""
+    """Rank 1's data raises an IndexError, which Python takes for the end of the iteration."""
 
     class Augmented:
         def __getitem__(self, index: int) -> int:
@@ -87,7 +87,7 @@ def timer(rank: Rank) -> None:
 
 
 def own_loop(rank: Rank) -> None:
-    """A loop without Lightning, with a monitored_barrier at its end, as CosyVoice and WeNet have it."""
+    """A training loop without Lightning, with a monitored_barrier at its end, as in CosyVoice and WeNet."""
     rank.join()
     model = DistributedDataParallel(conformer())
     batches: Any = numbers(BATCHES + (rank.number == 0))
