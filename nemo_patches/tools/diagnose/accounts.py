@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import fates
@@ -17,22 +18,8 @@ _THERE = frozenset({fates.RUNS, fates.STOPPED, fates.TRACED})
 _NOT_HEARD = frozenset({fates.SILENT, fates.UNSEEN, fates.MISSING, fates.GONE})
 # Causes before consequences, what is known before what is not.
 _RANKED = (
-    *(
-        fates.RAISED,
-        fates.KILLED,
-        fates.STOPPED,
-        fates.TRACED,
-        fates.WAITED,
-        fates.CUT,
-        fates.STUCK,
-        fates.ABORTED,
-        fates.TERMINATED,
-        fates.ENDED,
-        fates.FAILED,
-        fates.GONE,
-        fates.SILENT,
-        fates.MISSING,
-    ),
+    *(fates.RAISED, fates.KILLED, fates.STOPPED, fates.TRACED, fates.WAITED, fates.CUT, fates.STUCK),
+    *(fates.ABORTED, fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.SILENT, fates.MISSING),
     *(fates.UNSEEN, fates.UNREADABLE, fates.LOGGED, fates.RUNS),
 )
 
@@ -57,25 +44,25 @@ class Account:
 
     @property
     def fate_value(self) -> Fate:
-        return self.fate.value if self.fate is not None and isinstance(self.fate.value, Fate) else _NO_FATE
+        return _value_of(self.fate, _NO_FATE)
 
     @property
     def place_value(self) -> Place:
-        return self.place.value if self.place is not None and isinstance(self.place.value, Place) else _NO_PLACE
+        return _value_of(self.place, _NO_PLACE)
+
+    @property
+    def motion_value(self) -> Motion:
+        return _value_of(self.motion, _NO_MOTION)
 
     @property
     def moved(self) -> bool:
         """Whether it went on between two looks."""
-        return self.motion is not None and isinstance(self.motion.value, Motion) and self.motion.value.moved
-
-    @property
-    def moved_by(self) -> str:
-        return self.motion.value.by if self.motion is not None and isinstance(self.motion.value, Motion) else ""
+        return self.motion_value.moved
 
     @property
     def still_s(self) -> float | None:
         """For how long it has not moved, as far as is known."""
-        return self.motion.value.still_s if self.motion is not None and isinstance(self.motion.value, Motion) else None
+        return self.motion_value.still_s
 
     @property
     def was_looked_at_twice(self) -> bool:
@@ -83,7 +70,7 @@ class Account:
 
     @property
     def member_value(self) -> Member:
-        return self.member.value if self.member is not None and isinstance(self.member.value, Member) else Member()
+        return _value_of(self.member, _NO_MEMBER)
 
     @property
     def host(self) -> str:
@@ -104,8 +91,12 @@ class Account:
         return next(iter(calls), None)
 
 
-_NO_FATE = Fate("")
-_NO_PLACE = Place()
+_NO_FATE, _NO_PLACE, _NO_MOTION, _NO_MEMBER = Fate(""), Place(), Motion(False), Member()
+_Value = TypeVar("_Value", Fate, Place, Motion, Member)
+
+
+def _value_of(fact: Fact | None, unknown: _Value) -> _Value:
+    return fact.value if fact is not None and isinstance(fact.value, type(unknown)) else unknown
 
 
 @dataclass

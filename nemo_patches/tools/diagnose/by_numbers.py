@@ -126,7 +126,7 @@ def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) ->
     place = account.place_value
     since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
     what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate_value.text})"
-    what = f"it goes on ({account.moved_by})" if account.moved else what
+    what = f"it goes on ({account.motion_value.by})" if account.moved else what
     entered = f"rank {rank} had not entered {title_of(one.seat)}"
     hearing.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}")
     return True

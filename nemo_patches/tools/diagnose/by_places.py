@@ -148,7 +148,10 @@ def _is_still(one: Account, stuck_after_s: float) -> bool:
 
 
 def _goes_on(moving: list[Account]) -> Ruling:
-    who, how = named([one.rank for one in moving]), f" ({moving[0].moved_by})" if moving[0].moved_by else ""
+    who, how = (
+        named([one.rank for one in moving]),
+        f" ({moving[0].motion_value.by})" if moving[0].motion_value.by else "",
+    )
     text = f"No rank is stuck: {who} went on between the looks{how}."
     return Ruling(text=text, goes_on=True)
 
@@ -164,14 +167,14 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
         return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [hearing[rank] for rank in first.ranks]
     if works and all(one.moved and one.place_value.activity == CHECKPOINT for one in works):
-        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].moved_by})."
+        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].motion_value.by})."
         return Ruling(text=f"{text} Look again if it lasts.", goes_on=True)
     if (
         works
         and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
         and any(one.moved for one in works)
     ):
-        by = next((one.moved_by for one in works if one.moved), "")
+        by = next((one.motion_value.by for one in works if one.moved), "")
         text = f"{first.text[:-1]}; it works{f' ({by})' if by else ''}, and may come."
         first = replace(first, text=text, severity=WARNING)
     held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, fates.GONE) for rank in first.ranks)

@@ -44,19 +44,8 @@ _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 # What judge.py tells, over the facts of all sources.
 JUDGED = frozenset(
     {
-        ids.EXCEPTION,
-        ids.START_UP,
-        ids.KILLED,
-        ids.ENDED,
-        ids.MISSING_RANK,
-        ids.SILENT,
-        ids.SOME_INSIDE,
-        ids.ALL_INSIDE,
-        ids.OUTSIDE,
-        ids.STOPPED_AT_ONCE,
-        ids.ALL_IN,
-        ids.NOT_SEEN,
-        ids.WAITED_IN_VAIN,
+        *(ids.EXCEPTION, ids.START_UP, ids.KILLED, ids.ENDED, ids.MISSING_RANK, ids.SILENT, ids.SOME_INSIDE),
+        *(ids.ALL_INSIDE, ids.OUTSIDE, ids.STOPPED_AT_ONCE, ids.ALL_IN, ids.NOT_SEEN, ids.WAITED_IN_VAIN),
     }
 )
 _HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD}

@@ -441,7 +441,7 @@ def _where(account: Account, ranks: int) -> str:
 
 def _when(account: Account) -> str:
     if account.moved:
-        return f" (moved: {account.moved_by})"
+        return f" (moved: {account.motion_value.by})"
     steps = ", ".join(f"{name} = {value}" for name, value in list(account.place_value.counters.items())[:4])
     still = f"has not moved for {account.still_s:.0f} s" if account.still_s else ""
     told = "; ".join(filter(None, (still, steps)))

@@ -9,26 +9,10 @@ from functools import cached_property
 
 _OF_TORCH = frozenset(
     [
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "monitored_barrier",
-        "new_group",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-        "scatter_object_list",
+        *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
+        *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
+        *("broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group", "reduce"),
+        *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
     ]
 )
 _MODULES = ("torch.distributed", "deepspeed.comm")
@@ -46,12 +30,8 @@ _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _ADDING = ("append", "extend", "update")
 _METRIC_WORDS = frozenset(["acc", "accuracy", "auroc", "bleu", "cer", "f1", "metric", "metrics", "wer"])
 _IN_PARALLEL = (
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "fully_shard",
-    "init_process_group",
-    "deepspeed",
-    "accelerate",
+    *("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "init_process_group"),
+    *("deepspeed", "accelerate"),
 )
 _LIGHTNING_BASES = ("LightningDataModule", "LightningModule", "ModelPT")
 _LIGHTNING_METHODS = frozenset(["training_step", "configure_optimizers", "validation_step"])

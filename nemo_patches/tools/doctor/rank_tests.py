@@ -13,31 +13,14 @@ RANKS = (0, 1, 7)  # that are tried: the first, one beside it, and one of anothe
 
 _NUMBERS = frozenset(
     [
-        "get_global_rank",
-        "get_local_rank",
-        "get_rank",
-        "get_world_rank",
-        "global_rank",
-        "local_process_index",
-        "local_rank",
-        "node_rank",
-        "process_index",
-        "rank",
-        "world_rank",
+        *("get_global_rank", "get_local_rank", "get_rank", "get_world_rank", "global_rank"),
+        *("local_process_index", "local_rank", "node_rank", "process_index", "rank", "world_rank"),
     ]
 )
 _FIRST = frozenset(
     [
-        "is_global_rank_zero",
-        "is_global_zero",
-        "is_local_main_process",
-        "is_main_process",
-        "is_master",
-        "is_master_process",
-        "is_rank_zero",
-        "is_world_process_zero",
-        "main_process",
-        "master_process",
+        *("is_global_rank_zero", "is_global_zero", "is_local_main_process", "is_main_process", "is_master"),
+        *("is_master_process", "is_rank_zero", "is_world_process_zero", "main_process", "master_process"),
     ]
 )
 _VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")

@@ -16,19 +16,8 @@ from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts
 
 # One of which each line has that tells something here, but for torchrun's table.
 _WORDS = (
-    *(
-        "emory",
-        "oom_kill",
-        "oom-kill",
-        "bus error",
-        "killed by",
-        "return",
-        "srun: ",
-        "on signal",
-        "with signal",
-        "died",
-    ),
-    *("CANCELLED", " Killed ", "terminated with code"),
+    *("emory", "oom_kill", "oom-kill", "bus error", "killed by", "return", "srun: ", "on signal"),
+    *("with signal", "died", "CANCELLED", " Killed ", "terminated with code"),
 )
 CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")

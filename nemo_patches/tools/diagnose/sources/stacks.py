@@ -34,14 +34,7 @@ _HELD = dict.fromkeys("Tt", "stopped (state T)") | {"D": "in state D: a disk or 
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _MUCH_WRITTEN = 1 << 16  # bytes between two looks; a line of a log is less
 _SERVICE_THREADS = (
-    "QueueFeederThread",
-    "pin_memory",
-    "tqdm",
-    "MsgRouter",
-    "monitor",
-    "Thread-monitor",
-    "asyncio",
-    "pt_",
+    *("QueueFeederThread", "pin_memory", "tqdm", "MsgRouter", "monitor", "Thread-monitor", "asyncio", "pt_"),
 )
 
 _LOG_NAMES = re.compile(r"\.(log|txt|out|err|stderr|stdout)$|^std(err|out)\b", re.IGNORECASE)
