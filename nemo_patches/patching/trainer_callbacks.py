@@ -1,4 +1,4 @@
-"""Gives Lightning's trainers what records their exceptions, and what settings ask for: StopTogether, BatchCount.
+"""Adds callbacks to Lightning's trainers: to record exceptions, and, by the settings, StopTogether and BatchCount.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
 entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
