@@ -1,7 +1,7 @@
 """Watches optimizers' steps through torch's own hooks, and has the parameters compared every N steps on all ranks.
 
 On the training thread: a count in each step and, where one is due, sums and a copy that are enqueued, not waited for.
-A rank's own number of optimizer steps is what all healthy ranks share: whoever synchronizes gradients steps as often.
+All healthy ranks share their number of optimizer steps: ranks that synchronize gradients step equally often.
 """
 
 from __future__ import annotations
