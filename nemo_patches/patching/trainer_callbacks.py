@@ -19,7 +19,7 @@ _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls
 
 
 def callbacks() -> list[Any]:
-    """For a trainer that is being made."""
+    """The callbacks for a trainer that is being created."""
     if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
         return []
     from nemo_patches.patching.monkeypatch import this_process
@@ -39,7 +39,7 @@ def callbacks() -> list[Any]:
 
 
 def hook(connector: ModuleType) -> None:
-    """Add `callbacks` to what Lightning finds by itself, unless that has them already."""
+    """Add `callbacks` to those that Lightning finds by itself, unless they are there."""
     original = getattr(connector, _LOADS, None)
     if original is None:
         if os.environ.get(_VARIABLE):
