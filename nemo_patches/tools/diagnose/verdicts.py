@@ -298,7 +298,7 @@ _STACK_UNREAD = "its stack could not be read"
 # Of which a line of evidence tells.
 _FATES = {
     **_ENDS,
-    WAITED: "a timeout: a consequence, it waited",
+    WAITED: "a time-out: a consequence, it waited",
     CUT: "a connection closed: a consequence, another rank had gone",
     GONE: "no record tells of its end",
     LOGGED: "a traceback, which may have been caught",
