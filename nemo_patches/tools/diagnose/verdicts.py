@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import (
@@ -18,38 +19,18 @@ from nemo_patches.stall.rank_text import (
     is_guess,
     named,
 )
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import Account
-from nemo_patches.tools.diagnose.facts import (
-    ABORTED,
-    CUT,
-    ENDED,
-    FAILED,
-    FOR_MEMORY,
-    GONE,
-    KILLED,
-    LOGGED,
-    MISSING,
-    NOT_TOLD,
-    RAISED,
-    SILENT,
-    STOPPED,
-    STUCK,
-    TERMINATED,
-    TRACED,
-    UNREADABLE,
-    UNSEEN,
-    WAITED,
-    Call,
-    Fact,
-    Fate,
-)
+from nemo_patches.tools.diagnose.accounts import Account, fate_text
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
 
 # Activities beside those of stall/rank_text.py; a stack's reader tells them.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
 CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 
+_Key = TypeVar("_Key")
+_Member = TypeVar("_Member")
 _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
 _MOST_PLACES = 3  # that a sentence tells
@@ -160,6 +141,14 @@ def finding(
     )
 
 
+def parties(members: Iterable[tuple[_Key, _Member]]) -> dict[_Key, list[_Member]]:
+    """By what they are in, who is in it; the smallest party first."""
+    found: dict[_Key, list[_Member]] = defaultdict(list)
+    for key, member in members:
+        found[key].append(member)
+    return dict(sorted(found.items(), key=lambda item: len(item[1])))
+
+
 def step_of(kind: str) -> str:
     """What to do, by the table."""
     return _NEXT_STEPS[kind]
@@ -210,13 +199,13 @@ def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
 def kind_of_absent(account: Account) -> str:
     """The id for a rank that others wait for."""
     return {
-        STOPPED: ids.STOPPED,
-        TRACED: ids.TRACED,
-        RAISED: ids.EXCEPTION,
-        KILLED: ids.KILLED,
-        GONE: ids.KILLED,
-        ENDED: ids.ENDED,
-        SILENT: ids.SILENT,
+        fates.STOPPED: ids.STOPPED,
+        fates.TRACED: ids.TRACED,
+        fates.RAISED: ids.EXCEPTION,
+        fates.KILLED: ids.KILLED,
+        fates.GONE: ids.KILLED,
+        fates.ENDED: ids.ENDED,
+        fates.SILENT: ids.SILENT,
     }.get(account.fate_kind, ids.MISSING_RANK)
 
 
@@ -260,12 +249,12 @@ def doings(accounts: Sequence[Account]) -> str:
 def doing(account: Account) -> str:
     """What is known of a rank that others wait for: how it ended, or where it is."""
     fate, place = account.fate_value, account.place_value
-    if fate.kind == UNSEEN and fate.text:
+    if fate.kind == fates.UNSEEN and fate.text:
         return f"there is no sign of it: {fate.text}"
     if fate.kind in _ENDS:
-        more = f"{' ' if fate.kind == MISSING else ', '}{fate.text}" if fate.text else ""
+        more = f"{' ' if fate.kind == fates.MISSING else ', '}{fate.text}" if fate.text else ""
         spot = place.worker or (f"it was in {inner(place.where)}" if place.where else "")
-        if spot and fate.kind in (TERMINATED, ABORTED):  # which came after it had held the others up
+        if spot and fate.kind in (fates.TERMINATED, fates.ABORTED):  # which came after it had held the others up
             return f"{spot}; in the end {_ENDS[fate.kind]}{more}"
         at = f"; last seen in {inner(place.where)}" if place.where else ""
         return f"{_ENDS[fate.kind]}{more}{at}"
@@ -280,28 +269,28 @@ def doing(account: Account) -> str:
 
 
 _ENDS = {
-    STOPPED: "it is stopped (state T, SIGSTOP or Ctrl-Z)",
-    TRACED: "a debugger holds it",
-    RAISED: "it raised an exception",
-    KILLED: "it was killed",
-    GONE: "it was killed or crashed: no record tells of its end",
-    ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
-    FAILED: "it failed",
-    SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
-    MISSING: "it had not come",
-    UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
-    TERMINATED: "somebody ended it",
-    ABORTED: "it aborted, as ranks do that waited in vain",
-    STUCK: "its NCCL watchdog got stuck",
+    fates.STOPPED: "it is stopped (state T, SIGSTOP or Ctrl-Z)",
+    fates.TRACED: "a debugger holds it",
+    fates.RAISED: "it raised an exception",
+    fates.KILLED: "it was killed",
+    fates.GONE: "it was killed or crashed: no record tells of its end",
+    fates.ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
+    fates.FAILED: "it failed",
+    fates.SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
+    fates.MISSING: "it had not come",
+    fates.UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
+    fates.TERMINATED: "somebody ended it",
+    fates.ABORTED: "it aborted, as ranks do that waited in vain",
+    fates.STUCK: "its NCCL watchdog got stuck",
 }
 _STACK_UNREAD = "its stack could not be read"
 # Of which a line of evidence tells.
 _FATES = {
     **_ENDS,
-    WAITED: "a time-out: a consequence, it waited",
-    CUT: "a connection closed: a consequence, another rank had gone",
-    GONE: "no record tells of its end",
-    LOGGED: "a traceback, which may have been caught",
+    fates.WAITED: "a time-out: a consequence, it waited",
+    fates.CUT: "a connection closed: a consequence, another rank had gone",
+    fates.GONE: "no record tells of its end",
+    fates.LOGGED: "a traceback, which may have been caught",
 }
 
 
@@ -338,17 +327,13 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     place = f", in {inner(at)}" if at else ""
     text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
     kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
-    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *evidence_of(others)]
+    evidence = [*(cited(fact, fate_text(fact)) for fact in facts), *evidence_of(others)]
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 
 
 def is_for_memory(fact: Fact) -> bool:
     """Whether it tells of a kill for want of memory."""
-    return _text_of(fact).startswith(FOR_MEMORY)
-
-
-def _text_of(fact: Fact) -> str:
-    return fact.value.text if isinstance(fact.value, Fate) else ""
+    return fate_text(fact).startswith(fates.FOR_MEMORY)
 
 
 def _cure_of(error: str) -> str:
@@ -367,14 +352,14 @@ _CURES = (
 
 
 def out_of_step(
-    parties: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
+    by_title: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
 ) -> Finding:
     """kind: the id of what explains it."""
-    sizes = [len(ranks) for ranks in parties.values()]
-    odd = next(iter(parties.values())) if sizes[0] < sizes[-1] else []
+    sizes = [len(ranks) for ranks in by_title.values()]
+    odd = next(iter(by_title.values())) if sizes[0] < sizes[-1] else []
     is_ = "is the odd one" if len(odd) == 1 else "are the odd ones"
     remark = f" {why}" if why else f" {capital(named(odd))} {is_} out." if odd else ""
-    told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in parties.items())
+    told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
     text = f"The ranks are in different collectives, so none can end: {told}.{remark}"
     return finding(kind, text, evidence=evidence)
 
@@ -422,7 +407,7 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
     for account in accounts:
         fate, place = account.fate_value, account.place_value
         at = place.seat or place.where
-        if fate.kind == UNREADABLE:
+        if fate.kind == fates.UNREADABLE:
             at = f"{fate.details} {account.still_s or 0:.0f}"
         groups.setdefault((fate.kind, fate.text, at, account.moved), []).append(account)
     ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
@@ -432,7 +417,7 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
 def _of_group(group: list[Account]) -> Iterable[str]:
     first, ranks = group[0], who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.fate is not None and first.fate_kind == UNREADABLE:
+    if first.fate is not None and first.fate_kind == fates.UNREADABLE:
         told = "; ".join((_STACK_UNREAD, *first.fate_value.details))
         yield f"{ranks} [{first.fate.cite}{others}]: {told}{_when(first)}"
     elif first.fate is not None and first.fate_kind in _FATES:
@@ -445,7 +430,7 @@ def _of_group(group: list[Account]) -> Iterable[str]:
 
 def _where(account: Account, ranks: int) -> str:
     place = account.place_value
-    state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
+    state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (fates.STOPPED, fates.TRACED) else ""
     if place.collective:
         waits = "waits" if ranks == 1 else "wait"
         if is_guess(place.collective):
@@ -456,7 +441,7 @@ def _where(account: Account, ranks: int) -> str:
 
 def _when(account: Account) -> str:
     if account.moved:
-        return f" (moved: {account.moved_by})"
+        return f" (moved: {account.motion_value.by})"
     steps = ", ".join(f"{name} = {value}" for name, value in list(account.place_value.counters.items())[:4])
     still = f"has not moved for {account.still_s:.0f} s" if account.still_s else ""
     told = "; ".join(filter(None, (still, steps)))
