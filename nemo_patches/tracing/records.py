@@ -20,6 +20,8 @@ from nemo_patches.sync.protocol import SERVED as SERVED
 from nemo_patches.sync.protocol import TIMEOUT as TIMEOUT
 from nemo_patches.sync.protocol import UNWAITED as UNWAITED
 
+# Another number where an older `diagnose` would misread a trace: a field goes or changes, a record needs a new one, or
+# there is a new kind of record. It is the header's, whose `k` and `format` stay as they are in every format.
 FORMAT = 1
 
 NOT_SET = "NOT SET"
