@@ -163,6 +163,14 @@ class Job:
         """Ranks without a trace."""
         return [rank for rank in range(self.world_size) if rank not in self.traces]
 
+    def untold(self, told: set[int]) -> tuple[int, ...]:
+        """Ranks without a file, readable or not, of which nothing else tells. told: of which something does."""
+        return tuple(rank for rank in self.absent if rank not in self.suspects | told)
+
+    @property
+    def has_dumps(self) -> bool:
+        return any(trace.dumped for trace in self.traces.values())
+
 
 class Folder:
     """A folder of traces; read() reads on where it has stopped the last time."""
