@@ -8,7 +8,7 @@ import pytest
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import CHECKPOINT, PERHAPS
-from nemo_patches.tools.diagnose import facts as f
+from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place, Value

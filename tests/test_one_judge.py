@@ -10,7 +10,7 @@ import pytest
 from test_judge import Job, played
 
 from nemo_patches.stall.judge import Seat
-from nemo_patches.tools.diagnose import facts as f
+from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.findings import CRITICAL, Report

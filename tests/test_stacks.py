@@ -12,9 +12,10 @@ import pytest
 import stock_hangs as jobs
 
 from nemo_patches.stall.rank_text import CHECKPOINT
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, jobs_here, look
-from nemo_patches.tools.diagnose.facts import RUNS, STOPPED, Evidence, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.running import is_told
 from nemo_patches.tools.diagnose.sources.stacks import of_samples
@@ -39,7 +40,7 @@ class Hang:
     waiting: dict[int, str]
     elsewhere: dict[int, str] = field(default_factory=dict)
     activity: str = ""
-    fate: str = RUNS
+    fate: str = fates.RUNS
     details: str = ""
     verdict: tuple[str, ...] = (ids.MISSING_RANK,)
     words: tuple[str, ...] = ()
@@ -77,7 +78,7 @@ HANGS = [
         details="it holds Python's lock (GIL) in a C call",
         words=("decode_with_c_extension", "GIL"),
     ),
-    Hang(jobs.stopped, LATE, {1: "<lambda>"}, fate=STOPPED, verdict=(ids.STOPPED,)),
+    Hang(jobs.stopped, LATE, {1: "<lambda>"}, fate=fates.STOPPED, verdict=(ids.STOPPED,)),
     Hang(
         jobs.deadlock,
         LATE,

@@ -17,10 +17,11 @@ import ranks as real_ranks
 import stock_hangs as jobs
 from test_stacks import LENGTH_SYNC, STUCK_AFTER_S, looked_at, of, waits
 
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, jobs_here, look
 from nemo_patches.tools.diagnose.collect.samples import py_spy
-from nemo_patches.tools.diagnose.facts import RUNS, Evidence, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources.stacks import of_samples, read, recognises
 from nemo_patches.tools.diagnose.verdicts import ENDING
@@ -123,7 +124,7 @@ def test_faulthandlers_stack_does_not_say_that_a_process_runs(
     forms = in_forms(late_job, tmp_path)
     assert of(told_by(*forms["faulthandler"]).facts, 1, Fate) is None
     facts = told_by(*forms["py-spy"]).facts
-    assert of(facts, 1, Fate) == Fate(RUNS)
+    assert of(facts, 1, Fate) == Fate(fates.RUNS)
     assert of(facts, 1, Member).pid == late_job[1][1]
 
 

@@ -9,19 +9,10 @@ import pytest
 from simulated_traces import Away, Call, Event, Exit, Gradients, Killed, Setup, evaluation, steps, write
 
 from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.facts import (
-    CUT,
-    ENDED,
-    RAISED,
-    TERMINATED,
-    Evidence,
-    Fate,
-    Member,
-    Motion,
-    Place,
-)
+from nemo_patches.tools.diagnose.facts import Evidence, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Report
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.tools.diagnose.judge import rule
@@ -39,7 +30,7 @@ def read(folder: Path) -> tuple[Report, Evidence]:
     return diagnose(Folder(folder).read(), evidence), evidence
 
 
-def fates(evidence: Evidence, own: bool = True) -> dict[int, str]:
+def fates_of(evidence: Evidence, own: bool = True) -> dict[int, str]:
     return {one.rank: one.value.kind for one in evidence.facts if isinstance(one.value, Fate) and one.own == own}
 
 
@@ -49,7 +40,12 @@ def test_how_each_rank_ended_and_where_that_found_it(tmp_path: Path) -> None:
     file = sorted(tmp_path.iterdir())[2]
     file.write_bytes(file.read_bytes() + SIGTERM)
     _, evidence = read(tmp_path)
-    assert fates(evidence) == {0: CUT, 2: TERMINATED, 3: RAISED, 4: ENDED}  # of rank 1 none is recorded
+    assert fates_of(evidence) == {
+        0: fates.CUT,
+        2: fates.TERMINATED,
+        3: fates.RAISED,
+        4: fates.ENDED,
+    }  # of rank 1 none is recorded
     (place,) = [one for one in evidence.facts if isinstance(one.value, Place)]
     assert (place.rank, place.value, place.cite) == (2, Place("read_audio (my_asr/dataset.py:41)"), "rank 2's trace")
     members = [one for one in evidence.facts if isinstance(one.value, Member)]

@@ -25,6 +25,7 @@ from nemo_patches.stall.rank_text import named, ranges
 from nemo_patches.stall.verdict import judged
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate
+from nemo_patches.tools.diagnose.fates import WAITED
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
     FIRST_FAILURE,
@@ -40,6 +41,7 @@ from nemo_patches.tools.diagnose.findings import (
 )
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises
 from nemo_patches.tracing import records
 
@@ -1183,3 +1185,11 @@ def test_nobody_whom_any_line_shows_waiting_is_accused(
     report = report_on(tmp_path_factory.getbasetemp(), *lines)
     accused = {rank for one in report.findings for rank in one.ranks}
     assert not accused & waits, report
+
+
+def test_what_is_told_of_local_ranks_of_several_hosts_stays_in_the_lines_order() -> None:
+    found = LaunchFacts(several_hosts=True)
+    for number in range(8):
+        found.add(number, Fate(WAITED, f"timed out {number}"), Line("", "train.log", number, rank=number))
+    found.without_local_ranks()
+    assert [fact.at for fact in found.facts.values()] == list(range(8))

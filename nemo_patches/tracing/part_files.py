@@ -1,4 +1,4 @@
-"""The files of a trace: parts of bounded size, of which the last two stay, with what must outlast the others."""
+"""The files of a trace: parts of bounded size. The last two are kept, with the important records of earlier ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.process_end import StackOnSignal
 from nemo_patches.tracing.records import Encoder, Failed, Finding, Header, Kept, Raised, Record, Sigterm, encode
+from nemo_patches.tracing.signal_stack import StackOnSignal
 
 MOST_ENCODERS = 64  # at the head of a part; a script may make copies without end
 _MOST_KEPT = 64  # the first and the last exceptions and findings of what is gone
@@ -115,7 +115,7 @@ class PartFiles:
         self.leave_sigterm()
 
     def leave_sigterm(self) -> None:
-        """SIGTERM leaves no stack any more. On any thread: the writer's may wait for the disk for ever."""
+        """SIGTERM no longer leaves a stack. On any thread: the writer's may wait for the disk for ever."""
         self._sigterm.remove()
 
     def _begin_next_part(self) -> None:

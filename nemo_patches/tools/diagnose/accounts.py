@@ -4,47 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from nemo_patches.stall.judge import Seat
-from nemo_patches.tools.diagnose.facts import (
-    ABORTED,
-    CUT,
-    ENDED,
-    FAILED,
-    GONE,
-    KILLED,
-    LOGGED,
-    MISSING,
-    NOT_TOLD,
-    RAISED,
-    RUNS,
-    SILENT,
-    STOPPED,
-    STUCK,
-    TERMINATED,
-    TRACED,
-    UNREADABLE,
-    UNSEEN,
-    WAITED,
-    Call,
-    Evidence,
-    Fact,
-    Fate,
-    Member,
-    Motion,
-    Place,
-)
+from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Evidence, Fact, Fate, Member, Motion, Place
 
-CAUSES = frozenset({RAISED, KILLED})
-CONSEQUENCES = frozenset({WAITED, CUT})
-HELD = (STOPPED, TRACED)
-GONE_FATES = CAUSES | CONSEQUENCES | {TERMINATED, ENDED, FAILED, GONE, ABORTED}
-_THERE = frozenset({RUNS, STOPPED, TRACED})
-_NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
+CAUSES = frozenset({fates.RAISED, fates.KILLED})
+CONSEQUENCES = frozenset({fates.WAITED, fates.CUT})
+HELD = (fates.STOPPED, fates.TRACED)
+GONE_FATES = CAUSES | CONSEQUENCES | {fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.ABORTED}
+_THERE = frozenset({fates.RUNS, fates.STOPPED, fates.TRACED})
+_NOT_HEARD = frozenset({fates.SILENT, fates.UNSEEN, fates.MISSING, fates.GONE})
 # Causes before consequences, what is known before what is not.
 _RANKED = (
-    *(RAISED, KILLED, STOPPED, TRACED, WAITED, CUT, STUCK, ABORTED, TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING),
-    *(UNSEEN, UNREADABLE, LOGGED, RUNS),
+    *(fates.RAISED, fates.KILLED, fates.STOPPED, fates.TRACED, fates.WAITED, fates.CUT, fates.STUCK),
+    *(fates.ABORTED, fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.SILENT, fates.MISSING),
+    *(fates.UNSEEN, fates.UNREADABLE, fates.LOGGED, fates.RUNS),
 )
 
 
@@ -68,25 +44,25 @@ class Account:
 
     @property
     def fate_value(self) -> Fate:
-        return self.fate.value if self.fate is not None and isinstance(self.fate.value, Fate) else _NO_FATE
+        return _value_of(self.fate, _NO_FATE)
 
     @property
     def place_value(self) -> Place:
-        return self.place.value if self.place is not None and isinstance(self.place.value, Place) else _NO_PLACE
+        return _value_of(self.place, _NO_PLACE)
+
+    @property
+    def motion_value(self) -> Motion:
+        return _value_of(self.motion, _NO_MOTION)
 
     @property
     def moved(self) -> bool:
         """Whether it went on between two looks."""
-        return self.motion is not None and isinstance(self.motion.value, Motion) and self.motion.value.moved
-
-    @property
-    def moved_by(self) -> str:
-        return self.motion.value.by if self.motion is not None and isinstance(self.motion.value, Motion) else ""
+        return self.motion_value.moved
 
     @property
     def still_s(self) -> float | None:
         """For how long it has not moved, as far as is known."""
-        return self.motion.value.still_s if self.motion is not None and isinstance(self.motion.value, Motion) else None
+        return self.motion_value.still_s
 
     @property
     def was_looked_at_twice(self) -> bool:
@@ -94,7 +70,7 @@ class Account:
 
     @property
     def member_value(self) -> Member:
-        return self.member.value if self.member is not None and isinstance(self.member.value, Member) else Member()
+        return _value_of(self.member, _NO_MEMBER)
 
     @property
     def host(self) -> str:
@@ -115,8 +91,12 @@ class Account:
         return next(iter(calls), None)
 
 
-_NO_FATE = Fate("")
-_NO_PLACE = Place()
+_NO_FATE, _NO_PLACE, _NO_MOTION, _NO_MEMBER = Fate(""), Place(), Motion(False), Member()
+_Value = TypeVar("_Value", Fate, Place, Motion, Member)
+
+
+def _value_of(fact: Fact | None, unknown: _Value) -> _Value:
+    return fact.value if fact is not None and isinstance(fact.value, type(unknown)) else unknown
 
 
 @dataclass
@@ -137,6 +117,14 @@ class Hearing:
         """Ranks of which nothing is known."""
         told = {rank for rank, one in self.accounts.items() if one.fate or one.place or one.seats or one.calls}
         return [rank for rank in range(self.world_size) if rank not in told]
+
+    def having(self, *kinds: str) -> list[Account]:
+        """The ranks whose fate is of one of these kinds."""
+        return [one for one in self.accounts.values() if one.fate_kind in kinds]
+
+    def told(self, *kinds: str) -> list[Fact]:
+        """All fates of these kinds that are told, of any rank, also those that do not count."""
+        return [fact for one in self.accounts.values() for fact in one.fates if fate_kind(fact) in kinds]
 
     @property
     def waiting(self) -> list[Account]:
@@ -192,16 +180,16 @@ def _order_of_fates(fact: Fact) -> tuple[int, bool, float]:
     return _RANKED.index(fate_kind(fact)), not fact.own, fact.at
 
 
-def _that_count(fates: list[Fact]) -> list[Fact]:
+def _that_count(told: list[Fact]) -> list[Fact]:
     """Without exceptions of a rank that had waited in vain before: what was raised then came of that. And without what
     others say of a rank that is known to be there.
     """
-    waited = [fact for fact in fates if fate_kind(fact) in CONSEQUENCES]
-    is_there = any(fact.own and fate_kind(fact) in _THERE for fact in fates)
+    waited = [fact for fact in told if fate_kind(fact) in CONSEQUENCES]
+    is_there = any(fact.own and fate_kind(fact) in _THERE for fact in told)
     return [
         fact
-        for fact in fates
-        if not (fate_kind(fact) == RAISED and any(is_before(one, fact) for one in waited))
+        for fact in told
+        if not (fate_kind(fact) == fates.RAISED and any(is_before(one, fact) for one in waited))
         and not (is_there and not fact.own and fate_kind(fact) in _NOT_HEARD)
     ]
 
@@ -209,6 +197,11 @@ def _that_count(fates: list[Fact]) -> list[Fact]:
 def fate_kind(fact: Fact) -> str:
     """Of a fact that is no fate: none."""
     return fact.value.kind if isinstance(fact.value, Fate) else ""
+
+
+def fate_text(fact: Fact) -> str:
+    """Likewise."""
+    return fact.value.text if isinstance(fact.value, Fate) else ""
 
 
 def is_before(one: Fact, other: Fact) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +124,7 @@ def unlike_backwards(case: Case, hang: Finding) -> Finding:
     before = sorted(rank for rank, state in last.items() if state == NO_BACKWARD and not case.sure[rank].process.waited)
     evidence = (f"in the backward, and not through it: {named(inside)}", *hang.evidence)
     if not before:
-        return Finding(**{**vars(hang), "severity": CRITICAL, "evidence": evidence})
+        return replace(hang, severity=CRITICAL, evidence=evidence)
     return Finding(
         id=ids.NO_BACKWARD,
         severity=CRITICAL,

@@ -11,20 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CONSEQUENCES, Account, Hearing, fate_kind
-from nemo_patches.tools.diagnose.facts import (
-    ENDED,
-    GONE,
-    RAISED,
-    RUNS,
-    SILENT,
-    SYNC_ENDED,
-    TERMINATED,
-    UNSEEN,
-    WAITED,
-    Call,
-)
+from nemo_patches.tools.diagnose.facts import Call
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import doings, evidence_of, finding
 
@@ -37,7 +27,7 @@ _PHASES = {
     ids.LAYERS: "in its layers",
 }
 _PHASE_ORDER = list(_PHASES)
-_KNOWN_ENDS = (RAISED, *CONSEQUENCES, TERMINATED, ENDED)
+_KNOWN_ENDS = (fates.RAISED, *CONSEQUENCES, fates.TERMINATED, fates.ENDED)
 
 
 @dataclass(frozen=True)
@@ -58,19 +48,19 @@ class _Standing:
     @property
     def waited(self) -> bool:
         """An error that ended it shows it."""
-        return self.kind in CONSEQUENCES and not self.account.fate_value.text.startswith(SYNC_ENDED)
+        return self.kind in CONSEQUENCES and not self.account.fate_value.text.startswith(fates.SYNC_ENDED)
 
     @property
     def has_no_end(self) -> bool:
-        return self.kind not in _KNOWN_ENDS or self.account.fate_value.text.startswith(SYNC_ENDED)
+        return self.kind not in _KNOWN_ENDS or self.account.fate_value.text.startswith(fates.SYNC_ENDED)
 
     @property
     def runs(self) -> bool:
-        return any(fate_kind(fact) == RUNS for fact in self.account.fates)
+        return any(fate_kind(fact) == fates.RUNS for fact in self.account.fates)
 
     @property
     def in_good_order(self) -> bool:
-        return self.kind == ENDED and not self.call.phase and not self.account.fate_value.exit_code
+        return self.kind == fates.ENDED and not self.call.phase and not self.account.fate_value.exit_code
 
 
 _Some = list[_Standing]
@@ -91,7 +81,7 @@ class _Ranks:
 
     @property
     def timed_out(self) -> bool:
-        return any(one.kind == WAITED for one in self.all)
+        return any(one.kind == fates.WAITED for one in self.all)
 
     @property
     def closed(self) -> bool:
@@ -128,12 +118,8 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
         return []
     reported = [account for account in ranks.hearing.accounts.values() if _is_reported(account, encoder)]
     if accused := [_Standing(one, _standing_call(one, encoder)) for one in reported if not _is_excused(one, ranks)]:
-        others = _at_top([one for one in ranks.all if not one.call.reported])
-        if not others:  # all report each other: who is furthest has not held the others up
-            others = _at_top([one for one in ranks.all if one.call.number])
-            accused = [one for one in accused if one not in others] or accused
-        return _grouped(ranks, accused, others)
-    if any(one.kind == RAISED for one in ranks.sure):
+        return _by_reports(ranks, accused)
+    if any(one.kind == fates.RAISED for one in ranks.sure):
         return []  # who raised an exception did not wait
     known = [
         one
@@ -148,11 +134,19 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
             return _grouped(ranks, suspects, others or suspects)
     if ranks.explained or ranks.hearing.evidence.moving:
         return []
-    if ranks.closed or ranks.having(lambda one: one.call.sync_ended and one.kind == TERMINATED):
+    if ranks.closed or ranks.having(lambda one: one.call.sync_ended and one.kind == fates.TERMINATED):
         return _ended_by_nobody_known(ranks)
     if ranks.reporting or ranks.timed_out or ranks.having(lambda one: one.runs or one.call.since_s is not None):
         return _level(ranks)
     return _stopped_at_once(ranks)
+
+
+def _by_reports(ranks: _Ranks, accused: _Some) -> list[Finding]:
+    others = _at_top([one for one in ranks.all if not one.call.reported])
+    if not others:  # all report each other: who is furthest has not held the others up
+        others = _at_top([one for one in ranks.all if one.call.number])
+        accused = [one for one in accused if one not in others] or accused
+    return _grouped(ranks, accused, others)
 
 
 def _standing_call(account: Account, encoder: str) -> Call:
@@ -167,11 +161,11 @@ def _is_reported(account: Account, encoder: str) -> bool:
 
 def _is_excused(account: Account, ranks: _Ranks) -> bool:
     """Whether a rank that others report missing has waited itself, or was ended by others."""
-    has_left = account.reported is not None and fate_kind(account.reported) == GONE
+    has_left = account.reported is not None and fate_kind(account.reported) == fates.GONE
     # Beside one that has raised an exception and is missing as well, the launcher ended it, as far as is known.
     others = [one for one in ranks.hearing.accounts.values() if one is not account and one.reported is not None]
-    raised = any(one.fate_kind == RAISED for one in others)
-    by_others = has_left and (account.fate_kind == TERMINATED or raised)
+    raised = any(one.fate_kind == fates.RAISED for one in others)
+    by_others = has_left and (account.fate_kind == fates.TERMINATED or raised)
     return by_others or account.waits is not None or account.moved or account.rank in ranks.explained
 
 
@@ -209,15 +203,15 @@ def _left_in_a_collective(ranks: _Ranks, known: _Some) -> _Some:
 def _gone_first(ranks: _Ranks, rest: _Some) -> _Some:
     """Who went before connections were closed, of the ranks that do not tell that they waited.
 
-    Whom SIGTERM ended is not the reason, but who sent it.
+    Ranks ended by SIGTERM are victims; prefer a rank without a recorded end.
     """
     top = _top(ranks.all)
-    if left := [one for one in rest if one.kind == ENDED and _is_early(one, top)]:
+    if left := [one for one in rest if one.kind == fates.ENDED and _is_early(one, top)]:
         return left
     no_end = [one for one in rest if one.has_no_end]
     if no_end:
         return no_end if len(no_end) == 1 or _are_whole_hosts(ranks, no_end) else []
-    return [one for one in rest if one.kind != TERMINATED]
+    return [one for one in rest if one.kind != fates.TERMINATED]
 
 
 def _are_whole_hosts(ranks: _Ranks, some: _Some) -> bool:
@@ -241,7 +235,7 @@ def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
         for one in known
         if any(one.call.position < call.position and one.call.came_to < call.round for call in waited)
         and not one.waited
-        and not (one.kind == TERMINATED and ended)
+        and not (one.kind == fates.TERMINATED and ended)
     ]
 
 
@@ -257,7 +251,7 @@ def _gone(ranks: _Ranks, known: _Some) -> _Some:
 def _not_told_to_end(ranks: _Ranks, known: _Some) -> _Some:
     """The one rank without an end, where SIGTERM ended all others: so a launcher does when a rank has gone."""
     no_end = [one for one in known if one.has_no_end and one.account.member_value.notes_sigterm]
-    terminated = ranks.having(lambda one: one.kind == TERMINATED)
+    terminated = ranks.having(lambda one: one.kind == fates.TERMINATED)
     all_else = len(no_end) + len(terminated) == ranks.hearing.world_size
     return _gone_first(ranks, no_end) if all_else and terminated else []
 
@@ -277,17 +271,17 @@ def _grouped(ranks: _Ranks, suspects: _Some, others: _Some) -> list[Finding]:
 def _why(ranks: _Ranks, one: _Standing, others: _Some) -> str:
     reported = one.account.reported
     kind = (fate_kind(reported) or ids.MISSING_RANK) if reported is not None else ""
-    if kind and (one.call.unsure or (kind == UNSEEN and not one.call.number)):
+    if kind and (one.call.unsure or (kind == fates.UNSEEN and not one.call.number)):
         return ids.MISSING_RANK  # as the others say; more is not known of it
-    if one.kind == RAISED:
+    if one.kind == fates.RAISED:
         return ids.EXCEPTION
-    if one.kind == ENDED:
+    if one.kind == fates.ENDED:
         return ids.ENDED
-    if kind == SILENT:
+    if kind == fates.SILENT:
         return ids.SILENT
     went_on = any(other.call.sync_ended for other in others) and not one.call.sync_ended
-    not_told = one.has_no_end and any(other.kind == TERMINATED for other in others)
-    if (kind == GONE or (not kind and (went_on or ranks.closed or not_told))) and not one.runs:
+    not_told = one.has_no_end and any(other.kind == fates.TERMINATED for other in others)
+    if (kind == fates.GONE or (not kind and (went_on or ranks.closed or not_told))) and not one.runs:
         return ids.KILLED
     return ids.SOME_INSIDE if one.call.phase and not one.call.unsure else ids.MISSING_RANK
 
@@ -388,33 +382,37 @@ def _level(ranks: _Ranks) -> list[Finding]:
         return _grouped(ranks, behind, at_top)
     if inside and outside and not reported:
         return [_absent(ranks, ids.SOME_INSIDE, inside, outside)]
-    everyone, call = f"All {len(ranks.sure)} ranks", at_top[0].call.title
     if all(one.call.in_vain for one in at_top):
         return []  # the last to come to a round does not wait in vain: some trace is not what its rank wrote
+    return [_of_equals(ranks, at_top[0].call.title, inside, outside, behind)]
+
+
+def _of_equals(ranks: _Ranks, call: str, inside: _Some, outside: _Some, behind: _Some) -> Finding:
+    everyone = f"All {len(ranks.sure)} ranks"
     if inside and not outside and not behind:
         phase = min((one.call.phase for one in inside), key=_PHASE_ORDER.index)
         there = [one for one in inside if one.call.phase == phase]
         which = named([one.rank for one in there])
         which = _PHASES[phase] if len(there) == len(inside) else f"{which} {_PHASES[phase]}"
         text = f"{everyone} are inside {call}, {which}, and none has come out."
-        return [_finding(ids.ALL_INSIDE, text, there, there)]
+        return _finding(ids.ALL_INSIDE, text, there, there)
     if inside or behind:
         text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
-        return [replace(_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure), phase="")]
+        return replace(_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure), phase="")
     text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
     # A job that decodes or writes for long, and calls no encoder, looks the same, unless one was seen to wait.
     severity = "" if ranks.hearing.evidence.saw_a_wait or ranks.timed_out else WARNING
-    return [_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure, severity)]
+    return _finding(ids.OUTSIDE, text, ranks.sure, ranks.sure, severity)
 
 
 def _stopped_at_once(ranks: _Ranks) -> list[Finding]:
     """Ranks without an end, and no record that anyone waited for anyone in vain: this accuses nobody."""
-    stopped = ranks.having(lambda one: one.has_no_end or one.kind == TERMINATED)
+    stopped = ranks.having(lambda one: one.has_no_end or one.kind == fates.TERMINATED)
     if not stopped or ranks.having(lambda one: one.call.in_vain or one.call.sync_ended):
         return []
     if len(stopped) < len(ranks.all) and all(one.call.unsure for one in stopped):
         return []  # files that are not whole, of a job whose other ranks tell how they ended
-    by_signal = [one.rank for one in stopped if one.kind == TERMINATED]
+    by_signal = [one.rank for one in stopped if one.kind == fates.TERMINATED]
     how = f"SIGTERM ended {named(by_signal)}" if by_signal else "no trace says how"
     who, have = named([one.rank for one in stopped]), "has" if len(stopped) == 1 else "have"
     which = "All ranks stop" if len(stopped) == ranks.hearing.world_size else f"{who} {have} stopped"
@@ -429,7 +427,7 @@ def _ended_by_nobody_known(ranks: _Ranks) -> list[Finding]:
     """Connections were closed, or SIGTERM or Ctrl-C ended ranks, and no record tells of a rank that went before."""
     if not ranks.are_all:
         return []  # a rank of which there is no trace may have gone first
-    terminated = [one.rank for one in ranks.all if one.kind == TERMINATED]
+    terminated = [one.rank for one in ranks.all if one.kind == fates.TERMINATED]
     closed = [one.rank for one in ranks.all if one.waited]
     why = [f"SIGTERM, or Ctrl-C, ended {named(terminated)}"] if terminated else []
     why += [f"the connections of {named(closed)} were closed"] if closed else []

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, first_of, is_before
-from nemo_patches.tools.diagnose.facts import (
-    ABORTED,
-    AT_START,
-    CUT,
-    ENDED,
-    FAILED,
-    FROM_OUTSIDE,
-    GONE,
-    LOGGED,
-    MISSING,
-    NOT_TOLD,
-    SILENT,
-    STUCK,
-    TERMINATED,
-    UNSEEN,
-    WAITED,
-    Fact,
-    Fate,
-)
+from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, fate_text, first_of, is_before
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     all_absent,
@@ -37,24 +19,25 @@ from nemo_patches.tools.diagnose.verdicts import (
     finding,
     inner,
     most_told,
+    parties,
     reading_of,
     step_of,
     title_of,
     who,
 )
 
-_NOT_COME = (GONE, SILENT, UNSEEN, MISSING, ENDED)
+_NOT_COME = (fates.GONE, fates.SILENT, fates.UNSEEN, fates.MISSING, fates.ENDED)
 
 
 def by_ends(hearing: Hearing) -> Ruling:
-    waited = [one for one in hearing.accounts.values() if one.fate_kind == WAITED]
-    cut = [one for one in hearing.accounts.values() if one.fate_kind == CUT]
+    waited = hearing.having(fates.WAITED)
+    cut = hearing.having(fates.CUT)
     evidence = evidence_of(hearing.accounts.values())
     if not waited and not cut:
         stuck = _stuck(hearing)
         return Ruling((*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))))
-    kinds = _NOT_COME if waited else (GONE, SILENT, MISSING)
-    suspects = [one for one in hearing.accounts.values() if one.fate_kind in kinds and one.waits is None]
+    kinds = _NOT_COME if waited else (fates.GONE, fates.SILENT, fates.MISSING)
+    suspects = [one for one in hearing.having(*kinds) if one.waits is None]
     if suspects:
         ended = [one.rank for one in (waited or cut)]
         how = "waited until a time limit" if waited else "had their connections closed"
@@ -62,7 +45,7 @@ def by_ends(hearing: Hearing) -> Ruling:
         return Ruling(tuple(replace(one, text=f"{one.text} {capital(who(ended))} {how}.") for one in found))
     if not waited and (first := _left_first(cut, hearing)):
         return Ruling(first)
-    if all(one.fate_value.text.startswith(AT_START) for one in (*waited, *cut)):
+    if all(one.fate_value.text.startswith(fates.AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
     ends = "; ".join(
@@ -88,7 +71,9 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it; or
     who else ended the job.
     """
-    terminated = [fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or _text(fact) == FROM_OUTSIDE]
+    terminated = [
+        fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or fate_text(fact) == fates.FROM_OUTSIDE
+    ]
     if terminated and not any(is_before(fact, terminated[0]) for one in cut for fact in one.fates):
         return tuple(replace(one, evidence=(*one.evidence, *evidence_of(cut))) for one in _ended_by_others(hearing))
     found = by_launcher(hearing)
@@ -100,13 +85,13 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
 
 
 def _unseen_text(hearing: Hearing) -> str:
-    logged = [one.rank for one in hearing.accounts.values() if one.fate_kind == LOGGED and one.rank != NOT_TOLD]
+    logged = [one.rank for one in hearing.having(fates.LOGGED) if one.rank != NOT_TOLD]
     text = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
     return text + (f"; of {named(logged)} no end is told" if logged else "")
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
-    ranks, told = who(one.rank for one in waited), waited[0].fate_value.text.removeprefix(f"{AT_START}: ")
+    ranks, told = who(one.rank for one in waited), waited[0].fate_value.text.removeprefix(f"{fates.AT_START}: ")
     text = f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
     rank = "It" if len(waited) == 1 else who([waited[0].rank])
     return finding(ids.START_UP, f"{text}{capital(rank)} says: {told}{_unseen_text(hearing)}.", evidence=evidence)
@@ -129,16 +114,12 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
 
 
 def _places_of(waited: list[Account]) -> dict[str, list[int]]:
-    """By where their errors say that they waited, the ranks; the smallest party first."""
-    places: dict[str, list[int]] = defaultdict(list)
-    for one in waited:
-        if one.fate_value.where:
-            places[inner(one.fate_value.where)].append(one.rank)
-    return dict(sorted(places.items(), key=lambda item: len(item[1])))
+    """By where their errors say that they waited."""
+    return parties((inner(one.fate_value.where), one.rank) for one in waited if one.fate_value.where)
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
-    stuck = [one for one in hearing.accounts.values() if one.fate_kind == STUCK]
+    stuck = hearing.having(fates.STUCK)
     if not stuck:
         return []
     ranks = [one.rank for one in stuck]
@@ -151,34 +132,27 @@ def _stuck(hearing: Hearing) -> list[Finding]:
 
 def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:
     """Who failed first by the launcher's tables. of_ranks_that_waited: a code of 1 may be that of such a rank."""
-    facts = [fact for one in hearing.accounts.values() for fact in one.fates if fate_kind(fact) in (FAILED, ABORTED)]
-    firsts = [fact for fact in first_of(facts) if not fact.own]
+    firsts = [fact for fact in first_of(hearing.told(fates.FAILED, fates.ABORTED)) if not fact.own]
     if not firsts:
-        gone = [one for one in hearing.accounts.values() if one.fate_kind == GONE and one.fate and not one.fate.own]
+        gone = [one for one in hearing.having(fates.GONE) if one.fate and not one.fate.own]
         return () if of_ranks_that_waited else tuple(all_absent(gone, None)) or _ended_by_others(hearing)
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]
     assert isinstance(first.value, Fate)
-    lines = [cited(fact, _text(fact)) for fact in firsts]
-    fates = (fact for one in hearing.accounts.values() for fact in one.fates)
-    lines += [cited(fact, f"a traceback, {_text(fact)}") for fact in fates if fate_kind(fact) == LOGGED]
+    lines = [cited(fact, fate_text(fact)) for fact in firsts]
+    lines += [cited(fact, f"a traceback, {fate_text(fact)}") for fact in hearing.told(fates.LOGGED)]
     if len(ranks) > 1:
         text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
         return (finding(ids.FIRST_FAILURE, text, (), lines),)
     text = f"{who(ranks)} failed first, {first.value.text} [{first.cite}]."
-    if may_have_waited := fate_kind(first) == ABORTED or of_ranks_that_waited:
+    if may_have_waited := fate_kind(first) == fates.ABORTED or of_ranks_that_waited:
         text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
     return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, hearing[ranks[0]]),)
 
 
 def _terminated(hearing: Hearing) -> list[Fact]:
     """What launchers and schedulers tell of ranks, or of the job, that somebody else ended."""
-    fates = [fact for one in hearing.accounts.values() for fact in one.fates]
-    return [fact for fact in fates if fate_kind(fact) == TERMINATED and not fact.own]
-
-
-def _text(fact: Fact) -> str:
-    return fact.value.text if isinstance(fact.value, Fate) else ""
+    return [fact for fact in hearing.told(fates.TERMINATED) if not fact.own]
 
 
 def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
@@ -186,15 +160,15 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     if not facts:
         return ()
     of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
-    outside = [fact for fact in facts if _text(fact) == FROM_OUTSIDE]
+    outside = [fact for fact in facts if fate_text(fact) == fates.FROM_OUTSIDE]
     first = (of_job or outside or facts)[0]
     if of_job:
-        text = f"The job was ended ({_text(first)}) [{first.cite}], and no record tells of a failure before."
+        text = f"The job was ended ({fate_text(first)}) [{first.cite}], and no record tells of a failure before."
     elif outside:
         text = f"{who(fact.rank for fact in outside)} ended first, by a SIGTERM that torchrun had not sent "
         text += f"[{first.cite}]: a user, the scheduler, or another program sent it."
     else:
         text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{first.cite}], and no record tells "
         text += "of a failure before: a user, the scheduler, or another host's launcher ended the job."
-    lines = [cited(fact, _text(fact)) for fact in (*of_job, *outside, *facts)[:8]]
+    lines = [cited(fact, fate_text(fact)) for fact in (*of_job, *outside, *facts)[:8]]
     return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     finding,
     most_told,
     out_of_step,
+    parties,
     reading_of,
     same_kind,
     title_of,
@@ -126,16 +126,12 @@ def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) ->
     place = account.place_value
     since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
     what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate_value.text})"
-    what = f"it goes on ({account.moved_by})" if account.moved else what
+    what = f"it goes on ({account.motion_value.by})" if account.moved else what
     entered = f"rank {rank} had not entered {title_of(one.seat)}"
     hearing.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}")
     return True
 
 
 def _by_title(facts: Iterable[Fact]) -> dict[str, list[int]]:
-    """By what it is, who is in it; the smallest party first."""
-    parties: dict[str, list[int]] = defaultdict(list)
-    for fact in facts:
-        if isinstance(fact.value, Seat):
-            parties[f"{fact.value.kind or 'a collective'} {fact.value.size}".strip()].append(fact.rank)
-    return dict(sorted(parties.items(), key=lambda item: len(item[1])))
+    seats_of = ((fact.value, fact.rank) for fact in facts if isinstance(fact.value, Seat))
+    return parties((f"{seat.kind or 'a collective'} {seat.size}".strip(), rank) for seat, rank in seats_of)

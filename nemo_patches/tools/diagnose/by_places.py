@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from nemo_patches.stall import judge as seats
 from nemo_patches.stall.judge import Judgement, Seat
 from nemo_patches.stall.rank_text import CHECKPOINT, is_guess, named
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, GONE_FATES, HELD, Account, Hearing
-from nemo_patches.tools.diagnose.facts import ENDED, GONE, KILLED, MISSING, RAISED, SILENT, UNREADABLE, UNSEEN
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
-from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step
+from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step, parties
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
-_OUT = (*HELD, GONE, ENDED, KILLED, RAISED, SILENT, MISSING, UNSEEN)
+_OUT = (*HELD, fates.GONE, fates.ENDED, fates.KILLED, fates.RAISED, fates.SILENT, fates.MISSING, fates.UNSEEN)
 
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
@@ -23,17 +22,17 @@ _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_l
 def by_places(hearing: Hearing) -> Ruling:
     accounts = hearing.accounts
     waiting = hearing.waiting
-    seen = [one for one in accounts.values() if one.place or one.fate_kind in (*_OUT, UNREADABLE)]
+    seen = [one for one in accounts.values() if one.place or one.fate_kind in (*_OUT, fates.UNREADABLE)]
     if not seen:
         return Ruling()
-    over = all(one.fate_kind in (GONE, ENDED) for one in accounts.values())
+    over = all(one.fate_kind in (fates.GONE, fates.ENDED) for one in accounts.values())
     if over and not any(one.place_value.where for one in seen) and not hearing.unseen:
         return Ruling(text="The job has ended: none of its processes is there any more.", goes_on=True)
     moving = [one for one in seen if one.moved]
     # Who has ended its script is missing where others wait; else it waits itself, with a collective pending.
     others_wait = [one for one in waiting if one.place_value.activity != ENDING]
     waiting = others_wait or waiting
-    unreadable = [one for one in seen if one.fate_kind == UNREADABLE]
+    unreadable = [one for one in seen if one.fate_kind == fates.UNREADABLE]
     if len(unreadable) == len(seen):
         text = f"None of {len(seen)} ranks could be read: {unreadable[0].fate_value.text}"
         step = "Then run this again; what is known of each process without its stack is below."
@@ -61,7 +60,7 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
     not_known = [f"nothing is known of {named(unseen)}, whose hosts may not be collected yet"] if unseen else []
     if one is not None and one.id == seats.MISSING:
         accused = [hearing[rank] for rank in one.accused]
-        if unreadable := [each for each in accused if each.fate_kind == UNREADABLE]:
+        if unreadable := [each for each in accused if each.fate_kind == fates.UNREADABLE]:
             text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate_value.text}"
             return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence),))
         accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
@@ -82,13 +81,10 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
 
 
 def _different(waiting: list[Account], evidence: list[str]) -> Finding:
-    parties: dict[str, list[Account]] = defaultdict(list)
-    for each in waiting:
-        parties[each.place_value.seat].append(each)
-    ordered = dict(sorted(parties.items(), key=lambda item: len(item[1])))
-    first, *_, last = ordered.values()
+    by_seat = parties((each.place_value.seat, each) for each in waiting)
+    first, *_, last = by_seat.values()
     why = further_on(first, last)
-    by_title = {title: [one.rank for one in ranks] for title, ranks in ordered.items()}
+    by_title = {title: [one.rank for one in ranks] for title, ranks in by_seat.items()}
     return out_of_step(by_title, evidence, why.text, why.id or ids.OUT_OF_STEP)
 
 
@@ -122,7 +118,7 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
 
 
 def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) -> Ruling:
-    bad = [one for one in seen if one.fate_kind in (*HELD, GONE, SILENT)]
+    bad = [one for one in seen if one.fate_kind in (*HELD, fates.GONE, fates.SILENT)]
     here = [one for one in seen if one.fate_kind not in GONE_FATES]
     stuck = [one for one in here if one.place and _is_still(one, hearing.stuck_after_s)]
     evidence = evidence_of(seen)
@@ -133,7 +129,11 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
         text = f"No rank is in a collective, and none has moved for {least:.0f} s: {where}."
         return Ruling((finding(ids.NO_RANK_MOVES, text, evidence=evidence),))
     if bad:
-        if not moving and all(one.fate_kind in (GONE, SILENT) for one in bad) and not any(one.place for one in seen):
+        if (
+            not moving
+            and all(one.fate_kind in (fates.GONE, fates.SILENT) for one in bad)
+            and not any(one.place for one in seen)
+        ):
             return Ruling()  # how they ended, if anything tells it, is the better answer
         return Ruling(tuple(all_absent(bad, None, evidence)))
     if stuck and not moving and not hearing.unseen:
@@ -148,7 +148,10 @@ def _is_still(one: Account, stuck_after_s: float) -> bool:
 
 
 def _goes_on(moving: list[Account]) -> Ruling:
-    who, how = named([one.rank for one in moving]), f" ({moving[0].moved_by})" if moving[0].moved_by else ""
+    who, how = (
+        named([one.rank for one in moving]),
+        f" ({moving[0].motion_value.by})" if moving[0].motion_value.by else "",
+    )
     text = f"No rank is stuck: {who} went on between the looks{how}."
     return Ruling(text=text, goes_on=True)
 
@@ -164,17 +167,17 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
         return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [hearing[rank] for rank in first.ranks]
     if works and all(one.moved and one.place_value.activity == CHECKPOINT for one in works):
-        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].moved_by})."
+        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].motion_value.by})."
         return Ruling(text=f"{text} Look again if it lasts.", goes_on=True)
     if (
         works
         and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
         and any(one.moved for one in works)
     ):
-        by = next((one.moved_by for one in works if one.moved), "")
+        by = next((one.motion_value.by for one in works if one.moved), "")
         text = f"{first.text[:-1]}; it works{f' ({by})' if by else ''}, and may come."
         first = replace(first, text=text, severity=WARNING)
-    held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, GONE) for rank in first.ranks)
+    held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, fates.GONE) for rank in first.ranks)
     is_moment = all(one.place is not None and one.place.own and not one.was_looked_at_twice for one in waiting)
     if is_moment and not held:
         more = "One look at each rank cannot tell a hang from a slow step; look again: who has moved is not stuck."

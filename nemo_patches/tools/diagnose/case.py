@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import LEFT, named
@@ -124,6 +126,11 @@ def _case(job: Job, name: str, tracks: dict[str, dict[int, Track]], on_most_rank
     return Case(job, safe(name), own, shared_rounds(with_calls), scale, ends)
 
 
+def outcomes_of(cases: list[Case]) -> set[int]:
+    """Of all length syncs of all ranks."""
+    return {code for case in cases for track in case.tracks.values() for code in track.calls.outcome}
+
+
 @dataclass(frozen=True)
 class StallReports:
     """What the stall monitors reported of the stall that the traces end in."""
@@ -159,24 +166,32 @@ def stall_reports(case: Case) -> StallReports:
         ]
         is_past = case.has_gone_on(rank)
         for report in reversed(reports):  # the job's stall report looks at every rank
-            collectives = report.collectives if isinstance(report, records.Missing) else []
-            for at, (missing, kind, place) in enumerate(zip(report.ranks, report.kinds, report.where, strict=False)):
-                is_rank = 0 <= missing < case.job.world_size and missing != rank
-                is_over = kind != LEFT and missing in case.endings and case.endings[missing].in_good_order
-                is_over = is_over or _has_come_since(case, rank, report, missing)
-                collective = next(iter(collectives[at : at + 1]), "")
-                if is_rank and collective and not is_over:
+            for missing, kind, place, collective in _told_of_others(case, rank, report):
+                if collective:
                     waits.setdefault(missing, (safe(collective), rank))
-                elif is_rank and not is_over:
-                    kinds.setdefault(missing, safe(kind))
-                    by.setdefault(missing, rank)
-                    present.update(() if is_past else {missing})
-                    if place:
-                        where.setdefault(missing, safe(place))
+                    continue
+                kinds.setdefault(missing, safe(kind))
+                by.setdefault(missing, rank)
+                present.update(() if is_past else {missing})
+                if place:
+                    where.setdefault(missing, safe(place))
             if isinstance(report, records.Stalled) and not is_past:
                 texts[rank] = safe(report.text)
                 waited |= report.waited
     return StallReports(kinds, where, texts, waited, frozenset(kinds.keys() - present), by, waits)
+
+
+def _told_of_others(
+    case: Case, rank: int, report: records.Missing | records.Stalled
+) -> Iterator[tuple[int, str, str, str]]:
+    """Ranks that a report names and that have not come since: each with its kind, place and collective."""
+    collectives = report.collectives if isinstance(report, records.Missing) else []
+    named_ranks = zip(report.ranks, report.kinds, report.where, chain(collectives, repeat("")), strict=False)
+    for missing, kind, place, collective in named_ranks:
+        has_ended = kind != LEFT and missing in case.endings and case.endings[missing].in_good_order
+        is_rank = 0 <= missing < case.job.world_size and missing != rank
+        if is_rank and not has_ended and not _has_come_since(case, rank, report, missing):
+            yield missing, kind, place, collective
 
 
 def last_entered(job: Job, rank: int) -> float:

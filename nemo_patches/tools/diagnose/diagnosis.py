@@ -44,19 +44,8 @@ _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 # What judge.py tells, over the facts of all sources.
 JUDGED = frozenset(
     {
-        ids.EXCEPTION,
-        ids.START_UP,
-        ids.KILLED,
-        ids.ENDED,
-        ids.MISSING_RANK,
-        ids.SILENT,
-        ids.SOME_INSIDE,
-        ids.ALL_INSIDE,
-        ids.OUTSIDE,
-        ids.STOPPED_AT_ONCE,
-        ids.ALL_IN,
-        ids.NOT_SEEN,
-        ids.WAITED_IN_VAIN,
+        *(ids.EXCEPTION, ids.START_UP, ids.KILLED, ids.ENDED, ids.MISSING_RANK, ids.SILENT, ids.SOME_INSIDE),
+        *(ids.ALL_INSIDE, ids.OUTSIDE, ids.STOPPED_AT_ONCE, ids.ALL_IN, ids.NOT_SEEN, ids.WAITED_IN_VAIN),
     }
 )
 _HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD}
@@ -76,21 +65,8 @@ def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
     findings += check_findings(job, encoders)
     behind: dict[str, set[int]] = {}
     for case in encoders:
-        findings += caught_exceptions(case)
-        pairs = [] if any(finding.encoder == case.name for finding in left_out) else uneven_calls(case)
-        explained = _explained(case, [run for _, run in pairs])
-        kinds = set(explained.values())
-        findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
-        # Where the ranks made unequal numbers of training calls, those of one number are not of one step.
-        skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
-        findings += [skipped.finding] if skipped else []
-        waiting = skipped.waiting if skipped else frozenset[int]()
-        waiting |= _behind_by_one(case, [finding for finding in left_out if finding.encoder == case.name])
-        if accumulation := unlike_accumulation(case):
-            findings += accumulation
-            waiting = frozenset(case.endings)
-        behind[case.name] = set(explained) | waiting
-        findings += [*sync_ended(case), *incidents(case)]
+        of_encoder, behind[case.name] = _of_encoder(case, [one for one in left_out if one.encoder == case.name])
+        findings += of_encoder
     gpus = gpu_utilisation(job)
     if any(behind.values()) or any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in findings):
         evidence.explained = behind
@@ -123,6 +99,23 @@ def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
         earlier=_bounded(job.earlier),
         summary=tuple(_summary(case) for case in encoders[:_MOST_SUMMARIES]),
     )
+
+
+def _of_encoder(case: Case, left_out: list[Finding]) -> tuple[list[Finding], set[int]]:
+    """What its calls tell, and the ranks that are behind for a reason that one of these findings has."""
+    pairs = [] if left_out else uneven_calls(case)
+    explained = _explained(case, [run for _, run in pairs])
+    kinds = set(explained.values())
+    findings = caught_exceptions(case)
+    findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
+    # Where the ranks made unequal numbers of training calls, those of one number are not of one step.
+    skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
+    findings += [skipped.finding] if skipped else []
+    waiting = (skipped.waiting if skipped else frozenset()) | _behind_by_one(case, left_out)
+    if accumulation := unlike_accumulation(case):
+        findings += accumulation
+        waiting = frozenset(case.endings)
+    return [*findings, *sync_ended(case), *incidents(case)], set(explained) | waiting
 
 
 def sync_ended(case: Case) -> list[Finding]:

@@ -11,7 +11,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.settings import SYNC_MODES
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.case import Case
+from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.rank_trace import CAME, Input, Track
@@ -29,17 +29,16 @@ _ENOUGH_BATCHES = 20  # to compare their sizes
 
 def untraced_ranks(job: Job, cases: list[Case], told: set[int]) -> list[Finding]:
     """Ranks without a file, of which nothing else tells."""
-    absent = tuple(rank for rank in job.absent if rank not in job.suspects | told)
+    absent = job.untold(told)
     if not absent:
         return []
     who, part = named(absent), "takes part" if len(absent) == 1 else "take part"
     waiting = sorted({ending.rank for case in cases for ending in case.endings.values() if ending.in_vain})
     waited = f"; {named(waiting)} waited in vain at the end, perhaps for it" if waiting else ""
-    outcomes = {code for case in cases for track in case.tracks.values() for code in track.calls.outcome}
     next_step = "Set NEMO_PATCHES_TRACE on every rank and host, to a folder that all share, or copy the missing files."
-    if any(trace.dumped for trace in job.traces.values()):
+    if job.has_dumps:
         text, next_step = f"There is no dump of {who} here{waited}.", _NEXT_DUMP
-    elif CAME in outcomes:
+    elif CAME in outcomes_of(cases):
         text = f"{who} {part} in the length sync, and left no trace here{waited}."
     else:
         text = f"There is no sign of {who} of {job.world_size}: not started, not patched, not traced, or not yet at a "

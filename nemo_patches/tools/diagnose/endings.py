@@ -124,35 +124,16 @@ def _latest_that_came(track: Track) -> int:
 def _ending(
     trace: RankTrace, track: Track | None, phases: _RecordedPhases, anchor: int | None, moving: bool, over: bool
 ) -> Ending:
-    unsure = trace.gap or ("lines of another process are in it" if trace.mixed else "")
-    if trace.stopped and not over:
-        unsure = unsure or f"its trace was stopped: {trace.stopped}"
-    ended = trace.ended is not None or over
-    process = process_end(trace)
-    if trace.cut and not moving:
-        unsure = CUT
+    ended, process = trace.ended is not None or over, process_end(trace)
+    unsure = _why_unsure(trace, moving, over)
     if track is None or not track.calls.n:
         if trace.damage and not trace.cut:
             unsure = trace.damage
         return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, process, unsure)
     calls = track.calls
-    last_raised = next((r for r in reversed(trace.raised) if (r.e, r.n) == (track.info.e, calls.n[-1])), None)
-    error = error_of(last_raised) if last_raised is not None else None
-    if not process.error and error is not None:
-        if is_of_a_collective(*error):
-            process = replace(process, error=error.line, waited=True)
-        elif error.type.rpartition(".")[2] in BY_HAND:  # a signal's handler raised it, wherever it found the rank
-            process = replace(process, error=error.line, terminated=True)
-    if damaged_at_the_end(track):
-        unsure = unsure or trace.damage
-    elif (
-        calls.ended[-1] == BARE
-        and calls.training[-1] == UNKNOWN
-        and any(training != UNKNOWN for training in calls.training[-64:])
-    ):
-        unsure = unsure or "the beginning of its last call is not there"
-    elif calls.ended[-1] == OPEN and ended and not process.error:
-        unsure = unsure or "it has ended within a call, and its trace does not say how"
+    if not process.error:
+        process = _ended_in_call(trace, track, process)
+    unsure = unsure or _why_its_call_is_unsure(trace, track, ended and not process.error)
     position, training = _position(track, anchor)
     if position is None:
         position, unsure = (0, calls.n[-1]), unsure or "which of its calls are training calls is not known"
@@ -170,6 +151,41 @@ def _ending(
         process=process,
         unsure=unsure,
     )
+
+
+def _why_unsure(trace: RankTrace, moving: bool, over: bool) -> str:
+    """Of its file as a whole; empty if that tells what the rank did last."""
+    if trace.cut and not moving:
+        return CUT
+    stopped = f"its trace was stopped: {trace.stopped}" if trace.stopped and not over else ""
+    return trace.gap or ("lines of another process are in it" if trace.mixed else "") or stopped
+
+
+def _why_its_call_is_unsure(trace: RankTrace, track: Track, ended_unseen: bool) -> str:
+    """ended_unseen: the process has ended, and no error of its is known."""
+    calls = track.calls
+    if damaged_at_the_end(track):
+        return trace.damage
+    is_bare = calls.ended[-1] == BARE and calls.training[-1] == UNKNOWN
+    if is_bare and any(training != UNKNOWN for training in calls.training[-64:]):
+        return "the beginning of its last call is not there"
+    if calls.ended[-1] == OPEN and ended_unseen:
+        return "it has ended within a call, and its trace does not say how"
+    return ""
+
+
+def _ended_in_call(trace: RankTrace, track: Track, process: ProcessEnd) -> ProcessEnd:
+    """With the exception of its last call, if that is no error of its own."""
+    last = (track.info.e, track.calls.n[-1])
+    raised = next((raised for raised in reversed(trace.raised) if (raised.e, raised.n) == last), None)
+    error = error_of(raised) if raised is not None else None
+    if error is None:
+        return process
+    if is_of_a_collective(*error):
+        return replace(process, error=error.line, waited=True)
+    if error.type.rpartition(".")[2] in BY_HAND:  # a signal's handler raised it, wherever it found the rank
+        return replace(process, error=error.line, terminated=True)
+    return process
 
 
 def _phase(track: Track, phases: _RecordedPhases) -> str:

@@ -11,7 +11,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Clocks
-from nemo_patches.tools.diagnose.case import Case
+from nemo_patches.tools.diagnose.case import Case, last_entered
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import Job
 from nemo_patches.tools.diagnose.process_end import error_of, is_of_a_collective
@@ -170,8 +170,7 @@ def gpu_utilisation(job: Job) -> tuple[str, ...]:
     """Evidence, no verdict: GPUs that were idle in the stall, beside busy ones."""
     idle, busy = [], []
     for rank, trace in sorted(job.traces.items()):
-        entered = max((track.calls.entered[-1] for track in trace.tracks.values() if track.calls.n), default=0.0)
-        if trace.gpu is not None and trace.gpu.utilisation is not None and trace.gpu.t > entered:
+        if trace.gpu is not None and trace.gpu.utilisation is not None and trace.gpu.t > last_entered(job, rank):
             idle += [rank] * (trace.gpu.utilisation <= _IDLE_PERCENT)
             busy += [rank] * (trace.gpu.utilisation >= _BUSY_PERCENT)
     if not idle or not busy:

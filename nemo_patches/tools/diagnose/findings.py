@@ -6,91 +6,55 @@ from dataclasses import dataclass
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 
-# Ids. ORDER has those that explain others first.
-EXCEPTION = "exception"
-OUT_OF_MEMORY = "out-of-memory"
-STOPPED = "stopped"
-TRACED = "in-a-debugger"
-START_UP = "start-up"
-DIFFERENT_SYNC = "different-sync"
-DIFFERENT_ORDER = "different-order"
-NO_BACKWARD = "no-backward"
-KILLED = "killed"
-ENDED = "ended"
-MISSING_RANK = "missing-rank"
-UNEVEN_CALLS = "uneven-calls"
-SILENT = "no-heartbeat"
-FEWER_BATCHES = "fewer-batches"
-SKIPPED = "skipped-collective"
-OUT_OF_STEP = "out-of-step"
-SIZES = "sizes-differ"
-CROSSED = "crossed-groups"
-SOME_INSIDE = "some-inside"
-ALL_INSIDE = "all-inside"
-ALL_IN = "all-in"
-OUTSIDE = "stuck-outside-encoder"
-NO_RANK_MOVES = "no-rank-moves"
-NOT_SEEN = "not-seen"
-WAITED_IN_VAIN = "waited-in-vain"
-FIRST_FAILURE = "first-failure"
-STUCK_WATCHDOG = "watchdog-stuck"
-SYNC_ENDED = "length-sync-ended"
-STOPPED_AT_ONCE = "all-stopped"
-BAD_INPUT = "bad-input"
-CHECK_FAILED = "check-failed"
-MEMORY = "memory-runs-away"
-UNTRACED = "untraced-rank"
-NOT_ENOUGH = "not-enough-records"
-DIFFERENT = "different-ranks"
-NOT_AS_CONFIGURED = "not-as-configured"
-STRAGGLER = "straggler"
-LATE = "late"
-CAUGHT = "exception-caught"
-THREAD_FAILED = "thread-failed"
-TIMEOUTS = "timeouts"
-ORDER = (
-    EXCEPTION,
-    OUT_OF_MEMORY,
-    START_UP,
-    DIFFERENT_SYNC,
-    DIFFERENT_ORDER,
-    NO_BACKWARD,
-    KILLED,
-    STOPPED,
-    TRACED,
-    ENDED,
-    MISSING_RANK,
-    FEWER_BATCHES,
-    SKIPPED,
-    UNEVEN_CALLS,
-    SILENT,
-    OUT_OF_STEP,
-    SIZES,
-    CROSSED,
-    SOME_INSIDE,
-    ALL_INSIDE,
-    ALL_IN,
-    OUTSIDE,
-    NO_RANK_MOVES,
-    NOT_SEEN,
-    WAITED_IN_VAIN,
-    FIRST_FAILURE,
-    STUCK_WATCHDOG,
-    STOPPED_AT_ONCE,
-    SYNC_ENDED,
-    BAD_INPUT,
-    CHECK_FAILED,
-    MEMORY,
-    UNTRACED,
-    NOT_ENOUGH,
-    DIFFERENT,
-    NOT_AS_CONFIGURED,
-    CAUGHT,
-    THREAD_FAILED,
-    STRAGGLER,
-    LATE,
-    TIMEOUTS,
-)
+ORDER: list[str] = []  # all ids, those that explain others first
+
+
+def _id(text: str) -> str:
+    ORDER.append(text)
+    return text
+
+
+EXCEPTION = _id("exception")
+OUT_OF_MEMORY = _id("out-of-memory")
+START_UP = _id("start-up")
+DIFFERENT_SYNC = _id("different-sync")
+DIFFERENT_ORDER = _id("different-order")
+NO_BACKWARD = _id("no-backward")
+KILLED = _id("killed")
+STOPPED = _id("stopped")
+TRACED = _id("in-a-debugger")
+ENDED = _id("ended")
+MISSING_RANK = _id("missing-rank")
+FEWER_BATCHES = _id("fewer-batches")
+SKIPPED = _id("skipped-collective")
+UNEVEN_CALLS = _id("uneven-calls")
+SILENT = _id("no-heartbeat")
+OUT_OF_STEP = _id("out-of-step")
+SIZES = _id("sizes-differ")
+CROSSED = _id("crossed-groups")
+SOME_INSIDE = _id("some-inside")
+ALL_INSIDE = _id("all-inside")
+ALL_IN = _id("all-in")
+OUTSIDE = _id("stuck-outside-encoder")
+NO_RANK_MOVES = _id("no-rank-moves")
+NOT_SEEN = _id("not-seen")
+WAITED_IN_VAIN = _id("waited-in-vain")
+FIRST_FAILURE = _id("first-failure")
+STUCK_WATCHDOG = _id("watchdog-stuck")
+STOPPED_AT_ONCE = _id("all-stopped")
+SYNC_ENDED = _id("length-sync-ended")
+BAD_INPUT = _id("bad-input")
+CHECK_FAILED = _id("check-failed")
+MEMORY = _id("memory-runs-away")
+UNTRACED = _id("untraced-rank")
+NOT_ENOUGH = _id("not-enough-records")
+DIFFERENT = _id("different-ranks")
+NOT_AS_CONFIGURED = _id("not-as-configured")
+CAUGHT = _id("exception-caught")
+THREAD_FAILED = _id("thread-failed")
+STRAGGLER = _id("straggler")
+LATE = _id("late")
+TIMEOUTS = _id("timeouts")
 
 # Phases of a call.
 LENGTH_SYNC, GROWTH, PRE_ENCODE, LAYERS = "length sync", "growth", "pre_encode", "layers"

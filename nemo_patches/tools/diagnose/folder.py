@@ -29,7 +29,7 @@ _ONE_PROCESS_BYTES = 1 << 26  # up to so many, a further process is not worth it
 _MOST_FILES = 100_000
 _MOST_RANKS = 1 << 20
 _MOST_PROBLEMS = 20
-# As faulthandler writes it (tracing/process_end.py).
+# As faulthandler writes it (tracing/signal_stack.py).
 _STACK = b"Stack (most recent call first):\n"
 _STACK_LINES = (_STACK.rstrip(), b'  File "', b"  ...", b"  <")
 _MOST_FRAMES = 100
@@ -162,6 +162,14 @@ class Job:
     def absent(self) -> list[int]:
         """Ranks without a trace."""
         return [rank for rank in range(self.world_size) if rank not in self.traces]
+
+    def untold(self, told: set[int]) -> tuple[int, ...]:
+        """Ranks without a file, readable or not, of which nothing else tells. told: of which something does."""
+        return tuple(rank for rank in self.absent if rank not in self.suspects | told)
+
+    @property
+    def has_dumps(self) -> bool:
+        return any(trace.dumped for trace in self.traces.values())
 
 
 class Folder:

@@ -7,10 +7,11 @@ accusation away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import (
     CAUSES,
@@ -27,19 +28,7 @@ from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.facts import (
-    ALL_WELL,
-    ENDED,
-    KILLED,
-    LOGGED,
-    RAISED,
-    WAITED,
-    Evidence,
-    Fact,
-    Fate,
-    Member,
-    Motion,
-)
+from nemo_patches.tools.diagnose.facts import ALL_WELL, Evidence, Fact, Fate, Member, Motion
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     capital,
@@ -127,7 +116,7 @@ def _is_healthy(evidence: Evidence) -> bool:
         return bool(evidence.summary)
     kinds = {fact.value.kind for fact in evidence.facts if isinstance(fact.value, Fate)}
     is_well = ALL_WELL in evidence.summary and all(isinstance(fact.value, Member) for fact in evidence.facts)
-    return is_well or (bool(kinds) and kinds <= {ENDED})
+    return is_well or (bool(kinds) and kinds <= {fates.ENDED})
 
 
 def _not_enough(evidence: Evidence) -> Finding:
@@ -143,7 +132,7 @@ def _not_enough(evidence: Evidence) -> Finding:
             text = (
                 f"{capital(who([fact.rank]))} went on ({fact.value.by}) [{fact.cite}], and nothing is told after that."
             )
-        if isinstance(fact.value, Fate) and fact.value.kind == LOGGED:
+        if isinstance(fact.value, Fate) and fact.value.kind == fates.LOGGED:
             at = f" in {inner(fact.value.where)}" if fact.value.where else ""
             text = f"The log of {who([fact.rank])} has a traceback, {fact.value.text}{at} [{fact.cite}], "
             text += "and nothing tells whether it ended the rank or was caught."
@@ -153,9 +142,7 @@ def _not_enough(evidence: Evidence) -> Finding:
 def _causes(hearing: Hearing) -> list[Finding]:
     """The first exception, and the ranks that have the same; else who was killed. None after others waited in vain."""
     # A closed connection is told of by whoever comes to write first, be it the rank that closed it or another.
-    time_outs = [
-        fact for one in hearing.accounts.values() for fact in one.fates if fate_kind(fact) == WAITED and fact.at
-    ]
+    time_outs = [fact for fact in hearing.told(fates.WAITED) if fact.at]
     facts = [
         one.fate
         for one in hearing.accounts.values()
@@ -167,28 +154,32 @@ def _causes(hearing: Hearing) -> list[Finding]:
         return []
     reported = [fact for fact in facts if hearing[fact.rank].reported is not None]
     firsts = _first_by_calls(first_of(reported or facts), hearing)
-    found = []
-    exceptions = [fact for fact in firsts if fate_kind(fact) == RAISED]
     others_are_missing = not reported and any(one.reported is not None for one in hearing.accounts.values())
-    for first in _apart_by_error(exceptions)[:4]:
-        alike = [fact.rank for fact in facts if fate_kind(fact) == RAISED and _error(fact) == _error(first)]
+    return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts)]
+
+
+def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
+    """facts: all that tell of a cause. firsts: of which none is known to have been after another."""
+    for first in _apart_by_error([fact for fact in firsts if fate_kind(fact) == fates.RAISED])[:4]:
+        alike = [fact.rank for fact in facts if fate_kind(fact) == fates.RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
         one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
-        is_harmless = others_are_missing or _was_caught(
-            hearing[first.rank], [each for each in others if each.fate not in facts]
-        )
-        found.append(replace(one, severity=WARNING) if is_harmless else one)
-    of_kill = [fact for fact in firsts if fate_kind(fact) == KILLED]
-    for some in ([fact for fact in of_kill if is_for_memory(fact)], [f for f in of_kill if not is_for_memory(f)]):
-        if some:
+        went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate not in facts])
+        yield replace(one, severity=WARNING) if others_are_missing or went_on else one
+
+
+def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
+    """One finding of those for want of memory, and one of the others."""
+    of_kill = [fact for fact in firsts if fate_kind(fact) == fates.KILLED]
+    for for_memory in (True, False):
+        if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
             others = [one for one in hearing.accounts.values() if one.fate not in some]
-            found.append(killed([hearing[fact.rank] for fact in some], some, others[:4]))
-    return found
+            yield killed([hearing[fact.rank] for fact in some], some, others[:4])
 
 
 def _is_behind(one: Account, hearing: Hearing) -> bool:
     """Whether ranks that waited in vain had come to a later encoder call: they waited for it."""
-    waited = [other for other in hearing.accounts.values() if other.fate_kind in CONSEQUENCES]
+    waited = hearing.having(*CONSEQUENCES)
     pairs = [(call, other.calls.get(name)) for name, call in one.calls.items() for other in waited]
     return any(theirs is not None and not own.unsure and own.position < theirs.position for own, theirs in pairs)
 
@@ -204,7 +195,7 @@ def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
 def _was_caught(first: Account, others: list[Account]) -> bool:
     """Whether a process has ended in good order after its exception, and so have all others."""
     is_in_call = first.last_call is not None and first.last_call.raised
-    return first.fate_value.exit_code == 0 and not is_in_call and all(one.fate_kind == ENDED for one in others)
+    return first.fate_value.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
 
 
 def _error(fact: Fact) -> tuple[str, str]:

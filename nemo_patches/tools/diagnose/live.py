@@ -23,9 +23,9 @@ from nemo_patches.stall.rank_groups import WAITING
 from nemo_patches.stall.rank_state import CALLING, MOVING
 from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED, named
 from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
-from nemo_patches.tools.diagnose import facts
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at
+from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, RankSummary, Report
 from nemo_patches.tools.diagnose.folder import UnreadableError
@@ -35,7 +35,7 @@ from nemo_patches.tools.diagnose.verdicts import finding
 _ANSWER_S = 15.0  # a rank waits some seconds itself, for others that do not answer
 _LONGEST_ANSWER = 1 << 20  # bytes
 _MOST_RANKS = 1 << 20
-_FATES = {SILENT: facts.SILENT, LEFT: facts.ENDED, UNANNOUNCED: facts.UNSEEN}
+_FATES = {SILENT: fates.SILENT, LEFT: fates.ENDED, UNANNOUNCED: fates.UNSEEN}
 _GOES_ON = (CALLING, MOVING)
 _HERE = "run it on a host of the job, as the same user; nemo_patches must be on there"
 
@@ -136,7 +136,7 @@ def _rank_of(file: Path) -> int:
 
 def _ask(file: Path) -> bytes:
     """Raises OSError."""
-    if _is_stopped(process_of(file)):
+    if stat_fields(f"/proc/{process_of(file)}/stat")[:1] in (["T"], ["t"]):
         raise TimeoutError(0, "its process is stopped")
     deadline = time.monotonic() + _ANSWER_S
     with socket.socket(socket.AF_UNIX) as own, near(file.parent, file.name) as path:
@@ -149,12 +149,6 @@ def _ask(file: Path) -> bytes:
                 return data
             data += more
     raise TimeoutError(0, "no whole answer in time")
-
-
-def _is_stopped(process: int) -> bool:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
-    return False
 
 
 def _told(data: bytes) -> Told:
@@ -258,12 +252,12 @@ def _evidence(told: Told) -> Evidence:
 def _values(group: Group) -> Iterator[Fate | Place | Motion]:
     if group.kind in _FATES:
         is_gone = group.kind == SILENT and group.place.where == PROCESS_GONE
-        yield Fate(facts.GONE if is_gone else _FATES[group.kind])
+        yield Fate(fates.GONE if is_gone else _FATES[group.kind])
     elif group.kind in _GOES_ON:  # from one collective to the next
         yield replace(group.place, collective=group.place.collective or LENGTH_SYNC)
         yield Motion(True, f"it was {group.kind}")
     elif group.kind in (WAITING, ELSEWHERE):  # of any other nothing is known
-        yield Fate(facts.RUNS)
+        yield Fate(fates.RUNS)
         yield group.place
         yield Motion(False, still_s=group.still_s if group.still_s >= 0 else None)
 

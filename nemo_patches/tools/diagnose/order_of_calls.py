@@ -9,7 +9,7 @@ import numpy as np
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Whole
-from nemo_patches.tools.diagnose.case import Case
+from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.rank_trace import TIMEOUT
 
@@ -39,7 +39,7 @@ def swapped_order(cases: list[Case]) -> list[Finding]:
     first, second = cases[more[0]], cases[more[1]]
     equal = len(odd) == len(usual)
     theirs = f"{named(sorted(odd))} called {cases[fewer[0]].name} before {cases[fewer[1]].name}"
-    in_vain = any(TIMEOUT in track.calls.outcome for case in cases for track in case.tracks.values())
+    in_vain = TIMEOUT in outcomes_of(cases)
     return [
         Finding(
             id=ids.DIFFERENT_ORDER,

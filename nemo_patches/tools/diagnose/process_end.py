@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose.frame_text import is_library, shown
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records
 
@@ -41,12 +42,11 @@ BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"}
 _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Terminated")  # by the SIGTERM to all
 _SIGTERM_FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
 _FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$|/torch/nn/parallel/distributed\.py$")
 # A checkpoint may be read from the network, there too.
 _OF_COLLECTIVES = re.compile(r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)")
 _BACKWARD = frozenset({"_engine_run_backward"})
-_STALL_EXIT = 83  # stall/job_stall.py: every rank ends so, whoever is the reason
+STALL_EXIT = 83  # stall/job_stall.py: every rank ends so, whoever is the reason
 _INNERMOST = 12  # frames of a stack in which a collective is looked for
 _RAISED_WITHIN = 3  # innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
 _OWN_FRAMES = 3
@@ -106,7 +106,7 @@ def process_end(trace: RankTrace) -> ProcessEnd:
         frames = [match.groups() for match in map(_SIGTERM_FRAME.fullmatch, trace.sigterm_stack) if match]
         in_collective = _in_collective(frames)
         return ProcessEnd(terminated=True, where=_place(frames), in_collective=in_collective, at=trace.sigterm_at)
-    if trace.end is not None and trace.end.exit_code == _STALL_EXIT:
+    if trace.end is not None and trace.end.exit_code == STALL_EXIT:
         return ProcessEnd(error="stall_exit", terminated=True)
     said = trace.dumped.error if trace.dumped is not None else trace.end.error if trace.end is not None else ""
     if failed is None and not said:
@@ -196,9 +196,8 @@ def is_of_the_start(kind: str, message: str, traceback: str = "") -> bool:
 
 def _place(frames: list[tuple[str, ...]]) -> str:
     """The user's own code, innermost first; that of libraries where there is no other."""
-    own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
-    texts = [f"{function} ({'/'.join(file.split('/')[-2:])}:{line})" for file, line, function in own[:_OWN_FRAMES]]
-    return safe(" < ".join(texts))
+    own = [frame for frame in frames if not is_library(frame[0])] or frames
+    return safe(" < ".join(shown(function, file, line, folders=1) for file, line, function in own[:_OWN_FRAMES]))
 
 
 def _in_collective(frames: list[tuple[str, ...]]) -> bool:

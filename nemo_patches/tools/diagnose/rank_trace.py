@@ -55,6 +55,7 @@ _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 # Nearly all calls have these records, in this order, with or without a backward. Runs of them are taken as columns,
 # which takes a third of the time.
 _RUN = re.compile(rb"(?:espfl){8,}|(?:espflbd){8,}")
+_KEPT_IN = {_Missing: "missing", _Stalled: "stalled", _Failed: "failed", _Finding: "findings"}  # lists of a RankTrace
 _LETTERS: dict[type[Any], int] = {type(None): ord("?"), **dict.fromkeys(_DATACLASSES, ord("?"))} | {
     _Enter: ord("e"),
     _Sync: ord("s"),
@@ -155,6 +156,71 @@ class Track:
             self.batches[size] = self.batches.get(size, 0) + times
 
 
+class _Run:
+    """Whole calls of one encoder that follow each other, as columns of numbers."""
+
+    def __init__(self, run: Sequence[Any], size: int) -> None:
+        self.of_kind = [run[at::size] for at in range(size)]  # to read one class's fields at a time is twice as fast
+        self.has_backward = size > 5
+        self.enters, self.syncs = self.of_kind[0], self.of_kind[1]
+        self.numbers = [record.n for record in self.enters]
+        self.outcomes = [_CODES.get(record.outcome, LOCAL) for record in self.syncs]
+        self.rounds = [record.round for record in self.syncs]
+        self.waited = [record.waited for record in self.syncs]
+        self.times = np.array([[record.t for record in of_one] for of_one in self.of_kind])
+
+    def follows(self, track: Track, last: float) -> bool:
+        """Whether nothing is odd about them after that encoder's calls so far, and the trace's last record."""
+        calls, numbers, first = track.calls, self.numbers, self.enters[0]
+        if any({record.e for record in of_one} != {first.e} for of_one in self.of_kind):
+            return False
+        follows = not calls.n or (calls.n[-1] + 1 == numbers[0] and calls.ended[-1] != OPEN)
+        in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and all(
+            [record.n for record in of_one] == numbers for of_one in self.of_kind[1:]
+        )
+        if not follows or not in_order or len(calls.n) + len(numbers) > MOST_CALLS:
+            return False
+        times = self.times.ravel(order="F")
+        if times[0] < last - _BACKWARDS_S or (times[1:] < times[:-1] - _BACKWARDS_S).any():
+            return False
+        steps = {after - number for number, after in pairwise([calls.round[-1] if calls.round else 0, *self.rounds])}
+        if not steps <= {0, 1} or LOCAL in self.outcomes or ENDED in self.outcomes or min(self.waited) < 0:
+            return False
+        backwards = [first.backwards + (index if self.has_backward else 0) for index in range(len(numbers))]
+        if [record.backwards for record in self.enters] != backwards or track.backwards not in (None, backwards[0]):
+            return False
+        given = _given(first)
+        return all(_given(record) == given for record in self.enters)
+
+    def extend(self, track: Track) -> None:
+        """Add these calls."""
+        calls, many = track.calls, len(self.numbers)
+        track.backwards = self.enters[-1].backwards + self.has_backward
+        if self.has_backward:
+            track.settled, track.backward_ended = self.numbers[-1], True
+        elif track.backward_ended:
+            track.settled, track.backward_ended = self.numbers[0], False
+        track.result, track.round_leapt_to = self.syncs[-1].result, 0
+        track.count_input(_given(self.enters[0]), many)
+        sizes = Counter(record.shape[0] for record in self.enters if record.training and record.shape)
+        for batch_size, times_seen in sizes.items():
+            track.count_batch(batch_size, times_seen)
+        calls.entered.frombytes(self.times[0].tobytes())
+        for column, moments in zip((calls.synced, calls.pre, calls.layer, calls.left), self.times[1:5], strict=True):
+            column.frombytes((moments - self.times[0]).astype(np.float32).tobytes())
+        calls.n.extend(self.numbers)
+        calls.training.extend([record.training for record in self.enters])
+        calls.in_ddp.extend([_NEVER if record.in_ddp is None else record.in_ddp for record in self.enters])
+        calls.outcome.extend(self.outcomes)
+        calls.round.extend(self.rounds)
+        calls.waited.extend(self.waited)
+        calls.ended.extend([LEFT] * many)
+        if self.has_backward:
+            calls.backward.extend([BACKWARD_ENDED] * many)
+        else:
+            calls.backward.extend([NO_BACKWARD if record.graph else NO_GRAPH for record in self.of_kind[4]])
+
+
 @dataclass
 class RankTrace:
     """The records of one process start of one rank. `take` adds the next ones."""
@@ -227,61 +293,11 @@ class RankTrace:
 
     def _take_run(self, run: Sequence[Any], size: int) -> bool:
         """Take whole calls of `size` records each; False, and nothing is taken, if `_take_each` is to look at them."""
-        of_kind = [run[at::size] for at in range(size)]  # to read one class's fields at a time is twice as fast
-        enters, syncs, first = of_kind[0], of_kind[1], run[0]
-        numbers = [record.n for record in enters]
-        track = self.tracks.get(first.e)
-        if track is None or any({record.e for record in of_one} != {first.e} for of_one in of_kind):
+        track = self.tracks.get(run[0].e)
+        whole = _Run(run, size)
+        if track is None or not whole.follows(track, self.last):
             return False
-        calls, many = track.calls, len(numbers)
-        follows = not calls.n or (calls.n[-1] + 1 == numbers[0] and calls.ended[-1] != OPEN)
-        in_order = numbers == list(range(numbers[0], numbers[0] + many)) and all(
-            [record.n for record in of_one] == numbers for of_one in of_kind[1:]
-        )
-        if not follows or not in_order or len(calls.n) + many > MOST_CALLS:
-            return False
-        table = np.array([[record.t for record in of_one] for of_one in of_kind])
-        times = table.ravel(order="F")
-        if times[0] < self.last - _BACKWARDS_S or (times[1:] < times[:-1] - _BACKWARDS_S).any():
-            return False
-        outcomes = [_CODES.get(record.outcome, LOCAL) for record in syncs]
-        rounds, waited = [record.round for record in syncs], [record.waited for record in syncs]
-        before = calls.round[-1] if calls.round else 0
-        steps = {after - number for number, after in pairwise([before, *rounds])}
-        if not steps <= {0, 1} or LOCAL in outcomes or ENDED in outcomes or min(waited) < 0:
-            return False
-        has_backward = size > 5
-        backwards = [first.backwards + (index if has_backward else 0) for index in range(many)]
-        if [record.backwards for record in enters] != backwards or track.backwards not in (None, backwards[0]):
-            return False
-        given = _given(first)
-        if any(_given(record) != given for record in enters):
-            return False
-
-        track.backwards = backwards[-1] + has_backward
-        if has_backward:
-            track.settled, track.backward_ended = numbers[-1], True
-        elif track.backward_ended:
-            track.settled, track.backward_ended = numbers[0], False
-        track.result, track.round_leapt_to = syncs[-1].result, 0
-        track.count_input(given, many)
-        sizes = Counter(record.shape[0] for record in enters if record.training and record.shape)
-        for batch_size, times_seen in sizes.items():
-            track.count_batch(batch_size, times_seen)
-        calls.entered.frombytes(table[0].tobytes())
-        for column, moments in zip((calls.synced, calls.pre, calls.layer, calls.left), table[1:5], strict=True):
-            column.frombytes((moments - table[0]).astype(np.float32).tobytes())
-        calls.n.extend(numbers)
-        calls.training.extend([record.training for record in enters])
-        calls.in_ddp.extend([_NEVER if record.in_ddp is None else record.in_ddp for record in enters])
-        calls.outcome.extend(outcomes)
-        calls.round.extend(rounds)
-        calls.waited.extend(waited)
-        calls.ended.extend([LEFT] * many)
-        if has_backward:
-            calls.backward.extend([BACKWARD_ENDED] * many)
-        else:
-            calls.backward.extend([NO_BACKWARD if record.graph else NO_GRAPH for record in of_kind[4]])
+        whole.extend(track)
         self.last = run[-1].t
         return True
 
@@ -449,49 +465,34 @@ class RankTrace:
     def _other(self, kind: type[Any], record: Any) -> None:
         if kind is _Header:
             mine = self.header
-            if (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started):
-                self.mixed = True
-            return
-        if kind is _OfAPartThatIsGone:
+            self.mixed |= (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started)
+        elif kind is _OfAPartThatIsGone:
             self._keep_of_a_part_that_is_gone(record.record)
-            return
-        if kind is _Encoder:  # its time is that of its first record, also at the head of a later part
+        elif kind is _Encoder:  # its time is that of its first record, also at the head of a later part
             self._encoder(record)
-            return
-        if record.t < self.last - _BACKWARDS_S:
-            self.odd_records += 1
-            self._damage_all()
-        self.last = record.t
+        else:
+            if record.t < self.last - _BACKWARDS_S:
+                self._stray()
+            self.last = record.t
+            self._timed(kind, record)
+
+    def _timed(self, kind: type[Any], record: Any) -> None:
         if kind is _Backward or kind is _BackwardEnded:
             self._backward(kind, record)
+        elif kind in _KEPT_IN:
+            _keep(getattr(self, _KEPT_IN[kind]), _kept(record))
+        elif kind is _Memory:
+            self._memory(record)
         elif kind is _Grow and record.e in self.tracks:
             track = self.tracks[record.e]
             track.room = max(track.room, record.new)
-        elif kind is _Memory:
-            if record.utilisation is not None:
-                self.gpu = _kept(record)
-            self._skip -= 1
-            if self._skip < 0:
-                self._skip = self._stride - 1
-                self.memory.append((record.t, record.rss, record.allocated or 0, record.reserved or 0))
-                if len(self.memory) > _MOST_SAMPLES:
-                    del self.memory[::2]
-                    self._stride *= 2
-        elif kind is _Missing:
-            _keep(self.missing, _kept(record))
-        elif kind is _Stalled:
-            _keep(self.stalled, _kept(record))
-        elif kind is _Failed:
-            _keep(self.failed, _kept(record))
+        elif kind is _Call and record.e in self.tracks:
+            self._whole_call(self.tracks[record.e], record)
         elif kind is _Sigterm:
             self.sigterm_at = record.t
-        elif kind is _Finding:
-            _keep(self.findings, _kept(record))
         elif kind is _Lost:
             self.lost += max(record.count, 1)
             self._damage_all()
-        elif kind is _Call and record.e in self.tracks:
-            self._whole_call(self.tracks[record.e], record)
         elif kind is _Dumped:
             self.dumped = _kept(record)
             self.ended = record.t if record.error else None
@@ -500,8 +501,18 @@ class RankTrace:
         elif kind is _Stopped:
             self.stopped = safe(record.reason) or "no reason given"
         else:  # a record of an encoder that has no `encoder` record
-            self.odd_records += 1
-            self._damage_all()
+            self._stray()
+
+    def _memory(self, record: Any) -> None:
+        if record.utilisation is not None:
+            self.gpu = _kept(record)
+        self._skip -= 1
+        if self._skip < 0:
+            self._skip = self._stride - 1
+            self.memory.append((record.t, record.rss, record.allocated or 0, record.reserved or 0))
+            if len(self.memory) > _MOST_SAMPLES:
+                del self.memory[::2]
+                self._stride *= 2
 
     def _keep_of_a_part_that_is_gone(self, line: str) -> None:
         (record,) = decode(line.replace("\n", " ").encode()) or [None]
@@ -535,12 +546,16 @@ class RankTrace:
         elif len(self.tracks) < MOST_ENCODERS:
             self.tracks[record.e] = Track(_kept(record), record.pos_emb_max_len or 0)
         else:
-            self.odd_records += 1
-            self._damage_all()
+            self._stray()
 
     def _odd(self, track: Track) -> None:
         self.odd_records += 1
         track.damaged_at = track.last
+
+    def _stray(self) -> None:
+        """Count a record that does not follow from those before, and tells of no encoder which it may damage."""
+        self.odd_records += 1
+        self._damage_all()
 
     def _damage_all(self) -> None:
         for track in self.tracks.values():

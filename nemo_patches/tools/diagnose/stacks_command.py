@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,
     WHAT,
@@ -16,7 +17,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     pids_in,
 )
 from nemo_patches.tools.diagnose.collect.samples import NO_PY_SPY, py_spy
-from nemo_patches.tools.diagnose.facts import RUNS, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.running import is_told
 from nemo_patches.tools.diagnose.sources.stacks import of_samples
 
@@ -53,11 +54,11 @@ def _lines(job: HostJob) -> Iterator[str]:
 
 def _of_rank(rank: int, facts: Sequence[Fact]) -> Iterator[str]:
     values = [fact.value for fact in facts]
-    fate = next((value for value in values if isinstance(value, Fate)), Fate(RUNS))
+    fate = next((value for value in values if isinstance(value, Fate)), Fate(fates.RUNS))
     place = next((value for value in values if isinstance(value, Place)), Place())
     motion = next((value for value in values if isinstance(value, Motion)), None)
     pid = next((value.pid for value in values if isinstance(value, Member)), 0)
-    told = [] if fate.kind == RUNS else [": ".join(filter(None, (fate.kind, fate.text)))]
+    told = [] if fate.kind == fates.RUNS else [": ".join(filter(None, (fate.kind, fate.text)))]
     told += [f"waits in {place.seat}"] if place.collective else []
     told += [f"in {safe(place.where)}"] if place.where else []
     told += [f"{name} = {value}" for name, value in list(place.counters.items())[:4]]

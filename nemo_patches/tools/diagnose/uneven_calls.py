@@ -9,9 +9,9 @@ import numpy as np
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
-from nemo_patches.tools.diagnose.endings import anchors, positions, weighted_kinds
+from nemo_patches.tools.diagnose.endings import Ending, anchors, positions, weighted_kinds
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
-from nemo_patches.tools.diagnose.rank_trace import UNKNOWN
+from nemo_patches.tools.diagnose.rank_trace import UNKNOWN, Track
 
 _NEXT_STEPS = {  # by whether they are training calls
     False: "Make the number of evaluation batches equal on all ranks (DistributedSampler, drop_last, or streams of "
@@ -139,21 +139,8 @@ def _runs(case: Case) -> list[UnevenRun]:
     }
     if len(whole) < 2:
         return []
-    runs = {}
-    for rank, track in whole.items():
-        kinds, weights = weighted_kinds(track)
-        edges = np.flatnonzero(np.diff(kinds)) + 1
-        runs[rank] = [
-            (bool(kind[0] == 1), int(weight.sum()))
-            for kind, weight in zip(np.split(kinds, edges), np.split(weights, edges), strict=True)
-        ]
-    all_ended = (
-        all(
-            ending.ended and not (ending.raised or ending.sync_ended or ending.in_vain or ending.process.error)
-            for ending in case.endings.values()
-        )
-        and len(case.endings) == case.job.world_size
-    )
+    runs = {rank: _runs_of(track) for rank, track in whole.items()}
+    all_ended = len(case.endings) == case.job.world_size and all(map(_came_to_its_end, case.endings.values()))
     uneven = []
     before = dict.fromkeys(whole, 0)
     for number in range(max(map(len, runs.values()))):
@@ -175,3 +162,15 @@ def _runs(case: Case) -> list[UnevenRun]:
         for rank, (_, length) in there.items():
             before[rank] += length
     return uneven
+
+
+def _runs_of(track: Track) -> list[tuple[bool, int]]:
+    """Of one rank: whether they are training calls, and how many."""
+    kinds, weights = weighted_kinds(track)
+    edges = np.flatnonzero(np.diff(kinds)) + 1
+    pieces = zip(np.split(kinds, edges), np.split(weights, edges), strict=True)
+    return [(bool(kind[0] == 1), int(weight.sum())) for kind, weight in pieces]
+
+
+def _came_to_its_end(ending: Ending) -> bool:
+    return ending.ended and not (ending.raised or ending.sync_ended or ending.in_vain or ending.process.error)

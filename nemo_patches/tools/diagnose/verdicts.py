@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import (
@@ -18,38 +19,18 @@ from nemo_patches.stall.rank_text import (
     is_guess,
     named,
 )
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import Account
-from nemo_patches.tools.diagnose.facts import (
-    ABORTED,
-    CUT,
-    ENDED,
-    FAILED,
-    FOR_MEMORY,
-    GONE,
-    KILLED,
-    LOGGED,
-    MISSING,
-    NOT_TOLD,
-    RAISED,
-    SILENT,
-    STOPPED,
-    STUCK,
-    TERMINATED,
-    TRACED,
-    UNREADABLE,
-    UNSEEN,
-    WAITED,
-    Call,
-    Fact,
-    Fate,
-)
+from nemo_patches.tools.diagnose.accounts import Account, fate_text
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
 
 # Activities beside those of stall/rank_text.py; a stack's reader tells them.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
 CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 
+_Key = TypeVar("_Key")
+_Member = TypeVar("_Member")
 _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
 _MOST_PLACES = 3  # that a sentence tells
@@ -72,23 +53,23 @@ _NEXT_STEPS = {
     ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
     "stderr; the job cannot go on without it.",
     ids.OUT_OF_MEMORY: "Give the job more host memory, or use less: data loader workers, caches, pinned memory. Which "
-    "process was killed, the host's `dmesg` tells; ranks that time out after it waited for it.",
+    "process was killed, the host's `dmesg` shows; ranks that time out after it waited for it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error; if there is none, it had fewer batches: make their "
     "number equal on all ranks (drop_last, DistributedSampler).",
-    ids.EXCEPTION: "Mend what the traceback shows; the other ranks only waited for this one.",
+    ids.EXCEPTION: "Fix what the traceback shows; the other ranks only waited for this one.",
     ids.SILENT: "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
     "shows a thread that holds Python's lock.",
     ids.MISSING_RANK: "Look at what it does there; on {host}, with C frames: `py-spy dump --native --pid {pid}`. Then "
     "its data, a checkpoint, the end of its stderr.",
-    ids.OUT_OF_STEP: "One rank has made a collective more or fewer: look for uneven batches, and for code that only "
-    "some ranks run. nemo_patches helps where the one too many is the encoder's length sync (uneven evaluation).",
-    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a batch "
-    "less in an evaluation, a collective that only some ranks call.",
+    ids.OUT_OF_STEP: "One rank made one collective more or fewer: look for uneven batches, and for code that only "
+    "some ranks run. nemo_patches helps if the extra one is the encoder's length sync (uneven evaluation).",
+    ids.SKIPPED: "Look for what was skipped between these two: a backward, a swallowed exception, one batch "
+    "fewer in an evaluation, a collective that only some ranks call.",
     ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
     "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
     ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
     "broadcast meets positional encodings of different sizes: nemo_patches keeps their shapes equal.",
-    ids.CROSSED: "Look for the ranks of which nothing is here, and for code that makes collectives of several groups "
+    ids.CROSSED: "Look for the ranks without any evidence here, and for code that runs collectives of several groups "
     "in an order that depends on the rank.",
     ids.SOME_INSIDE: "Look at what these ranks do (while they run, `py-spy dump --native --pid {pid}` on {host}); on a "
     "GPU, run again with NEMO_PATCHES_TRACE_CHECKS=cuda, which pins an asynchronous error to its place.",
@@ -101,18 +82,18 @@ _NEXT_STEPS = {
     "at the first error on any rank's stderr. If it still runs, diagnose again in a minute: by then a rank that is "
     "waited for is in the stall reports.",
     ids.ALL_IN: "No rank is missing: look at the network and the GPUs (NCCL_DEBUG=INFO); Flight Recorder dumps "
-    "(TORCH_FR_BUFFER_SIZE=2000) tell which call each rank is in.",
+    "(TORCH_FR_BUFFER_SIZE=2000) show which call each rank is in.",
     ids.NO_RANK_MOVES: "They wait for something outside: a server, a file, a lock. Look at the place.",
     ids.NOT_SEEN: "Collect on every host of the job (`nemo-patches stacks --json > $(hostname).json`), and give the "
     "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
     ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
     "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
-    ids.START_UP: "Look at the ranks of which nothing is here, and at their stderr: a process that was not started, "
+    ids.START_UP: "Look at the ranks without any evidence here, and their stderr: a process that was not started, "
     "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
     ids.STUCK_WATCHDOG: "Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next "
     "run tells whether all ranks came out of the encoder.",
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
-    ids.NOT_ENOUGH: "Give what there is of all ranks, taken while the job hangs: `nemo-patches stacks --json`, traces, "
+    ids.NOT_ENOUGH: "Collect this from all ranks, while the job hangs: `nemo-patches stacks --json`, traces, "
     "dumps, every rank's stderr.",
 }
 # Of a missing rank, by what it does.
@@ -122,9 +103,9 @@ _NEXT_STEPS_AT = {
     LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
     "`py-spy dump --native --pid {pid}`.",
     CHILD: "Look at that process on {host}, and at the file or server that it waits for: `ls -l /proc/PID/fd`.",
-    LAST_THREADS: "Look why its script ended before the others': an error at the end of its stderr, fewer batches. "
+    LAST_THREADS: "Find out why its script ended before the others': an error at the end of its stderr, fewer batches. "
     "Then at what that thread waits for.",
-    CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
+    CHECKPOINT: "Let it finish if the file grows (`ls -l`); otherwise look at that file system on {host}.",
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
 _SEVERITIES = {ids.STOPPED_AT_ONCE: WARNING, ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}
@@ -158,6 +139,14 @@ def finding(
         next_step=(next_step or _NEXT_STEPS[kind]).format(pid=pid, host=host),
         evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
     )
+
+
+def parties(members: Iterable[tuple[_Key, _Member]]) -> dict[_Key, list[_Member]]:
+    """By what they are in, who is in it; the smallest party first."""
+    found: dict[_Key, list[_Member]] = defaultdict(list)
+    for key, member in members:
+        found[key].append(member)
+    return dict(sorted(found.items(), key=lambda item: len(item[1])))
 
 
 def step_of(kind: str) -> str:
@@ -210,13 +199,13 @@ def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
 def kind_of_absent(account: Account) -> str:
     """The id for a rank that others wait for."""
     return {
-        STOPPED: ids.STOPPED,
-        TRACED: ids.TRACED,
-        RAISED: ids.EXCEPTION,
-        KILLED: ids.KILLED,
-        GONE: ids.KILLED,
-        ENDED: ids.ENDED,
-        SILENT: ids.SILENT,
+        fates.STOPPED: ids.STOPPED,
+        fates.TRACED: ids.TRACED,
+        fates.RAISED: ids.EXCEPTION,
+        fates.KILLED: ids.KILLED,
+        fates.GONE: ids.KILLED,
+        fates.ENDED: ids.ENDED,
+        fates.SILENT: ids.SILENT,
     }.get(account.fate_kind, ids.MISSING_RANK)
 
 
@@ -260,12 +249,12 @@ def doings(accounts: Sequence[Account]) -> str:
 def doing(account: Account) -> str:
     """What is known of a rank that others wait for: how it ended, or where it is."""
     fate, place = account.fate_value, account.place_value
-    if fate.kind == UNSEEN and fate.text:
+    if fate.kind == fates.UNSEEN and fate.text:
         return f"there is no sign of it: {fate.text}"
     if fate.kind in _ENDS:
-        more = f"{' ' if fate.kind == MISSING else ', '}{fate.text}" if fate.text else ""
+        more = f"{' ' if fate.kind == fates.MISSING else ', '}{fate.text}" if fate.text else ""
         spot = place.worker or (f"it was in {inner(place.where)}" if place.where else "")
-        if spot and fate.kind in (TERMINATED, ABORTED):  # which came after it had held the others up
+        if spot and fate.kind in (fates.TERMINATED, fates.ABORTED):  # which came after it had held the others up
             return f"{spot}; in the end {_ENDS[fate.kind]}{more}"
         at = f"; last seen in {inner(place.where)}" if place.where else ""
         return f"{_ENDS[fate.kind]}{more}{at}"
@@ -280,28 +269,28 @@ def doing(account: Account) -> str:
 
 
 _ENDS = {
-    STOPPED: "it is stopped (state T, SIGSTOP or Ctrl-Z)",
-    TRACED: "a debugger holds it",
-    RAISED: "it raised an exception",
-    KILLED: "it was killed",
-    GONE: "it was killed or crashed: no record tells of its end",
-    ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
-    FAILED: "it failed",
-    SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
-    MISSING: "it had not come",
-    UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
-    TERMINATED: "somebody ended it",
-    ABORTED: "it aborted, as ranks do that waited in vain",
-    STUCK: "its NCCL watchdog got stuck",
+    fates.STOPPED: "it is stopped (state T, SIGSTOP or Ctrl-Z)",
+    fates.TRACED: "a debugger holds it",
+    fates.RAISED: "it raised an exception",
+    fates.KILLED: "it was killed",
+    fates.GONE: "it was killed or crashed: no record tells of its end",
+    fates.ENDED: "it has ended: fewer batches, or an error that something caught (Hydra does)",
+    fates.FAILED: "it failed",
+    fates.SILENT: "it does not answer: stopped, killed, its host unreachable, or Python's lock (GIL) held",
+    fates.MISSING: "it had not come",
+    fates.UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
+    fates.TERMINATED: "somebody ended it",
+    fates.ABORTED: "it aborted, as ranks do that waited in vain",
+    fates.STUCK: "its NCCL watchdog got stuck",
 }
 _STACK_UNREAD = "its stack could not be read"
 # Of which a line of evidence tells.
 _FATES = {
     **_ENDS,
-    WAITED: "a time-out: a consequence, it waited",
-    CUT: "a connection closed: a consequence, another rank had gone",
-    GONE: "no record tells of its end",
-    LOGGED: "a traceback, which may have been caught",
+    fates.WAITED: "a time-out: a consequence, it waited",
+    fates.CUT: "a connection closed: a consequence, another rank had gone",
+    fates.GONE: "no record tells of its end",
+    fates.LOGGED: "a traceback, which may have been caught",
 }
 
 
@@ -338,17 +327,13 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     place = f", in {inner(at)}" if at else ""
     text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
     kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
-    evidence = [*(cited(fact, _text_of(fact)) for fact in facts), *evidence_of(others)]
+    evidence = [*(cited(fact, fate_text(fact)) for fact in facts), *evidence_of(others)]
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 
 
 def is_for_memory(fact: Fact) -> bool:
     """Whether it tells of a kill for want of memory."""
-    return _text_of(fact).startswith(FOR_MEMORY)
-
-
-def _text_of(fact: Fact) -> str:
-    return fact.value.text if isinstance(fact.value, Fate) else ""
+    return fate_text(fact).startswith(fates.FOR_MEMORY)
 
 
 def _cure_of(error: str) -> str:
@@ -367,14 +352,14 @@ _CURES = (
 
 
 def out_of_step(
-    parties: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
+    by_title: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
 ) -> Finding:
     """kind: the id of what explains it."""
-    sizes = [len(ranks) for ranks in parties.values()]
-    odd = next(iter(parties.values())) if sizes[0] < sizes[-1] else []
+    sizes = [len(ranks) for ranks in by_title.values()]
+    odd = next(iter(by_title.values())) if sizes[0] < sizes[-1] else []
     is_ = "is the odd one" if len(odd) == 1 else "are the odd ones"
     remark = f" {why}" if why else f" {capital(named(odd))} {is_} out." if odd else ""
-    told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in parties.items())
+    told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
     text = f"The ranks are in different collectives, so none can end: {told}.{remark}"
     return finding(kind, text, evidence=evidence)
 
@@ -422,7 +407,7 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
     for account in accounts:
         fate, place = account.fate_value, account.place_value
         at = place.seat or place.where
-        if fate.kind == UNREADABLE:
+        if fate.kind == fates.UNREADABLE:
             at = f"{fate.details} {account.still_s or 0:.0f}"
         groups.setdefault((fate.kind, fate.text, at, account.moved), []).append(account)
     ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
@@ -432,7 +417,7 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
 def _of_group(group: list[Account]) -> Iterable[str]:
     first, ranks = group[0], who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.fate is not None and first.fate_kind == UNREADABLE:
+    if first.fate is not None and first.fate_kind == fates.UNREADABLE:
         told = "; ".join((_STACK_UNREAD, *first.fate_value.details))
         yield f"{ranks} [{first.fate.cite}{others}]: {told}{_when(first)}"
     elif first.fate is not None and first.fate_kind in _FATES:
@@ -445,7 +430,7 @@ def _of_group(group: list[Account]) -> Iterable[str]:
 
 def _where(account: Account, ranks: int) -> str:
     place = account.place_value
-    state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (STOPPED, TRACED) else ""
+    state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (fates.STOPPED, fates.TRACED) else ""
     if place.collective:
         waits = "waits" if ranks == 1 else "wait"
         if is_guess(place.collective):
@@ -456,7 +441,7 @@ def _where(account: Account, ranks: int) -> str:
 
 def _when(account: Account) -> str:
     if account.moved:
-        return f" (moved: {account.moved_by})"
+        return f" (moved: {account.motion_value.by})"
     steps = ", ".join(f"{name} = {value}" for name, value in list(account.place_value.counters.items())[:4])
     still = f"has not moved for {account.still_s:.0f} s" if account.still_s else ""
     told = "; ".join(filter(None, (still, steps)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP
 from nemo_patches.tools.diagnose.facts import Place
-from nemo_patches.tools.diagnose.verdicts import capital
+from nemo_patches.tools.diagnose.verdicts import capital, parties
 
 
 class Reason(NamedTuple):
@@ -98,13 +97,10 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
 def apart(waiting: Sequence[Account]) -> str:
     """The counter, if there is one, in which ranks that stand at alike places differ."""
     for name in sorted({name for one in waiting for name in one.place_value.counters if not name.startswith("rank ")}):
-        values: dict[int, list[int]] = defaultdict(list)
-        for one in waiting:
-            if name in one.place_value.counters:
-                values[one.place_value.counters[name]].append(one.rank)
+        in_loop = (one for one in waiting if name in one.place_value.counters)
+        values = parties((one.place_value.counters[name], one.rank) for one in in_loop)
         if len(values) > 1:
-            ordered = sorted(values.items(), key=lambda item: len(item[1]))
-            return "; ".join(f"{named(ranks)} at {name} = {value}" for value, ranks in ordered)
+            return "; ".join(f"{named(ranks)} at {name} = {value}" for value, ranks in values.items())
     return ""
 
 
@@ -112,12 +108,9 @@ def parting(waiting: Sequence[Account]) -> str:
     """The first frames that differ, from the outermost."""
     ways = [one.place_value.way for one in waiting]
     for level in range(min(map(len, ways), default=0)):
-        there: dict[str, list[int]] = defaultdict(list)
-        for one in waiting:
-            there[one.place_value.way[level]].append(one.rank)
+        there = parties((one.place_value.way[level], one.rank) for one in waiting)
         if len(there) > 1:
-            ordered = sorted(there.items(), key=lambda item: len(item[1]))
-            return "; ".join(f"{named(ranks)} by {frame}" for frame, ranks in ordered)
+            return "; ".join(f"{named(ranks)} by {frame}" for frame, ranks in there.items())
     return ""
 
 

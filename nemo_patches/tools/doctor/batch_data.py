@@ -33,24 +33,9 @@ _DATA_WORDS = frozenset(
 )
 _OTHER_WORDS = frozenset(
     [
-        *(
-            "by",
-            "cfg",
-            "config",
-            "dataloader",
-            "dim",
-            "dir",
-            "dtype",
-            "fn",
-            "func",
-            "id",
-            "idx",
-            "index",
-            "key",
-            "kind",
-        ),
-        *("limit", "loader", "max", "min", "mode", "name", "nb", "num", "path", "scale", "size", "step", "type"),
-        *("weight", "weights", "use", "with", "is", "has", "return", "no"),
+        *("by", "cfg", "config", "dataloader", "dim", "dir", "dtype", "fn", "func", "id", "idx", "index"),
+        *("key", "kind", "limit", "loader", "max", "min", "mode", "name", "nb", "num", "path", "scale"),
+        *("size", "step", "type", "weight", "weights", "use", "with", "is", "has", "return", "no"),
     ]
 )
 _BATCHES = frozenset(["batch", "batches", "data", "sample", "samples"])
@@ -62,7 +47,6 @@ _READ_OFF = frozenset(
         *("nonzero", "norm", "numel", "size", "sum", "tolist"),
     ]
 )
-_TEXT_METHODS = frozenset(["endswith", "get", "items", "keys", "lower", "startswith", "upper", "values"])
 _OF_FILES = frozenset(["exists", "is_dir", "is_file", "isdir", "isfile", "listdir"])  # other hosts may have others
 _OF_PROCESS = ("perf_counter", "monotonic", "time.time", "random.random", "random.uniform", "torch.rand")
 _STRUCTURE = frozenset(

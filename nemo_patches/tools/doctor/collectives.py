@@ -9,46 +9,29 @@ from functools import cached_property
 
 _OF_TORCH = frozenset(
     [
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "monitored_barrier",
-        "new_group",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-        "scatter_object_list",
+        *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
+        *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
+        *("broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group", "reduce"),
+        *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
     ]
 )
 _MODULES = ("torch.distributed", "deepspeed.comm")
 _USUAL_NAMES = ("dist", "distributed", "torch.distributed")  # for code that imports them elsewhere
-_OF_STRATEGY = frozenset(["all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision"])
 _STRATEGIES = ("strategy", "training_type_plugin")
-_OF_FABRIC = frozenset(["all_gather", "all_reduce", "backward", "barrier", "broadcast", "save"])
-_OF_ACCELERATOR = frozenset(["backward", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"])
+_OF_STRATEGY = frozenset(["all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision"])
+_OF_HOLDER = {  # by the last part of what the method is of
+    **dict.fromkeys(_STRATEGIES, _OF_STRATEGY),
+    "fabric": frozenset(["all_gather", "all_reduce", "backward", "barrier", "broadcast", "save"]),
+    "accelerator": frozenset(["backward", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"]),
+}
 _OF_TRAINER = frozenset(["fit", "predict", "save_checkpoint", "test", "validate"])
 _ENCODERS = frozenset(["encoder", "perception", "pre_encoder"])
 _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _ADDING = ("append", "extend", "update")
 _METRIC_WORDS = frozenset(["acc", "accuracy", "auroc", "bleu", "cer", "f1", "metric", "metrics", "wer"])
 _IN_PARALLEL = (
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "fully_shard",
-    "init_process_group",
-    "deepspeed",
-    "accelerate",
+    *("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "init_process_group"),
+    *("deepspeed", "accelerate"),
 )
 _LIGHTNING_BASES = ("LightningDataModule", "LightningModule", "ModelPT")
 _LIGHTNING_METHODS = frozenset(["training_step", "configure_optimizers", "validation_step"])
@@ -180,25 +163,24 @@ class Surroundings:
         """Which collective a call is; None if it is none, or one of a group that may have some ranks only."""
         name, origin = dotted(call.func), self.names.origin(call.func)
         owner, _, last = name.rpartition(".")
-        line = call.lineno
-        holder = owner.rpartition(".")[2]
+        line, holder = call.lineno, owner.rpartition(".")[2]
         of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
         if of_torch and origin.rpartition(".")[2] in _OF_TORCH:
             return None if _of_a_group(call) else Collective(name, origin.rpartition(".")[2], line)
-        if last in _OF_STRATEGY and holder in _STRATEGIES:
-            return None if _of_a_group(call) else Collective(name, last, line)
-        if last in _OF_FABRIC and holder == "fabric":
-            return Collective(name, last, line)
-        if last in _OF_ACCELERATOR and holder == "accelerator":
-            return Collective(name, last, line)
+        if last in _OF_HOLDER.get(holder, ()):
+            return None if holder in _STRATEGIES and _of_a_group(call) else Collective(name, last, line)
         if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
             return None if _of_a_group(call) else Collective(name, last, line)
         if last in _OF_TRAINER and owner in ("trainer", "self.trainer"):
             return Collective(name, last, line, "which waits for all ranks")
         if last == "save_checkpoint" and "engine" in holder and self.names.in_parallel:
             return Collective(name, last, line, "which all ranks of DeepSpeed save in")
-        if name in _LOGS:
-            return self._log(name, call)
+        return self._log(name, call) if name in _LOGS else self._of_model(name, call)
+
+    def _of_model(self, name: str, call: ast.Call) -> Collective | None:
+        """Of a metric, the model or an encoder."""
+        owner, _, last = name.rpartition(".")
+        line, holder = call.lineno, owner.rpartition(".")[2]
         if last == COMPUTE and not call.args and (owner in self.metrics or _sounds_like_metric(holder)):
             guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
             return Collective(name, last, line, "which gathers the metric from all ranks", guess)

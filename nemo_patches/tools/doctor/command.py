@@ -41,11 +41,28 @@ def _carry_out(request: Request) -> int:
         print(report.explanation(examination.named(request.explain)))
         return 0
     severity = _one_of("--severity", request.severity, SEVERITIES)
-    output_format = _one_of("--output-format", request.output_format, FORMATS)
+    _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
     configs += config_files.of_hydra(request.config_path, request.config_name, request.config_dir)
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
+    _refuse(request, paths, overrides)
+    if request.ranks:
+        _of_ranks(rules, request, paths, overrides)
+    reports = [_from(each, severity) for each in _reports(rules, request, paths, overrides)]
+    written = _print(reports, request, rules)
+    if passed_over and not request.quiet:
+        _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
+    if written:  # what is left counts
+        left_over = _examined(rules, request, paths, overrides, suppressions.of_project())
+        reports = [_from(each, severity) for each in left_over]
+        left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
+        _complain(f"{left} finding{'s' * (left != 1)} left" if left else "nothing but notes left")
+    return max(each.exit_code for each in reports)
+
+
+def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> None:
+    """Raise DoctorError for options that do not go together."""
     if not paths and (overrides or request.patched or request.fix or request.write or request.against):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
@@ -56,39 +73,43 @@ def _carry_out(request: Request) -> int:
         raise DoctorError("--nccl without --ranks; it is run on every rank: torchrun ... doctor --ranks --nccl")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
-    if request.json and output_format not in (None, "json"):
-        raise DoctorError(f"found --json and --output-format {output_format}; allowed is one of them")
-    if (request.json or output_format not in (None, "text")) and request.fix:
+    if request.json and request.output_format not in (None, "json"):
+        raise DoctorError(f"found --json and --output-format {request.output_format}; allowed is one of them")
+    if request.fix and (request.json or request.output_format not in (None, "text")):
         raise DoctorError(f"found --{'json' if request.json else 'output-format'} and --fix; allowed is one of them")
     if request.write and config_files.STANDARD_INPUT in paths:
         raise DoctorError("found --write and -; allowed is --fix alone, as the standard input cannot be written")
-    if request.ranks:
-        _of_ranks(rules, request, paths, overrides)
-    if paths:
-        patched, project = examination.as_patched() if request.patched else None, suppressions.of_project()
 
-        def examined(path: Path) -> Report:
-            if path.suffix == ".py":
-                return examination.examine_code(path, rules, project)
-            return examination.examine(path, overrides, rules, patched, project)
 
-        reports = [examined(path) for path in paths]
-        if request.against is not None:
-            other = against.reference(request.against)
-            reports = [_compared(each, request.against, other) for each in reports]
-        if not overrides and patched is None and (unused := examination.of_project(project, reports)):
-            reports.append(unused)
-    else:
-        reports = [examination.examine_machine(rules)]
-    reports = [_from(each, severity) for each in reports]
-    written = _print(reports, request, rules)
-    if passed_over and not request.quiet:
-        _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
-    if written:  # what is left counts
-        reports = [_from(examined(path), severity) for path in paths]
-        left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
-        _complain(f"{left} finding{'s' * (left != 1)} left" if left else "nothing but notes left")
-    return max(each.exit_code for each in reports)
+def _reports(
+    rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], overrides: Sequence[str]
+) -> list[Report]:
+    if not paths:
+        return [examination.examine_machine(rules)]
+    project = suppressions.of_project()
+    reports = _examined(rules, request, paths, overrides, project)
+    if request.against is not None:
+        other = against.reference(request.against)
+        reports = [_compared(each, request.against, other) for each in reports]
+    if not overrides and not request.patched and (unused := examination.of_project(project, reports)):
+        reports.append(unused)
+    return reports
+
+
+def _examined(
+    rules: tuple[Rule, ...],
+    request: Request,
+    paths: Sequence[Path],
+    overrides: Sequence[str],
+    project: Sequence[suppressions.Suppression],
+) -> list[Report]:
+    patched = examination.as_patched() if request.patched else None
+    return [
+        examination.examine_code(path, rules, project)
+        if path.suffix == ".py"
+        else examination.examine(path, overrides, rules, patched, project)
+        for path in paths
+    ]
 
 
 def _loaders(paths: Sequence[Path], overrides: Sequence[str], ranks: int) -> dict[str, str]:

@@ -207,18 +207,7 @@ def _override(path: Path, tree: dict[str, Any], override: Override) -> Keys:
     """Apply one override in place, and return the path that it is for."""
     text, keys = str(override.input_line), tuple(override.key_or_group.split("."))
     adds = override.is_add() or override.is_force_add()
-    holder: Any = tree
-    for index, key in enumerate(keys[:-1]):
-        if isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
-            holder = holder[int(key)]
-            continue
-        if not isinstance(holder, dict) or (key not in holder and not adds):
-            raise _does_not_fit(path, text, keys[: index + 1], holder)
-        if not isinstance(holder.get(key), (dict, list)):
-            if not adds and key in holder:
-                raise _does_not_fit(path, text, keys[: index + 2], holder[key])
-            holder[key] = {}
-        holder = holder[key]
+    holder = _holder(path, text, tree, keys, adds)
     last: Any = keys[-1]
     if isinstance(holder, list) and last.isdigit() and int(last) < len(holder) and not override.is_delete():
         last = int(last)
@@ -235,6 +224,23 @@ def _override(path: Path, tree: dict[str, Any], override: Override) -> Keys:
     else:
         holder[last] = _merged(path, text, keys, before, value, adds)
     return keys
+
+
+def _holder(path: Path, text: str, tree: dict[str, Any], keys: Keys, adds: bool) -> Any:
+    """The mapping or list that the last key is in; adds: mappings that are not there are made."""
+    holder: Any = tree
+    for index, key in enumerate(keys[:-1]):
+        if isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
+            holder = holder[int(key)]
+            continue
+        if not isinstance(holder, dict) or (key not in holder and not adds):
+            raise _does_not_fit(path, text, keys[: index + 1], holder)
+        if not isinstance(holder.get(key), (dict, list)):
+            if not adds and key in holder:
+                raise _does_not_fit(path, text, keys[: index + 2], holder[key])
+            holder[key] = {}
+        holder = holder[key]
+    return holder
 
 
 def _merged(path: Path, text: str, keys: Keys, before: Any, value: Any, adds: bool) -> Any:

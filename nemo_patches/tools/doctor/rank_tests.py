@@ -13,31 +13,14 @@ RANKS = (0, 1, 7)  # that are tried: the first, one beside it, and one of anothe
 
 _NUMBERS = frozenset(
     [
-        "get_global_rank",
-        "get_local_rank",
-        "get_rank",
-        "get_world_rank",
-        "global_rank",
-        "local_process_index",
-        "local_rank",
-        "node_rank",
-        "process_index",
-        "rank",
-        "world_rank",
+        *("get_global_rank", "get_local_rank", "get_rank", "get_world_rank", "global_rank"),
+        *("local_process_index", "local_rank", "node_rank", "process_index", "rank", "world_rank"),
     ]
 )
 _FIRST = frozenset(
     [
-        "is_global_rank_zero",
-        "is_global_zero",
-        "is_local_main_process",
-        "is_main_process",
-        "is_master",
-        "is_master_process",
-        "is_rank_zero",
-        "is_world_process_zero",
-        "main_process",
-        "master_process",
+        *("is_global_rank_zero", "is_global_zero", "is_local_main_process", "is_main_process", "is_master"),
+        *("is_master_process", "is_rank_zero", "is_world_process_zero", "main_process", "master_process"),
     ]
 )
 _VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")
@@ -90,18 +73,11 @@ class RankTests:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name) and node.id in self.assigned:
-            # rank = 0, and where there is a process group rank = get_rank()
-            given = self.assigned[node.id]
-            others = {name: values for name, values in self.assigned.items() if name != node.id}
-            inner = RankTests(self.names, others)
-            own = next((each for each in given if inner._is_rank(each, steps + 1)), None)
-            own = own or (given[0] if len(given) == 1 else None)
-            return _UNKNOWN if own is None else inner._value(own, rank, steps + 1)
+            return self._assigned(node.id, rank, steps)
         if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
             return self._named(node, rank, steps)
         if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
-            own = next((each for each in (node.body, node.orelse) if self._is_rank(each, steps + 1)), None)
-            return _UNKNOWN if own is None else self._value(own, rank, steps + 1)
+            return self._of_rank((node.body, node.orelse), rank, steps)
         if isinstance(node, ast.UnaryOp):
             value = self._value(node.operand, rank, steps + 1)
             if value is _UNKNOWN:
@@ -118,6 +94,17 @@ class RankTests:
             left, right = self._value(node.left, rank, steps + 1), self._value(node.comparators[0], rank, steps + 1)
             return _UNKNOWN if left is _UNKNOWN or right is _UNKNOWN else _compared(left, node.ops[0], right)
         return _UNKNOWN
+
+    def _of_rank(self, given: Sequence[ast.expr], rank: int, steps: int, only: ast.expr | None = None) -> Any:
+        """Of what a value may be, the one that is about the rank. only: counts where none is."""
+        own = next((each for each in given if self._is_rank(each, steps + 1)), only)
+        return _UNKNOWN if own is None else self._value(own, rank, steps + 1)
+
+    def _assigned(self, name: str, rank: int, steps: int) -> Any:
+        """rank = 0, and where there is a process group rank = get_rank()."""
+        given = self.assigned[name]
+        inner = RankTests(self.names, {other: values for other, values in self.assigned.items() if other != name})
+        return inner._of_rank(given, rank, steps, given[0] if len(given) == 1 else None)
 
     def _named(self, node: ast.expr, rank: int, steps: int) -> Any:
         if isinstance(node, ast.Subscript):

@@ -7,23 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
-from nemo_patches.tools.diagnose.facts import (
-    AT_START,
-    CUT,
-    MISSING,
-    NOT_TOLD,
-    RAISED,
-    STUCK,
-    UNSEEN,
-    WAITED,
-    Evidence,
-    Fate,
-    Place,
-)
+from nemo_patches.tools.diagnose import fates, frame_text
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence, Fate, Place
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, MOST_RANKS, LaunchFacts, Line, shown
 
 _MOST_APART = 200  # collectives by which the ranks of one group may be apart: what is enqueued is bounded
@@ -91,7 +82,6 @@ _STORE_WAIT = re.compile(r"(?:wait timeout after|Timeout waiting for key)|Wait t
 _STORE_GONE = re.compile(r"got error: (?:Connection|Broken pipe|failed to recv)")
 _DUPLICATE = re.compile(r"Duplicate GPU detected : rank (\d{1,7}) and rank (\d{1,7}) both on CUDA device (\w{1,20})")
 _FRAME_OF_FAILED = re.compile(r"^#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$")
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 
 # fr_trace's report of one collective, which goes over several lines.
 _OF_ANALYSIS = ("equence number", "group info", "collective: ", "ranks: {", "input sizes", "Culprit")
@@ -161,38 +151,47 @@ class C10dLines:
         text = line.text
         if self._stack_of < 0 and not any(words in text for words in _WORDS):
             return
-        if "CollectiveFingerPrint" in text:
-            self._take_fingerprints(line)
+        self._take_fingerprints(line)
         self._take_report(line)
         self._take_start_up(line)
         self._take_stack(line)
-        if "Duplicate GPU" in text and (duplicate := _DUPLICATE.search(text)):
-            self._take_duplicate(line, int(duplicate[1]), int(duplicate[2]), duplicate[3])
-        if ("loo" in text or "pair closure" in text) and (gloo := GLOO.search(text)):
-            error = gloo[1] or gloo[2]
-            kind = WAITED if error.startswith(("Timed", "Application")) else CUT
-            self._found.add(line.rank, Fate(kind, shown(error)), line)
-        if line.rank < 0:
-            return
+        self._read(_OF_ANY_LINE, line)
+        if line.rank >= 0:
+            self._take_error(line)
+            self._read(_OF_A_RANKS_LINE, line)
+
+    def _read(self, readers: Iterable[_LineReader], line: Line) -> None:
+        for words, pattern, take in readers:
+            if words in line.text and (found := pattern.search(line.text)):
+                take(self, found, line)
+
+    def _take_error(self, line: Line) -> None:
+        text = line.text
         if "CUDA error" in text and (error := _CUDA_ERROR.search(text)) and not self._found.is_over:
-            self._found.add(line.rank, Fate(RAISED, f"CUDA error: {shown(error[2].partition(': ')[2])}"), line)
+            fate = Fate(fates.RAISED, f"CUDA error: {shown(error[2].partition(': ')[2])}")
         elif "emote" in text and _NCCL_GONE.search(text) and "NCCL INFO" not in text:
-            self._found.add(line.rank, Fate(CUT, "remote process exited, or a network error"), line)
+            fate = Fate(fates.CUT, "remote process exited, or a network error")
         elif any(words in text for words in _FAILED_COLLECTIVE):
-            self._found.add(line.rank, Fate(WAITED, "its NCCL operations failed, or timed out"), line)
-        if ("got stuck" in text or "Heartbeat" in text) and (stuck := STUCK_WATCHDOG.search(text)):
-            seconds = f" for {stuck[1]} s" if stuck[1] else ""
-            self._found.add(line.rank, Fate(STUCK, f"its NCCL watchdog got stuck{seconds}"), line)
-        if "WorkNCCL" in text and (timeout := TIMEOUT.search(text)):
-            number = int(timeout[1]) if timeout[1] else NOT_TOLD
-            numel = _numel(timeout[3], timeout[4])
-            self._take_timeout(_TimedOut(line.rank, number, safe(timeout[2]), numel, line))
-        if "enqueued" in text and (status := _STATUS.search(text)) and len(self._groups) < 4 * MOST_KEPT:
-            self._take_status(line, int(status[1]), int(status[2]), int(status[3]))
-        self._take_signal(line)
+            fate = Fate(fates.WAITED, "its NCCL operations failed, or timed out")
+        else:
+            return
+        self._found.add(line.rank, fate, line)
+
+    def _take_gloo(self, found: re.Match[str], line: Line) -> None:
+        error = found[1] or found[2]
+        kind = fates.WAITED if error.startswith(("Timed", "Application")) else fates.CUT
+        self._found.add(line.rank, Fate(kind, shown(error)), line)
+
+    def _take_stuck(self, found: re.Match[str], line: Line) -> None:
+        seconds = f" for {found[1]} s" if found[1] else ""
+        self._found.add(line.rank, Fate(fates.STUCK, f"its NCCL watchdog got stuck{seconds}"), line)
+
+    def _take_work(self, found: re.Match[str], line: Line) -> None:
+        number = int(found[1]) if found[1] else NOT_TOLD
+        self._take_timeout(_TimedOut(line.rank, number, safe(found[2]), _numel(found[3], found[4]), line))
 
     def _take_timeout(self, found: _TimedOut) -> None:
-        self._found.add(found.rank, Fate(WAITED, f"{found} timed out"), found.line)
+        self._found.add(found.rank, Fate(fates.WAITED, f"{found} timed out"), found.line)
         if found.rank not in self._timeouts and len(self._timeouts) >= MOST_KEPT:
             return
         first = self._timeouts.setdefault(found.rank, found)
@@ -200,41 +199,42 @@ class C10dLines:
         if found.number < first.number:
             self._fell_to[found.rank].add(found.number)
 
-    def _take_status(self, line: Line, number: int, enqueued: int, completed: int) -> None:
+    def _take_status(self, found: re.Match[str], line: Line) -> None:
+        if len(self._groups) >= 4 * MOST_KEPT:
+            return
+        number, enqueued, completed = map(int, found.groups())
         name = _group_of(line.text)
         self._groups.setdefault((line.rank, number), name)
         self._without_name.setdefault(line.rank, _TimedOut(line.rank, number, "", -1, line))
         self._note_enqueued(name, line, enqueued, completed)
-        self._found.add(line.rank, Fate(WAITED, f"a collective, SeqNum {number}, timed out"), line)
+        self._found.add(line.rank, Fate(fates.WAITED, f"a collective, SeqNum {number}, timed out"), line)
 
     def _note_enqueued(self, group: str, line: Line, enqueued: int, completed: int) -> None:
         before = self._enqueued.get((group, line.rank))
         if before is None or enqueued > before[0]:
             self._enqueued[group, line.rank] = (enqueued, completed, line)
 
-    def _take_signal(self, line: Line) -> None:
+    def _take_signal(self, signal: re.Match[str], line: Line) -> None:
         """Of a time-out, told with how far this rank has come in one group; the collective may be another group's."""
-        if "dump" not in line.text or (signal := _SIGNAL.search(line.text)) is None:
-            return
         name, enqueued, completed = _group_of(line.text), int(signal[3]), int(signal[4])
         if len(self._enqueued) < 4 * MOST_KEPT:
             self._note_enqueued(name, line, enqueued, completed)
         if signal[2]:
             self._found.add(
-                int(signal[2]), Fate(WAITED, "a collective timed out, which it told others"), line, own=False
+                int(signal[2]), Fate(fates.WAITED, "a collective timed out, which it told others"), line, own=False
             )
         if signal[1]:
-            self._found.add(line.rank, Fate(WAITED, "a collective timed out"), line)
+            self._found.add(line.rank, Fate(fates.WAITED, "a collective timed out"), line)
         elif enqueued > completed >= 0:
             what = f"in number {completed + 1}, when another rank's collective timed out"
-            self._found.add(line.rank, Fate(WAITED, what), line)
+            self._found.add(line.rank, Fate(fates.WAITED, what), line)
         if signal[1] and enqueued > completed >= 0 and len(self._groups) < 4 * MOST_KEPT:
             self._groups.setdefault((line.rank, completed + 1), name)
             self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", -1, line))
 
     def _take_fingerprints(self, line: Line) -> None:
         """Of ranks that torch's debug wrapper has found in unlike collectives: each waits for the others."""
-        matches = list(_FINGERPRINT.finditer(line.text))[:8]
+        matches = list(_FINGERPRINT.finditer(line.text))[:8] if "CollectiveFingerPrint" in line.text else []
         if len(matches) < 2:
             return
         any_size = re.search("GATHER|SCATTER|ALLTOALL|COALESCED", matches[0][3])
@@ -245,7 +245,7 @@ class C10dLines:
             if any_size:  # torch does not allow these other sizes either, where it checks them
                 kind, size = f"{kind} of {size}".removesuffix(" of "), ""
             self._found.add(int(match[1]), Seat(int(match[1]), _CHECKED, number, kind, size), line, own=False)
-            self._found.add(int(match[1]), Fate(WAITED, "torch found unlike collectives"), line, own=False)
+            self._found.add(int(match[1]), Fate(fates.WAITED, "torch found unlike collectives"), line, own=False)
 
     def _take_report(self, line: Line) -> None:
         """What torch itself reports: of a desync, of monitored_barrier, and of its Flight Recorder."""
@@ -260,7 +260,7 @@ class C10dLines:
             if barrier := _NOT_PASSED.search(text):
                 self._name_missing(ranks_in(barrier[2]), "monitored_barrier", line)
                 waiting = int(barrier[1]) if barrier[1] else line.rank
-                self._found.add(waiting, Fate(WAITED, "in monitored_barrier"), line)
+                self._found.add(waiting, Fate(fates.WAITED, "in monitored_barrier"), line)
             if reached := _REACHED.search(text):
                 self._note_joined([int(reached[1])], line)
         if any(words in text for words in _OF_ANALYSIS):
@@ -299,7 +299,7 @@ class C10dLines:
                 kind = safe(culprit[3] or f"not {kind}") if is_type else kind
                 size = size if is_type else f"not {size}"
             self._found.add(rank, Seat(rank, now.group, number, kind, size), line, own=False)
-            self._found.add(rank, Fate(WAITED, "by fr_trace's table"), line, own=False)
+            self._found.add(rank, Fate(fates.WAITED, "by fr_trace's table"), line, own=False)
 
     def _name_missing(self, ranks: set[int] | list[int], collective: str, line: Line) -> None:
         for rank in sorted(ranks)[:MOST_KEPT]:
@@ -309,12 +309,13 @@ class C10dLines:
         for rank in sorted(ranks)[:MOST_KEPT]:
             self._joined.setdefault(rank, line)
 
-    def _take_duplicate(self, line: Line, first: int, second: int, device: str) -> None:
+    def _take_duplicate(self, found: re.Match[str], line: Line) -> None:
         """NCCL numbers a communicator's ranks; they are the job's where its own rank is as its line's prefix says."""
-        text = f"Duplicate GPU: ranks {first} and {second} both use CUDA device {safe(device)}"
+        first, second = int(found[1]), int(found[2])
+        text = f"Duplicate GPU: ranks {first} and {second} both use CUDA device {safe(found[3])}"
         ranks = (first, second) if line.rank in (NOT_TOLD, first) else (line.rank,)
         for rank in ranks:
-            self._found.add(rank, Fate(RAISED, text), line)
+            self._found.add(rank, Fate(fates.RAISED, text), line)
 
     def _take_start_up(self, line: Line) -> None:
         text = line.text
@@ -328,22 +329,24 @@ class C10dLines:
             return
         if clients := _CLIENTS.search(text):
             self._found.has_size(clients[2])
-            waits = Fate(WAITED, f"{AT_START}: {clients[1]} of {clients[2]} ranks had joined its store")
+            waits = Fate(fates.WAITED, f"{fates.AT_START}: {clients[1]} of {clients[2]} ranks had joined its store")
             self._found.add(line.rank, waits, line)
         elif connecting := CONNECTING.search(text):
             at = shown(connecting[1])
-            self._found.add(line.rank, Fate(WAITED, f"{AT_START}: it could not connect to the store at {at}"), line)
+            self._found.add(
+                line.rank, Fate(fates.WAITED, f"{fates.AT_START}: it could not connect to the store at {at}"), line
+            )
         elif unique := UNIQUE_ID.search(text):
             self._take_unique_id(unique, line)
         elif line.has_prefix and _STORE_WAIT.search(text) and "store" in text.lower():
-            self._found.add(line.rank, Fate(WAITED, f"at the store: {shown(text)[-120:]}"), line)
+            self._found.add(line.rank, Fate(fates.WAITED, f"at the store: {shown(text)[-120:]}"), line)
 
     def _take_unique_id(self, unique: re.Match[str], line: Line) -> None:
         """Who sets up a communicator waits for the first rank of its group to publish an id: it has not come."""
         of_default = _DEFAULT_KEY.search(line.text) is not None
         rank = line.rank if line.has_prefix else int(unique[1]) if of_default else NOT_TOLD
         text = f"for rank {unique[2]} of its group to set up an NCCL communicator"
-        self._found.add(rank, Fate(CUT if _STORE_GONE.search(line.text) else WAITED, text), line)
+        self._found.add(rank, Fate(fates.CUT if _STORE_GONE.search(line.text) else fates.WAITED, text), line)
         if of_default and rank == int(unique[1]):
             self._name_missing([int(unique[2])], "the set-up of the first NCCL communicator", line)
 
@@ -356,8 +359,8 @@ class C10dLines:
         if len(ranks) < MOST_KEPT and rank < MOST_RANKS:
             ranks.add(rank)
         if barrier[1].startswith("Timed"):
-            text = f"{AT_START}: {came} of {size} ranks had come to the store based barrier"
-            self._found.add(rank, Fate(WAITED, text), line)
+            text = f"{fates.AT_START}: {came} of {size} ranks had come to the store based barrier"
+            self._found.add(rank, Fate(fates.WAITED, text), line)
 
     def _take_stack(self, line: Line) -> None:
         """Of the failed collective: who called it. "#2 all_reduce from /a/distributed_c10d.py:2501"."""
@@ -366,8 +369,8 @@ class C10dLines:
         elif self._stack_of >= 0:
             if (frame := _FRAME_OF_FAILED.match(line.text.strip())) is None:
                 self._stack_of = NOT_TOLD
-            elif len(self._stack) < 3 and not _LIBRARY.search(frame[2]):
-                self._stack.append(f"{safe(frame[1])} ({safe(frame[2].rpartition('/')[2])}:{frame[3]})")
+            elif len(self._stack) < 3 and not frame_text.is_library(frame[2]):
+                self._stack.append(safe(frame_text.shown(frame[1], frame[2], frame[3]), 1000))
                 self._found.add(
                     self._stack_of, Place(collective="a collective that timed out", caller=self._stack[0]), line
                 )
@@ -432,38 +435,54 @@ class C10dLines:
             return
         text = "the log has no line of it, and time-outs of the others"
         for rank in sorted(silent)[:64]:
-            self._found.add(rank, Fate(UNSEEN, text), first.line, own=False)
+            self._found.add(rank, Fate(fates.UNSEEN, text), first.line, own=False)
             evidence.groups.setdefault(group, set()).add(rank)
 
     def _finish_reports(self) -> None:
         for rank, line in self._joined.items():
-            self._found.add(rank, Fate(WAITED, "it had come, by torch's report"), line, own=False)
+            self._found.add(rank, Fate(fates.WAITED, "it had come, by torch's report"), line, own=False)
         for rank, (collective, line) in self._lagging.items():
             if rank not in self._joined:
-                self._found.add(rank, Fate(MISSING, f"to {collective}"), line, own=False)
+                self._found.add(rank, Fate(fates.MISSING, f"to {collective}"), line, own=False)
             else:
-                self._found.add(rank, Fate(WAITED, "reports contradict each other"), line, own=False)
+                self._found.add(rank, Fate(fates.WAITED, "reports contradict each other"), line, own=False)
         if (
             self._lagging
             and not self._joined
             and not any(
-                isinstance(fact.value, Fate) and fact.value.kind == WAITED for fact in self._found.facts.values()
+                isinstance(fact.value, Fate) and fact.value.kind == fates.WAITED for fact in self._found.facts.values()
             )
         ):
             line = next(iter(self._lagging.values()))[1]
-            self._found.add(NOT_TOLD, Fate(WAITED, "in a collective, by torch's report"), line, own=False)
+            self._found.add(NOT_TOLD, Fate(fates.WAITED, "in a collective, by torch's report"), line, own=False)
 
     def _finish_barriers(self) -> None:
         for key, (size, came, ranks, line) in self._barriers.items():
             for rank in ranks:
-                if not self._found.has(rank, WAITED):  # it waits still, as far as the log goes
+                if not self._found.has(rank, fates.WAITED):  # it waits still, as far as the log goes
                     place = Place(collective="the store based barrier of a process group's start")
                     self._found.add(rank, place, line, own=False)
             # Of another group its ranks are not told; where more have come than wait, some are those of an earlier job.
             if key.endswith(_DEFAULT_BARRIERS) and len(ranks) == came < size <= MOST_KEPT:
                 for rank in set(range(size)) - ranks:
                     text = f"to the store based barrier of the start: {came} of {size} had"
-                    self._found.add(rank, Fate(MISSING, text), line, own=False)
+                    self._found.add(rank, Fate(fates.MISSING, text), line, own=False)
+
+
+_LineReader: TypeAlias = tuple[str, re.Pattern[str], Callable[[C10dLines, re.Match[str], Line], None]]
+# Words that such a line has, its pattern, and who takes it.
+_OF_ANY_LINE: tuple[_LineReader, ...] = (
+    ("Duplicate GPU", _DUPLICATE, C10dLines._take_duplicate),
+    ("loo", GLOO, C10dLines._take_gloo),
+    ("pair closure", GLOO, C10dLines._take_gloo),
+)
+_OF_A_RANKS_LINE: tuple[_LineReader, ...] = (
+    ("got stuck", STUCK_WATCHDOG, C10dLines._take_stuck),
+    ("Heartbeat", STUCK_WATCHDOG, C10dLines._take_stuck),
+    ("WorkNCCL", TIMEOUT, C10dLines._take_work),
+    ("enqueued", _STATUS, C10dLines._take_status),
+    ("dump", _SIGNAL, C10dLines._take_signal),
+)
 
 
 def rank_in(text: str) -> int | None:

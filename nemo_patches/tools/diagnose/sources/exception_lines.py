@@ -6,18 +6,8 @@ import re
 from collections import deque
 from dataclasses import dataclass, field
 
-from nemo_patches.tools.diagnose.facts import (
-    AT_START,
-    CUT,
-    FAILED,
-    KILLED,
-    LOGGED,
-    NOT_TOLD,
-    RAISED,
-    TERMINATED,
-    WAITED,
-    Fate,
-)
+from nemo_patches.tools.diagnose import fates, frame_text
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fate
 from nemo_patches.tools.diagnose.process_end import BY_HAND, is_of_a_collective, is_of_the_start
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
@@ -51,7 +41,6 @@ _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
     r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError"
 )
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
 _FATAL_NAMES = ("Segmentation fault", "Bus error", "Illegal instruction", "Floating-point exception")
 
@@ -90,7 +79,7 @@ class _Error:
     def where(self) -> str:
         """The innermost frame, and the user's own that led to it."""
         *outer, inner = self.frames or (("", "", ""),)
-        own = [frame for frame in outer if not _LIBRARY.search(frame[0])][-_SHOWN_FRAMES + 1 :]
+        own = [frame for frame in outer if not frame_text.is_library(frame[0])][-_SHOWN_FRAMES + 1 :]
         return " < ".join(map(_shown_frame, (inner, *reversed(own)))) if inner[0] else ""
 
 
@@ -140,7 +129,7 @@ class ExceptionLines:
             self._skips = 60
             return
         if (fatal := _FATAL_PYTHON.search(text)) and fatal[1].startswith(_FATAL_NAMES):
-            self._found.add(line.rank, Fate(KILLED, shown(fatal[1])), line)
+            self._found.add(line.rank, Fate(fates.KILLED, shown(fatal[1])), line)
             return
         if self._skips and key not in self._writing:
             self._skips -= 1
@@ -159,23 +148,33 @@ class ExceptionLines:
         """One line of a rank's, without its prefix."""
         writing = self._writing.get(key)
         if _BEGINS.search(text):
-            if writing is None:
-                if len(self._writing) >= MOST_KEPT:
-                    return
-                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
-            elif "Original" not in text and writing.last is not None and not writing.was_caused:
-                self._end(key)  # of another exception
-                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
-            writing.in_traceback = not line.has_prefix
-            if "Original" not in text:  # a data loader's worker: beneath the frames that waited for it
-                writing.frames.clear()
-            return
-        if writing is None:
-            error = _ERROR.match(text) if key >= 0 and line.has_prefix else None
-            if error is not None and _is_name(error[1]) and len(self._writing) < MOST_KEPT:
-                writing = self._writing[key] = _Writing(was_over=self._found.is_over)
+            self._begin(key, line, text)
+        elif writing is not None:
+            self._go_on(writing, line, text)
+        elif key >= 0 and line.has_prefix and (error := _ERROR.match(text)) and _is_name(error[1]):
+            writing = self._anew(key)
+            if writing is not None:
                 self._raise(writing, error, line)
-            return
+
+    def _anew(self, key: int) -> _Writing | None:
+        """None where there are too many already."""
+        if len(self._writing) >= MOST_KEPT:
+            return None
+        self._writing[key] = _Writing(was_over=self._found.is_over)
+        return self._writing[key]
+
+    def _begin(self, key: int, line: Line, text: str) -> None:
+        """A traceback begins."""
+        writing, is_workers = self._writing.get(key), "Original" in text
+        if writing is not None and not is_workers and writing.last is not None and not writing.was_caused:
+            self._end(key)  # of another exception
+            writing = None
+        if (writing := writing or self._anew(key)) is not None:
+            writing.in_traceback = not line.has_prefix
+            if not is_workers:  # a data loader's worker: beneath the frames that waited for it
+                writing.frames.clear()
+
+    def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
         if frame := _FRAME.match(text):
             writing.frames.append((frame[1], frame[2], frame[3]))
             writing.has_frames = True
@@ -221,21 +220,21 @@ class ExceptionLines:
         error = writing.root
         if error is None or _OF_LAUNCHERS.search(error.type):
             if error is not None and _BY_OTHERS.search(error.type) and rank >= 0:
-                self._found.add(rank, Fate(TERMINATED, error.text), error.line)
+                self._found.add(rank, Fate(fates.TERMINATED, error.text), error.line)
             return
         details = tuple(shown(one) for one in [*error.lines[-3:]] if one.strip())
         kind = error.type.rpartition(".")[2]
         is_cut = not error.words.strip() and any(name.startswith(kind) for name in BY_HAND)  # "KeyboardInter"
         if is_cut or _BY_OTHERS.search(error.type + error.words):
-            fate = Fate(TERMINATED, error.text, error.where)
+            fate = Fate(fates.TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or _MISMATCH in error.words:
-            kind = CUT if _CLOSED.search(error.words) else WAITED
-            start = f"{AT_START}: " if is_of_the_start(error.type, error.words, error.traceback) else ""
+            kind = fates.CUT if _CLOSED.search(error.words) else fates.WAITED
+            start = f"{fates.AT_START}: " if is_of_the_start(error.type, error.words, error.traceback) else ""
             fate = Fate(kind, f"{start}{error.text}", error.where, details)
         elif writing.was_over:
-            fate = Fate(FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
+            fate = Fate(fates.FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
         else:
-            fate = Fate(RAISED, error.text, error.where, details)
+            fate = Fate(fates.RAISED, error.text, error.where, details)
         self._found.add(rank, fate, error.line)
 
     def finish(self) -> None:
@@ -247,16 +246,16 @@ class ExceptionLines:
             if self._may_have_ended(rank):
                 self._tell(rank, writing)
             elif writing.root is not None:
-                self._found.add(rank, Fate(LOGGED, writing.root.text, writing.root.where), writing.root.line)
+                self._found.add(rank, Fate(fates.LOGGED, writing.root.text, writing.root.where), writing.root.line)
 
     def _may_have_ended(self, rank: int) -> bool:
         """Whether the launcher tells of an exit code, as that of an exception is one, which may be of this rank."""
         facts = [(fact, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
-        failed = {fact.rank for fact, kind in facts if kind == FAILED and not fact.own}
+        failed = {fact.rank for fact, kind in facts if kind == fates.FAILED and not fact.own}
         if rank == NOT_TOLD:
-            return failed == {NOT_TOLD} and not any(kind in (KILLED, RAISED) for _, kind in facts)
+            return failed == {NOT_TOLD} and not any(kind in (fates.KILLED, fates.RAISED) for _, kind in facts)
         own = {kind for fact, kind in facts if fact.rank == rank}
-        return (rank in failed and own == {FAILED}) or (failed == {NOT_TOLD} and not own)
+        return (rank in failed and own == {fates.FAILED}) or (failed == {NOT_TOLD} and not own)
 
 
 def _is_name(name: str) -> bool:
@@ -265,4 +264,4 @@ def _is_name(name: str) -> bool:
 
 def _shown_frame(frame: tuple[str, str, str]) -> str:
     file, number, function = frame
-    return shown(f"{function} ({file.rpartition('/')[2]}:{number})")
+    return shown(frame_text.shown(function, file, number))

@@ -18,10 +18,10 @@ from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
+from nemo_patches.tools.diagnose.frame_text import is_library, shown
 
 LOOKED_FOR = 'Flight Recorder dumps: pickles, or JSON with "entries" or "pg_config"'
 _RANK_IN_NAME = re.compile(r"(\d{1,7})(?:\.\w{1,10})?$")
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 _MOST_FILES, _MOST_ENTRIES, _MOST_FRAMES, _MOST_GROUPS = 10_000, 1_000_000, 64, 4096
 _OWN_FRAMES = 3
 _P2P = re.compile(r"\w+:(?:send|recv)\b")  # torch 2.3 has no is_p2p
@@ -198,6 +198,6 @@ def _caller(frames: Any) -> str:
     texts = []
     for frame in frames[:_MOST_FRAMES] if isinstance(frames, list) else ():
         name, file, line = map(frame.get, ("name", "filename", "line")) if isinstance(frame, dict) else ("", "", "")
-        if isinstance(name, str) and isinstance(file, str) and isinstance(line, int) and not _LIBRARY.search(file):
-            texts.append(f"{name} ({'/'.join(file.split('/')[-2:])}:{line})")
+        if isinstance(name, str) and isinstance(file, str) and isinstance(line, int) and not is_library(file):
+            texts.append(shown(name, file, line, folders=1))
     return safe(" < ".join(texts[:_OWN_FRAMES]))[:300]

@@ -5,38 +5,19 @@ from __future__ import annotations
 import calendar
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
-from nemo_patches.tools.diagnose.facts import (
-    ABORTED,
-    FAILED,
-    FOR_MEMORY,
-    FROM_OUTSIDE,
-    KILLED,
-    NOT_TOLD,
-    RAISED,
-    TERMINATED,
-    Fact,
-    Fate,
-    Member,
-)
+from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member
+from nemo_patches.tools.diagnose.process_end import STALL_EXIT
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 # One of which each line has that tells something here, but for torchrun's table.
 _WORDS = (
-    *(
-        "emory",
-        "oom_kill",
-        "oom-kill",
-        "bus error",
-        "killed by",
-        "return",
-        "srun: ",
-        "on signal",
-        "with signal",
-        "died",
-    ),
-    *("CANCELLED", " Killed ", "terminated with code"),
+    *("emory", "oom_kill", "oom-kill", "bus error", "killed by", "return", "srun: ", "on signal"),
+    *("with signal", "died", "CANCELLED", " Killed ", "terminated with code"),
 )
 CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
@@ -50,7 +31,6 @@ _SENT = re.compile(r"[Ss]ending process (\d{1,9}) closing signal ")
 _DEATH = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal, shutting down workers")
 _FORCED = re.compile(r"(?:process|Process) (\d{1,9}) via (?:Signals\.)?SIGTERM, forcefully exiting")
 _SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM", 2: "SIGINT", 1: "SIGHUP"}
-_STALL_EXIT = 83
 _BY_OTHERS = frozenset({15, 2, 1})
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
 DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(-?\d{1,9})")
@@ -78,6 +58,7 @@ _RAY_PID = re.compile(r"^\s{0,16}pid: (\d{1,9})$|Worker PID: (\d{1,9})")
 _RAY_REASON = re.compile(r"Worker exit type: (\w{1,40})")
 _BY_DESIGN = ("INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT", "USER_ERROR")
 _RAY_LINES = 12  # in which the process id and the reason of a death follow
+_Kept = TypeVar("_Kept")
 _PATIENCE_S = 5.0  # of a table's times: torchrun looks at its processes one after the other
 
 
@@ -112,46 +93,53 @@ class LauncherLines:
         text = line.text
         if " : " in text:
             self._take_table(line)
-        if "exitcode: " in text and (failed := FAILED_LINE.search(text)) and len(self._in_lines) < MOST_KEPT:
-            self._in_lines.append((_signed(failed[1]), int(failed[2]), int(failed[3]), line))
-        if "forcefully" in text and (forced := _FORCED.search(text)) and len(self._forced) < MOST_KEPT:
-            self._forced.add(int(forced[1]))
-        if "closing" in text and (sent := _SENT.search(text)) and len(self._sent) < MOST_KEPT:
-            self._sent.add((line.file, int(sent[1])))
-        if "death signal" in text and (death := _DEATH.search(text)):
-            number = int(death[1]) if death[1].isdigit() else 0
-            signal = _SIGNALS.get(number, f"signal {shown(death[1])}")
-            self._found.add(NOT_TOLD, Fate(TERMINATED, f"torchrun got {signal}"), line, own=False)
-        if self._ray is None and not any(words in text for words in _WORDS):
-            return
-        if _OUT_OF_MEMORY.search(text):
-            self._lacks_memory(line)
-        elif _SHARED_MEMORY.search(text):
-            why = "a data loader's worker: bus error, as for want of shared memory (/dev/shm)"
-            self._tell(line.rank, Fate(KILLED, why), line)
-        elif not line.has_prefix and (killed := _WORKER_KILLED.search(text)):
-            self._tell(line.rank, Fate(RAISED, f"RuntimeError: {shown(killed[0])}"), line)
-        elif deepspeed := DEEPSPEED.search(text):
-            self._tell(NOT_TOLD, _fate_of(_signed(deepspeed[1]), "DeepSpeed's launcher"), line)
-        elif srun := _SRUN.search(text):
-            task = f"Slurm's task {srun[2]} on {shown(srun[1])}"
+        for words, pattern, note in _NOTED:
+            if words in text and (found := pattern.search(text)):
+                note(self, found, line)
+        if self._ray is not None or any(words in text for words in _WORDS):
+            self._take_end(line)
+            self._take_ray(line)
+
+    def _note_failed(self, found: re.Match[str], line: Line) -> None:
+        if len(self._in_lines) < MOST_KEPT:
+            self._in_lines.append((_signed(found[1]), int(found[2]), int(found[3]), line))
+
+    def _note_death(self, found: re.Match[str], line: Line) -> None:
+        number = int(found[1]) if found[1].isdigit() else 0
+        signal = _SIGNALS.get(number, f"signal {shown(found[1])}")
+        self._found.add(NOT_TOLD, Fate(fates.TERMINATED, f"torchrun got {signal}"), line, own=False)
+
+    def _note_cancelled(self, found: re.Match[str], line: Line) -> None:
+        self._cancelled.add(line.file)
+        self._found.add(NOT_TOLD, Fate(fates.TERMINATED, f"Slurm: {shown(found[1])}"), line, own=False)
+
+    def _take_end(self, line: Line) -> None:
+        """The end of a process that one line tells. The first pattern that matches counts."""
+        for pattern, tell in _ENDS:
+            if found := pattern.search(line.text):
+                tell(self, found, line)
+                return
+
+    def _worker_killed(self, found: re.Match[str], line: Line) -> None:
+        if not line.has_prefix:  # else its rank's traceback tells it
+            self._tell(Fate(fates.RAISED, f"RuntimeError: {shown(found[0])}"), line, line.rank)
+
+    def _of_srun(self, found: re.Match[str], line: Line) -> None:
+        if line.file not in self._cancelled:
+            task, how = f"task {found[2]} on {shown(found[1])}", found[3]
             fate = (
-                Fate(KILLED, f"{task}: {srun[3]}") if srun[3] else _fate_of(_signed(srun[4]), f"Slurm, of {task[8:]}")
+                Fate(fates.KILLED, f"Slurm's {task}: {how}")
+                if how
+                else _fate_of(_signed(found[4]), f"Slurm, of {task}")
             )
-            self._tell(NOT_TOLD, None if line.file in self._cancelled else fate, line)
-        elif cancelled := _CANCELLED.search(text):
-            self._cancelled.add(line.file)
-            self._found.add(NOT_TOLD, Fate(TERMINATED, f"Slurm: {shown(cancelled[1])}"), line, own=False)
-        elif shell := _SHELL.search(text):
-            self._tell(NOT_TOLD, Fate(KILLED, f"SIGKILL of process {shell[1]}, says the shell"), line)
-        elif mpirun := _MPIRUN.search(text):
-            self._tell(int(mpirun[1]), _fate_of(-int(mpirun[3]), "mpirun"), line)
-        elif child := _LIGHTNING.search(text):
-            fate = _fate_of(_signed(child[3]), f"Lightning, of local rank {child[1]} (pid {child[2]})")
-            self._tell(self._found.rank_of_pid.get(int(child[2]), NOT_TOLD), fate, line)
-        elif spawned := _SPAWNED.search(text):
-            self._tell(NOT_TOLD, Fate(KILLED, f"torch.multiprocessing: {spawned[1]}"), line)
-        self._take_ray(line)
+            self._tell(fate, line)
+
+    def _of_lightning(self, found: re.Match[str], line: Line) -> None:
+        fate = _fate_of(_signed(found[3]), f"Lightning, of local rank {found[1]} (pid {found[2]})")
+        self._tell(fate, line, self._rank_of(int(found[2])))
+
+    def _rank_of(self, pid: int) -> int:
+        return self._found.rank_of_pid.get(pid, NOT_TOLD)
 
     def _take_table(self, line: Line) -> None:
         text = line.text
@@ -167,10 +155,7 @@ class LauncherLines:
             self._table.append(_Failure(self._rank, _signed(code[1]), int(code[2]), self._at, self._host, line))
             self._at, self._host, self._rank = 0.0, "", NOT_TOLD
 
-    def _lacks_memory(self, line: Line) -> None:
-        self._tell(NOT_TOLD, Fate(KILLED, f"{FOR_MEMORY}: {shown(line.text)}"), line)
-
-    def _tell(self, rank: int, fate: Fate | None, line: Line, at: float = 0.0) -> None:
+    def _tell(self, fate: Fate | None, line: Line, rank: int = NOT_TOLD, at: float = 0.0) -> None:
         if fate is not None:
             self._found.keep(Fact(rank, fate, line.cite, at, CLOCK if at else "", own=False), line.local_rank)
 
@@ -195,9 +180,9 @@ class LauncherLines:
     def _end_ray(self, pid: int) -> None:
         line, self._ray = self._ray, None
         if line is not None:
-            rank = self._found.rank_of_pid.get(pid, NOT_TOLD)
             process = f" (pid {pid})" if pid >= 0 else ""
-            self._tell(rank, Fate(KILLED, f"Ray: a worker{process} died: killed, out of memory, or crashed"), line)
+            fate = Fate(fates.KILLED, f"Ray: a worker{process} died: killed, out of memory, or crashed")
+            self._tell(fate, line, self._rank_of(pid))
 
     def finish(self) -> None:
         self._end_ray(NOT_TOLD)
@@ -206,19 +191,19 @@ class LauncherLines:
         for one in self._table:
             member = Member(pid=one.pid)
             self._found.keep(Fact(one.rank, member, one.line.cite, host=one.host, own=False))
-            self._tell(one.rank, self._of_table(one, first), one.line, one.at)
+            self._tell(self._of_table(one, first), one.line, one.rank, one.at)
         for code, local_rank, pid, line in self._in_lines:
             if pid not in known:
                 who = f"torchrun, of local rank {local_rank} (pid {pid})"
-                self._tell(self._found.rank_of_pid.get(pid, NOT_TOLD), _fate_of(code, who), line)
+                self._tell(_fate_of(code, who), line, self._rank_of(pid))
 
     def _of_table(self, one: _Failure, first: float) -> Fate | None:
         later = one.at > first + _PATIENCE_S
         if one.code == -9 and (one.pid in self._forced or later):
-            return Fate(TERMINATED, "SIGKILL by its launcher, as others had failed")
+            return Fate(fates.TERMINATED, "SIGKILL by its launcher, as others had failed")
         of_others = {pid for file, pid in self._sent if file == one.line.file}
         if one.code == -15 and of_others and one.pid not in of_others:
-            return Fate(TERMINATED, FROM_OUTSIDE)
+            return Fate(fates.TERMINATED, fates.FROM_OUTSIDE)
         return _fate_of(one.code, "torchrun")
 
 
@@ -229,10 +214,10 @@ def _fate_of(code: int, who: str) -> Fate | None:
     name = _SIGNALS.get(-code, "")
     text = f"{name or f'exit code {code}'}, says {who}"
     if -code in _BY_OTHERS:
-        return Fate(TERMINATED, text)
+        return Fate(fates.TERMINATED, text)
     if -code in _BY_NOBODY_ELSE:
-        return Fate(KILLED, text)
-    return Fate(ABORTED if code in (-6, _STALL_EXIT) else FAILED, text)
+        return Fate(fates.KILLED, text)
+    return Fate(fates.ABORTED if code in (-6, STALL_EXIT) else fates.FAILED, text)
 
 
 def _signed(code: str) -> int:
@@ -245,3 +230,34 @@ def _seconds(text: str) -> float:
         return float(calendar.timegm(time.strptime(text, "%Y-%m-%d_%H:%M:%S")))
     except ValueError:
         return 0.0
+
+
+def _keep(kept: set[_Kept], one: _Kept) -> None:
+    if len(kept) < MOST_KEPT:
+        kept.add(one)
+
+
+_Reader: TypeAlias = Callable[[LauncherLines, re.Match[str], Line], None]
+# Lines of which something is kept, whatever else they tell; each has these words.
+_NOTED: tuple[tuple[str, re.Pattern[str], _Reader], ...] = (
+    ("exitcode: ", FAILED_LINE, LauncherLines._note_failed),
+    ("forcefully", _FORCED, lambda own, by, _: _keep(own._forced, int(by[1]))),
+    ("closing", _SENT, lambda own, by, line: _keep(own._sent, (line.file, int(by[1])))),
+    ("death signal", _DEATH, LauncherLines._note_death),
+    ("CANCELLED", _CANCELLED, LauncherLines._note_cancelled),
+)
+_BUS_ERROR = "a data loader's worker: bus error, as for want of shared memory (/dev/shm)"
+_ENDS: tuple[tuple[re.Pattern[str], _Reader], ...] = (
+    (
+        _OUT_OF_MEMORY,
+        lambda own, _, line: own._tell(Fate(fates.KILLED, f"{fates.FOR_MEMORY}: {shown(line.text)}"), line),
+    ),
+    (_SHARED_MEMORY, lambda own, _, line: own._tell(Fate(fates.KILLED, _BUS_ERROR), line, line.rank)),
+    (_WORKER_KILLED, LauncherLines._worker_killed),
+    (DEEPSPEED, lambda own, by, line: own._tell(_fate_of(_signed(by[1]), "DeepSpeed's launcher"), line)),
+    (_SRUN, LauncherLines._of_srun),
+    (_SHELL, lambda own, by, line: own._tell(Fate(fates.KILLED, f"SIGKILL of process {by[1]}, says the shell"), line)),
+    (_MPIRUN, lambda own, by, line: own._tell(_fate_of(-int(by[3]), "mpirun"), line, int(by[1]))),
+    (_LIGHTNING, LauncherLines._of_lightning),
+    (_SPAWNED, lambda own, by, line: own._tell(Fate(fates.KILLED, f"torch.multiprocessing: {by[1]}"), line)),
+)

@@ -70,7 +70,7 @@ class LaunchFacts:
     not_told: int = 0
     dumps: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
-    by_local_rank: set[tuple[object, ...]] = field(default_factory=set)
+    by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)  # in order, as a set is not
 
     def add(self, rank: int, value: Value, line: Line, own: bool = True) -> None:
         self.keep(Fact(rank, value, line.cite, float(line.number), line.file, own), line.local_rank)
@@ -80,9 +80,9 @@ class LaunchFacts:
         key = _key(fact.rank, fact.value)
         if fact.rank != local_rank and key in self.by_local_rank:
             del self.facts[key]
-            self.by_local_rank.remove(key)
+            del self.by_local_rank[key]
         elif fact.rank == local_rank >= 0 and key not in self.facts:
-            self.by_local_rank.add(key)
+            self.by_local_rank[key] = None
         if isinstance(fact.value, (Place, Motion)):
             self.facts.pop(key, None)
         elif (before := self.facts.get(key)) is not None:

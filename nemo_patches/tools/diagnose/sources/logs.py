@@ -52,30 +52,10 @@ _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Of lines that tell something one holds one of these; the others follow it closely.
 _NEEDLES = (
-    b"[rank",
-    b"NCCL",
-    b"ollective",
-    b"nemo_patches ",
-    b"Starting with ",
-    b"gloo",
-    b"arrier",
-    b"imed out",
-    b"exit",
-    b"rank      :",
-    b"oom_kill",
-    b"oom-kill",
-    b"CANCELLED",
-    b"death signal",
-    b" Killed ",
-    b"ut of memory",
-    b"bus error",
-    b"killed ",
-    b"srun: error",
-    b"terminated with ",
-    b"died",
-    b"Error",
-    b"Fatal Python",
-    b"Traceback (most",
+    *(b"[rank", b"NCCL", b"ollective", b"nemo_patches ", b"Starting with ", b"gloo", b"arrier", b"imed out"),
+    *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed "),
+    *(b"ut of memory", b"bus error", b"killed ", b"srun: error", b"terminated with ", b"died", b"Error"),
+    *(b"Fatal Python", b"Traceback (most"),
 )
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -90,14 +70,8 @@ _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
 _TELL_OF_AN_END = (
-    *(
-        "collective operation timeout",
-        "timed out in blocking wait",
-        "closing signal SIG",
-        "dump signal",
-        "monitoredBarrier",
-    ),
-    *("failed (exitcode", "first observed failure", "exits with return code"),
+    *("collective operation timeout", "timed out in blocking wait", "closing signal SIG", "dump signal"),
+    *("monitoredBarrier", "failed (exitcode", "first observed failure", "exits with return code"),
 )
 
 
@@ -316,17 +290,9 @@ def _pieces(line: bytes) -> Iterator[str]:
 
 
 _BEGINNINGS = (
-    "ProcessGroupNCCL",
-    "Watchdog caught",
-    "last enqueued",
-    "gloo/",
-    "failed (exitcode",
-    "Detected mismatch",
-    "watchdog thread",
-    "store based barrier",
-    "client socket has timed",
-    "is setting up NCCL",
-    "sigkill_handler] [",
+    *("ProcessGroupNCCL", "Watchdog caught", "last enqueued", "gloo/", "failed (exitcode"),
+    *("Detected mismatch", "watchdog thread", "store based barrier", "client socket has timed"),
+    *("is setting up NCCL", "sigkill_handler] ["),
 )
 _LONG = ("Watchdog caught", "Detected mismatch", "dump signal", "is setting up NCCL", "sigkill_handler] [")
 _ENDS = ("before timing out", "timing out", "ng out.")

@@ -20,8 +20,9 @@ from pathlib import Path
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import named
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.facts import GONE, Evidence, Fact, Fate, Member
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member
 from nemo_patches.tools.diagnose.findings import WARNING, Finding
 from nemo_patches.tools.diagnose.folder import UnreadableError, is_port
 from nemo_patches.tools.diagnose.verdicts import finding
@@ -223,7 +224,9 @@ def _dead(answer: _Answer, cite: str, evidence: Evidence) -> list[Finding]:
     ranks = {rank for one in _without_data(answer) if answer.is_of_all(one.communicator) for rank in one.ranks}
     if len(ranks) != len(lines) or not all(_ONE_GPU.search(line) for line in lines):
         return [finding(ids.KILLED, f"{text}. It was killed or has crashed, or its host is gone.", (), lines)]
-    evidence.facts += (Fact(rank, Fate(GONE, text, details=tuple(lines)), cite, own=False) for rank in sorted(ranks))
+    evidence.facts += (
+        Fact(rank, Fate(fates.GONE, text, details=tuple(lines)), cite, own=False) for rank in sorted(ranks)
+    )
     return []
 
 

@@ -16,22 +16,11 @@ import msgspec
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import CHECKPOINT, is_guess
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, SampledRank
 from nemo_patches.tools.diagnose.collect.samples import GONE as NO_PROCESS
 from nemo_patches.tools.diagnose.collect.samples import ZOMBIE, Frame, Sample, Thread, counter
-from nemo_patches.tools.diagnose.facts import (
-    GONE,
-    RUNS,
-    STOPPED,
-    TRACED,
-    UNREADABLE,
-    Evidence,
-    Fact,
-    Fate,
-    Member,
-    Motion,
-    Place,
-)
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.places import is_library, place, trunk, waits_for_work
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
@@ -45,14 +34,7 @@ _HELD = dict.fromkeys("Tt", "stopped (state T)") | {"D": "in state D: a disk or 
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _MUCH_WRITTEN = 1 << 16  # bytes between two looks; a line of a log is less
 _SERVICE_THREADS = (
-    "QueueFeederThread",
-    "pin_memory",
-    "tqdm",
-    "MsgRouter",
-    "monitor",
-    "Thread-monitor",
-    "asyncio",
-    "pt_",
+    *("QueueFeederThread", "pin_memory", "tqdm", "MsgRouter", "monitor", "Thread-monitor", "asyncio", "pt_"),
 )
 
 _LOG_NAMES = re.compile(r"\.(log|txt|out|err|stderr|stdout)$|^std(err|out)\b", re.IGNORECASE)
@@ -70,17 +52,8 @@ _MARK = re.compile(
 )
 _JSON_MARK = re.compile(rb'"what": ?"stacks"|"owns_gil"')
 _NEW_PROCESS = re.compile(r"Process (\d+): ")
-_SPY_THREAD = re.compile(r'Thread (?:0x)?([0-9a-fA-F]+) \(([^)]*)\)(?:: "([^"]*)")?\s*$')
-_SPY_FRAME = re.compile(r"    (\S.*?) \(([^()]+?)(?::(\d+))?\)\s*$")
-_FAULT_THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+)(?: \[([^\]]*)\])? \(most recent call first\):")
-_FAULT_FRAME = re.compile(r'\s+File "([^"]+)", line (\d+|\?\?\?) in (.+?)\s*$')
-_STACK_THREAD = re.compile(r"Traceback for thread (\d+)(?: \(([^)]*)\))?(.*)\(most recent call last\):")
-_STACK_FRAME = re.compile(r'\s+\((Python|C)\) File "([^"]*)", line (\d+), in (.+?)(?: \(([^)]*)\))?\s*$')
 _GDB_THREAD = re.compile(r"Thread (\d+) \(Thread 0x[0-9a-f]+ \(LWP (\d+)\)")
-_GDB_STACK = re.compile(r"Traceback \(most recent call first\):")
-_GDB_FRAME = re.compile(r'\s+File "([^"]+)", line (\d+), in (\S+)')
 _HEADS = ("Process", "hread", "Traceback")
-_SPY, _FAULT, _STACK, _GDB = "py-spy", "faulthandler", "pystack", "gdb"
 
 
 def recognises(name: str, head: bytes) -> bool:
@@ -154,7 +127,7 @@ def of_samples(job: HostJob) -> list[Fact]:
     whole_job = len(block) > 0 and all(len(block) == one.rank.world_size for one in job.ranks)
     facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job, whole_job)]
     here = {one.rank.rank for one in job.ranks}
-    gone = Fate(GONE, f"no process of it runs on {safe(job.host, 100)}")
+    gone = Fate(fates.GONE, f"no process of it runs on {safe(job.host, 100)}")
     return facts + [Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in block if rank not in here]
 
 
@@ -189,14 +162,16 @@ def _of_rank(sampled: SampledRank, job: HostJob, whole_job: bool) -> list[Fact]:
 def _fate(samples: Sequence[Sample]) -> Fate:
     last = samples[-1]
     if last.state in (NO_PROCESS, ZOMBIE):
-        return Fate(GONE, "its process has ended")
+        return Fate(fates.GONE, "its process has ended")
     if _is_held_by_tracer(samples):
-        return Fate(TRACED, f"traced by pid {last.tracer} (gdb, strace)")
+        return Fate(fates.TRACED, f"traced by pid {last.tracer} (gdb, strace)")
     if last.state == "T":
-        return Fate(STOPPED)
+        return Fate(fates.STOPPED)
     if last.main is not None:
-        return Fate(RUNS)
-    return Fate(UNREADABLE, safe(last.error, 300), details=(f"state {last.state}, {last.cpu_s:.0f} s of CPU time",))
+        return Fate(fates.RUNS)
+    return Fate(
+        fates.UNREADABLE, safe(last.error, 300), details=(f"state {last.state}, {last.cpu_s:.0f} s of CPU time",)
+    )
 
 
 def _is_held_by_tracer(samples: Sequence[Sample]) -> bool:
@@ -213,9 +188,26 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     if found.activity == LOCK and not found.collective:
         found = _in_collective_of_thread(found, last)
     found = replace(found, counters=dict(main.counters), loops=dict(main.loops))
-    details, worker = list[str](), ""
-    stays = motion is not None and not motion.moved
+    details, worker = _holds(samples, found, motion), ""
+    if found.activity == LOADER:
+        worker, more = _workers(last)
+        details += more
+    elif not found.collective and (of_children := _children(last)):
+        found = replace(found, activity=CHILD if found.activity in ("", LOCK) else found.activity)
+        details += of_children
+    elif not found.collective or found.activity == LOCK:
+        details += _other_threads(last)
     share = _share_of_core(samples)
+    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
+    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
+        details.append(f"it computes ({100 * share:.0f} % of a core)")
+    return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
+
+
+def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> list[str]:
+    """What holds it up there, as the kernel and Python's lock tell."""
+    last, details = samples[-1], list[str]()
+    stays, share = motion is not None and not motion.moved, _share_of_core(samples)
     if stays and last.state not in "Tt" and (keeper := _keeps_gil(samples)) is not None and (share or 0) < _IDLE_SHARE:
         who = "it" if keeper.tid == last.pid else f"its thread {safe(keeper.name or str(keeper.tid), 60)!r}"
         details.append(f"{who} holds Python's lock (GIL) in a C call")
@@ -226,18 +218,7 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     if last.state == "D":
         channel = f" ({safe(last.wait_channel, 60)})" if last.wait_channel.strip("0") else ""
         details.append(f"in an uninterruptible system call{channel}: a disk or a network file system")
-    if found.activity == LOADER:
-        worker, more = _workers(last)
-        details += more
-    elif not found.collective and (of_children := _children(last)):
-        found = replace(found, activity=CHILD if found.activity in ("", LOCK) else found.activity)
-        details += of_children
-    elif not found.collective or found.activity == LOCK:
-        details += _other_threads(last)
-    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
-    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
-        details.append(f"it computes ({100 * share:.0f} % of a core)")
-    return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
+    return details
 
 
 def _in_collective_of_thread(found: Place, last: Sample) -> Place:
@@ -389,11 +370,69 @@ def _workers_slept_s(first: Sample, last: Sample, between_s: float) -> float:
 # Dumps made by hand.
 
 
+@dataclass(frozen=True)
+class _Form:
+    """How a tool writes stacks: the line that begins a thread's, and that of a frame, each with named parts.
+
+    library: of a frame of C. has_gil: words in a thread's state. innermost_last: of its frames. main_last: of threads.
+    """
+
+    tool: str
+    thread: re.Pattern[str]
+    frame: re.Pattern[str]
+    has_gil: str = ""
+    innermost_last: bool = False
+    main_last: bool = False
+
+    def frame_in(self, line: str) -> Frame | None:
+        if (found := self.frame.match(line)) is None:
+            return None
+        told = found.groupdict()
+        file = f"{told['library'] or ''}.so" if told.get("language") == "C" else told["file"]
+        number = told["line"] or ""
+        return Frame(told["name"], file, int(number) if number.isdecimal() else 0)
+
+
+_SPY = _Form(
+    "py-spy",
+    re.compile(r'Thread (?:0x)?(?P<tid>[0-9a-fA-F]+) \((?P<state>[^)]*)\)(?:: "(?P<name>[^"]*)")?\s*$'),
+    re.compile(r"    (?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d+))?\)\s*$"),
+    has_gil="gil",
+)
+_FAULT = _Form(
+    "faulthandler",
+    re.compile(r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"),
+    re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+?)\s*$'),
+    main_last=True,
+)
+_FORMS = (
+    _FAULT,
+    _SPY,
+    _Form(
+        "pystack",
+        re.compile(
+            r"Traceback for thread (?P<tid>\d+)(?: \((?P<name>[^)]*)\))?(?P<state>.*)\(most recent call last\):"
+        ),
+        re.compile(
+            r'\s+\((?P<language>Python|C)\) File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>.+?)'
+            r"(?: \((?P<library>[^)]*)\))?\s*$"
+        ),
+        has_gil="Has the GIL",
+        innermost_last=True,
+    ),
+    _Form(
+        "gdb",
+        re.compile(r"Traceback \(most recent call first\):"),
+        re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)'),
+    ),
+)
+
+
 @dataclass
 class _Stack:
-    """One thread of a dump. kind: whose form it has."""
+    """One thread of a dump."""
 
-    kind: str
+    form: _Form
     tid: str
     name: str = ""
     has_gil: bool = False
@@ -414,7 +453,7 @@ class _Dump:
     def main(self) -> _Stack:
         whole = [stack for stack in self.stacks if stack.frames] or self.stacks
         named = (stack for stack in whole if "MainThread" in stack.name or stack.tid == str(self.pid))
-        return next(named, whole[-1] if whole[0].kind == _FAULT else whole[0])  # faulthandler has the main one last
+        return next(named, whole[-1] if whole[0].form.main_last else whole[0])
 
 
 def _name(file: Path) -> str:
@@ -518,9 +557,9 @@ class _Writer:
     def take(self, line: str) -> _Dump | None:
         """A dump that begins with this line."""
         if not line or line[0].isspace():
-            if self.stack is not None and len(self.stack.frames) < _MOST_FRAMES and (frame := _frame(line, self.stack)):
-                # pystack has the innermost frame last
-                self.stack.frames.insert(0 if self.stack.kind == _STACK else len(self.stack.frames), frame)
+            stack = self.stack
+            if stack is not None and len(stack.frames) < _MOST_FRAMES and (frame := stack.form.frame_in(line)):
+                stack.frames.insert(0 if stack.form.innermost_last else len(stack.frames), frame)
             return None
         if not any(word in line for word in _HEADS):
             self.stack = None  # after a dump, a traceback has lines as faulthandler's
@@ -534,7 +573,7 @@ class _Writer:
         self.stack = stack = self._begins(line)
         if stack is None:
             return None
-        is_new = self.dump is None or self.dump.stacks[-1].kind != stack.kind
+        is_new = self.dump is None or self.dump.stacks[-1].form != stack.form
         if is_new or self.dump is None or any(other.tid == stack.tid for other in self.dump.stacks):
             self.dump = _Dump(self.rank, self.pid, "", [stack])
             return self.dump
@@ -543,28 +582,14 @@ class _Writer:
         return None
 
     def _begins(self, line: str) -> _Stack | None:
-        if found := _FAULT_THREAD.match(line):
-            return _Stack(_FAULT, found[2], found[3] or "")
-        if found := _SPY_THREAD.match(line):
-            return _Stack(_SPY, found[1], found[3] or "", "gil" in found[2])
-        if found := _STACK_THREAD.match(line):
-            return _Stack(_STACK, found[1], found[2] or "", "Has the GIL" in found[3])
-        if _GDB_STACK.match(line):
-            tid, self.tid = self.tid, ""
-            return _Stack(_GDB, tid)
+        for form in _FORMS:
+            if found := form.thread.match(line):
+                told = found.groupdict("")
+                if "tid" not in told:  # gdb's is in a line before
+                    told["tid"], self.tid = self.tid, ""
+                has_gil = bool(form.has_gil) and form.has_gil in told["state"]
+                return _Stack(form, told["tid"], told.get("name", ""), has_gil)
         return None
-
-
-def _frame(line: str, stack: _Stack) -> Frame | None:
-    if stack.kind == _SPY and (found := _SPY_FRAME.match(line)):
-        return Frame(found[1], found[2], int(found[3] or 0))
-    if stack.kind == _FAULT and (found := _FAULT_FRAME.match(line)):
-        return Frame(found[3], found[1], int(found[2]) if found[2].isdecimal() else 0)
-    if stack.kind == _STACK and (found := _STACK_FRAME.match(line)):
-        return Frame(found[4], f"{found[5] or ''}.so" if found[1] == "C" else found[2], int(found[3]))
-    if stack.kind == _GDB and (found := _GDB_FRAME.match(line)):
-        return Frame(found[3], found[1], int(found[2]))
-    return None
 
 
 def _of_dumps(dumps: Iterable[_Dump], evidence: Evidence) -> list[Fact]:
@@ -606,10 +631,10 @@ def _of_dumped(rank: int, dumps: Sequence[_Dump]) -> Iterator[Fact]:
         ]
     if last.pid:
         yield Fact(rank, Member(pid=last.pid), last.cite)
-    if main.kind != _FAULT:  # faulthandler writes when a process ends, too
-        yield Fact(rank, Fate(RUNS), last.cite)
+    if main.form != _FAULT:  # faulthandler writes when a process ends, too
+        yield Fact(rank, Fate(fates.RUNS), last.cite)
     yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS])), last.cite)
-    before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.kind == main.kind), None)
+    before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.form == main.form), None)
     if before is not None:
         by = _went_on(before.main, main)
         yield Fact(rank, Motion(bool(by), by), last.cite)

@@ -17,8 +17,8 @@ from nemo_patches.stall.rank_text import (
     SILENT as NO_HEARTBEAT,
 )
 from nemo_patches.sync.protocol import APART
-from nemo_patches.tools.diagnose.facts import ENDED, SILENT, TERMINATED, UNSEEN, Fact, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.facts import GONE as GONE_FATE
+from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose.facts import Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line, shown
 
@@ -76,7 +76,7 @@ class StallLines:
                 self._found.facts.pop((late, Place), None)
             self._found.facts.pop((reporter, Place), None)
         elif _STALL_EXIT.search(text):
-            self._found.add(reporter, Fate(TERMINATED, "stall_exit"), line)
+            self._found.add(reporter, Fate(fates.TERMINATED, "stall_exit"), line)
         elif gave_up := _GAVE_UP.search(text):
             been = f", which had been in {gave_up[2]}" if gave_up[2] else ""
             self._found.add(reporter, Motion(True, shown(f"others had waited for this rank{been}")), line)
@@ -96,7 +96,7 @@ class StallLines:
         if reporter >= 0:
             self._found.add(reporter, Place(collective=LENGTH_SYNC), line, own=False)
         for rank in ranks:
-            self._found.add(rank, Fate(UNSEEN, "others waited for it"), line, own=False)
+            self._found.add(rank, Fate(fates.UNSEEN, "others waited for it"), line, own=False)
         for detail in details:
             if not detail.startswith(UNPATCHED[:40]):
                 self._take_group(detail, line)
@@ -123,7 +123,7 @@ class StallLines:
                 self._found.facts.pop((rank, Place), None)
             elif isinstance(value, Place):
                 self._found.facts.pop((rank, Motion), None)
-                self._found.facts.pop((rank, Fate, UNSEEN, ""), None)
+                self._found.facts.pop((rank, Fate, fates.UNSEEN, ""), None)
             self._found.add(rank, value, line, own=False)
 
 
@@ -139,11 +139,11 @@ def _value_of(text: str) -> Place | Motion | Fate | None:
     if "not heard" in lowered:
         return None
     if "no heartbeat" in lowered:
-        return Fate(GONE_FATE, GONE) if GONE in text else Fate(SILENT, NO_HEARTBEAT)
+        return Fate(fates.GONE, GONE) if GONE in text else Fate(fates.SILENT, NO_HEARTBEAT)
     if "has left" in lowered or "have left" in lowered:
-        return Fate(ENDED, "it left: it ended, or destroyed its process group")
+        return Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
     if "not announced" in lowered:
-        return Fate(UNSEEN, "not patched, or not started")
+        return Fate(fates.UNSEEN, "not patched, or not started")
     if itself := _WAITS_ITSELF.match(text):
         return Place(where=shown(itself[2]), collective=shown(itself[1]))
     if evaluated := _EVALUATED.match(text):

@@ -12,37 +12,26 @@ from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
 from nemo_patches.stall.rank_text import LEFT, LENGTH_SYNC, UNANNOUNCED
 from nemo_patches.stall.rank_text import SILENT as NO_HEARTBEAT
+from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.by_calls import LONG_S
-from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, stall_reports, without_encoders
-from nemo_patches.tools.diagnose.endings import Ending
-from nemo_patches.tools.diagnose.facts import (
-    AT_START,
-    CUT,
-    ENDED,
-    GONE,
-    RAISED,
-    RUNS,
-    SILENT,
-    SYNC_ENDED,
-    TERMINATED,
-    UNSEEN,
-    WAITED,
-    Call,
-    Evidence,
-    Fact,
-    Fate,
-    Member,
-    Motion,
-    Place,
-    Value,
+from nemo_patches.tools.diagnose.case import (
+    Case,
+    StallReports,
+    last_entered,
+    outcomes_of,
+    stall_reports,
+    without_encoders,
 )
+from nemo_patches.tools.diagnose.endings import Ending
+from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member, Motion, Place, Value
 from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
 from nemo_patches.tools.diagnose.process_end import Error, ending_failure, error_of
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
 
-_KINDS = {LEFT: GONE, NO_HEARTBEAT: SILENT, UNANNOUNCED: UNSEEN}
+_KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
 _MOST_DETAILS = 4
 
 
@@ -77,18 +66,17 @@ def read(job: Job, encoders: list[Case], evidence: Evidence) -> None:
 
 def _without_files(job: Job, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
     """Ranks without a file for which the others wait: no round has come on any, or all that have a dump wait."""
-    told = {fact.rank for fact in evidence.facts} | job.suspects
-    absent = [rank for rank in job.absent if rank not in told]
-    fate = Fate(UNSEEN)
-    if any(trace.dumped for trace in job.traces.values()):
+    absent = job.untold({fact.rank for fact in evidence.facts})
+    fate = Fate(fates.UNSEEN)
+    if job.has_dumps:
         if len(absent) >= len(job.traces) or not _waiting_ranks(encoders) >= job.traces.keys():
             return
         is_elsewhere = not all(_host_of(job, rank) for rank in absent)
         evidence.perhaps_missing.update(absent if is_elsewhere else ())
         elsewhere = ", or its dump is in another host's folder" if is_elsewhere else ""
-        fate = Fate(UNSEEN, f"it was killed or stopped before it could write a dump{elsewhere}")
+        fate = Fate(fates.UNSEEN, f"it was killed or stopped before it could write a dump{elsewhere}")
     else:
-        outcomes = {code for case in encoders for track in case.tracks.values() for code in track.calls.outcome}
+        outcomes = outcomes_of(encoders)
         if CAME in outcomes or TIMEOUT not in outcomes:
             return
     yield from (Fact(rank, fate, "no file of it is here", own=False) for rank in absent)
@@ -170,33 +158,38 @@ def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterato
     """How it ended and where that found it, if it did. may_have_gone: others say so."""
     job, process = case.job, ending.process
     trace = job.traces[rank]
-    code = None if trace.end is None else trace.end.exit_code or 0  # the interpreter does not tell every code
-    if ending.at_fault and (raised := _exception(case, rank)) is not None:
-        t, error = raised
-        frames = " < ".join(
-            f"{function} ({file.rpartition('/')[2]}:{line})" for file, line, function in error.frames[:3]
-        )
-        lines = tuple(safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:])
-        yield _fact(case, rank, Fate(RAISED, error.line, safe(frames), lines, code), t)
-    elif process.waited or (ending.sync_ended and process.unknown):
-        kind = WAITED if process.timed_out else CUT
-        text = process.error or f"{SYNC_ENDED}: another rank had gone"
-        text = f"{AT_START}: {text}" if process.starting else text
-        yield _fact(case, rank, Fate(kind, text), process.at)
-    elif process.terminated:
-        yield _fact(case, rank, Fate(TERMINATED, process.error or "SIGTERM"), process.at)
-    elif trace.end is not None or process.ordinary:
-        text = _after(case, ending) + (f", exit code {code}" if code else "")
-        yield _fact(case, rank, Fate(ENDED, text, exit_code=code), trace.end.t if trace.end else None)
+    if (fate := _fate(case, rank, ending)) is not None:
+        yield fate
     elif job.moving or (trace.dumped is not None and not may_have_gone):
-        yield _fact(case, rank, Fate(RUNS))
+        yield _fact(case, rank, Fate(fates.RUNS))
     if rank in job.alive:
-        yield _fact(case, rank, Fate(RUNS))
+        yield _fact(case, rank, Fate(fates.RUNS))
     if process.where:
         collective = "a collective" if process.in_collective else ""
         yield _fact(case, rank, Place(process.where, collective), process.at)
     elif trace.dumped is not None and trace.dumped.where:
         yield _fact(case, rank, Place(safe(trace.dumped.where)), trace.dumped.t)
+
+
+def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
+    """How it ended; None where its trace has no end."""
+    process, end = ending.process, case.job.traces[rank].end
+    code = None if end is None else end.exit_code or 0  # the interpreter does not tell every code
+    if ending.at_fault and (raised := _exception(case, rank)) is not None:
+        t, error = raised
+        frames = " < ".join(shown(function, file, line) for file, line, function in error.frames[:3])
+        lines = tuple(safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:])
+        return _fact(case, rank, Fate(fates.RAISED, error.line, safe(frames), lines, code), t)
+    if process.waited or (ending.sync_ended and process.unknown):
+        text = process.error or f"{fates.SYNC_ENDED}: another rank had gone"
+        text = f"{fates.AT_START}: {text}" if process.starting else text
+        return _fact(case, rank, Fate(fates.WAITED if process.timed_out else fates.CUT, text), process.at)
+    if process.terminated:
+        return _fact(case, rank, Fate(fates.TERMINATED, process.error or "SIGTERM"), process.at)
+    if end is not None or process.ordinary:
+        text = _after(case, ending) + (f", exit code {code}" if code else "")
+        return _fact(case, rank, Fate(fates.ENDED, text, exit_code=code), end.t if end else None)
+    return None
 
 
 def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
@@ -230,15 +223,11 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
         still_s = trace.stalled[-1].t - last_entered(case.job, rank)
         yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), trace.stalled[-1].t)
     for rank, kind in sorted(reports.kinds.items()):
-        by = reports.by[rank]
-        where = reports.where.get(rank, "")
+        by, where = reports.by[rank], reports.where.get(rank, "")
         trace = case.job.traces[by]
         t = max((*(one.t for one in trace.missing[-1:]), *(one.t for one in trace.stalled[-1:])), default=trace.last)
-        fate = GONE if where == PROCESS_GONE else _KINDS.get(kind)
-        if fate is not None:
-            yield _fact(case, by, Fate(fate), t, rank, "stall report")
-        else:
-            yield _fact(case, by, Place(where), t, rank, "stall report")
+        fate = fates.GONE if where == PROCESS_GONE else _KINDS.get(kind)
+        yield _fact(case, by, Place(where) if fate is None else Fate(fate), t, rank, "stall report")
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
     vain = [ending.in_vain for ending in case.sure.values()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.job import Job
@@ -132,6 +133,19 @@ def _of_lhotse(dataset: Dataset) -> Iterator[Finding]:
             (*(given or (sizes[0],)), *([multimodal] if multimodal.given else [])),
             "batch_size; or " + ("batch_tokens" if multimodal.value is True else "batch_duration"),
         )
+    yield from _fixed_sizes(dataset, sizes)
+    old = dataset.get("bucketing_batch_size")
+    if old.given and old.value is not None:
+        yield Finding(
+            Severity.WARNING,
+            f"{old.key}: Lhotse does not read that",
+            (old, *(value for value in sizes if value.given)),
+            "bucket_batch_size, with bucket_duration_bins",
+        )
+
+
+def _fixed_sizes(dataset: Dataset, sizes: list[Value]) -> Iterator[Finding]:
+    """Of buckets."""
     fixed, bins = dataset.get("bucket_batch_size"), dataset.get("bucket_duration_bins")
     if fixed.value is not None and bins.value is None:
         yield Finding(
@@ -152,12 +166,4 @@ def _of_lhotse(dataset: Dataset) -> Iterator[Finding]:
             Severity.NOTE,
             f"{dataset.where}: bucket_batch_size counts, and batch_size and batch_duration do not",
             (fixed, *sizes[:2]),
-        )
-    old = dataset.get("bucketing_batch_size")
-    if old.given and old.value is not None:
-        yield Finding(
-            Severity.WARNING,
-            f"{old.key}: Lhotse does not read that",
-            (old, *(value for value in sizes if value.given)),
-            "bucket_batch_size, with bucket_duration_bins",
         )
