@@ -57,18 +57,14 @@ class Patching:
         if admission.disabled():
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
-        # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
-        if self._in_force:
-            import_chosen(settings.uneven)
         with self._lock:
-            if self._in_force:
-                self._change_settings(settings)
-                return False
-            self._follows_imports = self._collection_complete = False  # what is imported here is patched and said here
+            if not self._in_force:  # what is imported here is patched and said here
+                self._follows_imports = self._collection_complete = False
+        # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := imported.import_target(target)) is not None}
         import_chosen(settings.uneven)
         with self._lock:
-            if self._in_force:  # by another thread meanwhile
+            if self._in_force:  # also where another thread has patched meanwhile
                 self._change_settings(settings)
                 return False
             if built_in := imported.built_in():
