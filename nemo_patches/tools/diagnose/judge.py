@@ -29,7 +29,7 @@ from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.facts import ALL_WELL, Evidence, Fact, Fate, Member, Motion
-from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report, Ruling
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     capital,
     evidence_of,
@@ -42,14 +42,14 @@ from nemo_patches.tools.diagnose.verdicts import (
 )
 
 
-def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Report:
+def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
     ruling = rule(evidence, stuck_after_s)
     hangs = tuple(replace(one, severity=WARNING) if one.because else one for one in ruling.findings)
     findings = _ordered([*hangs, *(_following(one, hangs) for one in evidence.findings)])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
-    return Report(
+    return Diagnosis(
         folder=source,
         world_size=evidence.world_size,
         moving=evidence.moving,

@@ -13,7 +13,7 @@ from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
-from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
 
 STANDARD_INPUT = Path("-")
@@ -140,7 +140,7 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
     return parts
 
 
-def of_traces(job: Job) -> Evidence:
+def of_traces(job: TracedJob) -> Evidence:
     """What a folder of traces, or of dumps, tells, beside other evidence."""
     evidence = Evidence()
     report = diagnose(job, evidence)
