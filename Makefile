@@ -41,6 +41,7 @@ help:
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
 	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
+	@echo "make screenshots  the same, and its pages as a browser here shows them on a desktop and on a phone, in .venv/screenshots"
 	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
 	@echo "make pictures   docs/pictures/ anew"
@@ -274,7 +275,7 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 		rouge_score==0.1.2 six==1.17.0
 	@touch $@
 
-.PHONY: reference pictures docs
+.PHONY: reference pictures docs screenshots
 reference: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/reference.py
 
@@ -304,6 +305,14 @@ docs: .venv/docs/ready
 	@echo "== making the virtual environment .venv/docs with mkdocs-material"
 	$(PYTHON) -m venv .venv/docs
 	.venv/docs/bin/python -m pip install -q -c constraints.txt mkdocs-material
+	@touch $@
+
+# With the Chromium or Chrome that is installed: playwright's own is not downloaded. Not in `make test`.
+screenshots: docs .venv/docs/playwright
+	.venv/docs/bin/python docs/programs/screenshots.py .venv/site .venv/screenshots
+
+.venv/docs/playwright: .venv/docs/ready
+	.venv/docs/bin/python -m pip install -q -c constraints.txt playwright
 	@touch $@
 
 clean:

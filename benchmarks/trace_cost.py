@@ -112,16 +112,16 @@ def kept_call() -> float:
     """Seconds that keeping a call takes, with the making of its events; less those of events that nobody handles."""
     sync: Any = SyncHandle("Encoder", "key", Group(0, 2, None), None, "")  # type: ignore[arg-type]  # nothing is sent
     encoder, waited, calls = Empty(), timedelta(milliseconds=1), 20_000
-    event_bus, recent = EventBus(), RecentCalls(lambda: None)
+    event_bus, recent = EventBus(), RecentCalls(lambda: None, lambda: None)
 
     def make_calls() -> None:
         for call in range(1, calls):
-            event_bus.publish(CallBegan, sync, call, (call - 1, 0))
-            event_bus.publish(CallLeft, encoder, sync, CAME, call, waited, 100, 120)
+            event_bus.publish(CallBegan(sync, call, (call - 1, 0)))
+            event_bus.publish(CallLeft(encoder, sync, CAME, call, waited, 100, 120))
 
-    unheard = min(timeit.repeat(make_calls, number=1, repeat=20))
+    unheard = min(timeit.repeat(make_calls, number=1, repeat=20, timer=time.thread_time))
     event_bus.subscribe("benchmark", recent.handlers())
-    return (min(timeit.repeat(make_calls, number=1, repeat=20)) - unheard) / calls
+    return (min(timeit.repeat(make_calls, number=1, repeat=20, timer=time.thread_time)) - unheard) / calls
 
 
 def unheard_event() -> float:

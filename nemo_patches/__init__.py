@@ -86,32 +86,32 @@ def apply(
     """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
     sync: "bounded" (default) waits for the other ranks at most `timeout`; "overlapped" never waits; "local" does not
-        communicate. timeout: seconds (default 10), for the wait of one encoder call. on_timeout: "fallback" (default)
-        goes on with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
-        never); an encoder call that lasts longer has all threads' stacks logged, once, and is not interrupted.
-    stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank says where all ranks
+        communicate. timeout: seconds (default 10) that one encoder call waits. on_timeout: "fallback" (default)
+        continues with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
+        never); if an encoder call lasts longer, all threads' stacks are logged, once. The call is not interrupted.
+    stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank logs where all ranks
         are. stall_exit: seconds (default 0: never) of such a stall, after which the process ends with exit code 83.
         on_stall: a command, run once per stall by one rank, with the report as JSON on its standard input.
     trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
         trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
-        several, with commas. on_finding: "continue" (default); "raise" raises a finding out of the encoder call.
+        several, with commas. on_finding: "continue" (default) logs a finding; "raise" also raises it out of the call.
     dump: a folder; without a trace, a rank writes its last encoder calls there when a rank is missing, when an
-        exception ends it, and on SIGUSR2. Default: a folder of the job under the system's temporary one. "": never.
+        exception ends it, and on SIGUSR2. Default: a folder for the job in the system's temporary one. "": never.
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
-        are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning's
-        trainers that are made from now on have a StopTogether, which leaves batches out (docs/uneven.md). "": none.
-    checkpoints: "agreed" (default): all ranks take rank 0's decisions in NeMo's checkpoint callback, and wait for each
-        other there; CheckpointError where a rank has gone. "stock": each rank decides by what it sees, and may hang.
-    compare: optimizer steps (default 0: never), after each so many of which all ranks' parameters are compared, and the
-        ranks whose parameters differ are named. Give it before the model is wrapped in DDP.
-    What is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
-    With NEMO_PATCHES_DISABLE=1 nothing is patched, which is said.
-    It holds for this process, and for those that it forks. One that it spawns (torch.multiprocessing.spawn, Lightning's
-    ddp_spawn) starts as stock: call apply() in the function that is spawned, or start the job with `nemo-patches run`.
+        are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning
+        trainers created from now on get a StopTogether, which drops batches (docs/uneven.md). "": none.
+    checkpoints: "agreed" (default): all ranks follow rank 0's decisions in NeMo's checkpoint callback, and wait for
+        each other there; CheckpointError if a rank has died. "stock": each rank decides for itself, and may hang.
+    compare: compare all ranks' parameters each time after this many optimizer steps (default 0: never), and name the
+        ranks whose parameters differ. Set it before the model is wrapped in DDP.
+    A keyword that is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
+    With NEMO_PATCHES_DISABLE=1 nothing is patched, and a line says so.
+    It applies to this process and the processes that it forks. A spawned one (torch.multiprocessing.spawn, Lightning's
+    ddp_spawn) starts as stock: call apply() in the spawned function, or start the job with `nemo-patches run`.
 
     Raises SettingsError (a ValueError) for a value that is not allowed, UnsupportedNeMo for a NeMo outside the
-    supported range, DriftError where NeMo's code is not as expected (nothing is patched then), ModuleNotFoundError
-    where NeMo is not installed.
+    supported range, DriftError if NeMo's code is not as expected (nothing is patched then), ModuleNotFoundError
+    if NeMo is not installed.
     """
     given = dict(locals())  # every keyword
     from nemo_patches.patching.settings import AllSettings
@@ -124,7 +124,7 @@ def apply(
 
 
 def revert() -> None:
-    """Restore every patched attribute of NeMo to the very object it was; training goes on as stock."""
+    """Restore every patched attribute of NeMo to its original object; training continues as stock."""
     from nemo_patches.patching import monkeypatch
 
     monkeypatch.this_process.revert()

@@ -64,7 +64,7 @@ def nemo_patches(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """NVIDIA NeMo's encoder length sync, bounded in time."""
+    """A length sync for NVIDIA NeMo's encoders that cannot hang, and tools for jobs that do."""
 
 
 def _refuse_beside_hang(context: typer.Context) -> None:
@@ -90,14 +90,14 @@ def demo(
     ] = 6.0,
     record: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Also draw what is printed into this file.", show_default="none"),
+        typer.Option(metavar="FILE.svg", help="Also draw the output into this file.", show_default="none"),
     ] = None,
     hang: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Instead, one of docs/hangs.md, on two ranks.", show_default="none"),
+        typer.Option(metavar="NAME", help="Run one hang of docs/hangs.md instead, on two ranks.", show_default="none"),
     ] = None,
 ) -> None:
-    """Train stock NeMo and NeMo with nemo_patches on this machine's CPU, the same way, and compare them."""
+    """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and compare them."""
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.errors import DemoError
     from nemo_patches.tools.demo.hangs import command as hangs
@@ -147,7 +147,7 @@ def run(
     command: Annotated[list[str], typer.Argument(help="What to run, with its arguments, after `--`.")],
     **given: Any,
 ) -> None:
-    """Run a command; every Python process started by it patches NeMo when it imports NeMo."""
+    """Run a command; every Python process that it starts patches NeMo when it imports NeMo."""
     from nemo_patches.patching import DISABLE_VARIABLE, admission
     from nemo_patches.tools import launch
 
@@ -173,8 +173,7 @@ def run(
 def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """Is it on here? One of: on; off here, but possible; cannot be patched. Then targets, settings, versions.
 
-    Exit code 0: on. 1: off here, or cannot be, or a misspelt variable, so that a setting has no effect. 2: it cannot
-    be told.
+    Exit codes: 0 on; 1 off, not possible, or a misspelt variable, so that a setting has no effect; 2 unknown.
     """
     from nemo_patches.tools import status as status_command
 
@@ -196,19 +195,19 @@ def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] =
 
 @app.command()
 def diff(
-    nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder that NeMo is in.")],
+    nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder with NeMo.")],
     parts: Annotated[
         str,
-        choice(("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: its calls; stall: who is missing."),
+        choice(("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: what it calls; stall: reports."),
     ] = "nemo,sync,stall",
     check: Annotated[bool, typer.Option("--check", help="Say which committed diff applies; write nothing.")] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Put it in: all of it, or nothing.")] = False,
-    reverse: Annotated[bool, typer.Option("--reverse", help="Take it out again.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Apply it: all of it, or nothing.")] = False,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Remove it again.")] = False,
 ) -> None:
-    """Print the diff that puts the bounded sync, or parts of it, into a NeMo checkout; or check, apply, reverse it.
+    """Print the diff that adds the bounded sync, or parts of it, to a NeMo checkout; or check, apply, reverse it.
 
-    Exit code 0: done. 1: there is nothing to do (--check: none applies, or it is in; --apply: it is in; --reverse: it
-    is not in). 2: refused; nothing was changed.
+    Exit codes: 0 done; 1 nothing to do (--check: none applies, or it is applied; --apply: it is applied; --reverse: it
+    is not applied); 2 refused, and nothing was changed.
     """
     from nemo_patches.vendoring import checkouts, command, diffs
     from nemo_patches.vendoring.errors import Declined, DiffError
@@ -242,11 +241,11 @@ def _fields_as_options(function: Callable[..., None]) -> Callable[..., None]:
 @app.command()
 @_fields_as_options
 def doctor(**given: Any) -> None:
-    """Say what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
+    """Find what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
-    Without a config: what on this machine can; with --ranks, what differs between the ranks of a job.
+    Without a config: check this machine. With --ranks: find differences between the ranks of a job.
 
-    Exit code 0: nothing, or notes only. 1: findings. 2: what cannot be read or done.
+    Exit codes: 0 nothing, or notes only; 1 findings; 2 something cannot be read or done.
     """
     from nemo_patches.tools.doctor import command
 
@@ -259,15 +258,15 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders, whatever is in them: traces, dumps, stacks of hosts, logs, Flight Recorder dumps, "
-            "answers of RAS; - is standard input. None: the jobs that run on this host."
+            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, answers of RAS, "
+            "in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw every rank's lag at every call: a PNG.", show_default="none"),
+        typer.Option(metavar="FILE", help="Draw every rank's lag at every call, as a PNG.", show_default="none"),
     ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all calls for ui.perfetto.dev.", show_default="none")
@@ -277,7 +276,7 @@ def diagnose(
         typer.Option(
             metavar="NUMBER",
             parser=_number(int, 0, math.inf),
-            help="Of several launches, that with this restart count.",
+            help="Of several launches, diagnose the one with this restart count.",
             show_default="the last",
         ),
     ] = None,
@@ -285,7 +284,7 @@ def diagnose(
         str | None,
         typer.Option(
             metavar="DIR",
-            help="A running job: the folder in which it runs; with nemo_patches, also its dumps' folder or its own.",
+            help="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
             show_default="none",
         ),
     ] = None,
@@ -293,7 +292,7 @@ def diagnose(
         str | None,
         typer.Option(
             metavar="HOST[:PORT]|FILE",
-            help="Ask NCCL's RAS (from 2.24) on a host of a running job; or read what ncclras has printed.",
+            help="Ask NCCL's RAS (from 2.24) on a host of a running job; or read the output of ncclras.",
             show_default="none",
         ),
     ] = None,
@@ -301,12 +300,12 @@ def diagnose(
         str,
         typer.Option(
             metavar="P,P",
-            help="The ranks' processes on this host, in their order, where nothing tells.",
+            help="The ranks' processes on this host, in the order of the ranks, if they are not found by themselves.",
             show_default="found",
         ),
     ] = "",
 ) -> None:
-    """Say which rank a job hangs for, where it is and why. Exit code 0: nothing found; 1: a finding; 2: cannot tell."""
+    """Say which rank a job waits for, where it is and why. Exit codes: 0 nothing found; 1 a finding; 2 unknown."""
     from nemo_patches.tools.diagnose import command
 
     try:
@@ -325,17 +324,19 @@ def stacks(
     pids: Annotated[
         str,
         typer.Option(
-            metavar="PID,PID", help="Only these, in the order of the ranks.", show_default="found by their launcher"
+            metavar="PID,PID",
+            help="Only these processes, in the order of the ranks.",
+            show_default="found by their launcher",
         ),
     ] = "",
     job: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Only ranks that work in this folder.", show_default="all")
     ] = None,
 ) -> None:
-    """Collect where the ranks on this host are, of any job, by /proc and py-spy, which stops each for some 0.1 s.
+    """Collect where the ranks on this host are, for any job, by /proc and py-spy, which stops each for some 0.1 s.
 
-    It is judged by `nemo-patches diagnose`: collect on every host, as `nemo-patches stacks --json > $(hostname).json`.
-    Exit code 0: collected. 2: there is nothing to collect.
+    `nemo-patches diagnose` judges the result: on every host, run `nemo-patches stacks --json > $(hostname).json`.
+    Exit codes: 0 collected; 2 there is nothing to collect.
     """
     from nemo_patches.tools.diagnose import stacks_command
     from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError

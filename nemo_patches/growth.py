@@ -1,4 +1,4 @@
-"""Why a local length is safe: what has grown in one process alone is kept beside its module's buffers.
+"""Why a local length is safe: a tensor that grows in one process only is kept beside its module's buffers.
 
 NeMo registers positional encodings and the like as buffers, and replaces them by larger ones. DDP collects buffers anew
 at every forward and broadcasts rank 0's (pytorch issue 63916): unequal sizes overwrite other rows and other buffers. So
@@ -22,24 +22,24 @@ import torch
 
 _Value = TypeVar("_Value")
 _METHODS = ("__setattr__", "__delattr__", "register_buffer", "_save_to_state_dict", "_load_from_state_dict")
-_PRIVATE = "_nemo_patches_private"  # in a module's __dict__: what has grown privately, by name
+_PRIVATE = "_nemo_patches_private"  # in a module's __dict__: privately grown tensors, by name
 LENGTH_SIZED = ("pe", "seq_range")  # buffers of Conformer and its likes; of Squeezeformer, ConvASR, punctuation
 
 
 class Growth(NamedTuple):
     """What has grown privately in this process."""
 
-    names: dict[type, set[str]]  # of the private tensors in the modules of a class
-    same_shape: dict[str, bool]  # buffers that a growth has given other values alone, and whether that is said
+    names: dict[type, set[str]]  # of the private tensors in a class's modules
+    same_shape: dict[str, bool]  # buffers that got other values of the same shape, and whether this was logged
 
 
 growth = Growth({}, {})
 
 
 def grow_privately(encoder: Any, method: Callable[..., None], *arguments: Any, register_new: bool = False) -> None:
-    """Let NeMo's own `method` grow the encoder's length-sized buffers; make private what has another shape, or is new.
+    """Let NeMo's own `method` grow the encoder's length-sized buffers; make private those with a new shape, or new.
 
-    register_new: what is new stays registered, as in stock: the encoder may be only just being built.
+    register_new: new buffers stay registered, as in stock: the encoder may still be under construction.
     """
     before = _buffers(encoder)
     private = {(id(part._buffers), name) for part in encoder.modules() for name in private_tensors(part)}
@@ -57,7 +57,7 @@ def grow_privately(encoder: Any, method: Callable[..., None], *arguments: Any, r
 
 
 def outside_inference_mode(function: Callable[..., _Value], *arguments: Any) -> _Value:
-    """An inference tensor cannot be saved for backward, nor broadcast by DDP; a validation may well be what grows.
+    """Inference tensors can be neither saved for backward nor broadcast by DDP, and growth may happen in a validation.
 
     Gradients stay as off as they were. torch.compile cannot trace the question, and has its own mode in its graphs.
     """
@@ -68,7 +68,7 @@ def outside_inference_mode(function: Callable[..., _Value], *arguments: Any) -> 
 
 
 def _make_private(module: Any, name: str, buffer: torch.Tensor | None) -> None:
-    """Take a tensor out of the module's buffers, with `buffer`, if any, in its place: their order is the same."""
+    """Replace a tensor in the module's buffers by `buffer`, if any; their order stays the same."""
     module.__dict__[_PRIVATE] = {**private_tensors(module), name: module._buffers[name]}
     if buffer is None:
         del module._buffers[name]
@@ -86,7 +86,7 @@ def _make_private(module: Any, name: str, buffer: torch.Tensor | None) -> None:
 
 
 def _reader(name: str) -> property:
-    """The attribute of that name in a class whose modules may have it privately; else it is what it is in stock."""
+    """A property for a class whose modules may have this tensor privately; otherwise it reads as in stock."""
 
     @torch.jit.unused  # torch.jit.script compiles a class's properties, and would not take this one
     def read(self: Any) -> Any:
@@ -106,7 +106,7 @@ def _reader(name: str) -> property:
 
 
 def _following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module._apply(self, fn, ...)`, behind .to(), .half() and the like, with the private tensors taken along."""
+    """`Module._apply(self, fn, ...)`, called by .to(), .half() and the like, applied to the private tensors, too."""
 
     @functools.wraps(original)
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def _following_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_private(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a module's buffers, with the private tensors among them; what it replaces is private no more."""
+    """A method on a module's buffers that includes the private tensors; one that it replaces is no longer private."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def _with_private(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
-    """How a module with a private tensor is pickled: with that tensor in the buffer, as stock's would be.
+    """Pickle a module with a private tensor as stock would: with that tensor in the buffer.
 
     A process without nemo_patches, which may load it, grows the buffer and would go on reading a private tensor. A
     copy (copy.deepcopy comes here too) stays in this process, and keeps its buffer's shape like the original.
@@ -151,7 +151,7 @@ def _reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def private_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """What has grown privately in a module, by name."""
+    """The privately grown tensors of a module, by name."""
     return cast("Mapping[str, torch.Tensor]", vars(module).get(_PRIVATE, {}))
 
 
@@ -163,10 +163,10 @@ def _buffers(encoder: torch.nn.Module) -> dict[tuple[int, str], tuple[torch.nn.M
 
 
 def give_back_all() -> None:
-    """Make every tensor that has grown privately its module's buffer, as in stock NeMo: for revert()."""
+    """For revert(): turn every privately grown tensor back into its module's buffer, as in stock NeMo."""
     if not growth.names:
         return
-    # Copies of an encoder were never seen by us; only the collector knows them all.
+    # We never saw copies of an encoder; only the garbage collector knows them all.
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.nn.Module) and type(thing) in growth.names:  # a scripted one has other buffers
             thing._buffers.update(thing.__dict__.pop(_PRIVATE, {}))
@@ -182,7 +182,7 @@ def give_back_all() -> None:
 
 
 def _restore(owner: type, name: str) -> None:
-    """Undo what `_make_private` has put into a class. Inside somebody's wrapper it stays, and finds nothing private."""
+    """Undo `_make_private` in a class. Inside a user's wrapper our method stays, and finds nothing private."""
     ours = vars(owner).get(name)
     if getattr(ours, "__globals__", None) is globals():
         original = ours.__wrapped__  # type: ignore[union-attr]

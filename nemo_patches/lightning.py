@@ -28,15 +28,15 @@ _EXCHANGE_LIMIT_S, _LOOK_S = 5.0, 0.2
 class LengthSyncCallback(Callback):  # type: ignore[misc]  # Lightning is not looked into
     """Every `log_every_n_steps` training batches, rank 0 logs to the trainer's loggers, under `length_sync/`:
 
-    lag_s/rank_N: seconds by which the rank came to a round after the one that waits most, in the mean. A chronic
-        straggler has most of it. lag_s/max and straggler: the largest, and whose it is.
-    waiting_share/rank_N: of its time, what it spent waiting in length syncs. waiting_share/max: the largest.
-    calls/rank_N, fallbacks/rank_N: encoder calls so far, and those that went on with the rank's own length.
+    lag_s/rank_N: mean seconds by which the rank came to a round later than the rank that waits most. A chronic
+        straggler has the largest value. lag_s/max and straggler: the largest value, and its rank.
+    waiting_share/rank_N: the share of its time that it waited in length syncs. waiting_share/max: the largest.
+    calls/rank_N, fallbacks/rank_N: encoder calls so far, and those that used the rank's own length.
 
-    Lag and share are of the time since the last figures. With more than 64 ranks, the largest only. Where something is
-    wrong it is in the progress bar: `length_sync_fallbacks` of all ranks since the last figures, and
-    `length_sync_missing`, how many ranks rank 0 waits for. Each rank leaves its figures in the job's store, in a
-    thread, and rank 0 logs at one time what it has read since the last: training waits for nothing.
+    Lag and share cover the time since the last figures. With more than 64 ranks, only the largest are logged. Problems
+    are in the progress bar: `length_sync_fallbacks` of all ranks since the last figures, and `length_sync_missing`,
+    the number of ranks that rank 0 waits for. Each rank writes its figures to the job's store, in a thread, and rank 0
+    logs together what it has read since the last time: training waits for nothing.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,10 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         picture = (temporary / "demo.svg").read_text()
         assert picture.startswith("<svg ")
         assert "@font-face" not in picture  # nothing is loaded
-        assert "went&#160;on&#160;with&#160;its&#160;own&#160;length" in picture
+        words = picture.replace("&#160;", " ")
+        assert "went on with its own length" in words
+        for how_far in ("hung after 2 of 6 batches", "completed all 6 batches", "completed all 6 steps"):
+            assert how_far in words
         yield output
     finally:
         end(process)
@@ -136,6 +139,21 @@ def test_stock_dies_after_the_uneven_validation_and_nemo_patches_completes(outpu
     )
     assert patched == "6 of 6 steps, 6 of 6 evaluated; completed"
     assert other_patched == "6 of 6 steps, 4 of 4 evaluated; completed"
+
+
+def test_bars_of_one_length_say_how_far_each_run_came(output: str) -> None:
+    section = output.partition("How far each came:\n")[2].partition("\n\n")[0]
+    rows = [re.split(r" {2,}", line.strip().removeprefix("1. evaluation").strip()) for line in section.splitlines()]
+    (*_, stock_away, how_stock_waited), (*_, away, how_away), (*_, stock, how_stock_trained), (*_, whole, how) = rows
+    assert (how_stock_waited, how_away) == ("hung after 2 of 6 batches", "completed all 6 batches")
+    assert how_stock_trained in ("died after 3 of 6 steps", "hung after 3 of 6 steps")
+    assert how == "completed all 6 steps"
+    assert away == whole == "━" * len(whole)
+    assert abs(len(stock_away) - len(whole) / 3) <= 1
+    assert abs(len(stock) - len(whole) / 2) <= 1
+    stock_time, patched_time = cells(output, "time")[0]
+    assert re.fullmatch(r"\d+ s, (died|hung) after 3 of 6 steps", stock_time)
+    assert re.fullmatch(r"\d+ s, completed all 6 steps", patched_time)
 
 
 def test_losses_equal_stocks(output: str) -> None:

@@ -70,11 +70,6 @@ def test_the_committed_diffs_carry_our_folders_byte_for_byte(tmp_path: Path) -> 
         assert files(tmp_path / parts.FOLDER) == expected
 
 
-def test_a_reviewer_reads_at_most_160_lines() -> None:
-    lines = {diff.name: diff.read_bytes().count(b"\n") for diff in OF_NEMO}
-    assert all(count <= 160 for count in lines.values()), lines
-
-
 @pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)
 def test_a_committed_diff_says_what_it_is_and_touches_only_the_encoders_files(diff: Path) -> None:
     text = diff.read_text()

@@ -10,7 +10,7 @@ import pytest
 
 import nemo_patches
 
-pytestmark = pytest.mark.wheel
+pytestmark = [pytest.mark.wheel, pytest.mark.one_nemo]
 PACKAGE = Path(nemo_patches.__file__).parent
 
 ORDERS = """
@@ -63,7 +63,7 @@ def test_the_orders_hold_and_one_error_keeps_no_other_from_running() -> None:
 OF_THE_SYSTEM = {
     "atexit.register": {"channel/process_hooks.py"},
     "multiprocessing.util.Finalize": {"channel/process_hooks.py"},
-    "os.register_at_fork": {"channel/process_hooks.py", "tracing/process_end.py"},  # the latter a lock, at any place
+    "os.register_at_fork": {"channel/process_hooks.py", "tracing/signal_stack.py"},  # the latter a lock, at any place
     "threading.Thread": set[str](),  # but by Daemon
 }
 

@@ -47,7 +47,13 @@ def test_importing_the_package_imports_nothing() -> None:
 
 
 def test_the_keywords_of_apply_are_the_settings() -> None:
-    assert list(inspect.signature(nemo_patches.apply).parameters) == [setting.name for setting in ALL_SETTINGS]
+    parameters = inspect.signature(nemo_patches.apply).parameters
+    assert list(parameters) == [setting.name for setting in ALL_SETTINGS]
+    for setting in ALL_SETTINGS:
+        assert f"{setting.name}: " in (nemo_patches.apply.__doc__ or "")
+        if setting.words and not setting.several:
+            words = ", ".join(map(repr, setting.words))
+            assert parameters[setting.name].annotation == f"Literal[{words}] | None"
 
 
 PROGRAM = """

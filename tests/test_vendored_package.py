@@ -30,6 +30,7 @@ def vendored(tmp_path: Path) -> Path:
     folder = tmp_path / "vendored"
     for room in ("channel", "sync"):
         shutil.copytree(PACKAGE / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE / "growth.py", folder)
     shutil.copy(PACKAGE / "vendoring" / "vendored_package.py", folder / "__init__.py")
     return folder
 

@@ -26,7 +26,8 @@ def steps(workflow: Any) -> list[dict[str, Any]]:
 
 def test_they_run_what_the_makefile_has() -> None:
     commands = [step["run"] for name in ("ci", "matrix") for step in steps(WORKFLOWS[name]) if "run" in step]
-    assert commands[:-1] == ["make test", "make test-pythons", "make docs"]
+    made = [command for command in commands[:-1] if command.startswith("make ")]
+    assert made == ["make test", "make test-pythons", "make docs", "make screenshots"]
     assert "make test-wheel" in [step.get("run") for step in steps(WORKFLOWS["release"])]
     for target in WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"]["target"]:
         assert f"$(MATRIX:%={target}-%)" in MAKEFILE

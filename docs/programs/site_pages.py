@@ -13,6 +13,9 @@ PAGES = {
     **{name: name for name in ("README.zh-CN.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")},
 }
 
+SHORT = 55  # characters of a command in a table that stays in one piece: a phone's window has about as many
+LONG = re.compile(rf"<code>([^<]{{{SHORT + 1},}})</code>")
+
 
 def on_files(files: Any, config: Any) -> Any:
     for name, uri in PAGES.items():
@@ -25,3 +28,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"\]\(\.\./(\w+\.md)", lambda match: f"]({PAGES[match[1]]}", markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    html = re.sub(r"<td\b.*?</td>", lambda cell: LONG.sub(_in_words, cell[0]), html)
+    if page.file.src_uri.endswith(".zh-CN.md"):
+        html = f'<div lang="zh-CN">{html}</div>'  # else a browser may take Japanese forms of the characters
+    return html
+
+
+def _in_words(code: re.Match[str]) -> str:
+    """A long command in a table: site.css lets it break between its words; within one only if that is long itself."""
+    words = " ".join(word if len(word) > SHORT else f"<span>{word}</span>" for word in code[1].split(" "))
+    return f'<code class="long">{words}</code>'

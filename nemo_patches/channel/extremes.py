@@ -1,4 +1,4 @@
-"""Rounds that tell every rank the highest and the lowest value of all, and a rank that has each.
+"""Rounds that give every rank the highest and the lowest value of all ranks, each with a rank that has it.
 
 MAX alone tells a rank that is ahead nothing of those behind; the lowest value is the MAX of its complement.
 """
@@ -53,11 +53,11 @@ class ExtremesRounds:
         self.last.issue(lowest)
 
     def wait(self, limit: timedelta) -> Extremes | None:
-        """None if it has not come within `limit`, or within twice that where only its first half has."""
+        """The result; None if it has not come within `limit`, or within twice that if its first half has."""
         if (highest := self._first.wait(limit)) is None or (lowest := self.last.wait(limit)) is None:
             return None
         return unpacked(highest, lowest)
 
     def close(self) -> None:
-        """Nobody here wants them any more. Takes no lock: the garbage collector may call this anywhere."""
+        """Close the rounds. Takes no lock: the garbage collector may call this anywhere."""
         self._first.closed = self.last.closed = True

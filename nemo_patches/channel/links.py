@@ -1,4 +1,4 @@
-"""A rank's connections in one tree: made with what the store says, lost, and made again without it.
+"""A rank's connections in one tree: made through the store, lost, and restored without it.
 
 A neighbour whose connection was lost is away until it comes back, is known to have gone, or says that it leaves.
 """
@@ -22,10 +22,10 @@ from .keys import GONE
 from .process import Process
 from .tree import FAN_OUT, Connection, Door, Place, is_silence, make_room
 
-# In place of a round's number; the value is the format and pid of who lets this rank in, or the rank that has gone, or
-# that has left in good order.
+# Instead of a round's number; the value is the parent's format and pid, or the rank that has died, or the rank
+# that has left.
 WELCOME, HAS_GONE, HAS_LEFT = -1, -2, -3
-VANISHED, LEFT = "vanished", "left"  # how a rank has ended: its process is no more; it has said that it leaves
+VANISHED, LEFT = "vanished", "left"  # how a rank has ended: its process has died; it has announced that it leaves
 _PID_BITS = 32
 _PID = (1 << _PID_BITS) - 1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_PER_RANK_S = 0.002, 0.25, 0.002  # many ranks ask the one store less often
@@ -34,9 +34,9 @@ IDLE_S = 5.0
 # host answered: its kernel tells it of the loss within CUT_OFF_S, and long calls may hold Python's lock. Only silence,
 # or the process lives: as long as kernels try to bring TCP's packets through a network that is cut, by default.
 GONE_AFTER_S, CUT_AFTER_S = 60.0, 900.0
-_SAY_AFTER_S = 2.0  # away for so long, it is worth a line
-_ASK_AFTER_S, _ASK_AGAIN_S = 1.0, 10.0  # the store, about who has gone; and at least so often
-_FAREWELL_S = 0.4  # for a neighbour that is away to hear that this rank leaves
+_SAY_AFTER_S = 2.0  # after this time away, it is logged
+_ASK_AFTER_S, _ASK_AGAIN_S = 1.0, 10.0  # the store, about dead ranks; and at least this often
+_FAREWELL_S = 0.4  # for a disconnected neighbour to hear that this rank leaves
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Away:
     is_said: bool = False
 
     def is_given_up(self, now: float, machine: bytes) -> bool:
-        """Whether its process has ended, or it has been away for too long to tell a process from none."""
+        """Whether its process has ended, or has been away for too long to be alive."""
         if self.process.has_ended(machine):
             return True
         lives = self.process.machine == machine
@@ -69,10 +69,10 @@ class Owner(Protocol):
         """The part of the store of the place's attempt; anew, while that is not known. May block, raises its errors."""
 
     def store_failed(self) -> None:
-        """The store's connection is of no use any more."""
+        """Drop the store's connection: it no longer works."""
 
     def ask_store(self, place: Place, ask: Callable[[Any], Any], then: Callable[[Any], None] | None = None) -> None:
-        """Have the place's part of the store asked, without waiting for it; `then` takes the answer, if one comes."""
+        """Ask the place's part of the store, without waiting; `then` gets the answer, if one comes."""
 
     def say(self, text: str) -> None:
         """Log what keeps this rank from connecting."""
@@ -81,35 +81,35 @@ class Owner(Protocol):
         """Whether the place is known, by what the store has; False: not yet."""
 
     def connected(self, links: Links, connection: Connection) -> None:
-        """A neighbour is there, (again): say what it may have missed. With the lock held."""
+        """A neighbour is connected (again): repeat what it may have missed. With the lock held."""
 
     def gone(self, links: Links, rank: int, is_own_finding: bool) -> None:
-        """A rank has gone."""
+        """A rank has died."""
 
 
 class Links:
-    """All but what `lock` is held for belongs to the channel's thread; others only look at `connections`."""
+    """Belongs to the channel's thread, except where `lock` is held; other threads only read `connections`."""
 
     def __init__(self, owner: Owner, place: Place) -> None:
         self.place = place
         self.connections: dict[int, Connection] = {}  # by rank: the children, and the parent
-        self.parent: Connection | None = None  # also before it has let this rank in
-        self.away: dict[int, Away] = {}  # by rank: that were connected
-        self.ended: dict[int, str] = {}  # by rank: that are not waited for any more: VANISHED or LEFT
+        self.parent: Connection | None = None  # also before it has accepted this rank
+        self.away: dict[int, Away] = {}  # by rank: neighbours that were connected
+        self.ended: dict[int, str] = {}  # by rank: neighbours that are no longer waited for: VANISHED or LEFT
         self.next_look = 0.0
         self._owner = owner
         self._longest_pause_s = _LONGEST_PAUSE_S + owner.size * _PAUSE_PER_RANK_S
         self._pause_s = _FIRST_PAUSE_S
         self._next_question = 0.0
         self._listener: socket.socket | None = None
-        self._troubles: dict[str, float] = {}  # since when something keeps this rank from connecting; inf: it is said
+        self._troubles: dict[str, float] = {}  # since when this rank cannot connect, by reason; inf: logged
         self._return_is_said = False
         self._chance = (
             random.Random()
-        )  # training's augmentation draws from Python's own: it is to draw the same numbers
+        )  # not Python's own: training's augmentation must draw the same numbers as in stock
 
     def is_whole(self) -> bool:
-        """Whether all neighbours are connected, but for those that have ended."""
+        """Whether all neighbours that have not ended are connected."""
         if len(self.connections) == len(self.place.neighbours):
             return self.place.is_known
         return self.place.is_known and not self._missing()
@@ -123,24 +123,24 @@ class Links:
         self._pause_s, self.next_look = _FIRST_PAUSE_S, now + IDLE_S
 
     def step(self) -> None:
-        """One step towards a whole tree, and when to take the next one. Waits for no rank."""
+        """Take a step towards a complete tree; return when to take the next one. Never waits for a rank."""
         longest_s = self._longest_pause_s
         try:
             self._judge_those_away(time.monotonic())
             make_room(FAN_OUT + 8)  # for the tree, and for the connection to the store
             self._pause_s = _FIRST_PAUSE_S if self._look() else self._pause_s * 1.5
             if self.place.is_known and not self._missing() - self.away.keys():
-                longest_s = _LONGEST_PAUSE_S  # neighbours that come back: hardly a request to the store
+                longest_s = _LONGEST_PAUSE_S  # only neighbours that reconnect: hardly any requests to the store
         except Exception as error:  # torch has no common class for what its stores raise
             self._owner.store_failed()
             self._pause_s = self._longest_pause_s
             self._tell_trouble(ascii(error))
         self._pause_s = min(self._pause_s, longest_s)
-        # Not all at the same time: where a switch has blinked, many come back.
+        # Not all at the same time: after an outage of a switch, many reconnect.
         self.next_look = time.monotonic() + self._pause_s * self._chance.uniform(0.5, 1.0)
 
     def visited(self) -> None:
-        """Let in a child that knows the token; drop everybody else at once."""
+        """Accept a child that knows the token; drop any other client at once."""
         if (listener := self._listener) is None:
             return
         try:
@@ -157,7 +157,7 @@ class Links:
     # With the lock held.
 
     def welcomed(self, connection: Connection, machine: bytes, value: int) -> None:
-        """The parent has let this rank in."""
+        """The parent has accepted this rank."""
         connection.process, connection.format = Process(value & _PID, machine), value >> _PID_BITS
         self._connected(connection)
 
@@ -195,7 +195,7 @@ class Links:
     # What follows runs in the channel's thread.
 
     def leave(self, farewell: tuple[int, int]) -> None:
-        """Tell the neighbours that this rank ends; for a moment also those whose connection is lost, if they come."""
+        """Tell the neighbours that this rank ends; wait a moment for those whose connection is lost."""
         told = set[int]()
         with self._owner.lock:
             for connection in {*self.connections.values(), *filter(None, [self.parent])}:
@@ -204,7 +204,7 @@ class Links:
                     told.add(connection.rank)
                 elif connection.process is not None:  # just now
                     self.away[connection.rank] = Away(connection.process, time.monotonic(), is_cut=False)
-        with contextlib.suppress(Exception):  # it is a courtesy
+        with contextlib.suppress(Exception):  # best effort
             self._tell_those_away(told, farewell)
 
     def _tell_those_away(self, told: set[int], farewell: tuple[int, int]) -> None:
@@ -229,7 +229,7 @@ class Links:
         return self.place.neighbours - self.connections.keys() - self.ended.keys()
 
     def _look(self) -> bool:
-        """One step, by what the store has and who is away; False: none to take yet."""
+        """Take the next step that the store's keys and the lost neighbours allow; False if none."""
         place = self.place
         if not place.is_known:
             return self._owner.find(place)
@@ -278,7 +278,7 @@ class Links:
                 )
 
     def _ask_the_store(self) -> None:
-        """Less and less often: whether somebody knows who has gone, and whether the parent listens elsewhere now."""
+        """Check, less and less often, whether a rank is known to have died, or the parent listens elsewhere now."""
         now = time.monotonic()
         longest_away_s = max(now - away.since for away in self.away.values())
         pause_s = min(max(_ASK_AFTER_S, longest_away_s / 4), _ASK_AGAIN_S)
@@ -299,11 +299,11 @@ class Links:
             self._owner.gone(self, gone, is_own_finding=False)
         elif has_moved and self.parent is not None:
             with self._owner.lock:
-                self.drop(self.parent)  # at the old door is somebody else
+                self.drop(self.parent)  # another process listens at the old port
 
     def _tell_trouble(self, text: str) -> None:
         now = time.monotonic()
-        # At the end of a job the store may go first, which is nobody's concern.
+        # At the end of a job the store may end first, which does not matter.
         if now - self._troubles.setdefault(text, now) > _SAY_AFTER_S:
             self._troubles[text] = math.inf
             self._owner.say(f"the length sync is not connected yet, this rank tries again: {text}")

@@ -1,4 +1,4 @@
-"""One bit for each rank in the job's store: who is here, or has left a note. Every kind of store can add numbers."""
+"""One bit per rank in the job's store: ranks that are here, or have written a note. Every kind of store can add."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's process, as its neighbours know it: whether it has ended, which a process on the same machine can tell."""
+"""A rank's process, as its neighbours know it: a process on the same machine can tell whether it has ended."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Process(NamedTuple):
     machine: bytes
 
     def has_ended(self, machine: bytes) -> bool:
-        """Whether it surely has. machine: the asking process's own; False where it is another, and nobody can tell."""
+        """Whether it has certainly ended. machine: the asking process's; False on another, as it cannot be known."""
         if self.machine != machine:
             return False
         try:
@@ -27,11 +27,11 @@ class Process(NamedTuple):
             return True
         except (OSError, OverflowError, IndexError):  # not ours to ask; no file left to read with
             return False
-        return state in "ZX"  # killed, and nobody has collected it yet
+        return state in "ZX"  # killed, and not reaped yet
 
 
 def this_machine() -> bytes:
-    """This boot of this kernel, and its namespace of pids; where these cannot be read, like no other."""
+    """This boot of this kernel, and its pid namespace; unique if these cannot be read."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:

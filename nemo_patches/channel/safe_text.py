@@ -1,4 +1,4 @@
-"""Text of another rank, of the store or of a file, as it may be printed. Needs no torch, so tools use it too."""
+"""Makes text of another rank, of the store or of a file safe to print. Needs no torch, so tools use it, too."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds over a tree of sockets: MAX all-reduces of one int64 among all ranks, waited for in bounded time.
+"""Rounds over a tree of sockets: MAX all-reduces of one int64 among all ranks, with a timeout.
 
 One tree per process group, in one daemon thread; all encoders' rounds travel on the same connections. Values go up to
 rank 0, each rank's for all ranks below it, and the result comes down. Messages carry key and number, so nothing is
@@ -41,26 +41,26 @@ _REASONS = {
     HAS_LEFT: "has left: it ended, or destroyed its process group",
 }
 _SIGNAL_S = 0.5
-_SETTLED_S = CUT_OFF_S + 5.0  # after so long the children have a result, or their connection is lost
+_SETTLED_S = CUT_OFF_S + 5.0  # after this time the children have a result, or their connection is lost
 
 
 class RoundFailed(Exception):
-    """There will be no more rounds: a rank has gone or cannot take part, or the network failed."""
+    """There will be no more rounds: a rank has died or cannot take part, or the network failed."""
 
 
 class Rounds:
     """One encoder's rounds, at most one outstanding: `issue`, then `wait` or `poll` until it gives the result."""
 
     def __init__(self, channel: SideChannel, key: bytes) -> None:
-        self.key, self.closed = key, False  # closed: nobody here wants these rounds any more
+        self.key, self.closed = key, False  # closed: this rank no longer uses these rounds
         self.issued = self.done = self.result = 0
         self.came_at = 0.0  # time.monotonic() of the last result
-        self.arrived: dict[int, int] = {}  # to the round that is not done, by rank: the children's, and this rank's own
-        self.arrived_at = 0.0  # time.monotonic() at which the last of them came first
-        self.channel, self._pending = channel, threading.Lock()  # locked from a round's issue until it has come
+        self.arrived: dict[int, int] = {}  # values for the open round, by rank: the children's, and this rank's own
+        self.arrived_at = 0.0  # time.monotonic() at which the last of them first came
+        self.channel, self._pending = channel, threading.Lock()  # locked from a round's issue until its result
 
     def issue(self, value: int) -> None:
-        """Send a round off; raises RoundFailed where there are no more. `value` is an int64."""
+        """Send a round; raises RoundFailed if there are no more. `value` is an int64."""
         with self.channel.lock:
             self.channel.start()
             self._pending.acquire(blocking=False)
@@ -68,7 +68,7 @@ class Rounds:
             try:
                 self.issued = number
                 self.channel.arrive(self, number, value, self.channel.rank)
-            except BaseException:  # a signal handler's: the others must have this value, or the result, all the same
+            except BaseException:  # a signal handler's: the others still need this value, or the result
                 if self.issued == number:
                     self.channel.arrive(self, number, value, self.channel.rank)
                 raise
@@ -82,13 +82,13 @@ class Rounds:
         return self.poll()
 
     def poll(self) -> int | None:
-        """The outstanding round's result, or None while it has not come; raises RoundFailed. Does not block."""
+        """The outstanding round's result, or None if there is none yet; raises RoundFailed. Does not block."""
         if not self.has_come() and self.channel.error:
             raise RoundFailed(self.channel.error)
         return self.result if self.has_come() else None
 
     def has_come(self) -> bool:
-        """Whether the outstanding round has come; any thread may ask."""
+        """Whether the outstanding round has a result; any thread may ask."""
         return self.done >= self.issued
 
     def wake(self) -> None:
@@ -104,19 +104,19 @@ class SideChannel:
     """
 
     def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
-        """say: logs what keeps this rank from connecting."""
+        """say: logs why this rank cannot connect."""
         self.rank, self.size = rank, size
         self.by_key, self.kept = dict[bytes, Rounds](), set[Rounds]()  # kept: not to be forgotten
         self.error = ""  # why there are no more rounds
         self.ended_by: tuple[int, str] | None = None  # the rank that ended them, and how: LEFT or VANISHED
         self.lock = threading.RLock()  # held for arithmetic, and for sends that do not block
         self.say = say
-        self.selector = selectors.PollSelector()  # which is no file: this process may have none left
+        self.selector = selectors.PollSelector()  # needs no file: this process may have none left
         self.links = Links(self, Place(job_store.server, rank, size))  # which the rounds travel on
-        self._trees = [self.links]  # of surveys, another one upside down: who hides others in one hides nobody there
+        self._trees = [self.links]  # of surveys, also one upside down: no rank hides others in both
         self._surveys: dict[Links, Surveys] = {}
         self._wakes = -1  # a file that wakes the thread
-        self._leaves = False  # this one ends, or its process group, and tells the others
+        self._leaves = False  # this rank or its process group ends, and tells the others
         self._is_over = False  # and its thread is to end
         self._end: tuple[int, int] | None = None  # HAS_GONE or HAS_LEFT, and the rank: what ended the rounds
         self._job_store = job_store
@@ -127,7 +127,7 @@ class SideChannel:
         _channels.add(self)
 
     def take_surveys(self, subject: Subject) -> bool:
-        """Surveys about this subject from now on; False where it is too late: the other ranks know that it has none.
+        """Begin surveys about this subject; False if it is too late: the other ranks know that this rank has none.
 
         Raises OSError where there is no file left.
         """
@@ -143,28 +143,28 @@ class SideChannel:
 
     @property
     def has_surveys(self) -> bool:
-        """Whether this rank can ask, and answers; any thread may look."""
+        """Whether this rank can ask and answer; any thread may call this."""
         return bool(self._surveys) and not self._is_over
 
     @property
     def is_joined(self) -> bool:
-        """Whether all ranks have said where they are, and this one knows it."""
+        """Whether all ranks have registered, and this rank knows it."""
         return self.links.place.is_known
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank is connected to all its neighbours, but for those that have ended."""
+        """Whether this rank is connected to all its neighbours that have not ended."""
         return all(links.is_whole() for links in self._trees)
 
     @property
     def residents(self) -> list[Resident]:
-        """Who the ranks are, by rank; empty while not all have said where they are."""
+        """The ranks' hosts and processes, by rank; empty until all have registered."""
         return self.links.place.residents
 
     def rounds(self, name: str) -> Rounds:
-        """The rounds of this name, which is the same on all ranks. Time to forget those that nobody wants."""
+        """The rounds of this name, which is the same on all ranks. Also forgets closed rounds."""
         with self.lock:
-            if not self.links.away:  # a neighbour may still lack a last result
+            if not self.links.away:  # a neighbour may still need a last result
                 settled = time.monotonic() - _SETTLED_S
                 of_no_use = {one for one in self.by_key.values() if one.closed and one.has_come()} - self.kept
                 forgotten = {one for one in of_no_use if one.came_at < settled}
@@ -172,7 +172,7 @@ class SideChannel:
             return self._of(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
     def start(self) -> None:
-        """From now on there is a thread. With the lock held."""
+        """Start the thread, if there is none. With the lock held."""
         if self._thread is None and not self.error:
             self._thread = Daemon("side channel", self._run)
             if why := self._thread.begin():
@@ -194,17 +194,17 @@ class SideChannel:
             self._client.join([thread], limit)
 
     def forget(self) -> None:
-        """In a forked child: its copies would keep the connections open after this rank's death."""
+        """In a forked child: close its copies, which would keep the connections open after this rank's death."""
         self.lock, self.error = threading.RLock(), "this process was forked from the rank's own"
         self._close()
 
     def ask(self) -> None:
-        """Any thread: have every rank answer, and be told the verdicts of both trees."""
+        """Any thread: ask every rank; all get the verdicts of both trees."""
         for surveys in list(self._surveys.values()):
             surveys.ask()
 
     def wake(self) -> None:
-        """The thread looks at once, where there are surveys."""
+        """Make the thread look at once, if there are surveys."""
         with self.lock:
             if self._wakes >= 0:
                 os.eventfd_write(self._wakes, 1)
@@ -217,7 +217,7 @@ class SideChannel:
     # What follows runs with the lock held.
 
     def arrive(self, rounds: Rounds, number: int, value: int, source: int) -> None:
-        """To a round: a child's value, for all ranks below it, or this rank's own. It may come twice."""
+        """Add a value to a round: a child's, for all ranks below it, or this rank's own. It may come twice."""
         if number == rounds.done + 1:
             if source not in rounds.arrived:
                 rounds.arrived_at = time.monotonic()
@@ -225,7 +225,7 @@ class SideChannel:
             self._pass_on(rounds)
 
     def connected(self, links: Links, connection: Connection) -> None:
-        """Say again what has been said of the present rounds.
+        """Repeat the messages of the current rounds.
 
         A child is at most one round of a key behind: this rank cannot complete another one without it. All go in the
         order in which they were complete here: no rank's encoders may overtake each other.
@@ -247,7 +247,7 @@ class SideChannel:
         return self.by_key.get(key) or self.by_key.setdefault(key, Rounds(self, key))
 
     def _is_complete(self, rounds: Rounds) -> bool:
-        """Whether all have come of this rank and those below it."""
+        """Whether the values of this rank and of all below it have come."""
         return self.links.place.is_known and len(rounds.arrived) > len(self.links.place.children)
 
     def _pass_on(self, rounds: Rounds) -> None:
@@ -267,7 +267,7 @@ class SideChannel:
         rounds.wake()
 
     def _fail(self, reason: int, rank: int) -> bool:
-        """No more rounds on any rank: the first reason is passed on. Whether it was the first."""
+        """End the rounds on all ranks: the first reason is passed on. Returns whether it was the first."""
         if self.error:
             return False
         self._end = (reason, rank)
@@ -281,7 +281,7 @@ class SideChannel:
         if number == ACK:
             self._of_surveys(links, lambda surveys: surveys.acknowledged(connection))
         elif number in (HAS_GONE, HAS_LEFT):
-            if value == connection.rank:  # of itself
+            if value == connection.rank:  # about itself
                 links.ended[value] = LEFT if number == HAS_LEFT else VANISHED
             self._fail(number, value)
         elif number == WELCOME and connection is links.parent:
@@ -306,11 +306,11 @@ class SideChannel:
     # What follows runs in the channel's thread.
 
     def gone(self, links: Links, rank: int, is_own_finding: bool) -> None:
-        """A rank has gone: who has found that, and cannot tell all others, leaves it in the store."""
+        """A rank has died: if this rank found out, and cannot tell all others, it writes that to the store."""
         with self.lock:
             is_news = self._fail(HAS_GONE, rank)
         if is_news and is_own_finding and (rank == self.links.place.parent or self.links.away):
-            self.ask_store(links.place, lambda store: store.set(GONE, str(rank)))  # else they find it out in the end
+            self.ask_store(links.place, lambda store: store.set(GONE, str(rank)))  # otherwise they find out later
 
     def store(self, place: Place) -> Any:
         """The part of the store of the place's attempt; of the present one, while the place is not known."""
@@ -318,7 +318,7 @@ class SideChannel:
         return self._store.part_of(place.attempt) if place.is_known else self._store.join(anew=True)
 
     def store_failed(self) -> None:
-        """It is connected anew, where it is needed."""
+        """Connect it again when it is needed."""
         self._store = None
 
     def ask_store(self, place: Place, ask: Callable[[Any], Any], then: Callable[[Any], None] | None = None) -> None:
@@ -370,7 +370,7 @@ class SideChannel:
             self._attend(until)
 
     def _attend(self, until: float) -> None:
-        """What comes over the connections, and to the doors; until time.monotonic() is this, if nothing does."""
+        """Handle messages and new connections; return at this time.monotonic() if none come."""
         waiting = [(links, one) for links in self._trees for one in links.connections.values() if one.waits]
         for links, connection in waiting:
             events = selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -384,7 +384,7 @@ class SideChannel:
             links, connection = entry.data
             if connection is None:
                 links.visited()
-            elif connection.socket.fileno() >= 0:  # else another has just taken its place
+            elif connection.socket.fileno() >= 0:  # else it was just replaced
                 self._read(links, connection)
         for links, connection in waiting:
             with self.lock:

@@ -1,4 +1,4 @@
-"""The job's store: connections of our own to it, and which part of it belongs to this process group."""
+"""The job's store: our own connections to it, and the part of it that belongs to this process group."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST_ADDRESS = 128  # bytes
 
 
 class JobStore:
-    """The store that all ranks of a process group meet at. c10d's own client of it is never used for a request.
+    """The store that all ranks of a process group share. c10d's own client is never used for a request.
 
     One store may see several process groups, one after the other: torchrun can keep it over restarts, a script may
     initialize again. What a rank could count by itself (its process groups, TORCHELASTIC_RESTART_COUNT) then differs
@@ -34,7 +34,7 @@ class JobStore:
         # Weak: a strong reference would keep rank 0's server, and its port, after destroy_process_group.
         self._default_store = weakref.ref(default_store)
         self.rank, self.id, self.lock = rank, secrets.token_hex(16), threading.Lock()
-        self.attempt = -1  # of this process group, as far as it is known; written under the lock
+        self.attempt = -1  # of this process group, if known; written under the lock
         self._answers: weakref.WeakSet[_Answers] = weakref.WeakSet()  # of the connections
         self._is_over = False  # written at exit
         inner = default_store
@@ -44,14 +44,14 @@ class JobStore:
         self.server = (inner.host, inner.port) if isinstance(inner, dist.TCPStore) else None
 
     def connect(self) -> StoreConnection:
-        """May block; raises RuntimeError where the group is gone, ConnectionError, and the store's errors."""
+        """May block; raises RuntimeError if the group is gone, ConnectionError, and the store's errors."""
         if (store := self._default_store()) is None:
             raise RuntimeError("the process group was destroyed")
         answers = _Answers(self.server[1] if self.server is not None else 0)
         self._answers.add(answers)
-        if self._is_over:  # after that: at exit each is stopped, or is not made any more
+        if self._is_over:  # checked afterwards: at exit each connection is stopped, or not made
             raise RuntimeError("this process ends")
-        silent = self._connect_silent()  # first: c10d tries a server that has gone for minutes, and logs each time
+        silent = self._connect_silent()  # first: c10d tries a dead server for minutes, and logs each time
         if hasattr(store, "clone") and (self.server is not None or self.is_file):  # newer torch; keeps the prefixes
             store = store.clone()
         elif self.server is not None:
@@ -60,7 +60,7 @@ class JobStore:
         return StoreConnection(self, dist.PrefixStore(PREFIX, store), silent, answers)
 
     def _connect_silent(self) -> socket.socket | None:
-        """It says nothing, and tells when the server has gone: c10d logs 22 lines for a request then."""
+        """A silent connection, which ends with the server: c10d logs 22 lines for a request to a dead one."""
         if self.server is None:
             return None
         try:
@@ -100,7 +100,7 @@ class StoreConnection:
             weakref.finalize(self, silent.close).atexit = False  # Python's development mode warns without
 
     def check(self) -> None:
-        """Before a request. Raises ConnectionError where the server has gone; does not block."""
+        """Call it before a request. Raises ConnectionError if the server has died; does not block."""
         with contextlib.suppress(BlockingIOError):
             if self._silent is not None and not self._silent.recv(1):
                 raise ConnectionError("its server has closed the connection")
@@ -118,7 +118,7 @@ class StoreConnection:
         self.check()
         job_store = self._job_store
         if anew or job_store.attempt < 0:
-            with job_store.lock:  # not for a connection that takes another's place: its thread may get no answer
+            with job_store.lock:  # not for a connection that replaces another: its thread may get no answer
                 attempt = self._store.add(ATTEMPT, 0)
                 while attempt != job_store.attempt:
                     seat = SEAT.format(attempt=attempt, rank=job_store.rank)
@@ -146,7 +146,7 @@ class _Answers:
         self._own = _sockets_to(self._port).keys() - self._others
 
     def stop(self) -> None:
-        """None arrives from now on: the kernel drops them. Where it cannot, they arrive."""
+        """From now on the kernel drops all packets, if it can."""
         libc, program = ctypes.CDLL(None), ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
         filter_ = struct.pack("@HP", 1, ctypes.addressof(program))
         for number, descriptor in _sockets_to(self._port).items():

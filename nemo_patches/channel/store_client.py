@@ -1,4 +1,4 @@
-"""Requests to the job's store that hold up nothing, each in a thread and over a connection of its own: they are rare.
+"""Requests to the job's store that block nothing: each in its own thread and connection, as they are rare.
 
 c10d blocks where a network is cut: a request until its answer comes, for minutes. So nothing here waits for one, and
 while one owes an answer no other is made, but who asks is told what is wrong.
@@ -26,7 +26,7 @@ _MOST_UNANSWERED = 3  # threads
 
 
 class StoreRequest:
-    """One that is under way, or is over. Its thread writes the fields."""
+    """A request that is under way, or over. Its thread writes the fields."""
 
     def __init__(self) -> None:
         self.is_done = self.is_unreachable = False
@@ -34,7 +34,7 @@ class StoreRequest:
         self._began = time.monotonic()
 
     def trouble(self) -> str:
-        """What is wrong with the store; empty where it answers."""
+        """What is wrong with the store; empty if it answers."""
         if self.error:
             return f"the job's store, which all ranks meet at, is gone: {self.error}"
         took_s = time.monotonic() - self._began
@@ -68,7 +68,7 @@ class StoreClient:
         yield connection.join(anew=True) if attempt is None else connection.part_of(attempt)
 
     def ask(self, ask: Callable[[dist.Store], None], attempt: int | None = None) -> StoreRequest:
-        """Have it asked in a thread; what is under way already where the store owes too many answers."""
+        """Ask in a thread; if the store owes too many answers, return a request that is under way."""
         self._requests = tuple(one for one in self._requests if not one.is_done)
         if len(self._requests) >= _MOST_UNANSWERED:
             return self._requests[0]
@@ -85,7 +85,7 @@ class StoreClient:
         return request
 
     def ask_in_thread(self, ask: Callable[[], None]) -> threading.Thread:
-        """Run `ask` in a daemon thread, which `join` knows. Its `ident` is None where it could not start: said once."""
+        """Run `ask` in a daemon thread that `join` waits for. If it cannot start, `ident` is None; logged once."""
         thread = Daemon("query", ask)
         self._threads.add(thread)
         if (why := thread.begin()) and why != self._said:

@@ -1,4 +1,4 @@
-"""Surveys: where every rank is, asked down a tree and back, merged on the way up; the verdict is told to all.
+"""Surveys: ask down a tree where every rank is, merge the answers on the way up, send the verdict to all.
 
 Who wants to know asks its parent, which says at once that it is there and asks its own. The root sends a question
 down; each rank gives its answer; an inner rank merges them, and says of a child that does not answer in time that it is
@@ -26,11 +26,11 @@ ACK = -6  # in place of a round's number
 _ACK_S = 0.8  # for a parent to say that it is there
 _OWN_S = 1.0  # for this rank's own answer, which another thread gives
 _LEAF_S, _HOP_S = 1.2, 0.2  # for a leaf's answer; and for each level above the leaves
-_GAP_S = 0.5  # between two surveys of one root: who asks meanwhile shares the next
-_PER_RANK_S = 0.0005  # the same for each rank of the job, of the leaf's and of the gap: many may share a machine
+_GAP_S = 0.5  # between two surveys of one root: ranks that ask meanwhile share the next
+_PER_RANK_S = 0.0005  # added per rank of the job to the leaf's time and the gap: many may share a machine
 _MOST_OPEN = 4
 SILENT, HELD_UP, LOST, NOT_THERE = "silent", "held up", "lost", "not there yet"
-NO_SURVEYS = "no surveys"  # it has rounds in common with the others, and no more
+NO_SURVEYS = "no surveys"  # it shares rounds with the others, and nothing more
 _SUREST_FIRST = (LEFT, VANISHED, NO_SURVEYS, HELD_UP, SILENT, LOST, NOT_THERE)
 Runs = list[list[int]]
 
@@ -39,34 +39,34 @@ class Silent(NamedTuple):
     """A rank that has not answered."""
 
     rank: int
-    how: str  # one of the above, or how it has ended: of links.py
-    seconds: float  # for which nothing at all has come from it
-    behind: Runs  # the ranks below it, of whom nothing is heard in this tree
+    how: str  # one of the above, or how it has ended (links.py)
+    seconds: float  # since it last sent anything
+    behind: Runs  # the ranks below it, which are not heard in this tree
 
 
 class Verdict(NamedTuple):
     """What one tree, or one subtree of it, has found."""
 
-    id: str  # of the survey, as this rank was asked in it
+    id: str  # of the survey in which this rank was asked
     is_mirrored: bool  # of the second tree
     root: int
-    above: Silent | None  # where the root is none: its parent, which does not answer
+    above: Silent | None  # if this root is not the tree's: its parent, which does not answer
     heard: Runs
     silent: tuple[Silent, ...]
-    answer: Any  # of those who are heard, merged
+    answer: Any  # of the ranks that are heard, merged
 
 
 class Subject(Protocol):
-    """What surveys are about. All is called on the channel's thread: it takes no time, and waits for nothing."""
+    """The subject of surveys. Called on the channel's thread: must be quick, and must not wait."""
 
     def asked(self, id_: str, reply: Callable[[Any], None]) -> None:
-        """Have `reply` called soon, on any thread, with this rank's answer, which JSON can carry. id_: the survey's."""
+        """Call `reply` soon, on any thread, with this rank's answer, as JSON data. id_: the survey's."""
 
     def merge(self, answers: list[Any]) -> Any:
-        """One answer, of bounded size, of several; an answer may be in two of them. Others' answers are only data."""
+        """Merge answers into one of bounded size; an answer may be in two of them. They are untrusted data."""
 
     def told(self, verdict: Verdict) -> None:
-        """A verdict has come: of one of both trees, and of a survey that another rank may have asked for."""
+        """A verdict has come, from one of the two trees; another rank may have asked for the survey."""
 
 
 class Channel(Protocol):
@@ -82,53 +82,53 @@ class Channel(Protocol):
         """Whether it is on its way."""
 
     def wake(self) -> None:
-        """Have the channel's thread look soon."""
+        """Make the channel's thread look soon."""
 
 
 @dataclass
 class _Survey:
-    """One that is under way at this rank. origin: who wants the answer; None: this rank judges."""
+    """A survey under way at this rank. origin: the neighbour that wants the answer; None: this rank judges."""
 
     id: str
     origin: Connection | None
     above: Silent | None
     deadline: float
-    pending: dict[int, float] = field(default_factory=dict)  # who has yet to answer, and when each was last heard
+    pending: dict[int, float] = field(default_factory=dict)  # ranks without an answer, and when each was last heard
     answers: list[Any] = field(default_factory=list)
     heard: set[int] = field(default_factory=set)
     silent: dict[int, Silent] = field(default_factory=dict)
 
 
 class Surveys:
-    """Of one tree. `ask` is any thread's, the rest the channel's thread's."""
+    """The surveys of one tree. Any thread may call `ask`, only the channel's thread the rest."""
 
     def __init__(self, channel: Channel, links: Links, subject: Subject) -> None:
         self._channel, self._links, self._subject = channel, links, subject
-        self._wanted = queue.SimpleQueue[None]()  # an entry for each time that this rank itself wants to know
+        self._wanted = queue.SimpleQueue[None]()  # an entry for each request of this rank
         self._replies = queue.SimpleQueue[tuple[str, Any]]()  # this rank's own answers, by the survey's id
         self._open: dict[str, _Survey] = {}
         self._number = 0
         self._began_at = -math.inf
-        self._is_due = False  # this rank is to judge for its subtree
-        self._ack_by = self._verdict_by = math.inf  # for what the parent was asked
+        self._is_due = False  # this rank must judge for its subtree
+        self._ack_by = self._verdict_by = math.inf  # deadlines for the parent
         self._leaf_s, self._gap_s = (each + channel.size * _PER_RANK_S for each in (_LEAF_S, _GAP_S))
-        self._silent_at: dict[int, float] = {}  # neighbours that were silent: not waited for until they speak
+        self._silent_at: dict[int, float] = {}  # silent neighbours: not waited for until they send something
         self._heights: dict[int, int] = {}  # of ranks, in the tree
 
     def ask(self) -> None:
-        """Any thread: every rank is to be told a verdict soon. Where another is under way, it is that one."""
+        """Any thread: request a verdict for every rank. If a survey is under way, it is that one's."""
         self._wanted.put(None)
         self._channel.wake()
 
     def tick(self, now: float) -> float:
-        """What is due; when to look again."""
+        """Do what is due; return when to look again."""
         while not self._wanted.empty():
             self._wanted.get()
             self._want(now)
         while not self._replies.empty():
             self._replied(*self._replies.get(), now)
         parent = self._links.place.parent
-        if now >= min(self._ack_by, self._verdict_by):  # the parent is silent, or has become so
+        if now >= min(self._ack_by, self._verdict_by):  # the parent is, or has become, silent
             self._ack_by = self._verdict_by = math.inf
             self._silent_at[parent] = now
             self._begin(self._silence(parent, now), now)
@@ -144,7 +144,7 @@ class Surveys:
             self._ack_by = math.inf
 
     def note(self, connection: Connection, data: bytes) -> None:
-        """What comes from another rank is data: of bounded size, and its types are checked as it is used."""
+        """Handle a note from another rank: untrusted data of bounded size, whose types are checked on use."""
         now, from_parent = time.monotonic(), connection is self._links.parent
         try:
             note = json.loads(data)
@@ -163,7 +163,7 @@ class Surveys:
             return  # no rank of this format sends it
 
     def lost(self, rank: int) -> None:
-        """The connection to a neighbour is lost, or it has left: nobody waits for its answer."""
+        """The connection to a neighbour is lost, or it has left: do not wait for its answer."""
         now = time.monotonic()
         for survey in list(self._open.values()):
             if survey.pending.pop(rank, None) is not None:
@@ -277,14 +277,14 @@ class Surveys:
         return Silent(rank, how, round(seconds, 1), runs_of(below))
 
     def _is_silent(self, neighbour: Connection) -> bool:
-        """Whether it was, at the last survey, and nothing has come from it since."""
+        """Whether it was silent at the last survey, and has sent nothing since."""
         return neighbour.heard_at < self._silent_at.get(neighbour.rank, -math.inf)
 
     def _deadline(self, now: float) -> float:
         return now + max(self._patience_s(self._channel.rank), _OWN_S)
 
     def _patience_s(self, rank: int) -> float:
-        """For the answers of all below a rank: longer above than below, so that a parent tells who is silent."""
+        """The wait for the answers below a rank: longer at the top, so that a parent can report who is silent."""
         if (height := self._heights.get(rank, -1)) < 0:
             parents, level, height = self._links.place.all_parents, {rank}, 0
             while level := {other for other, parent in enumerate(parents) if parent in level}:
@@ -297,7 +297,7 @@ _ASK = json.dumps({"is": "ask"}).encode()
 
 
 class Combined(NamedTuple):
-    """Of both trees' verdicts. silent: by rank. behind: who is neither heard nor silent, but behind somebody who is."""
+    """Both trees' verdicts. silent: by rank. behind: ranks that are not heard because a silent one hides them."""
 
     heard: set[int]
     silent: dict[int, Silent]
@@ -324,7 +324,7 @@ def _sureness(silent: Silent) -> int:
 
 
 def _verdict_of(note: dict[str, Any], is_mirrored: bool) -> Verdict:
-    """Raises what malformed JSON raises."""
+    """Raises the errors of malformed JSON."""
     above = _silent_of(note["above"]) if note["above"] is not None else None
     silent = tuple(_silent_of(one) for one in note["silent"])
     heard = runs_of(ranks_of(note["heard"]))
@@ -349,7 +349,7 @@ def runs_of(ranks: Iterable[int]) -> Runs:
 
 
 def ranks_of(runs: Runs) -> set[int]:
-    """Raises ValueError where these are no ranks of any job."""
+    """Raises ValueError if these cannot be ranks of a job."""
     found = set[int]()
     for first, last in runs:
         if not 0 <= first <= last < _MOST_RANKS:

@@ -26,27 +26,27 @@ from .safe_text import safe
 try:
     import fcntl
     import resource
-except ModuleNotFoundError:  # not Unix: no rank runs there, but what ranks have left is read (`nemo-patches diagnose`)
+except ModuleNotFoundError:  # not Unix: no rank runs there, but `nemo-patches diagnose` reads files there
     pass
 
 FAN_OUT = 16  # children of a rank, at most
-# Of what is said over connections. Ranks of other formats have rounds in common, and no surveys.
+# The format of messages. Ranks with different formats share rounds, but no surveys.
 ROUNDS_ONLY, FORMAT = 0, 1
 _HELLO = struct.Struct("<16sqII8s")  # token, rank, format, pid, machine
 _HELLO_S = 0.005
 _MESSAGE = struct.Struct("<8sqq")  # key, number, value
-_NOTE, _PART = -4, -5  # in place of a number: so many bytes of a note follow, and these are the last, or not
-_FRAME_BYTES = 4096  # of a note at a time, so that rounds' messages need not wait for all of it
+_NOTE, _PART = -4, -5  # instead of a number: this many bytes of a note follow; the last ones, or not
+_FRAME_BYTES = 4096  # of a note at a time, so that rounds' messages do not wait for a whole note
 LONGEST_NOTE = 1 << 20
-_CONNECT_S, _SILENT_S, BACKLOG = 2.0, 5, 1024  # of visitors that wait to be let in
+_CONNECT_S, _SILENT_S, BACKLOG = 2.0, 5, 1024  # clients that wait to be accepted
 _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
-# The kernel finds out by itself, with packets of its own, that the other end has lost the connection, or is cut off.
+# The kernel's own keepalive packets detect that the other end has lost the connection, or is cut off.
 KEEPALIVE_S, CUT_OFF_S = 5, 25
 _SILENCE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
 class Message(NamedTuple):
-    """Of 24 bytes. number: of the round; below 0 it says what else this is."""
+    """24 bytes. number: of the round; a negative one says what else this is."""
 
     key: bytes
     number: int
@@ -54,16 +54,16 @@ class Message(NamedTuple):
 
 
 class Connection:
-    """A socket to a child or to the parent. It never blocks. Rounds' messages overtake notes that wait to be sent."""
+    """A socket to a child or the parent. It never blocks. Rounds' messages overtake notes that wait to be sent."""
 
     def __init__(self, own: socket.socket, rank: int, process: Process | None = None, format_: int = 0) -> None:
-        """process and format_: the other end's; the parent's are known once it has let this rank in."""
+        """process and format_: the other end's; the parent's are known once it has accepted this rank."""
         self.socket = own
         self.rank = rank
         self.process = process
         self.format = format_
         self.is_lost = False
-        self.is_cut = False  # lost, because nothing at all comes from the other end
+        self.is_cut = False  # lost, because the other end sends nothing at all
         self.heard_at = time.monotonic()  # when something last came
         self._received = bytearray()
         self._note = bytearray()  # as far as it has come
@@ -79,12 +79,12 @@ class Connection:
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CUT_OFF_S)
 
     def send(self, key: bytes, number: int, value: int) -> None:
-        """In each direction a key has one message under way, and then its answer. So hardly any wait to be sent."""
+        """Each key has one message under way per direction, then its answer, so hardly any wait to be sent."""
         self._messages += _MESSAGE.pack(key, number, value)
         self.flush()
 
     def send_note(self, note: bytes) -> bool:
-        """Whether it is on its way: not while too much of earlier ones is not sent, nor to a format without notes."""
+        """Whether it is being sent: not while too much of earlier notes is unsent, nor to a format without notes."""
         if len(self._frames) * _FRAME_BYTES >= LONGEST_NOTE or self.format != FORMAT or len(note) > LONGEST_NOTE:
             return False
         for start in range(0, len(note), _FRAME_BYTES) or (0,):
@@ -115,7 +115,7 @@ class Connection:
             self.is_lost = True
 
     def receive(self) -> list[Message | bytes] | None:
-        """The messages and the notes that have come; None where the connection is lost, or what comes is neither."""
+        """The messages and notes that have come; None if the connection is lost, or the data is neither."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -147,12 +147,12 @@ class Connection:
 
 
 def is_silence(error: OSError) -> bool:
-    """Whether nobody has answered: else a host has, and there is no such connection, or nobody listens there."""
+    """Whether no host has answered. Otherwise the host has no such connection, or nothing listens there."""
     return isinstance(error, TimeoutError) or error.errno in _SILENCE
 
 
 class Door(NamedTuple):
-    """Where a rank listens for its children, and what they have to say."""
+    """Where a rank listens for its children, and the token that they must present."""
 
     address: str
     port: int
@@ -160,7 +160,7 @@ class Door(NamedTuple):
 
 
 class Resident(NamedTuple):
-    """Who a rank is: its process, by the host's name and number, and what it understands."""
+    """A rank's host, process and format."""
 
     host: str
     pid: int
@@ -168,26 +168,26 @@ class Resident(NamedTuple):
 
 
 class Place:
-    """Where this rank is in the tree. Nothing here waits for another rank. All raise OSError and the store's errors."""
+    """Where this rank is in the tree. Never waits for another rank. Methods raise OSError and the store's errors."""
 
     def __init__(self, server: tuple[str, int] | None, rank: int, size: int) -> None:
         """server: the store's, if it has one."""
         self.parent, self.children, self.is_known = -1, frozenset[int](), False  # parent -1: rank 0 has none
-        self.neighbours = frozenset[int]()  # the children, and the parent; of the second tree, who takes surveys
+        self.neighbours = frozenset[int]()  # the children and the parent; in the second tree, those with surveys
         self.is_mirrored = False  # whether it is the second tree, which is upside down
         self.machine = this_machine()
         self._server, self._rank, self._hosts = server, rank, [rank] * size
-        self.present_in = self.attempt = -1  # in which this rank has said that it is here; and where it is
+        self.present_in = self.attempt = -1  # the attempt in which this rank has announced itself, and its current one
         self.problem = self._address = self._store_address = ""  # why there is no tree; this host's, and the store's
         self.all_parents: list[int] = []  # of all ranks, by rank
-        self.format = ROUNDS_ONLY  # this rank's; before it says where it is
-        self.residents: list[Resident] = []  # of all ranks, by rank
+        self.format = ROUNDS_ONLY  # this rank's; set before it registers
+        self.residents: list[Resident] = []  # of all ranks
         self._door_key = DOOR
         self._own_door: Door | None = None
         self._parents_door: Door | None = None
 
     def find(self, store: Any, attempt: int) -> bool:
-        """Whether the tree is known, as it is once every rank has said where it is.
+        """Whether the tree is known: once every rank has registered.
 
         Ranks say so once rank 0 has come: what was left before that may be of processes that have died since.
         """
@@ -209,7 +209,7 @@ class Place:
             hosts, problems, *others = zip(*map(json.loads, store.multi_get(keys)), strict=True)
             names = sorted(set(hosts))
             store.set(HOSTS, json.dumps([[names.index(host) for host in hosts], max(problems), names, *others]))
-        # Of another size: an earlier attempt's, which had no such rank.
+        # Of another size: from an earlier attempt, which had no such rank.
         if store.check([HOSTS]) and len((told := json.loads(store.get(HOSTS)))[0]) == len(self._hosts):
             self._hosts, self.problem, names, pids, formats = told
             self.problem = safe(self.problem)
@@ -242,7 +242,7 @@ class Place:
         """
         address = "" if self._is_loopback_apart(self._address, self.children) else self._address
         if self._own_door is not None:
-            with contextlib.suppress(OSError):  # another process has it
+            with contextlib.suppress(OSError):  # another process has this port
                 return listening(address, self._address, self._own_door.port)
         listener = listening(address, self._address)
         try:
@@ -271,20 +271,20 @@ class Place:
         return None
 
     def find_door(self, store: Any) -> Door | None:
-        """Where the parent listens; None: it has not said it yet. Any thread."""
+        """Where the parent listens; None: not known yet. Any thread."""
         if not store.check([key := self._door_key.format(rank=self.parent)]):
             return None
         address, port, token = json.loads(store.get(key))
         return Door(address, port, bytes.fromhex(token))
 
     def take_door(self, door: Door | None) -> bool:
-        """Knock there from now on; whether that is news."""
+        """Connect there from now on; returns whether this has changed."""
         before = self._parents_door
         self._parents_door = door or before
         return self._parents_door != before
 
     def knock(self) -> Connection | None:
-        """A connection to the parent, which has yet to let this rank in; None: nobody knows where it listens."""
+        """A connection to the parent, which has not accepted this rank yet; None: its port is not known."""
         if (door := self._parents_door) is None:
             return None
         is_apart = self._is_loopback_apart(door.address, [self.parent])
@@ -309,7 +309,7 @@ def listening(address: str, like: str, port: int = 0) -> socket.socket:
 
 
 def parents(hosts: Sequence[int], fan_out: int) -> list[int]:
-    """Each rank's parent, of at most `fan_out` children; -1 for rank 0. One connection leads out of each other host."""
+    """Each rank's parent, with at most `fan_out` children; -1 for rank 0. One connection leaves each other host."""
     members: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)

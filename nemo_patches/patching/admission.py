@@ -18,6 +18,7 @@ SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")
 DIFFS_ONLY = ("1.23", "2.0")  # patches/ has diffs for them; docs/vendors.md says why apply() refuses them
 SUPPORTED = f"{SUPPORTED_SERIES[0]} to {SUPPORTED_SERIES[-1]}"
 UNSUPPORTED_VARIABLE = "NEMO_PATCHES_UNSUPPORTED"
+ON, OFF, CANNOT_BE = "on", "off here", "cannot be"  # whether NeMo is patched: of a process, and of an environment
 
 
 class UnsupportedNeMo(RuntimeError):

@@ -30,14 +30,14 @@ class Skipped:
 class Status:
     """What nemo_patches does in this process. Prints well.
 
-    state: "on", "off here" or "cannot be". why: for a person, with what switches it on.
+    state: "on", "off here" or "cannot be". why: for a person, with how to switch it on.
     trace_file: the file that is being written, or why there is none; empty without a trace.
-    unannounced: ranks without a sign of nemo_patches: not patched, or not started.
-    stalls: encoder calls that not every rank has come to, with the ranks that are missing; a job without encoder calls.
+    unannounced: ranks that show no sign of nemo_patches: not patched, or not started.
+    stalls: encoder calls that not every rank has come to, with the missing ranks; or a job without encoder calls.
     loaders: what StopTogether and stop_together() have done on this rank.
-    checkpoints: what the ranks have agreed on about them; None where each rank decides for itself.
+    checkpoints: what the ranks have agreed on for checkpoints; None if each rank decides for itself.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
-    comparisons: of each optimizer, what has come of comparing all ranks' parameters.
+    comparisons: for each optimizer, the result of comparing all ranks' parameters.
     """
 
     nemo: str

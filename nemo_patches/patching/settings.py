@@ -20,10 +20,10 @@ _ALWAYS_SHORT = ("sync", "timeout")
 class AllSettings:
     """One of each of TABLES."""
 
-    sync: Settings
-    stall: StallSettings
-    trace: TraceSettings
-    uneven: UnevenSettings
+    sync: Settings = Settings()
+    stall: StallSettings = StallSettings()
+    trace: TraceSettings = TraceSettings()
+    uneven: UnevenSettings = UnevenSettings()
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any] = NOTHING) -> AllSettings:

@@ -1,4 +1,4 @@
-"""Who is missing from a round of an encoder, by what a look at all ranks has found. Needs no torch."""
+"""Which ranks are missing from a round of an encoder, from the result of a look at all ranks. Needs no torch."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rank_text import (
 
 @dataclass(frozen=True)
 class Question:
-    """Who is missing from this round of this encoder.
+    """The ranks missing from this round of this encoder.
 
     call: the encoder's title, and the clock before the call, as a rank says them; None: not known. evaluation: the
     encoder's title and its training calls so far, where the round is an evaluation's of which ranks may have fewer
@@ -39,7 +39,7 @@ class Question:
     evaluation: tuple[str, int] | None = None
 
     def came(self, state: RankState) -> bool:
-        """Also where it does not say: nobody is missing for calling more encoders than it tells of.
+        """Also if its state does not say: a rank is not missing because it has more encoders than its state lists.
 
         After a wait in vain a call may issue no round. Whose rank has made that call, and waits in a collective itself,
         has come to it: it may well wait for this rank.
@@ -48,7 +48,7 @@ class Question:
         return state.has_come(self.key, self.round_number) is not False or (made and bool(state.collective))
 
     def kind_of(self, state: RankState) -> str:
-        """Of a rank that has not come, by what it says of itself."""
+        """The kind of a rank that has not come, by its own state."""
         if (apart := state.apart.get(self.key, "")) in APART:
             return apart
         return EVALUATED if self._has_ended_evaluation(state) else ELSEWHERE
@@ -61,21 +61,21 @@ class Question:
         return bool(state.collective) and not own_rounds and not state.collective.startswith(PERHAPS)
 
     def unsaid(self, states: Iterable[RankState]) -> str:
-        """Why it cannot be told that all have come; empty where it can."""
+        """Why it is not known that all have come; empty if it is known."""
         ranks = [one.rank for one in states if one.has_come(self.key, self.round_number) is None]
         return f"{named(sorted(ranks))}: more encoders than a rank tells of" if ranks else ""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Who is missing; why (some of) that is not known, or empty."""
+    """The missing ranks; why (some of) them are not known, or empty."""
 
     missing: tuple[MissingRank, ...] = ()
     unknown: str = ""
 
     @property
     def is_allowed(self) -> bool:
-        """Whether all that are missing have ended an evaluation, of which the user allows them fewer batches."""
+        """Whether all missing ranks have ended an evaluation in which the user allows them fewer batches."""
         return bool(self.missing) and not self.unknown and all(rank.kind == EVALUATED for rank in self.missing)
 
     def text(self, size: int) -> str:
@@ -108,13 +108,13 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
             unknown += f": {found.trouble}"
         return Answer(tuple(missing[rank] for rank in sorted(missing)), unknown)
     late = sorted(before.states.keys() - had_come) if before is not None else []
-    # Who has come just now does not say any more where it was when the others gave up; it did at the earlier look.
+    # A rank that has just come no longer says where it was when the others gave up; it did at the earlier look.
     came_late = tuple(_late(rank, found, before) for rank in late if rank in has_come)
     return Answer(came_late, "" if came_late else question.unsaid(states.values()))
 
 
 def ended(found: Found) -> dict[int, MissingRank]:
-    """By rank: those that have ended, or do not answer."""
+    """By rank: the ranks that have ended, or do not answer."""
     return {
         rank: MissingRank(
             rank, KINDS_OF_SILENT[silent.how], *found.process_of(rank), where=GONE if silent.how == VANISHED else ""

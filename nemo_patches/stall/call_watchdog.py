@@ -1,4 +1,4 @@
-"""Logs all threads' stacks, once, where an encoder call lasts longer than call_timeout; interrupts nothing."""
+"""Logs all threads' stacks, once, if an encoder call lasts longer than call_timeout; interrupts nothing."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class CallWatchdog:
 
     def __init__(self, notes: TrainingNotes) -> None:
         self._notes = notes
-        self._said_since = 0.0  # the begin of the call that was reported last
+        self._said_since = 0.0  # when the last reported call began
 
     def look(self, now: float, limit_s: float) -> None:
         """limit_s: 0.0 for never."""

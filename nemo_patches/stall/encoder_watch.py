@@ -1,4 +1,4 @@
-"""Watches one encoder's rounds: reports a round that is late, with who is missing from it, and that it came."""
+"""Watches one encoder's rounds: reports a late round with its missing ranks, and when it has completed."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class EncoderWatch:
         self._late: _LateRound | None = None
         self._said_at = 0.0  # time.monotonic() of the last report
         self._seen: WaitTimedOut | None = None  # the timeout that was taken last
-        self._pending: WaitTimedOut | None = None  # taken, and its round is not the one that is being reported
-        self._said_uneven = False  # that ranks have had fewer batches of an evaluation, as the user allows
+        self._pending: WaitTimedOut | None = None  # taken, but its round is not the one being reported
+        self._said_uneven = False  # logged that ranks had fewer batches of an evaluation, as the user allows
 
     @property
     def busy(self) -> bool:
@@ -52,7 +52,7 @@ class EncoderWatch:
         return self._late is not None or self._pending is not None
 
     def stall(self) -> Stall | None:
-        """The round that was reported and has not come."""
+        """The round that was reported and has not completed."""
         late = self._late
         if late is None or not late.said_at or late.answer.is_allowed:
             return None
@@ -61,7 +61,7 @@ class EncoderWatch:
         return Stall(self._sync.title, late.round.call, since, answer.missing, self._size, answer.unknown)
 
     def look(self, now: float, timeout_s: float, is_last: bool) -> None:
-        """is_last: this process ends, or its process group: say what is due, and ask nobody any more."""
+        """is_last: this process or its process group ends: report what is due, without asking other ranks."""
         self._take_timeout()
         late, pending = self._late, self._pending
         if late is None:
@@ -70,7 +70,7 @@ class EncoderWatch:
                 return
             if pending is None and (self._is_over(round_) or now - round_.issued_at < timeout_s / 2):
                 return
-            # An open incident was reported already: then it takes the whole timeout to make another one.
+            # An open incident was already reported: only a whole timeout makes another one.
             question = self._question(round_)
             late = self._late = _LateRound(round_, not self._incident_open(round_), question, pending)
             if not is_last and now < late.due_at(timeout_s):
@@ -115,7 +115,7 @@ class EncoderWatch:
             self._late = None
             return
         if due and late.look is None and not is_last:
-            late.look = self._begin_look()  # now: who was not there at the early one may have come
+            late.look = self._begin_look()  # look again: ranks that were missing at the early look may have come
         if due and not late.said_at:
             patience_s = _RAISE_PATIENCE_S if late.promise() is not None else self._patience_s
             if late.look is None or late.look.is_done or now - late.look.began >= patience_s or is_last:
@@ -153,7 +153,7 @@ class EncoderWatch:
         report(logging.WARNING, text)
 
     def _say_uneven(self, round_: Round, answer: Answer) -> None:
-        """Once: nobody is missing who has no batch left, and each evaluation may end so."""
+        """Log it once: a rank without batches is not missing, and every evaluation may end like this."""
         if not self._said_uneven:
             self._said_uneven = True
             have, they = ("has", "it") if len(answer.missing) == 1 else ("have", "they")
@@ -178,9 +178,9 @@ class _LateRound:
     round: Round
     heeds_wait: bool  # whether a wait that timed out makes it one to report, or only the whole timeout
     question: Question
-    timed_out: WaitTimedOut | None = None  # its wait, as soon as it has run out of time
+    timed_out: WaitTimedOut | None = None  # its wait, as soon as it has timed out
     early: Look | None = None  # at half the timeout
-    look: Look | None = None  # for the report; None at exit, when nobody is asked any more
+    look: Look | None = None  # for the report; None at exit, when no rank is asked
     answer: Answer = Answer()  # noqa: RUF009  # frozen; replaced as a whole, other threads read it
     came_at: float = 0.0  # as soon as the monitor or the training thread has seen it
     said_at: float = 0.0
@@ -191,9 +191,9 @@ class _LateRound:
         return self.timed_out.report if self.timed_out is not None else None
 
     def found(self) -> Found | None:
-        """What is known by now."""
+        """The answer known by now."""
         looks = [look for look in (self.look, self.early) if look is not None]
-        # The latest that has heard anybody.
+        # The latest look that has heard any rank.
         return next((look.found for look in looks if look.is_done or len(look.found.heard) > 1), None) or (
             looks[0].found if looks else None
         )

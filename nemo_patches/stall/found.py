@@ -1,4 +1,4 @@
-"""What a look at all ranks has found: where each is, or why nothing is heard of it. Needs no torch."""
+"""The result of a look at all ranks: where each is, or why it is not heard. Needs no torch."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS_OF_SILENT = {LEFT: HAS_LEFT, VANISHED: SILENT, NO_ANSWER: SILENT, LOST: SI
 
 @dataclass(frozen=True)
 class Found:
-    """Where the ranks are. Each is in a group, or in one of the others.
+    """Where the ranks are. Each rank is in a group, or in one of the other fields.
 
     silent: by rank, why nothing is heard of it. behind: ranks that could not be asked. absent: without a sign of
     nemo_patches in the store. residents: each rank's process, by rank; empty while not all have joined. trouble: what
@@ -39,7 +39,7 @@ class Found:
 
     @cached_property
     def states(self) -> dict[int, RankState]:
-        """Of those that are heard, by rank."""
+        """The states of the ranks that are heard, by rank."""
         found = {rank: group.of(rank) for group in self.groups for rank in group.ranks}
         for rank, state in found.items():
             if not state.pid and self.residents:
@@ -52,10 +52,10 @@ class Found:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each rank is heard, or has surely ended."""
+        """Whether every rank is heard, or has certainly ended."""
         ended = {rank for rank, silent in self.silent.items() if silent.how in (LEFT, VANISHED)}
         return len(self.heard | ended) == self.size
 
     def process_of(self, rank: int) -> tuple[str, int]:
-        """Its host and pid; empty and 0 where they are not known."""
+        """Its host and pid; empty and 0 if not known."""
         return self.residents[rank][:2] if self.residents else ("", 0)

@@ -1,4 +1,4 @@
-"""The job's folder: the user's, for dumps, or its own in the system's temporary one, which nobody else enters."""
+"""The job's folder: the user's folder for dumps, or a private one in the system's temporary folder."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def private_folder(store_port: int) -> Path:
 
 
 def private_folders() -> Path:
-    """Where this user's jobs have theirs. On Windows, where none runs, it is looked at all the same."""
+    """The parent of this user's job folders. On Windows, where no job runs, it can still be read."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
     return Path(tempfile.gettempdir()) / f"nemo_patches-{user}"
 
 
 def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> str:
-    """The same for all ranks of a job on this host, and if possible another one for every other job."""
+    """The job's name: the same for all its ranks on this host, and if possible different for every other job."""
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     if run == "none":  # torchrun's default; it is itself the parent of its ranks, also after a restart
         run = f"torchrun-{parent}"
@@ -45,7 +45,7 @@ def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> st
 
 
 def _make_private(folder: Path) -> None:
-    """Everyone may write to a temporary folder: what is there already must be ours alone."""
+    """Everyone may write to a temporary folder, so an existing folder must belong to us alone."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()

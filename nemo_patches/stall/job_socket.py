@@ -1,4 +1,4 @@
-"""A rank's Unix socket, by which `nemo-patches diagnose --job` asks it where all ranks are; its owner's alone.
+"""A rank's Unix socket: `nemo-patches diagnose --job` asks there where all ranks are. Only its owner may.
 
 No torch, no port: who may enter the folder, and has this user's id, is answered.
 """
@@ -41,9 +41,9 @@ class JobSocket:
             raise
 
     def visitors(self) -> list[socket.socket]:
-        """Those that wait for an answer, and may have one."""
+        """Clients that wait for an answer, and are allowed to get one."""
         found = []
-        with contextlib.suppress(OSError):  # nobody more, or no more files
+        with contextlib.suppress(OSError):  # no more clients, or no more files
             for _ in range(_MOST_WAITING):
                 visitor, _ = self.listener.accept()
                 visitor.setblocking(False)
@@ -55,7 +55,7 @@ class JobSocket:
 
     def answer(self, visitor: socket.socket, data: bytes) -> None:
         """As much as the socket takes, without waiting; and the end."""
-        with visitor, contextlib.suppress(OSError):  # it has gone
+        with visitor, contextlib.suppress(OSError):  # the client has disconnected
             visitor.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(data))
             visitor.send(data)
 
@@ -65,13 +65,13 @@ class JobSocket:
             (self._folder / self._name).unlink()
 
     def forget(self) -> None:
-        """In a forked child: the socket is the parent's."""
+        """In a forked child: the socket belongs to the parent."""
         self.listener.close()
 
 
 @contextmanager
 def near(folder: Path, name: str) -> Iterator[str]:
-    """A short path of what is in a folder: a socket's own may have 107 bytes. Raises OSError."""
+    """A short path for a file in a folder: a socket's path may have only 107 bytes. Raises OSError."""
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{opened}/{name}"
@@ -80,13 +80,13 @@ def near(folder: Path, name: str) -> Iterator[str]:
 
 
 def process_of(socket_file: Path) -> int:
-    """The process that has made it; 0 if its name does not tell."""
+    """The process that created it; 0 if its name does not say."""
     number = socket_file.name.removesuffix(ENDING).rpartition(".")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def remove_left(folder: Path) -> None:
-    """What processes have left that ended without a word."""
+    """Sockets left by processes that were killed."""
     for file in folder.glob(f"rank_*{ENDING}"):
         if not os.path.exists(f"/proc/{process_of(file)}"):
             with contextlib.suppress(OSError):

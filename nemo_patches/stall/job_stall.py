@@ -1,4 +1,4 @@
-"""Says where all ranks are when this one has not moved for long: a stall anywhere in the job."""
+"""Reports where all ranks are when this rank has not moved for long: a stall anywhere in the job."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from .training_notes import LastCall, TrainingNotes
 from .verdict import Verdict, judged
 
 EXIT_CODE = 83  # of a process that stall_exit has ended
-_LONG_FACTOR = 10  # times stall_timeout: what may end by itself, or is no more than a guess, is given that long
+_LONG_FACTOR = 10  # times stall_timeout, for waits that may end by themselves, or are only guesses
 _FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)  # times stall_timeout, while the job has not begun its steps
-_MOST_INFOS = 2  # lines at INFO, of ranks of which none moves; then it is a warning
-_LEAD_S = 0.3  # a rank begins to look so long before its report is due
+_MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
+_LEAD_S = 0.3  # a rank begins to look this long before its report is due
 _COMMAND_LIMIT_S = 60.0  # for on_stall
-_HELD_UP_S, _HELD_UP_PART = 2.0, 1 / 4  # of stall_timeout: after such a pause, whichever is longer, time has no count
+_HELD_UP_S, _HELD_UP_PART = 2.0, 1 / 4  # of stall_timeout: after such a pause (the longer one) counting starts again
 _SLACK_PART, _MOST_SLACK_S = 1 / 8, 1.0  # of stall_exit: ranks are not asked all at the same moment
-_TOGETHER_S = 2.0  # for the other ranks to come to the same decision: who ends first breaks their connections
+_TOGETHER_S = 2.0  # for the others to reach the same decision: the first rank to end breaks their connections
 _EXIT_LIMIT_S, _FLUSH_LIMIT_S = 5.0, 1.0  # for on_stall to end, and for the streams, where stall_exit ends the process
 
 
 class JobStalled(NamedTuple):
-    """An event: this rank has logged where all ranks are. missing: those that the others wait for, as far as known.
+    """An event: this rank has logged where all ranks are. missing: the ranks that others wait for, as far as known.
 
     level: logging.WARNING where somebody waits for what is not known to end by itself, else logging.INFO. since:
     time.monotonic() of the last encoder call's begin, or of the last collective's: the same for all reports of a stall.
@@ -79,23 +79,23 @@ class JobStallWatch:
         self._begin_look = begin_look
         self._last = LastCall()  # the one that the fields below are of
         self._stepped_at = progress.stepped_at  # the same
-        self._look: Look | None = None  # the one that is under way, and what it is for
+        self._look: Look | None = None  # the one under way, and its purpose
         self._due_at = 0.0
         self._is_for_exit = self._is_for_report = False
         self._verdict: Verdict | None = None  # the last that was found
         self._told: tuple[int, str] | None = None  # the last line
-        self._looks = self._infos = 0  # reports that are over; lines at INFO
-        self._exit_look_at = 0.0  # the next, where it is later than stall_exit says
-        self._moved_at: dict[int, float] = {}  # by rank: when it was last seen to move, or first seen to be silent
+        self._looks = self._infos = 0  # finished reports; INFO lines
+        self._exit_look_at = 0.0  # the next look, if later than stall_exit says
+        self._moved_at: dict[int, float] = {}  # by rank: when it was last seen to move, or first seen silent
         self._have_waited: set[int] = set()  # ranks that were seen in a collective
         self._is_paged = False
         self._command: threading.Thread | None = None  # of this stall
         self._looked_at = math.inf
-        self._anew_at = 0.0  # when this thread went on after it had been held up
+        self._anew_at = 0.0  # when this thread continued after a pause
         self._leaves_at, self._leaves_since = 0.0, 0.0  # the process ends then; decided when this rank had last moved
 
     def stall(self) -> Stall | None:
-        """Where the ranks were at the last look, if somebody waits for others."""
+        """Where the ranks were at the last look, if any rank waits for others."""
         verdict, last, told = self._verdict, self._last, self._told
         if verdict is None or told is None or told[0] < logging.WARNING:
             return None
@@ -105,11 +105,11 @@ class JobStallWatch:
 
     @property
     def leaves(self) -> bool:
-        """Whether stall_exit has decided that this process is to end."""
+        """Whether stall_exit has decided to end this process."""
         return self._leaves_at > 0
 
     def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
-        """is_last: this process ends, or its process group: nobody stalls any more."""
+        """is_last: this process or its process group ends, and so does any stall."""
         is_last = is_last or torch.distributed.group.WORLD is not self._world()
         limit_s = settings.stall_timeout.total_seconds()
         progress, last = self._progress, self._notes.last
@@ -117,7 +117,7 @@ class JobStallWatch:
             self._forget(now, last)
             return
         if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
-            self._begin_anew(now)  # stopped and continued, with the job or alone, or without Python's lock
+            self._begin_anew(now)  # it was stopped and continued, with or without the job, or lacked Python's lock
         self._looked_at = now
         progress.look(now, limit_s)
         if progress.stepped_at != self._stepped_at:
@@ -153,7 +153,7 @@ class JobStallWatch:
         return _FIRST_LOOKS[self._looks] if self._looks < looks else int(_LONG_FACTOR * 2 ** (self._looks - looks + 1))
 
     def _forget(self, now: float, last: LastCall) -> None:
-        """This rank has taken a step, or nobody wants to know."""
+        """This rank has taken a step, or reports are off."""
         if self._told is not None and self._progress.stepped_at != self._stepped_at:
             what = "encoder calls go on" if last is not self._last else "this rank's collectives go on"
             began = self._last.since or self._stepped_at
@@ -166,7 +166,7 @@ class JobStallWatch:
         self._moved_at, self._have_waited = {}, set()
 
     def _begin_anew(self, now: float) -> None:
-        """This thread was held up, and so may the others have been: what was seen until now is no evidence."""
+        """This thread was held up, and maybe the others too: earlier observations are no evidence."""
         self._look = self._verdict = None
         self._looks = self._infos = 0
         self._exit_look_at = self._leaves_at = 0.0
@@ -193,7 +193,7 @@ class JobStallWatch:
         return verdict
 
     def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings) -> None:
-        """What is known, unless it has been said."""
+        """Log what is known, unless it has been logged."""
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:
             return
@@ -210,7 +210,7 @@ class JobStallWatch:
         report(verdict.level, text)
         bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
         if verdict.level >= logging.WARNING and not self._is_paged:
-            self._is_paged = True  # by the first that is heard
+            self._is_paged = True  # the first rank that is heard runs the command
             if settings.on_stall and self._rank == min(found.heard):
                 self._command = _start_command(settings.on_stall, self._as_json(verdict, text, now))
 
@@ -219,12 +219,12 @@ class JobStallWatch:
         return f"{what} for {now - (self._last.since or self._stepped_at):.0f} s"
 
     def answer(self, found: Found, now: float) -> str:
-        """For whoever asks this rank now: JSON, as on_stall gets it."""
+        """The answer for a process that asks this rank: JSON, as on_stall gets it."""
         verdict = judged(grouped(found))
         return self._as_json(verdict, f"{self._idle(now)}. {verdict.text()}", now)
 
     def _as_json(self, verdict: Verdict, text: str, now: float) -> str:
-        """docs/stalls.md tells of the fields."""
+        """docs/stalls.md describes the fields."""
         groups: list[dict[str, Any]] = [{"ranks": group.ranks, **asdict(group)} for group in verdict.groups]
         for group in groups:
             del group["runs"]
@@ -242,7 +242,7 @@ class JobStallWatch:
         )
 
     def _exit_or_look_again(self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float) -> None:
-        """By what was seen just now, and by what this rank itself does at this moment."""
+        """Decide by the last look, and by what this rank itself does at this moment."""
         ended = {rank for rank, silent in found.silent.items() if silent.how in (LEFT, VANISHED)}
         moved_at = max((at for rank, at in self._moved_at.items() if rank not in ended), default=now)
         stood_still_s = now - max(moved_at, self._progress.moved_at, self._anew_at)
@@ -260,11 +260,11 @@ class JobStallWatch:
         report(logging.ERROR, f"{self._idle(now)}, {why}: this process ends with exit code {EXIT_CODE}")
 
     def _is_alone(self, found: Found) -> bool:
-        """Whether nobody can be asked."""
+        """Whether no other rank can be asked."""
         return found.heard == {self._rank} and all(silent.how == NOT_THERE for silent in found.silent.values())
 
     def _evidence(self, found: Found, verdict: Verdict) -> str:
-        """Why it will not end by itself; empty where it may."""
+        """Why the wait will not end by itself; empty if it may."""
         is_alone = self._is_alone(found)
         if is_alone and verdict.waiting_for_sure:
             collective = found.states[self._rank].collective
@@ -273,7 +273,7 @@ class JobStallWatch:
             )
         if not is_alone and verdict.is_certain and (self._progress.has_started or verdict.is_sure_at_the_start):
             return "no rank moves" if verdict.lead else "some wait in a collective"
-        # stall_exit may have ended them a moment ago: whom they waited for is to end as well.
+        # stall_exit may have ended them a moment ago: the rank that they waited for must end, too.
         gone = {rank for rank in self._have_waited & found.silent.keys() if found.silent[rank].how in (LEFT, VANISHED)}
         if found.store_is_unreachable:
             gone |= self._have_waited & found.behind
@@ -322,5 +322,5 @@ def _run_command(command: str, text: str) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or its disk is full: there is nowhere left to say it
+        with contextlib.suppress(Exception):  # closed, or its disk is full: it cannot be reported anywhere
             stream.flush()

@@ -1,4 +1,4 @@
-"""The one judge: who is waited for, by the collectives that each rank has entered. Needs no torch.
+"""The one judge: which ranks are waited for, by the collectives that each rank has entered. Needs no torch.
 
 Every source (places of a running job, stacks, Flight Recorder dumps, watchdogs' lines, RAS, traces) becomes Seats. What
 is odd about a source, its reader tells by leaving a rank out.
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 # Ids of verdicts.
 MISSING = "missing-rank"  # others are in a collective that these ranks have not entered
-OUT_OF_STEP = "out-of-step"  # ranks are in unlike collectives of the same number
-SIZES = "sizes-differ"  # likewise, in alike ones of unlike sizes
-CROSSED = "crossed-groups"  # each that has not entered one waits in another group's
-ALL_IN = "all-in"  # all are in the same one, and nobody has come out
-OLDER = "older"  # the records were not made at one time: someone has come out of it
-_IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # who is in such a collective cannot come out of it
+OUT_OF_STEP = "out-of-step"  # ranks are in different collectives of the same number
+SIZES = "sizes-differ"  # ranks are in the same collective with different sizes
+CROSSED = "crossed-groups"  # every rank that has not entered one waits in another group's
+ALL_IN = "all-in"  # all are in the same one, and none has come out
+OLDER = "older"  # the records are of different times: some rank has come out of it
+_IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # a rank cannot come out of such a collective
 
 _ANY_SIZE = ("coalesced", "alltoall", "gather", "scatter", "send", "recv")  # as kinds begin of unlike sizes
 
@@ -42,12 +42,12 @@ class Seat(NamedTuple):
 
     @property
     def may_have_any_size(self) -> bool:
-        """Whether ranks may give unlike sizes."""
+        """Whether ranks may give different sizes."""
         return self.kind.rpartition(":")[2].lower().replace("_", "").startswith(_ANY_SIZE)
 
 
 class Judgement(NamedTuple):
-    """accused: nobody, where the seats do not decide. waiting: who is in `seat`; absent: who has not entered it."""
+    """accused: empty if the seats do not decide. waiting: ranks in `seat`; absent: ranks that have not entered it."""
 
     id: str
     accused: tuple[int, ...]
@@ -59,7 +59,7 @@ class Judgement(NamedTuple):
 def judge(
     seats: Iterable[Seat], members: Mapping[str, Iterable[int]], begins: Mapping[tuple[str, int], int] | None = None
 ) -> list[Judgement]:
-    """For each group the first collective in which its ranks are not alike; the groups in the order of their names.
+    """For each group, the first collective in which its ranks differ; groups in the order of their names.
 
     members: by group the ranks of which anything is known; who has a seat is one anyway. begins: by group and rank the
     number from which on its record is whole, where that is not the first one in it.
@@ -101,7 +101,7 @@ def _of_group(
 
 
 def _spared(one: Judgement, found: list[Judgement], pending: Mapping[int, set[str]]) -> Judgement:
-    """Who waits in a collective of another group is not to blame."""
+    """A rank that waits in a collective of another group is not to blame."""
     waits = {rank for other in found if other is not one and other.id in _IN_VAIN for rank in other.waiting}
     accused = tuple(rank for rank in one.accused if rank not in waits and not pending[rank] - {one.seat.group})
     return one._replace(id=MISSING if accused else CROSSED, accused=accused)

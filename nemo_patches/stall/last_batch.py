@@ -1,4 +1,4 @@
-"""Which batch a training thread is at, or was at last: its index and its samples' ids, as the thread's variables tell.
+"""The current or last batch of a training thread: its index and its samples' ids, from the thread's variables.
 
 Looked for only once the thread is long away from the encoder: a look keeps what the variables hold until the function
 returns. Tensors on a device are not read: that would wait for it.
@@ -25,14 +25,14 @@ _SHOWN, _LONGEST = 4, 60  # ids, and characters of one
 
 
 def last_batch(frames: Iterable[FrameType]) -> str:
-    """Of the thread with these frames, innermost first: "1041: cuts a, b, +30"; empty where none of them tells."""
+    """For the thread with these frames, innermost first: "1041: cuts a, b, +30"; empty if none of them says."""
     for frame in frames:
         code = frame.f_code
         is_function = code.co_flags & inspect.CO_OPTIMIZED  # else a script
         names = code.co_varnames if is_function else code.co_names
         if any(name in names for name in _INDICES):
             variables = frame.f_locals
-            found = (variables.get(name) for name in _INDICES)  # the function runs: what is there now may soon be not
+            found = (variables.get(name) for name in _INDICES)  # the function is running: a variable may soon be gone
             index = next((index for index in found if index is not None), None)
             if index is None and code.co_filename.endswith(_LOOP[0]) and code.co_name == _LOOP[1]:
                 index = getattr(variables.get("self"), "batch_idx", None)

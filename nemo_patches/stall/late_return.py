@@ -1,4 +1,4 @@
-"""Says, on a rank that comes back to the encoder, that other ranks have waited for it, and gave up."""
+"""Logs, on a rank that returns to the encoder, that other ranks had waited for it, and gave up."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LateReturn:
         self._said: dict[str, int] = {}  # by encoder: the last round
 
     def heard(self, found: Found) -> None:
-        """A survey tells of ranks that have given up a round: was it for this one?"""
+        """A survey reports ranks that have given up a round: did they wait for this one?"""
         now, own = time.monotonic(), found.states.get(self._group.rank)
         for key, (number, gave_up_at) in _given_up(found, now).items():
             if own is None or number <= self._said.get(key, 0):
@@ -49,7 +49,7 @@ class LateReturn:
             report(logging.WARNING, f"other ranks waited for this one, and gave up ({call}){been}")
 
     def _is_missing(self, key: str, number: int, own: RankState) -> bool:
-        """Not where it has ended an evaluation, of which the user allows it fewer batches, or takes no part."""
+        """Not if it has ended an evaluation in which the user allows it fewer batches, or takes no part."""
         evaluation = (own.encoder, own.clock[0]) if self._notes.may_be_uneven and own.clock else None
         return Question(key, number, None, evaluation).kind_of(own) == ELSEWHERE
 
@@ -59,7 +59,7 @@ class LateReturn:
 
 
 def _round_of(sync: SyncHandle, number: int) -> Round | None:
-    """None where this rank has not come to it, or has long left it behind."""
+    """None if this rank has not come to it, or is far past it."""
     return next((round_ for round_ in list(sync.latest_rounds) if round_.number == number), None)
 
 

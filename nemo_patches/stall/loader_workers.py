@@ -1,4 +1,4 @@
-"""A data loader's workers, and what the kernel tells of each without any rights: its state, its open files."""
+"""A data loader's workers, and what the kernel reveals about each without extra rights: state, open files."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def loader_workers() -> tuple[int, ...]:
 
 
 def described(workers: tuple[int, ...]) -> tuple[str, ...]:
-    """A text for each of the first of whom there is something to say: "worker 3 (pid 81) has /data/a.tar open"."""
+    """A text for each of the first workers with something to report: "worker 3 (pid 81) has /data/a.tar open"."""
     texts = (_text(index, pid) for index, pid in enumerate(workers))
     return tuple(text for text in texts if text)[:_MOST_DESCRIBED]
 
@@ -54,7 +54,7 @@ class WorkerMotion:
 
 
 def _descendants() -> list[int]:
-    """Of this process; none where the kernel does not tell."""
+    """The children of this process; none if the kernel does not say."""
     found, rest = list[int](), [os.getpid()]
     while rest and len(found) < _MOST_DESCENDANTS:
         with contextlib.suppress(OSError, ValueError):

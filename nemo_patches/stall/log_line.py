@@ -1,4 +1,4 @@
-"""The stall monitor's log lines, which it waits for only briefly: a stderr that nobody reads blocks who writes."""
+"""The stall monitor's log lines, with a short timeout: a stderr that is not read blocks the writer."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class LogLines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocked: list[threading.Thread] = []  # that have not written their line yet
-        self._lost = 0  # lines since the last that was taken
+        self._blocked: list[threading.Thread] = []  # threads that have not written their line yet
+        self._lost = 0  # lines lost since the last one that was written
 
     def report(self, level: int, text: str) -> None:
-        """As rank_log.report, within a time limit. While a line is blocked nobody waits for another one."""
+        """Like rank_log.report, with a timeout. While a line is blocked, there is no wait for another one."""
         with self._lock:
             self._blocked = [thread for thread in self._blocked if thread.is_alive()]
             if len(self._blocked) >= _MOST_BLOCKED:

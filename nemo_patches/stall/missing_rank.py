@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..sync.protocol import APART, FLAG_IS_OFF
 from .rank_text import ELSEWHERE, EVALUATED, KINDS, LATE, LEFT, SILENT, UNANNOUNCED, named
 
-DETAILED = 4  # missing ranks of which a report says where they are; of the others it says which they are
+DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
 
 UNPATCHED = (
     "A rank that is not patched waits in the default process group, where the other ranks' next collective meets its "
@@ -25,10 +25,10 @@ class MissingRank:
 
     kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "evaluation ended": it had fewer batches than
     the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length sync. The rest is what
-    it last said of itself: empty, 0 and -1 where it said nothing, or where too many ranks are missing to describe each.
+    it last reported: empty, 0 and -1 if it reported nothing, or if too many ranks are missing to describe each.
     idle: seconds since its last encoder call began. where: what its training thread does, only if it answers.
-    workers: process ids of its data loader's workers. collective: what it waits in itself, for others; empty: in none
-    that is known. batch: which one it is at, or was at last: "1041: cuts a, b, +30".
+    workers: process ids of its data loader's workers. collective: the collective in which it waits itself; empty: in
+    no known one. batch: its current or last batch: "1041: cuts a, b, +30".
     """
 
     rank: int
@@ -69,14 +69,14 @@ class MissingRank:
 
 @dataclass(frozen=True)
 class Stall:
-    """Ranks that this one waits, or has stopped waiting, for: `status().stalls` has those that last."""
+    """Missing ranks that this rank waits for, or has stopped waiting for: `status().stalls` has those that last."""
 
     encoder: str
-    call: int  # 0 where the encoder's length sync has ended, because the missing ranks have gone
+    call: int  # 0 if the encoder's length sync has ended, because the missing ranks have died
     since: timedelta  # since this rank came to the round
     missing: tuple[MissingRank, ...]
     size: int  # ranks in all
-    unknown: str  # why `missing` is not known; empty where it is
+    unknown: str  # why `missing` is not known; empty if it is known
     text: str = ""  # the line, for a stall outside the encoder
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Stall:
 
 
 class StallReported(NamedTuple):
-    """An event: this rank has logged who is missing. call: 0 where the length sync has ended. unknown: as of Stall."""
+    """An event: this rank has logged the missing ranks. call: 0 if the length sync has ended. unknown: as in Stall."""
 
     encoder: str
     call: int

@@ -1,4 +1,4 @@
-"""Whether a thread visibly moves, as its stack tells from one look to the next.
+"""Whether a thread visibly moves, judged by its stack from one look to the next.
 
 What counts: a loop over an iterator, by `for` or `next`, whose variable has become another one, a whole number in a
 variable of the user's code, or in a step counter of a package, that it had at no look before, functions that were at
@@ -26,13 +26,13 @@ _COUNTERS = {"batch_idx", "batch_nb", "i", "it", "idx", "index", "step", "epoch"
 _COUNTER_ENDINGS = ("_idx", "_index", "_step", "_iter", "_pos", "_offset")
 _STORES = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"}
 _GLOBAL_LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
-_UNSET = object()  # of a variable that has no value now, and one moment later may have none again
-_MOST_SEEN = 1 << 14  # stacks and values; then what was seen is forgotten
+_UNSET = object()  # stands for a variable without a value at this moment
+_MOST_SEEN = 1 << 14  # stacks and values; after that they are forgotten
 _HARDLY_SLEPT = 0.5  # of the time between two looks, at most
 
 
 class _Names(NamedTuple):
-    """A function's variables that tell of motion.
+    """A function's variables that show motion.
 
     counters: all of the user's code, by name those of packages, none of Python's own.
     """
@@ -42,10 +42,10 @@ class _Names(NamedTuple):
 
 
 class StackMotion:
-    """Of one thread in one stall. One thread calls `moved`."""
+    """The motion of one thread in one stall. One thread calls `moved`."""
 
     def __init__(self, native_thread: int) -> None:
-        """native_thread: the kernel's number of it."""
+        """native_thread: the kernel's thread id."""
         self._stacks: set[tuple[CodeType, ...]] = set()  # but the latest
         self._values: set[int] = set()  # hashes of a function's whole numbers and of its callers'
         self._loops: dict[tuple[int, CodeType, str], int] = {}  # at the latest look, by the frame
@@ -74,7 +74,7 @@ class StackMotion:
                     loops[id(frame), code, name] = id(value)
             named = {name: variables.get(name) for name in (*names.loops, *names.counters)}
             numbers.append((code, tuple((name, value) for name, value in named.items() if type(value) is int)))
-        # A variable that is no whole number is told by its address, which another one has later.
+        # A variable that is not a whole number is compared by its address, which may be used again later.
         tells = any(self._loops.get(key, value) != value for key, value in loops.items())
         tells |= self._has_new_numbers(numbers)
         self._loops = loops
@@ -87,13 +87,13 @@ class StackMotion:
         return self._sleep.has_run
 
     def _computes(self, instructions: tuple[tuple[CodeType, int], ...]) -> bool:
-        """Whether it goes on in its code without waiting for anything: that it will not end would be a guess."""
+        """Whether it runs without waiting for anything: that it will never end would be a guess."""
         goes_on = instructions != self._instructions
         self._instructions = instructions
         return self._sleep.share() <= _HARDLY_SLEPT and goes_on
 
     def _has_new_numbers(self, numbers: list[tuple[CodeType, tuple[tuple[str, int], ...]]]) -> bool:
-        """Of some function together with those of its callers: an inner loop has the same ones in each outer step."""
+        """A function's values together with its callers': an inner loop repeats the same ones in each outer step."""
         context, is_new = 0, False
         for code, values in reversed(numbers):
             if values:
@@ -111,7 +111,7 @@ class StackMotion:
 
 
 class _Sleep:
-    """How a thread of this process spends its time, as Linux tells."""
+    """How a thread of this process spends its time, according to Linux."""
 
     def __init__(self, native_thread: int) -> None:
         self._file = Path(f"/proc/self/task/{native_thread}/schedstat")
@@ -139,7 +139,7 @@ def _variables(frame: FrameType) -> Any:
     variables = frame.f_locals
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED or type(variables) is dict:
         return variables
-    return {}  # of a class of the user's, whose methods are not called here
+    return {}  # an object of the user's class, whose methods are not called here
 
 
 @functools.lru_cache(maxsize=1 << 12)

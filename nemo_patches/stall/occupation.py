@@ -1,4 +1,4 @@
-"""What a thread is occupied with, told from its stack: a collective that it waits in, or what ends by itself.
+"""What a thread is doing, from its stack: a collective that it waits in, or something that ends by itself.
 
 A collective is told by the innermost frames only, so that user code which a collective's library calls back is itself.
 """
@@ -64,7 +64,7 @@ def _call(frame: Frame) -> Call:
 
 
 def _hook(frames: Sequence[Frame]) -> str:
-    """The innermost of Lightning's hooks that is being run."""
+    """The innermost Lightning hook that is running."""
     for frame, caller in pairwise(frames):
         if caller.code.co_name in _HOOK_CALLS and any(part in caller.file for part in _LIGHTNING):
             return frame.code.co_name

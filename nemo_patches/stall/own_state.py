@@ -1,4 +1,4 @@
-"""Makes what this rank says of itself, from what the training thread has noted and where it is now."""
+"""Makes this rank's own state, from what the training thread has noted and where it is now."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .rank_text import LENGTH_SYNC, ROUNDS_OF
 from .settings import StallSettings
 from .training_notes import FORWARD, TrainingNotes
 
-_CALLING_PART, _MOVING_PART = 1 / 2, 1 / 4  # of stall_timeout: so long after it a rank still goes on
+_CALLING_PART, _MOVING_PART = 1 / 2, 1 / 4  # of stall_timeout: for this long afterwards a rank counts as moving
 
 
 class OwnState:
-    """The stall monitor's thread has one made."""
+    """Used by the stall monitor's thread."""
 
     def __init__(
         self, group: Group, notes: TrainingNotes, progress: Progress, settings: Callable[[], StallSettings]
@@ -47,7 +47,7 @@ class OwnState:
         away = timedelta(seconds=idle if last.since else now - self._progress.stepped_at) >= away_after
         workers = loader_workers() if away else ()
         thread = stacks.training_thread(last.thread, last.native_thread)
-        # Who has ended an evaluation waits for the others from its end on, and is not missing meanwhile.
+        # A rank that has ended an evaluation waits for the others from then on, and is not missing meanwhile.
         occupation = stacks.occupation(thread) if away or not last.training else Occupation()
         syncs = [notes.sync for notes in self._notes.encoders(self._group)]
         waits_in = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")

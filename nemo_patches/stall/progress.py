@@ -44,12 +44,12 @@ class Progress:
         self._last = LastCall()  # the one that `_motion` comes after
         self._motion: StackMotion | None = None
         self._workers = WorkerMotion()
-        self._looked_at = 0.0  # at the stack; a thread that polls is not to be seen again and again as it wakes
-        self._ran_at = self.moved_at  # the training thread, for however short a moment
+        self._looked_at = 0.0  # at the stack; so that a polling thread is not seen at every wake-up
+        self._ran_at = self.moved_at  # when the training thread last ran, however briefly
         self._uncounted = ""  # why the operations cannot be counted
 
     def still_s(self, now: float) -> float:
-        """Seconds since this rank has last been seen to move."""
+        """Seconds since this rank was last seen to move."""
         return max(now - self.moved_at, 0.0)
 
     def look(self, now: float, limit_s: float) -> None:
@@ -80,11 +80,11 @@ class Progress:
             self.sleeps, self._ran_at = False, now
 
     def begin_anew(self, now: float) -> None:
-        """Nobody has looked for long: what this rank did meanwhile is not known."""
+        """There was no look for long: it is not known what this rank did meanwhile."""
         self.moved_at, self._motion, self._workers = now, None, WorkerMotion()
 
     def _count(self, is_wanted: bool) -> int:
-        """Of all process groups: ranks that go on in one of their own move, too. 0.2 us each."""
+        """The sum over all process groups: a rank that works in its own group moves, too. 0.2 us each."""
         world: Any = torch.distributed.group.WORLD
         if self._uncounted or world is None:
             return NOT_COUNTED

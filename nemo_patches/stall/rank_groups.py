@@ -1,4 +1,4 @@
-"""Ranks that are in the same state at the same place, as a log line tells of them. Needs no torch."""
+"""Ranks in the same state at the same place, and their text in a log line. Needs no torch."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rank_text import (
 )
 
 WAITING = "waiting"  # in a collective
-UNHEARD = "not heard"  # nobody knows where it is, and nobody is blamed for that
+UNHEARD = "not heard"  # it is not known where it is, and it is not blamed for that
 _DOES = {
     CHECKPOINT: " writes a checkpoint",
     DEBUGGER: " is in a debugger",
@@ -43,7 +43,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that are in the same state at the same place.
+    """Ranks in the same state at the same place.
 
     runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, MOVING, UNHEARD, or a
     missing rank's. still: the shortest time in seconds since any of them was seen to move, -1 if not known.
@@ -79,7 +79,7 @@ class RankGroup:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it is known not to be in a collective, and not to go on either."""
+        """Whether it is known to be in no collective, and not to move."""
         return self.kind not in (WAITING, CALLING, MOVING, UNHEARD)
 
     @property
@@ -88,20 +88,20 @@ class RankGroup:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What makes ranks one group."""
+        """The key by which ranks are grouped."""
         if self.kind in (CALLING, MOVING):
             return (self.kind,)
         return self.kind, self.collective, self.activity, self.caller if self.collective else self.where
 
     def missing(self) -> list[MissingRank]:
-        """As what a stall report names."""
+        """As the missing ranks of a stall report."""
         first, *others = self.ranks
         place = (self.host, self.pid, self.calls, self.idle, self.where)
         named_rank = MissingRank(first, self.kind, *place, batch=self.batch)
         return [named_rank, *(MissingRank(rank, self.kind, where=self.where) for rank in others)]
 
     def text(self, with_calls: bool = False) -> str:
-        """For a log line. with_calls: after how many encoder calls ranks wait."""
+        """The text for a log line. with_calls: add the number of encoder calls of ranks that wait."""
         if self.size == 1 and self.kind in (SILENT, LEFT, UNANNOUNCED):
             return str(self.missing()[0])
         ranks = named(self.ranks)
@@ -141,7 +141,7 @@ _MEANINGS = {
 
 
 def grouped(found: Found) -> tuple[RankGroup, ...]:
-    """Of all ranks: the suspects first, and of these the smallest group."""
+    """The groups of all ranks: the suspects first, the smallest group of these before the others."""
     single = [_of_state(rank, state) for rank, state in found.states.items()]
     for rank, silent in found.silent.items():
         single.append(_of_silent(rank, silent.how, found))

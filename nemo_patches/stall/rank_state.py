@@ -1,4 +1,4 @@
-"""What a rank says of itself when it is asked, and how the answers of many ranks are merged; JSON of bounded size.
+"""A rank's state, as its answer to a survey, and how the answers of many ranks are merged; JSON of bounded size.
 
 What another rank has sent is data: its types are checked, its size is bounded, it is printed without control
 characters, and nothing of it is evaluated. Needs no torch.
@@ -21,12 +21,12 @@ MOVING = "moving"  # it goes on with something else
 LONGEST_STATE = 8192  # bytes
 _MOST_ENCODERS = 64
 _MOST_WORKERS = 32
-_MOST_PLACES, _MOST_KINDS = 40, 64  # of many ranks: at different places; and of those beyond, at different rounds
+_MOST_PLACES, _MOST_KINDS = 40, 64  # in an answer: groups by place; beyond that, groups by rounds
 
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's. Times are ages in seconds, when it was asked; -1: never, or not known."""
+    """The state of one rank. Times are ages in seconds, when it was asked; -1: never, or not known."""
 
     rank: int
     host: str
@@ -39,49 +39,49 @@ class RankState:
     clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
     idle: float  # since the last encoder call began
     rounds: dict[str, int]  # by encoder: the rounds that this rank has come to, the open ones and the latest last
-    whole: bool = True  # false where `rounds` has no room for all encoders
+    whole: bool = True  # false if `rounds` has no room for all encoders
     given_up: dict[str, float] = field(default_factory=dict)  # by encoder: since it waits no more for its open round
     apart: dict[str, str] = field(default_factory=dict)  # by encoder: why its latest call took no part in a round
     training: bool = True  # whether the last call was one of training, and not of an evaluation
     goes_on: str = ""  # CALLING, MOVING or empty
-    goes_on_for: float = 0.0  # so long from now, unless it is seen to move again
+    goes_on_for: float = 0.0  # for this long from now, unless it is seen to move again
     still: float = -1.0  # since it has last been seen to move
     sleeps: bool = False  # its training thread has not run at all for long
-    # What its training thread does, where the last call is long ago:
+    # What its training thread does, if the last call is long ago:
     where: str = ""
     collective: str = ""  # what it waits in; empty: in none that is known
     caller: str = ""  # from where
     hook: str = ""  # of Lightning's, or "saving a checkpoint"
     activity: str = ""  # "a checkpoint", "a debugger"
     workers: tuple[int, ...] = ()  # process ids of data loader workers
-    worker_states: tuple[str, ...] = ()  # what there is to say of some of them
-    batch: str = ""  # which one it is at, or was at last
+    worker_states: tuple[str, ...] = ()  # texts about some of them
+    batch: str = ""  # its current or last one
 
     def has_come(self, encoder_key: str, round_number: int) -> bool | None:
-        """Whether its rank has come to this round of this encoder; None where it does not say."""
+        """Whether its rank has come to this round of this encoder; None if it does not say."""
         if encoder_key not in self.rounds and not self.whole:
             return None
         return self.rounds.get(encoder_key, 0) >= round_number > 0
 
     def _kind(self) -> list[Any]:
-        """What makes ranks one group, but for where they are."""
+        """The key by which ranks are grouped, without their place."""
         what = (self.versions, self.settings, self.encoder, self.clock, self.training, self.rounds, self.whole)
         does = (self.goes_on, self.collective, self.activity, self.sleeps, self.calls > 0)
         return [*what, sorted(self.given_up), self.apart, *does]
 
     def _place(self) -> list[str]:
-        """Who goes on is elsewhere at every look."""
+        """The place; not for ranks that move, which are elsewhere at every look."""
         return [] if self.goes_on else [self.caller, self.hook, "" if self.collective else self.where]
 
 
 class StateGroup(NamedTuple):
-    """Ranks, in rising order, that are at one place and have come to the same rounds; and the first one's words."""
+    """Ranks, in rising order, at one place, that have come to the same rounds; and the state of the first one."""
 
     ranks: tuple[int, ...]
     state: RankState
 
     def of(self, rank: int) -> RankState:
-        """As one of them would say it, as far as the first one's words hold for all."""
+        """The state of one of them, as far as the first one's applies to all."""
         if rank == self.state.rank:
             return self.state
         return replace(self.state, rank=rank, host="", pid=0, workers=(), worker_states=(), batch="")
@@ -96,13 +96,13 @@ def answer_of(state: RankState) -> list[dict[str, Any]]:
 
 
 def merged(answers: Iterable[Any]) -> list[dict[str, Any]]:
-    """One answer of several; in no matter what order. What is no answer is left out. A rank may be in two of them."""
+    """Merge answers, in any order. Malformed ones are left out. A rank may be in two of them."""
     found: dict[str, _Entry] = {}
     for entry in _entries(answers):
         entry.join(found, entry.id)
     if len(found) <= _MOST_PLACES:
         return [entry.told() for entry in found.values()]
-    # Whoever is alone somewhere is told first.
+    # Ranks that are alone at a place come first.
     by_size = sorted(found.values(), key=lambda one: (len(one.ranks), min(one.ranks)))
     kept, kinds = by_size[: _MOST_PLACES - 1], dict[str, _Entry]()
     for entry in by_size[_MOST_PLACES - 1 :]:
@@ -112,7 +112,7 @@ def merged(answers: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def groups_of(answer: Any, size: int) -> tuple[StateGroup, ...]:
-    """The groups in an answer, of `size` ranks in all; what is malformed is left out."""
+    """The groups in an answer, of `size` ranks in all; malformed ones are left out."""
     found = []
     for entry in _entries([answer]):
         state = _checked(RankState, entry.state)
@@ -127,7 +127,7 @@ def encoded(answer: list[dict[str, Any]]) -> str:
 
 
 def decoded(data: bytes) -> Any:
-    """None where it is no JSON, or too much of it."""
+    """None if it is not JSON, or too long."""
     try:
         return json.loads(data) if len(data) <= 2 * LONGEST_STATE else None
     except (ValueError, RecursionError):
@@ -136,7 +136,7 @@ def decoded(data: bytes) -> Any:
 
 @dataclass
 class _Entry:
-    """One group on its way. state: the first rank's, not looked into."""
+    """A group in an answer. state: the first rank's, not parsed."""
 
     id: str
     kind: str
@@ -182,7 +182,7 @@ def _entries(answers: Iterable[Any]) -> list[_Entry]:
 
 
 def _bounded(state: RankState) -> RankState:
-    """At most LONGEST_STATE bytes: what a reader can do without goes first."""
+    """Shorten to LONGEST_STATE bytes: the least important parts are dropped first."""
     rounds = dict(list(state.rounds.items())[-_MOST_ENCODERS:])
     apart = dict(list(state.apart.items())[-_MOST_ENCODERS:])
     given_up = {key: seconds for key, seconds in state.given_up.items() if key in rounds}
@@ -202,7 +202,7 @@ def _digest(content: list[Any]) -> str:
 
 
 def _checked(kind: type[RankState], content: Any) -> RankState | None:
-    """With every field of the type that it should have; None where one is not.
+    """Parse a state in which every field has the right type; None if one has not.
 
     What a rank with an older nemo_patches does not say is as by default; what a newer one says is passed over.
     """

@@ -1,4 +1,4 @@
-"""Asks where every rank is: by surveys over the side channel, and by notes in the job's store where these do not reach.
+"""Asks where every rank is: by surveys over the side channel, or by notes in the job's store for unreachable ranks.
 
 Every rank answers the others' surveys. While not all have joined the channel there is nobody to ask; and a network may
 block its ports. Then a rank that wants to know leaves a note in the store, of what it would answer, and reads the
@@ -34,7 +34,7 @@ _MOST_NOTES, _MOST_SURVEYS = 64, 32
 
 @dataclass(eq=False)
 class Look:
-    """One time of wanting to know. The stall monitor's thread writes it; the store's threads write `in_store`."""
+    """One request for all ranks' places. The stall monitor's thread writes it; the store's threads write `in_store`."""
 
     began: float
     ends_at: float
@@ -49,15 +49,15 @@ class Look:
 
 @dataclass(frozen=True)
 class _InStore:
-    """What the store tells."""
+    """The notes in the store."""
 
     present: frozenset[int]
     notes: tuple[Any, ...]
-    are_all: bool  # whether each rank that is present has a note, as far as they are read
+    are_all: bool  # whether each present rank has a note, as far as they were read
 
 
 class RankSurvey:
-    """Fields are the stall monitor's thread's; the channel's thread calls `asked`, `merge` and `told`."""
+    """The stall monitor's thread writes the fields; the channel's thread calls `asked`, `merge` and `told`."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class RankSurvey:
         wake: Callable[[], None],
         heard: Callable[[Found], None],
     ) -> None:
-        """heard: is given what every survey has found, also those that others have asked for."""
+        """heard: gets the result of every survey, including those that other ranks asked for."""
         self._group, self._channel, self._progress, self._client = group, channel, progress, client
         self._make_state, self._wake, self._heard = make_state, wake, heard
         self._replies = queue.SimpleQueue[tuple[str, Callable[[Any], None]]]()
         self._verdicts = queue.SimpleQueue[Verdict]()
         self._asked_at: dict[str, float] = {}  # surveys, and when this rank was asked in each
-        self._looks: list[Look] = []  # that are not done
-        self._noted_at = 0.0  # this rank has a note in the store since
+        self._looks: list[Look] = []  # unfinished ones
+        self._noted_at = 0.0  # since when this rank has a note in the store
         self._patience_s = _LOOK_S + group.size * _LOOK_PER_RANK_S
 
     # The channel's thread.
@@ -95,7 +95,7 @@ class RankSurvey:
     # The stall monitor's.
 
     def look(self) -> Look:
-        """Begin to ask."""
+        """Begin a look."""
         now = time.monotonic()
         own = self._make_state()
         look = Look(now, now + self._patience_s, Found(self._group.size, groups_of(answer_of(own), self._group.size)))
@@ -106,13 +106,13 @@ class RankSurvey:
         return look
 
     def tick(self, now: float) -> None:
-        """Answer, and take what has come."""
+        """Answer surveys, and take the results that have come."""
         self._answer(now)
         while not self._verdicts.empty():
             verdict = self._verdicts.get()
             asked_at = self._asked_at.get(verdict.id, 0.0)
             for look in self._looks:
-                if asked_at >= look.began:  # else it may have answered before this look's question
+                if asked_at >= look.began:  # otherwise the answer may be older than this look
                     look.verdicts.append(verdict)
                 else:
                     look.asked_at = 0.0
@@ -126,15 +126,15 @@ class RankSurvey:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether a look is under way."""
         return bool(self._looks)
 
     def cancel(self) -> None:
-        """Nobody wants to know any more."""
+        """End this look."""
         self._looks = []
 
     def _answer(self, now: float) -> None:
-        """All that have asked until now with one answer, which is newer than their questions."""
+        """Answer all surveys that have asked until now, with one answer that is newer than their questions."""
         replies = []
         while not self._replies.empty():
             replies.append(self._replies.get())
@@ -210,7 +210,7 @@ class RankSurvey:
         look.request, look.read_at = self._client.ask(leave), time.monotonic()
 
     def _read_notes(self, look: Look, found: Found, now: float) -> None:
-        """Again and again, until all have left theirs: about the same time is seconds where ranks are slow."""
+        """Read again and again, until all ranks have written theirs: slow ranks may need seconds."""
         asks = look.request is not None and not look.request.is_done
         if look.in_store is not None and look.in_store.are_all and not asks:
             look.is_done = True
@@ -219,7 +219,7 @@ class RankSurvey:
             look.request, look.read_at = self._client.ask(lambda store: self._read(store, look, wanted)), now
 
     def _read(self, store: dist.Store, look: Look, wanted: set[int]) -> None:
-        """In a thread of the store's."""
+        """Runs in a thread for the store."""
         size = self._group.size
         present = ranks_with_bit(store, keys.PRESENT, size)
         noted = sorted(ranks_with_bit(store, keys.NOTED, size) & wanted)[:_MOST_NOTES]

@@ -8,14 +8,14 @@ from itertools import groupby
 
 from ..sync.protocol import APART
 
-ELSEWHERE = "elsewhere"  # it is alive, and not in the call that the others are in
+ELSEWHERE = "elsewhere"  # it is alive, and not in the others' call
 SILENT = "no heartbeat"  # it does not answer
-GONE = "its process has gone"  # why it does not, where that is known
+GONE = "its process has gone"  # why it does not answer, if that is known
 LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # no sign of nemo_patches
 LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
-EVALUATED = "evaluation ended"  # it has had fewer batches of it than the others; nobody is to wait for it
-# What a thread does that ends by itself, or may:
+EVALUATED = "evaluation ended"  # it had fewer batches than the others, which need not wait for it
+# Activities that end by themselves, or may:
 CHECKPOINT, DEBUGGER, COMPILATION, EXPORT = "a checkpoint", "a debugger", "a compilation", "an export"
 PERHAPS = "perhaps "  # how a guess begins
 LENGTH_SYNC = "length sync"  # what a rank may wait in, as any collective
@@ -24,7 +24,7 @@ KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE, EVALUATED, *APART)
 
 
 def is_guess(collective: str) -> bool:
-    """Whether that a thread waits there is a guess, by a method's name."""
+    """Whether this is only a guess, from a method's name."""
     return collective.startswith(PERHAPS)
 
 
@@ -38,6 +38,6 @@ def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks in rising order, at least one, as a person reads them: "rank 1", "ranks 2, 5-7"."""
+    """Format ranks in rising order, at least one: "rank 1", "ranks 2, 5-7"."""
     text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(ranks))
     return f"rank {text}" if text.isdigit() else f"ranks {text}"

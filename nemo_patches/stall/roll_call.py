@@ -1,4 +1,4 @@
-"""The roll call: whether every rank is here, patched, and of the same versions and settings.
+"""The roll call: whether every rank is here and patched, with the same versions and settings.
 
 A rank of stock NeMo never joins the others. It waits in the default process group, where the patched ranks' next
 collective meets its reduce; nobody can help it from outside, so it must be seen. Once all have joined, one rank
@@ -40,7 +40,7 @@ class AllAnnounced(NamedTuple):
 
 
 class RollCall:
-    """One process group's roll call as this rank sees it.
+    """One process group's roll call, as seen by this rank.
 
     The stall monitor's thread calls `look`, and alone writes the fields but `_absent`, which a request's thread writes.
     """
@@ -56,7 +56,7 @@ class RollCall:
         stalls: Callable[[], tuple[Stall, ...]],
     ) -> None:
         """has_late_round: whether one is about to be reported. stalls: the reported ones, which may name the same."""
-        self.missing: tuple[int, ...] = ()  # as it was at the last look; any thread may read it
+        self.missing: tuple[int, ...] = ()  # at the last look; any thread may read it
         self.is_done = False
         self._group, self._channel, self._client, self._notes = group, channel, client, notes
         self._begin_look, self._has_late_round, self._stalls = begin_look, has_late_round, stalls
@@ -65,7 +65,7 @@ class RollCall:
         self._began = 0.0  # this rank's first encoder call
         self._next_look = 0.0
         self._said_at = 0.0
-        self._is_seen = False  # whether `missing` is of after the sync's timeout
+        self._is_seen = False  # whether `missing` is from after the sync's timeout
         self._is_warned = self._has_joined = self._is_told = False
         self._comparison: Look | None = None
         self._comparisons = 0
@@ -104,7 +104,7 @@ class RollCall:
             self._warn(now)
 
     def _warn(self, now: float) -> None:
-        """Once, unless a report says the same; a report may also have to say that it does not know."""
+        """Log it once, unless a report names the same ranks; a report may also say that it does not know."""
         stalls = self._stalls()
         if self._has_late_round() and not stalls and not self._said_at:
             return
@@ -156,7 +156,7 @@ class RollCall:
                     report(logging.WARNING, text)
 
     def _say_who_has_no_reports(self) -> None:
-        """By the first of those that have them."""
+        """Logged by the first of the ranks that have them."""
         without = [rank for rank, one in enumerate(self._channel.residents) if one.format != FORMAT]
         others = set(range(self._group.size)) - set(without)
         if without and self._group.rank == min(others, default=-1):
@@ -164,7 +164,7 @@ class RollCall:
             report(logging.WARNING, f"{of_all}: there are no stall reports there; stderr there says why")
 
     def _compared(self, found: Found) -> tuple[str, ...]:
-        """Where ranks differ in what should be the same on all."""
+        """Differences in what should be the same on all ranks."""
         own, texts = found.states[self._group.rank], list[str]()
         for name in ("versions", "settings"):
             others: dict[str, list[int]] = {}

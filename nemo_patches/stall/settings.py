@@ -28,19 +28,23 @@ class StallSettings(SettingsTable):
     """What is reported, and what is done about it."""
 
     call_timeout: timedelta = seconds_setting(
-        "call_timeout", 60, "Seconds: of a longer call, all stacks are logged; 0: off.", True, is_shown=always
+        "call_timeout",
+        60,
+        "Log all stacks when a call takes longer than this (seconds); 0: off.",
+        True,
+        is_shown=always,
     ).as_field()
     stall_timeout: timedelta = seconds_setting(
         "stall_timeout",
         60,
-        "Seconds without a step, after which every rank says where all are; 0: never.",
+        "Seconds without a step before every rank logs where all ranks are; 0: never.",
         True,
         is_shown=always,
     ).as_field()
     stall_exit: timedelta = seconds_setting(
         "stall_exit",
         0,
-        "Seconds of a stall, after which the process ends with exit code 83; 0: never.",
+        "Seconds of a stall before the process ends with exit code 83; 0: never.",
         True,
         needs=_needs_stalls,
     ).as_field()
@@ -49,7 +53,7 @@ class StallSettings(SettingsTable):
         "",
         _command_line,
         "a command line whose quotes match, or '' (none)",
-        "A command, run once per stall by one rank, with the report as JSON on its standard input.",
+        "A command that one rank runs once per stall, with the report as JSON on standard input.",
         lambda command: command or "none",
         is_quoted=True,
         needs=_needs_stalls,

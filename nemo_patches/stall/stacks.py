@@ -28,12 +28,12 @@ _ENCODER_METHODS = os.path.join(_PACKAGE, "sync", "encoder_methods.py")
 
 
 def where(thread: int) -> str:
-    """The place of the thread with this identifier; empty where there is no such thread. At most LONGEST characters.
+    """The place of the thread with this identifier; empty if there is no such thread. At most LONGEST characters.
 
     "load (data/reader.py:31) < main (train.py:80), in: select (python/selectors.py:415) < get (torch/...)" is: `load`
     was called by `main` and has called into libraries, which are in `select`. "+3" is how many frames were folded.
     """
-    places: list[tuple[str, str]] = []  # the library, empty for the user's own code, and the text
+    places: list[tuple[str, str]] = []  # the library (empty: the user's own code), and the text
     for frame in frames(thread):
         library, path = _library(frame.f_code.co_filename)
         places.append((library, f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"))
@@ -49,7 +49,7 @@ def where(thread: int) -> str:
 
 
 def occupation(thread: int) -> Occupation:
-    """What this thread is occupied with; nothing known where there is no such thread."""
+    """What this thread is doing; unknown if there is no such thread."""
     stack = list(frames(thread))
     found = occupation_of([Frame(frame.f_code, frame.f_lasti) for frame in stack])
     return found._replace(caller=_caller(stack))
@@ -66,7 +66,7 @@ def _caller(stack: list[FrameType]) -> str:
 
 
 def training_thread(caller: int, native_id: int) -> int:
-    """The thread that has called an encoder; where that has ended or runs no Python, the main thread.
+    """The thread that has called an encoder; if that has ended or runs no Python, the main thread.
 
     A GPU's backward has a thread of its own, which calls an encoder within torch.utils.checkpoint once more. native_id:
     the identifier of a thread that has ended is soon another's.
@@ -76,7 +76,7 @@ def training_thread(caller: int, native_id: int) -> int:
 
 
 def runs(thread: int, place: tuple[str, str]) -> bool:
-    """Whether the function `place` (its file, its name) is being run by this thread."""
+    """Whether this thread is running the function `place` (its file, its name)."""
     return any((frame.f_code.co_filename, frame.f_code.co_name) == place for frame in frames(thread))
 
 
@@ -94,14 +94,14 @@ def encoder_function() -> tuple[str, str]:
 
 
 def all_threads() -> list[str]:
-    """A line for each thread of this process but the calling one."""
+    """A line for each thread of this process except the calling one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = [thread for thread in sys._current_frames() if thread != threading.get_ident()]
     return [f"thread {names.get(thread, thread)}: {where(thread)}" for thread in others]
 
 
 def frames(thread: int) -> Iterator[FrameType]:
-    """Of the thread with this identifier, innermost first; none where there is no such thread."""
+    """The frames of the thread with this identifier, innermost first; none if there is no such thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
@@ -110,13 +110,13 @@ def frames(thread: int) -> Iterator[FrameType]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def is_pythons_own(file: str) -> bool:
-    """Whether it is of Python's standard library, and no code of the user's or of a package."""
+    """Whether the file is part of Python's standard library, not of the user's code or a package."""
     return file.startswith("<frozen ") or (file.startswith(_STDLIB) and _library(file)[0] == "python")
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def is_users_own(file: str) -> bool:
-    """Whether it is the user's own code, and none of a package's."""
+    """Whether the file is the user's own code, not a package's."""
     return not _library(file)[0]
 
 

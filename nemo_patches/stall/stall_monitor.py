@@ -1,4 +1,4 @@
-"""The watch of one process group: sees that this rank waits, or is waited for, and says who is missing and where.
+"""The watch of one process group: notices that this rank waits, or is waited for, and reports the missing ranks.
 
 The thread itself never calls the job's store, because an answer may take minutes where a network is cut, and so may
 what has no answer: requests run in short-lived threads (channel/store_client.py), and what is not answered in time is
@@ -74,7 +74,7 @@ class StallMonitor:
         self._wakes = -1  # a file that wakes the thread
         try:
             self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            channel.take_surveys(self.survey)  # here: the training thread may be about to issue its first round
+            channel.take_surveys(self.survey)  # here, because the training thread may be about to issue its first round
         except OSError as error:
             report(logging.WARNING, f"this rank's stall reports know little of the others: {first_line(error)}")
         self._exiting = False  # written at exit, and in a forked child
@@ -82,7 +82,7 @@ class StallMonitor:
         _monitors.add(self)
 
     def stalls(self) -> tuple[Stall, ...]:
-        """The rounds that were reported and have not come; where one has failed, who has gone; a job that stalls."""
+        """The reported rounds that have not completed; the ranks that have died, if one failed; a stall of the job."""
         reports = [
             self._end_report.stall(),
             self.job_stall.stall(),
@@ -100,7 +100,7 @@ class StallMonitor:
         self.client.join([self._thread] if self._thread is not None else [], limit)
 
     def forget(self) -> None:
-        """In a forked child, whose files are copies of its parent's."""
+        """In a forked child: close its copies of the parent's files."""
         self._exiting = True
         if self._socket is not None:
             self._socket.forget()
@@ -109,7 +109,7 @@ class StallMonitor:
             self._wakes = -1
 
     def _wake(self) -> None:
-        """Any thread: have the monitor's look at once."""
+        """Any thread: make the monitor look at once."""
         with contextlib.suppress(OSError):  # closed just now
             if self._wakes >= 0:
                 os.eventfd_write(self._wakes, 1)
@@ -156,7 +156,7 @@ class StallMonitor:
             os.close(wakes)
 
     def _wait(self, pause_s: float) -> None:
-        """Until somebody asks, or an answer has come, and no longer than this."""
+        """Sleep until a question or an answer comes, at most this long."""
         poll = select.poll()
         if self._wakes >= 0:
             poll.register(self._wakes, select.POLLIN)
@@ -219,7 +219,7 @@ _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    # Where another rank was faster, this one's collective has failed for that.
+    # If another rank ended first, this one's collective has failed because of that.
     leaving = [monitor for monitor in list(_monitors) if monitor.job_stall.leaves]
     for monitor in list(_monitors):
         monitor.stop()

@@ -1,4 +1,4 @@
-"""Stall reports for this process: a thread that watches the process group, whenever there is one.
+"""Stall reports for this process: a thread that watches the process group while there is one.
 
 It begins with the process group, not with an encoder; nothing of torch is patched for that. In a daemonic process, as a
 data loader's worker is, and in one that a rank has forked it begins with the first encoder call: few of them are ranks.
@@ -25,7 +25,7 @@ from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
-SETTINGS = StallSettings.settings()  # for the package that the diffs carry
+SETTINGS = StallSettings.settings()  # for the package in the diffs
 _LOOK_S = 0.25  # between two looks for a process group
 
 
@@ -40,7 +40,7 @@ class StallSubscriber:
         self._notes = TrainingNotes()
 
     def subscribe(self) -> None:
-        """Report stalls from now on; a second time: nothing more."""
+        """Report stalls from now on; a second call does nothing."""
         self._notes.is_reverted = False
         bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
         self._start()
@@ -53,7 +53,7 @@ class StallSubscriber:
         self._settings, self._notes.other_settings, self._notes.may_be_uneven = settings, others, may_be_uneven
 
     def encoders_were_reverted(self) -> None:
-        """Their calls are not seen any more, which is no stall."""
+        """The encoders' calls are no longer seen, which is not a stall."""
         self._notes.is_reverted = True
         self._notes.forget_calls()
 
@@ -68,15 +68,15 @@ class StallSubscriber:
         return self._settings
 
     def other_settings(self) -> str:
-        """What `use` was given of others."""
+        """The `others` given to `use`."""
         return self._notes.other_settings
 
     def monitor(self) -> StallMonitor | None:
-        """The monitor of the present (or last) process group; None before there was one."""
+        """The monitor of the current (or last) process group; None before the first one."""
         return self._monitor
 
     def stalls(self) -> tuple[Stall, ...]:
-        """The encoders' rounds that this rank waits for, or has given up, with the ranks that are missing from each."""
+        """The encoders' rounds that this rank waits for, or has given up, with the missing ranks of each."""
         return () if self._monitor is None else self._monitor.stalls()
 
     def unannounced(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class StallSubscriber:
         """In the thread."""
         watched: StallMonitor | None = None
         while threading.main_thread().is_alive():
-            with contextlib.suppress(Exception):  # the process group is made, or destroyed, at this moment
+            with contextlib.suppress(Exception):  # the process group is being made or destroyed at this moment
                 # Publishes a new one. Whose encoders are as stock again has none to come watched.
                 group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
                 if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
@@ -123,7 +123,7 @@ class StallSubscriber:
                 time.sleep(_LOOK_S)
 
     def _is_not_needed(self) -> bool:
-        """Whether this is hardly a rank: then the thread ends, and an encoder's call begins another."""
+        """Whether this is probably not a rank: then the thread ends, and an encoder's call starts another."""
         with self._lock:
             if self._monitor is None and multiprocessing.current_process().daemon:
                 self._thread = None

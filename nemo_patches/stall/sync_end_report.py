@@ -1,4 +1,4 @@
-"""Reports, once for a process group, who has gone where a round has failed."""
+"""Reports, once for a process group, which ranks have died when a round has failed."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SyncEndReport:
         begin_look: Callable[[], Look],
         promises: queue.SimpleQueue[Future[Report]],
     ) -> None:
-        """promises: of the exceptions that wait for the answer (on_timeout="raise")."""
+        """promises: for the exceptions that wait for the answer (on_timeout="raise")."""
         self._channel, self._size, self._begin_look, self._promises = channel, size, begin_look, promises
         self._title = ""  # of the encoder whose sync ended first
         self._look: Look | None = None
@@ -46,7 +46,7 @@ class SyncEndReport:
         return Stall(self._title, 0, since, answer.missing, self._size, "")
 
     def ended(self, sync: SyncHandle) -> None:
-        """A sync has no more rounds: ask who has gone, unless that was asked already."""
+        """A sync has no more rounds: ask which ranks have died, unless this was asked already."""
         if self._look is None:
             self._title = sync.title
             self._look = self._begin_look()
@@ -64,7 +64,7 @@ class SyncEndReport:
 
     def _answer_of(self, found: Found) -> Answer:
         silent = dict(found.silent)
-        if (ended_by := self._channel.ended_by) is not None:  # as the rank itself has said, or its neighbour
+        if (ended_by := self._channel.ended_by) is not None:  # as announced by the rank itself, or by its neighbour
             rank, how = ended_by
             silent[rank] = Silent(rank, how, 0.0, [])
         seen = Found(found.size, found.groups, silent, residents=tuple(self._channel.residents))

@@ -20,7 +20,7 @@ FORWARD = "forward, after the length sync"
 
 
 class LastCall(NamedTuple):
-    """The encoder call of this process that began last, under a process group."""
+    """The latest encoder call of this process under a process group."""
 
     sync: SyncHandle | None = None  # of the encoder
     call: int = 0  # of that encoder
@@ -38,7 +38,7 @@ class LastCall(NamedTuple):
 
 
 class EncoderNotes:
-    """Of one encoder's sync. Only the training thread writes them."""
+    """The notes of one encoder's sync. Only the training thread writes them."""
 
     def __init__(self, sync: SyncHandle) -> None:
         self.sync = sync
@@ -48,19 +48,19 @@ class EncoderNotes:
 
 
 class TrainingNotes:
-    """Of this process. Only the training thread writes them; what it writes is replaced as a whole."""
+    """The notes of this process. Only the training thread writes them; values are replaced as a whole."""
 
     def __init__(self) -> None:
         self.last = LastCall()
-        self.other_settings = ""  # of who is above: what ranks are to have alike, too
+        self.other_settings = ""  # settings of upper layers that must match on all ranks
         self.may_be_uneven = False  # whether the user allows ranks to have fewer batches of an evaluation than others
-        self.is_reverted = False  # NeMo is as stock again: what is not seen is no stall
+        self.is_reverted = False  # NeMo is stock again: calls that are not seen are not a stall
         self._growing = False
         self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
         self._encoders: dict[SyncHandle, EncoderNotes] = {}
 
     def encoders(self, group: Group) -> list[EncoderNotes]:
-        """Those of one process group, also of encoders that have gone just now."""
+        """The notes of one process group, including those of encoders that were just deleted."""
         return [notes for notes in list(self._encoders.values()) if notes.sync.group is group]
 
     def allows_uneven(self) -> bool:
@@ -117,7 +117,7 @@ class TrainingNotes:
     def _of(self, sync: SyncHandle) -> EncoderNotes:
         notes = self._encoders.get(sync)
         if notes is None:
-            # A new encoder is the time to forget those that have gone.
+            # When an encoder is new, forget those that were deleted.
             kept = {sync: notes for sync, notes in self._encoders.items() if not sync.rounds.closed}
             notes = kept[sync] = EncoderNotes(sync)
             self._encoders = kept

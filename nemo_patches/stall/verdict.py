@@ -1,4 +1,4 @@
-"""Which ranks the others wait for, as far as the places of all tell: the verdict on a job that stands still.
+"""Which ranks the others wait for, as far as all places show: the verdict on a job that makes no progress.
 
 A rank that waits in a collective is never blamed for it, nor one that goes on, nor one of which nothing is known. Where
 the evidence does not decide, the verdict says so. Needs no torch.
@@ -34,7 +34,7 @@ class Verdict:
 
     @property
     def missing(self) -> tuple[MissingRank, ...]:
-        """The suspects, where somebody waits for them, and no other rank moves that they may have waited for."""
+        """The suspects, if a rank waits for them, and no other rank that they may wait for moves."""
         kinds = {group.kind for group in self.groups}
         if self.lead or (self.level < logging.WARNING and (WAITING not in kinds or MOVING in kinds)):
             return ()
@@ -47,13 +47,13 @@ class Verdict:
 
     @property
     def waiting_for_sure(self) -> set[int]:
-        """The ranks in a collective, where that is no guess."""
+        """The ranks in a collective, unless that is a guess."""
         waiting = (group for group in self.groups if group.kind == WAITING and not is_guess(group.collective))
         return {rank for group in waiting for rank in group.ranks}
 
     @property
     def is_busy(self) -> bool:
-        """Whether a suspect is at what ends by itself."""
+        """Whether a suspect is in something that ends by itself."""
         return any(group.is_suspect and group.activity for group in self.groups)
 
     @property
@@ -66,13 +66,13 @@ class Verdict:
 
     @property
     def is_sure_at_the_start(self) -> bool:
-        """Whether it holds before the job's first steps too, in which a rank may take any time over anything."""
+        """Whether it is certain even before the job's first steps, when anything may take any time."""
         suspects = [group for group in self.groups if group.is_suspect]
         stand = all(group.sleeps or group.kind != ELSEWHERE for group in suspects)
         return self.is_certain and stand and not self.lead and not any(group.kind == UNHEARD for group in self.groups)
 
     def outline(self) -> list[tuple[object, ...]]:
-        """What it says, but for where in their code the ranks are."""
+        """The text without the ranks' places in their code."""
         return [(group.runs, group.kind, group.collective, group.activity) for group in self.groups]
 
     def text(self) -> str:
@@ -88,7 +88,7 @@ class Verdict:
 
 
 def judged(groups: tuple[RankGroup, ...]) -> Verdict:
-    """Who is waited for, as far as the groups tell."""
+    """The ranks that others wait for, as far as the groups show."""
     kinds = {group.kind for group in groups}
     suspects = [group for group in groups if group.is_suspect]
     if MOVING in kinds:
@@ -103,7 +103,7 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
 
 
 def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:
-    """Where ranks wait in a collective, and none is known to move but those that call their encoders."""
+    """If ranks wait in a collective, and none is known to move except those that call their encoders."""
     waiting = [group for group in groups if group.kind == WAITING]
     found = _in_collectives(groups)
     are_guesses = all(is_guess(group.collective) for group in waiting)
@@ -124,7 +124,7 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
 
 
 def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
-    """By the one judge. Which collective each is in counts once all are in one: before, who is in none comes first."""
+    """By the one judge. Which collective a rank is in counts only once all are in one: first come ranks in none."""
     known = [group for group in groups if group.kind != UNHEARD]
     waiting = [group for group in known if group.kind == WAITING]
     kinds = ["" if len(waiting) < len(known) else " at ".join(group.place) for group in waiting]

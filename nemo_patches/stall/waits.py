@@ -1,4 +1,4 @@
-"""What a thread waits in, or does that ends by itself, by its frames' names. Needs no torch, so tools use it too."""
+"""What a thread waits in, or does that ends by itself, by its frames' names. Needs no torch, so tools use it, too."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Call(NamedTuple):
 
 
 def collective(calls: Iterable[Call]) -> str:
-    """What a thread waits in, by its frames, innermost first; empty where that is nothing known."""
+    """What a thread waits in, by its frames, innermost first; empty if unknown."""
     outermost_name = ""  # of c10d's functions: all_gather_object calls all_gather
     for call in calls:
         if not call.in_torch or (not outermost_name and _torch_activity(call)):
-            break  # a compilation within backward waits for nobody
+            break  # a compilation within backward waits for no rank
         name = call.function
         if call.in_torch == _C10D:
             outermost_name = name if not name.startswith("_") and name not in _NO_COLLECTIVES else outermost_name
@@ -70,7 +70,7 @@ def collective(calls: Iterable[Call]) -> str:
 
 
 def set_up(calls: Iterable[Call]) -> str:
-    """The function that makes or ends a process group, in which all of its ranks wait for each other."""
+    """The function that makes or destroys a process group, in which all its ranks wait for each other."""
     for call in calls:
         if not call.in_torch:
             break
@@ -87,7 +87,7 @@ def of_method(method: str) -> str:
 
 
 def needs_device(method: str) -> bool:
-    """Whether it waits for a GPU only, so that without one it does not wait."""
+    """Whether it only waits for a GPU, so that it does not wait without one."""
     return method in _DEVICE_WAITS
 
 

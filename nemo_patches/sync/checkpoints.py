@@ -32,24 +32,24 @@ from .rank_log import raised_by_signal_handler, report
 
 _LATE = "not every rank has come to this checkpoint within {waited:.2f} s; all wait for that"
 _CHUNK = VALUE_BITS // 8  # bytes of a text in one round
-# What the callback branches on, or hands to who saves and removes, beside the metrics. best_k_models is their list.
+# What the callback branches on, or passes to the code that saves and removes. best_k_models: the metrics' list.
 _PATHS = ("kth_best_model_path", "best_model_path", "last_model_path", "_last_checkpoint_saved", "previous_best_path")
 _SCORES = ("current_score", "best_model_score", "kth_value")
 Words = dict[str, Any]  # what JSON holds
 
 
 class CheckpointError(RuntimeError):
-    """The ranks cannot agree on a checkpoint any more: a rank has gone, or does something else than rank 0."""
+    """The ranks can no longer agree on a checkpoint: a rank has died, or does something else than rank 0."""
 
 
 @dataclass(frozen=True)
 class CheckpointCounters:
-    """What the ranks have agreed on about checkpoints, as this rank has seen it."""
+    """What the ranks have agreed on about checkpoints, as seen by this rank."""
 
     agreements: int = 0
-    followed: int = 0  # where rank 0's was not this rank's own
+    followed: int = 0  # agreements in which rank 0's text differed from this rank's own
     waited: timedelta = timedelta(0)
-    ended: str = ""  # why each rank decides for itself again; empty while all agree
+    ended: str = ""  # why each rank decides for itself again; empty while they agree
 
     def __str__(self) -> str:
         return (
@@ -59,7 +59,7 @@ class CheckpointCounters:
 
 
 class RankZero:
-    """Rank 0's words, under one process group. Only the training thread asks."""
+    """Rank 0's texts, under one process group. Only the training thread asks."""
 
     def __init__(self, group_syncs: GroupSyncs) -> None:
         self._group_syncs = weakref.ref(group_syncs)
@@ -80,9 +80,9 @@ class RankZero:
         return CheckpointCounters(self._agreements, self._followed, self._rounds.waited, self.ended)
 
     def words(self, kind: str, own: str, step: int | None) -> str:
-        """Rank 0's text, on every rank; each has its own of this kind. Waits for all ranks as long as it takes.
+        """Return rank 0's text of this kind on every rank; each gives its own. Waits for all ranks as long as it takes.
 
-        Ranks that have the same need one round. Raises CheckpointError where a rank has gone, or is elsewhere.
+        One round is enough if all texts are equal. Raises CheckpointError if a rank has died, or is elsewhere.
         """
         self._step, text = self._step if step is None else step, f"{kind} {own}"
         if self.ended or not self._has_begun():
@@ -120,7 +120,7 @@ class RankZero:
         report(logging.ERROR, f"checkpoints: each rank decides for itself, as in stock NeMo: {self.ended}")
 
     def _told(self, text: bytes) -> bytes:
-        """What rank 0 says; of the other ranks it is nothing."""
+        """Rank 0's text; the other ranks pass an empty one."""
         size = self._round(len(text)).highest.value
         chunks = (
             self._round(int.from_bytes(text[start : start + _CHUNK].ljust(_CHUNK), "big")).highest.value
@@ -143,23 +143,23 @@ class RankZero:
 
 
 class Checkpoints:
-    """Of this process: whom it asks, and whose scores are not rank 0's."""
+    """The checkpoints of this process: the ranks it asks, and the callbacks whose scores are not rank 0's."""
 
     def __init__(self) -> None:
         self._rank_zero: RankZero | None = None
         self._votes: weakref.WeakKeyDictionary[Any, _Votes] = weakref.WeakKeyDictionary()
-        self._given_up: Callable[[], object] = lambda: None  # the process group under which an error of ours ended it
+        self._given_up: Callable[[], object] = lambda: None  # the process group in which an error of ours ended this
 
     def counters(self) -> CheckpointCounters:
         """Under the present (or last) process group."""
         return CheckpointCounters() if self._rank_zero is None else self._rank_zero.counters()
 
     def begin(self) -> None:
-        """Before the first collective of a training. Waits for nobody."""
+        """Call it before the first collective of a training. Does not wait."""
         self._safely(self._present)
 
     def words(self, kind: str, own: str, step: int | None = None) -> str:
-        """Rank 0's; this rank's own without other ranks. Raises CheckpointError."""
+        """Rank 0's text; without other ranks, this rank's own. Raises CheckpointError."""
 
         def ask() -> str:
             return own if (rank_zero := self._present()) is None else rank_zero.words(kind, own, step)
@@ -167,7 +167,7 @@ class Checkpoints:
         return own if (said := self._safely(ask)) is None else said
 
     def follow(self, callback: Any, trainer: Any, kind: str, candidates: Mapping[str, Any]) -> Any:
-        """Have a callback see what rank 0's sees, and give rank 0's candidates, as far as it goes by them."""
+        """Make a callback see what rank 0's callback sees, with rank 0's candidates where it uses them."""
 
         def take_over() -> Mapping[str, Any]:
             text = json.dumps(own := _view(callback, candidates))
@@ -190,7 +190,7 @@ class Checkpoints:
         return candidates if (taken := self._safely(take_over)) is None else taken
 
     def votes_of(self, callback: Any) -> _Votes | None:
-        """None where a rank's scores have always been rank 0's."""
+        """None if this rank's scores have always been the same as rank 0's."""
         return self._votes.get(callback)
 
     def _present(self) -> RankZero | None:
@@ -202,7 +202,7 @@ class Checkpoints:
         return self._rank_zero
 
     def _safely(self, function: Callable[[], Any]) -> Any:
-        """What it gives; None where it has failed by an error of ours, which must not reach a training."""
+        """The result; None after an error of ours, which must not reach training."""
         try:
             return function()
         except Exception as error:
@@ -219,12 +219,12 @@ class _Votes:
     """This rank's own scores. All ranks vote on whether a model is among the best, each by its own, as in stock."""
 
     def __init__(self, of: dict[str, Any]) -> None:
-        self.of = of  # the list that the callback has beside them, rank 0's
+        self.of = of  # the callback's own list, which is rank 0's
         self.scores = list(of.values())
         self.current: Any = None
 
     def vote(self, original: Callable[..., bool], callback: Any, trainer: Any, current: Any) -> bool:
-        """As NeMo would without us. A rank without this metric votes by rank 0's."""
+        """Vote as NeMo would without us. A rank without this metric votes by rank 0's."""
         if current is None:
             return original(callback, trainer, current)
         own, listed = current if self.current is None else self.current, callback.best_k_models
@@ -250,7 +250,7 @@ checkpoints = Checkpoints()  # of this process
 
 
 def replacements(owner: type, in_force: Callable[[], bool]) -> dict[str, Callable[..., Any]]:
-    """What takes the place of methods of NeMoModelCheckpoint, its own and inherited ones, by name. in_force: whether
+    """Replacements for methods of NeMoModelCheckpoint, its own and inherited ones, by name. in_force: whether
     they do something else than the original."""
 
     def wrapped(wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +271,7 @@ def setup(original: Any, callback: Any, *args: Any, **more: Any) -> Any:
 
 
 def _monitor_candidates(original: Any, callback: Any, trainer: Any) -> Any:
-    """Each save begins with it: what the checkpoint is named after, and judged by."""
+    """Each save begins with this: the values for the checkpoint's name and score."""
     return checkpoints.follow(callback, trainer, "save", original(callback, trainer))
 
 
@@ -298,7 +298,7 @@ def on_train_end(original: Any, callback: Any, trainer: Any, pl_module: Any) -> 
 
 
 def _get_checkpoints_list(original: Any, callback: Any, filepath: Any) -> Any:
-    """Of the folder, after a save: by it ranks drop optimizer states, together."""
+    """The folder's contents after a save, by which all ranks drop the same optimizer states."""
     return json.loads(checkpoints.words("list", json.dumps(list(map(str, original(callback, filepath))))))
 
 

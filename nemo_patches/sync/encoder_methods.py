@@ -1,4 +1,4 @@
-"""What stands in for an encoder's methods: the bounded sync for the reduce, and growth.py's for NeMo's growth.
+"""Replacements for an encoder's methods: the bounded sync for the reduce, growth.py's growth for NeMo's.
 
 Plain functions: torch.compile traces through them, and breaks the graph at an object that it does not know (wrapt's).
 """
@@ -32,11 +32,11 @@ def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Met
     @functools.wraps(original)
     def update(self: Any, seq_length: int, device: torch.device) -> None:
         if in_force() and is_exporting() and (growth.names or is_distributed()):
-            if seq_length > self.max_audio_length:  # what is exported talks to nobody, nor does one rank that exports
+            if seq_length > self.max_audio_length:  # neither an exported model nor an exporting rank communicates
                 _grow(self, grow, seq_length, device)
         elif in_force() and is_distributed():
             _sync_and_grow(self, grow, seq_length, device)
-        elif growth.names:  # the process group is gone, or hidden for a while: what is private must stay so
+        elif growth.names:  # the process group is gone or hidden for a moment: private tensors must stay private
             _grow(self, original, seq_length, device)
         elif in_force():
             outside_inference_mode(original, self, seq_length, device)
@@ -47,7 +47,7 @@ def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Met
 
 
 def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
-    """`set_max_audio_length(self, max_audio_length)`, which others than the sync call too, with private growth."""
+    """`set_max_audio_length(self, max_audio_length)`, also called from outside the sync, with private growth."""
 
     @functools.wraps(original)
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:

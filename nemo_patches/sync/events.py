@@ -1,4 +1,4 @@
-"""What the length sync does on this rank, as small immutable events: the sync publishes them, who watches subscribes.
+"""What the length sync does on this rank, as small immutable events: the sync publishes, others subscribe.
 
 Handlers run on the thread that publishes, mostly the training thread, and only note what they are given.
 """
@@ -20,11 +20,11 @@ from ..channel.side_channel import Rounds, SideChannel
 from ..channel.store import JobStore
 from .rank_log import raised_by_signal_handler, report
 
-_ROUNDS_KEPT = 16  # of an encoder: more than a rank comes to between two looks of who watches
+_ROUNDS_KEPT = 16  # per encoder: more than a rank comes to between two looks of a subscriber
 
 
 class Group:
-    """One default process group, as this rank sees it. closed: it was destroyed, or another has taken its place."""
+    """One default process group, as seen by this rank. closed: it was destroyed, or replaced by another."""
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
         self.rank, self.size, self.store, self.closed = rank, size, store, False
@@ -35,8 +35,8 @@ class Round:
 
     def __init__(self, number: int, call: int, training: bool, length: int, in_time_at: float = 0.0) -> None:
         self.number, self.call, self.training, self.length = number, call, training, length
-        self.issued_at, self.in_time_at = time.monotonic(), in_time_at  # the latter: when one before had come in time
-        self.gave_up_at = self.came_at = 0.0  # the call stopped waiting; the training thread saw that it had come
+        self.issued_at, self.in_time_at = time.monotonic(), in_time_at  # the latter: of the last round in time
+        self.gave_up_at = self.came_at = 0.0  # when the call stopped waiting; when the training thread saw the result
 
 
 class SyncHandle:
@@ -48,9 +48,9 @@ class SyncHandle:
         self.round: Round | None = None  # the latest that was issued
         self.latest_rounds = deque[Round](maxlen=_ROUNDS_KEPT)  # with it
         self.ended = ""  # why there are no more rounds
-        self.apart = ""  # why the latest call took no part in them: of protocol.py's APART; empty where it did
+        self.apart = ""  # why the latest call took no part in them: one of protocol.py's APART, or empty
         self.in_call, self.in_time_at = False, 0.0  # a call is in its length sync; when a round last came in time
-        self.rounds, self._late_text = rounds, late_text  # rounds.closed: the encoder is gone, or its process group
+        self.rounds, self._late_text = rounds, late_text  # rounds.closed: the encoder or its process group is gone
 
     def issued(self, round_: Round) -> None:
         self.latest_rounds.append(round_)
@@ -60,11 +60,11 @@ class SyncHandle:
         return f"{self.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"
 
     def late(self, round_: Round, waited_s: float) -> str:
-        """What a report says of a call that has waited so long for this round."""
+        """The text of a report about a call that has waited this long for this round."""
         return self._late_text.format(waited=waited_s, length=round_.length)
 
     def has_come(self, round_: Round) -> bool:
-        """Whether a round of this encoder has come, also where the training thread has not looked yet."""
+        """Whether a round of this encoder has completed, even if the training thread has not looked yet."""
         return round_.came_at > 0 or self.round is not round_ or self.rounds.has_come()
 
     def has_failed(self) -> bool:
@@ -73,14 +73,14 @@ class SyncHandle:
 
 
 class Report(NamedTuple):
-    """What a subscriber adds to an exception: the line that it logs, and the nemo_patches.MissingRank of each."""
+    """What a subscriber adds to an exception: the line that it logs, and a nemo_patches.MissingRank for each."""
 
     text: str = ""
     missing: tuple[Any, ...] = ()
 
 
 class GroupBegan(NamedTuple):
-    """This process has another default process group, of several ranks; published on the thread that has seen it first.
+    """This process has a new default process group of several ranks; published on the thread that saw it first.
 
     channel: nothing is sent over it yet.
     """
@@ -97,7 +97,7 @@ class CallBegan(NamedTuple):
 
 
 class RoundsBegan(NamedTuple):
-    """Rounds that are no encoder's, a data loader's, are to be told of and watched like an encoder's."""
+    """Rounds that belong to a data loader, to be watched and reported like an encoder's."""
 
     sync: SyncHandle
 
@@ -122,7 +122,7 @@ class WaitTimedOut(NamedTuple):
 
 
 class SyncEnded(NamedTuple):
-    """A round has failed: the encoder has no more, and `sync.ended` says why. report: as of WaitTimedOut."""
+    """A round has failed: the encoder has no more rounds; `sync.ended` says why. report: as in WaitTimedOut."""
 
     sync: SyncHandle
     report: Future[Report] | None
@@ -133,7 +133,7 @@ class CallLeft(NamedTuple):
 
     encoder: torch.nn.Module  # not to be kept
     sync: SyncHandle
-    outcome: str  # one of protocol.py's; empty where an exception of a signal handler came through
+    outcome: str  # one of protocol.py's; empty after an exception of a signal handler
     round: int  # the latest that was issued
     waited: timedelta
     local: int  # this rank's own length
@@ -151,20 +151,20 @@ class Grown(NamedTuple):
 
 
 class EventBus:
-    """Hands each event to its subscribers. What goes wrong in a subscriber is said once, and it gets no more."""
+    """Delivers each event to its subscribers. A subscriber that raises is logged once, and gets no more events."""
 
     def __init__(self) -> None:
         self._subscribers: dict[str, Mapping[type, Callable[[Any], None]]] = {}  # replaced as a whole
 
     def subscribe(self, name: str, handlers: Mapping[type, Callable[[Any], None]]) -> None:
-        """Have each kind of event handled from now on. An error is said of `name`, which is a subscriber's own."""
+        """Subscribe handlers, by kind of event. An error is logged under `name`, the subscriber's own."""
         self._subscribers = {**self._subscribers, name: handlers}
 
     def unsubscribe(self, name: str) -> None:
         self._subscribers = {other: theirs for other, theirs in self._subscribers.items() if other != name}
 
     def publish(self, event: tuple[Any, ...]) -> bool:
-        """Whether a subscriber handles it. Raises only what a signal handler raises meanwhile."""
+        """Whether a subscriber handled it. Raises only what a signal handler raises meanwhile."""
         kind = type(event)
         handlers = [(name, handlers[kind]) for name, handlers in self._subscribers.items() if kind in handlers]
         for name, handle in handlers:

@@ -1,4 +1,4 @@
-"""What an encoder calls instead of NeMo's all-reduce: the largest length among the ranks, in bounded time.
+"""What an encoder calls instead of NeMo's all-reduce: the largest length among the ranks, with a timeout.
 
 `synced_length` is the whole interface to NeMo. It replaces the reduce of `ConformerEncoder.update_max_seq_length`
 (nemo/collections/asr/modules/conformer_encoder.py, NeMo 1.20 to 3.0) and of its likes. State lives here, beside the
@@ -39,9 +39,9 @@ _LATE = "not every rank's length came within {waited:.2f} s; using this rank's o
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, or a round failed (a rank has gone), and on_timeout="raise" was chosen.
+    """Not every rank's length came in time, or a round failed (a rank has died), and on_timeout="raise" is set.
 
-    missing: the ranks that were waited for (nemo_patches.MissingRank), as far as they were known in time.
+    missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
     """
 
     def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
@@ -57,19 +57,19 @@ class EncoderCounters:
     calls: int
     rounds: int
     fallbacks: int  # calls that no round served: this rank's own length, or the latest agreed one if larger
-    timeouts: int  # waits that ran out of time
-    waited: timedelta  # in all waits, also those that came in time
+    timeouts: int  # waits that timed out
+    waited: timedelta  # in all waits, including those that did not time out
     ended: str  # why there are no more rounds; empty while there are
 
 
 class ProcessSync:
-    """The length sync of this process: its settings, and the encoders of the present process group."""
+    """The length sync of this process: its settings, and the encoders of the current process group."""
 
     def __init__(self) -> None:
         self.group_syncs: GroupSyncs | None = None
         self._settings: Settings | None = None
-        self._lock = threading.RLock()  # else two threads' first calls would make two of what there is one of
-        self._given_up: Callable[[], object] = lambda: None  # the process group whose sync an error of ours has ended
+        self._lock = threading.RLock()  # two threads may make their first calls at once
+        self._given_up: Callable[[], object] = lambda: None  # the process group whose sync our own error has ended
 
     def synced_length(self, encoder: torch.nn.Module, seq_length: int) -> int:
         """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks, and never below its own.
@@ -85,14 +85,14 @@ class ProcessSync:
         except Exception as error:
             if isinstance(error, LengthSyncTimeout) or raised_by_signal_handler(error):
                 raise
-            # An error of ours must not reach training. Without a process group it was destroyed just now.
+            # An error of ours must not reach training. If there is no process group, it was destroyed just now.
             if (group := torch.distributed.group.WORLD) is not None and self._given_up() is not group:
                 self._given_up = weakref.ref(group)
                 report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
             return length
 
     def use(self, settings: Settings) -> None:
-        """These settings hold from the next encoder call on."""
+        """Use these settings from the next encoder call on."""
         self._settings = settings
 
     def current(self) -> Settings:
@@ -110,12 +110,12 @@ class ProcessSync:
         return tuple(sync.counters() for sync in self.group_syncs.by_encoder.values()) if self.group_syncs else ()
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
-        """The encoder's sync under the present process group; None as of present_group()."""
+        """The encoder's sync under the current process group; None as in present_group()."""
         with self._lock:
             return group_syncs.sync_of(encoder) if (group_syncs := self.present_group()) else None
 
     def present_group(self) -> GroupSyncs | None:
-        """What syncs under the present process group; None without other ranks, or after an error of ours. Any thread.
+        """The syncs under the current process group; None without other ranks, or after an error of ours. Any thread.
 
         Who sees another process group first publishes that it has begun.
         """
@@ -126,7 +126,7 @@ class ProcessSync:
             return group_syncs
 
     def forget(self) -> None:
-        """In a forked child, which is no rank of its parent's process group, also where the parent knows none yet."""
+        """In a forked child: it is not a rank of its parent's process group, even if the parent has none yet."""
         self._lock = threading.RLock()  # a thread may have held it
         if (group_syncs := self._of_present_group()) is not None:
             group_syncs.channel.forget()
@@ -148,7 +148,7 @@ class GroupSyncs:
     def __init__(self, default_group: torch.distributed.ProcessGroup) -> None:
         self.default_group = weakref.ref(default_group)  # a strong reference would keep NCCL's communicators
         default_store = torch.distributed.distributed_c10d._get_default_store()
-        for owner in (default_group, default_store):  # either goes when it is destroyed, though DDP may keep the group
+        for owner in (default_group, default_store):  # whichever is released first: DDP may keep the group
             weakref.finalize(owner, self.close).atexit = False  # not in a dying interpreter
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store = JobStore(default_store, rank)
@@ -156,8 +156,8 @@ class GroupSyncs:
         self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
         self._seen: Counter[str] = Counter()
-        self.latest: dict[str, LengthProtocol] = {}  # by kind, of the encoder that came last
-        self.first_rounds: dict[EncoderSync, float] = {}  # of which nothing is known yet: issued when
+        self.latest: dict[str, LengthProtocol] = {}  # by kind: that of the latest encoder
+        self.first_rounds: dict[EncoderSync, float] = {}  # that have not completed: when they were issued
         self._passed_over: list[EncoderSync] = []  # encoders that only this rank has called
         self.end_said = False
 
@@ -185,7 +185,7 @@ class GroupSyncs:
         """Messages keep their order: where a round comes before another encoder's first one, which was issued earlier,
         the others have gone on without that encoder, and what they call next of its kind takes its place."""
         self.first_rounds.pop(sync, None)
-        self._passed_over = [other for other in self._passed_over if other is not sync]  # it is called on
+        self._passed_over = [other for other in self._passed_over if other is not sync]  # it is called again
         for other in [other for other, at in self.first_rounds.items() if at < issued_at]:
             del self.first_rounds[other]
             if not other.rounds.done or other.rounds.came_at > sync.rounds.came_at:
@@ -273,7 +273,7 @@ class EncoderSync:
         return round_
 
     def serve(self, encoder: torch.nn.Module) -> None:
-        """When the encoder goes, nobody wants these rounds any more.
+        """When the encoder is deleted, its rounds are closed.
 
         An encoder that takes another's place begins anew: its first call takes part in the round that is outstanding.
         """
@@ -318,14 +318,14 @@ class EncoderSync:
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
         text = f"{self.handle.call_title(round_)}: {self.handle.late(round_, round_.gave_up_at - round_.issued_at)}"
         if not bus.publish(events.WaitTimedOut(self.handle, round_, promise)) and self._said is None:
-            self._said = round_  # with a subscriber, its report says it, and who is missing
+            self._said = round_  # a subscriber would have reported it, with the missing ranks
             report(logging.WARNING, text)
         _raise_if_chosen(promise, self.patience, text)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
         text = f"{self.handle.title}: the length sync has ended at call {self.protocol.calls}"
         self.handle.ended, self.rounds.closed = reason, True
-        if not self.group_syncs.end_said:  # of other encoders it is the same end
+        if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
             report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None

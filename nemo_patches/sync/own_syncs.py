@@ -1,4 +1,4 @@
-"""Classes with a length sync of their own: a subclass that overrides the bounded one never comes to ours. Named, once.
+"""Classes with their own length sync: a subclass that overrides the bounded one never calls ours. Named once.
 
 Whether an override waits for other ranks is read off its code: the names that it uses, and the helpers that they lead
 to. Nothing of it is run, and what cannot be looked into is said to be not known.
@@ -42,7 +42,7 @@ class Owner(NamedTuple):
 
 
 class OwnSync(NamedTuple):
-    """A method in place of the bounded sync. certain: it has a collective; else it is not known whether it waits."""
+    """A method that replaces the bounded sync. certain: it has a collective; otherwise it is unknown if it waits."""
 
     title: str  # the class's and its own name
     certain: bool
@@ -64,7 +64,7 @@ def copies(methods: Iterable[str], nemos: Set[tuple[str, str]]) -> tuple[OwnSync
 
 
 def say(found: Iterable[OwnSync]) -> None:
-    """One line for each, once. A spawned data-loader worker has the classes too; its rank has said it."""
+    """Log one line for each, once. A spawned data loader worker has the classes, too; its rank has logged them."""
     for own in found:
         if own.text not in _said and not multiprocessing.current_process().daemon:
             _said.add(own.text)

@@ -1,4 +1,4 @@
-"""Rounds that wait for every rank as long as that takes, and tell who watches: a data loader's, and checkpoints'."""
+"""Rounds that wait for every rank without limit, and inform the watch: those of data loaders and checkpoints."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PatientRounds:
         self._handle.round = self._outstanding = round_  # after issue(), as EncoderSync does
 
     def result(self) -> Extremes:
-        """Of the outstanding round. A rank that is late is waited for, and reported."""
+        """The outstanding round's result. Waits for a late rank, and reports it."""
         assert self._outstanding is not None
         handle, round_, began_at, said = self._handle, self._outstanding, time.monotonic(), False
         handle.in_call = True
@@ -48,7 +48,7 @@ class PatientRounds:
                 if not round_.gave_up_at:
                     round_.gave_up_at = time.monotonic()
                     late = handle.late(round_, round_.gave_up_at - round_.issued_at)
-                    if not bus.publish(WaitTimedOut(handle, round_, None)):  # else the report says it, and who
+                    if not bus.publish(WaitTimedOut(handle, round_, None)):  # else the report names the rank
                         said = True
                         report(logging.WARNING, f"{handle.call_title(round_)}: {late}")
         finally:

@@ -12,7 +12,7 @@ _MOST_LAYERS = 20  # of wrappers: one that is around itself has no end
 
 
 def place_of(thing: Any) -> str:
-    """`module.name (file:line)` of a function, or of what a wrapper runs; functools.wraps lends it another's name."""
+    """`module.name (file:line)` of a function, or of what a wrapper runs: functools.wraps gives it another's name."""
     function = function_of(thing)
     if function is not None:
         name = getattr(function.__code__, "co_qualname", function.__code__.co_name)  # Python 3.10 has the latter alone
@@ -29,7 +29,7 @@ def line_of(thing: Any) -> str:
 
 
 def function_of(thing: Any) -> FunctionType | None:
-    """The Python function that runs when `thing` is called; None where there is none to be seen."""
+    """The Python function that runs when `thing` is called; None if none can be seen."""
     for _ in range(_MOST_LAYERS):
         if type(thing) is FunctionType:  # isinstance() would take wrapt's word for what it wraps
             return thing
@@ -53,6 +53,6 @@ def layers(thing: Any) -> list[Any]:
 
 
 def is_ours(thing: Any) -> bool:
-    """Whether it is what stands in for an encoder's method, also where the diffs have put it."""
+    """Whether it is our replacement of an encoder's method, including one from the diffs."""
     function = function_of(thing)
     return function is not None and str(function.__globals__.get("__name__")).endswith(_OURS)

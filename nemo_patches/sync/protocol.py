@@ -17,12 +17,12 @@ MAX_LENGTH, MAX_EVALUATION, MAX_TRAINING = ((1 << bits) - 1 for bits in (LENGTH_
 
 SHORTEST_WAIT = timedelta(milliseconds=1)
 # Outcomes of a call.
-CAME = "came"  # it waited for its round, which came: the wait ends when the last rank arrives
+CAME = "came"  # it waited for its round, which completed: the wait ends when the last rank arrives
 SERVED = "served"  # an earlier round served it, or, with sync="overlapped", serves all: it waited for none
 TIMEOUT = "timeout"  # it waited for its round, and gave up
 UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none
 LOCAL = "local"  # this rank does not sync: sync="local", or the encoder's flag is false
-ENDED = "ended"  # a round has failed, because a rank has gone: there are no more
+ENDED = "ended"  # a round has failed, because a rank has died: there are no more
 # Why a rank takes no part in an encoder's length sync.
 APART = FLAG_IS_OFF, IS_LOCAL = "sync_max_audio_length is false", "sync=local"
 
@@ -62,7 +62,7 @@ class LengthProtocol:
     """
 
     def __init__(self, like: LengthProtocol | None = None) -> None:
-        """like: of another encoder of the same kind. A fresh copy begins with what that one has learned of waiting."""
+        """like: the protocol of another encoder of the same kind, whose breaker and mean a new copy inherits."""
         self.clock = Clock()  # of this rank's current call
         self.length = 0  # this rank's own, of its current call
         self.outstanding = False  # a round was issued and its result has not been seen
@@ -75,7 +75,7 @@ class LengthProtocol:
         self._in_time = 0  # waited rounds in a row that came in time
 
     def begin(self, length: int, training: bool, completed: int | None) -> bool:
-        """Start a call; `completed` is the outstanding round's result where it has come in. True: issue a round now."""
+        """Start a call; `completed` is the outstanding round's result, if it has one. True: issue a round now."""
         self.calls += 1
         self.length = length
         self.clock = self.clock.next(training)
@@ -102,7 +102,7 @@ class LengthProtocol:
         return min(max(shrunken, HEALTHY_ROUNDS * self.healthy, SHORTEST_WAIT), timeout)
 
     def took(self, seconds: float) -> None:
-        """A healthy round took so long, from its issue until it came: one that waited for no straggler."""
+        """Note how long a healthy round took, from its issue until it completed: one that waited for no straggler."""
         self.healthy += (timedelta(seconds=seconds) - self.healthy) / _RECENT_ROUNDS
 
     def came_in_time(self, completed: int, training: bool) -> None:
@@ -132,6 +132,6 @@ class LengthProtocol:
         clock, self._agreed_length = unpack(completed)
         self._agreed_clock = clock
         if not training and clock.evaluation == 0:
-            # An evaluation call that hears of a training call has that training call still before it.
+            # For an evaluation call that learns of a training call, that training call is still to come.
             clock = Clock(clock.training - 1, self.clock.evaluation)
         self.clock = max(self.clock, clock)

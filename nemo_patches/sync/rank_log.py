@@ -22,8 +22,8 @@ _LONGEST = 1 << 16  # characters of a line: the stacks of all threads have some 
 
 
 def enable() -> None:
-    """Make the lines visible on stderr, unless the user gave the logger a handler of their own."""
-    logger.disabled = False  # logging.config disables every logger that it is not told of
+    """Make the lines visible on stderr, unless the user gave the logger their own handler."""
+    logger.disabled = False  # logging.config disables every logger that it does not configure
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     _handler.stream = sys.stderr  # of now: the first line may fall into a redirect_stderr(), around an import of NeMo
@@ -39,7 +39,7 @@ def report(level: int, text: str) -> None:
         logger.log(level, "[%s] %s", _who(), safe(text, _LONGEST))
     except Exception as error:
         if raised_by_signal_handler(error):
-            raise  # anything else: there is nowhere left to say it
+            raise  # anything else cannot be reported anywhere
 
 
 def raised_by_signal_handler(error: BaseException) -> bool:

@@ -157,7 +157,7 @@ class Settings(SettingsTable):
         is_shown=always,
     ).as_field()
     timeout: timedelta = seconds_setting(
-        "timeout", 10, "Seconds: the longest wait of one encoder call, for all other ranks.", is_shown=always
+        "timeout", 10, "The longest time that one encoder call waits for other ranks (seconds).", is_shown=always
     ).as_field()
     on_timeout: str = word_setting(
         "on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.", is_shown=always
@@ -166,7 +166,7 @@ class Settings(SettingsTable):
 
 def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[str]:
     """One sentence for each variable of ours that is set and not known."""
-    endings = [variable.removeprefix(PREFIX) for variable in known]  # the prefix would make all of them alike
+    endings = [variable.removeprefix(PREFIX) for variable in known]  # with the prefix, all would look similar
     for variable in sorted(name for name, value in environment.items() if name.startswith(PREFIX) and value):
         if (ending := variable.removeprefix(PREFIX)) not in endings:
             near = difflib.get_close_matches(ending, endings, n=1)

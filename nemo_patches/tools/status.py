@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +15,14 @@ from rich.console import Console
 
 import nemo_patches
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
+from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
+from nemo_patches.patching.admission import OFF
+from nemo_patches.patching.admission import ON as ON
 from nemo_patches.patching.settings import ALL_SETTINGS, refusals
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
-ON, OFF, CANNOT_BE = "on", "off here", "cannot be"
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
 
@@ -82,49 +84,33 @@ class Report:
     answer: str = ""
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """What settings have patched beside the encoders. problems: why it is as in stock, although it should not be."""
+
+    title: str = ""
+    targets: tuple[TargetReport, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
 def examine() -> Report:
     """Look at the environment of this process. Raises StatusError where NeMo or torch cannot be examined."""
-    for name in ("nemo", "torch"):
-        if importlib.util.find_spec(name) is None:
-            raise NotInstalled(f"{name} is not installed for {sys.executable}; try the Python of your training job")
-    try:
-        nemo = admission.nemo_version()
-    except Exception as error:  # a folder of that name, or a broken installation
-        raise StatusError(f"nemo: no version can be read: {type(error).__name__}: {error}") from error
-    encoders, deferring = tuple(map(_target, TARGETS)), tuple[TargetReport, ...]()
-    chosen = _uneven_settings()
+    nemo = _nemo_version()
+    encoders = tuple(map(_target, TARGETS))
     built_in = any(target.built_in for target in encoders)
+    uneven = _uneven_settings()
+    metrics = _metrics(built_in) if uneven.metrics == DEFERRED else _Chosen()
+    callback = _checkpoint_callback(built_in) if uneven.checkpoints != STOCK else _Chosen()
     auto_apply, shadowed_by = _auto_apply()
-    problems = [target.problem for target in encoders if target.problem]
-    undeferred: dict[str, None] = {}  # why the metrics are as in stock, although they should be deferred
-    if chosen.metrics == DEFERRED:
-        deferring = tuple(_metric_target(target, built_in) for target in METRIC_TARGETS)
-        sums = (_metric_target(target, built_in) for target in METRIC_SUMS)
-        undeferred = dict.fromkeys(target.problem for target in (*deferring, *sums) if target.problem)
-    agreeing = tuple(map(_target, CHECKPOINT_TARGETS)) if chosen.checkpoints != STOCK else ()
-    if built_in:
-        agreeing = tuple(replace(target, built_in=True, problem="") for target in agreeing)
-    disagreed = [target.problem for target in agreeing if target.problem]  # why each rank decides for itself
-    disabled = False
-    try:
-        disabled = admission.disabled()
-    except SettingsError as error:
-        problems.append(str(error))
-    problems.extend(map(str, refusals()))
-    try:
-        if not built_in:  # what is built in asks for no version
-            admission.require_supported(nemo)
-    except (SettingsError, admission.UnsupportedNeMo) as error:
-        problems.append(str(error))
-    if not any(target.file for target in encoders):
-        problems.append(f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be patched")
-    if importlib.util.find_spec("wrapt") is None:
-        problems.append("wrapt is not installed: pip install wrapt")
-    switched_off = [f"{DISABLE_VARIABLE}=1"] if disabled and not built_in else []
-    if shadowed_by and not built_in:
-        switched_off.append(shadowed_by)
-    as_stock = " and ".join(["the metrics"] * bool(undeferred) + ["the checkpoint callback"] * bool(disagreed))
-    reasons = [*problems, *undeferred, *disagreed, *switched_off]
+    switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
+    switched_off = [] if built_in else [*switched_off, *filter(None, [shadowed_by])]
+    problems = [
+        *(target.problem for target in encoders if target.problem),
+        *_refusals(nemo, built_in),
+        *_missing(nemo, encoders),
+    ]
+    reasons = [*problems, *metrics.problems, *callback.problems, *switched_off]
+    as_stock = " and ".join(chosen.title for chosen in (metrics, callback) if chosen.problems)
     state = CANNOT_BE if problems else ON if built_in or (auto_apply == "on" and not switched_off) else OFF
     return Report(
         versions={
@@ -134,7 +120,7 @@ def examine() -> Report:
             "python": platform.python_version(),
         },
         settings=tuple(_settings()),
-        targets=(*encoders, *agreeing, *deferring),
+        targets=(*encoders, *callback.targets, *metrics.targets),
         auto_apply=auto_apply,
         chained=getattr(sys.modules.get("sitecustomize"), "__file__", None) or "",
         reasons=tuple(reasons),
@@ -142,6 +128,51 @@ def examine() -> Report:
         state=state,
         answer=_answer(state, built_in, auto_apply, reasons, as_stock),
     )
+
+
+def _nemo_version() -> str:
+    for name in ("nemo", "torch"):
+        if importlib.util.find_spec(name) is None:
+            raise NotInstalled(f"{name} is not installed for {sys.executable}; try the Python of your training job")
+    try:
+        return admission.nemo_version()
+    except Exception as error:  # a folder of that name, or a broken installation
+        raise StatusError(f"nemo: no version can be read: {type(error).__name__}: {error}") from error
+
+
+def _metrics(built_in: bool) -> _Chosen:
+    targets = tuple(_metric_target(target, built_in) for target in METRIC_TARGETS)
+    sums = (_metric_target(target, built_in) for target in METRIC_SUMS)
+    problems = dict.fromkeys(target.problem for target in (*targets, *sums) if target.problem)
+    return _Chosen("the metrics", targets, tuple(problems))
+
+
+def _checkpoint_callback(built_in: bool) -> _Chosen:
+    targets = tuple(map(_target, CHECKPOINT_TARGETS))
+    if built_in:
+        targets = tuple(replace(target, built_in=True, problem="") for target in targets)
+    return _Chosen("the checkpoint callback", targets, tuple(target.problem for target in targets if target.problem))
+
+
+def _refusals(nemo: str, built_in: bool) -> Iterator[str]:
+    """Why apply() would raise."""
+    try:
+        admission.disabled()
+    except SettingsError as error:
+        yield str(error)
+    yield from map(str, refusals())
+    try:
+        if not built_in:  # what is built in asks for no version
+            admission.require_supported(nemo)
+    except (SettingsError, admission.UnsupportedNeMo) as error:
+        yield str(error)
+
+
+def _missing(nemo: str, encoders: Iterable[TargetReport]) -> Iterator[str]:
+    if not any(target.file for target in encoders):
+        yield f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be patched"
+    if importlib.util.find_spec("wrapt") is None:
+        yield "wrapt is not installed: pip install wrapt"
 
 
 def show(report: Report, console: Console) -> None:

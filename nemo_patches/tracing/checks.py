@@ -22,7 +22,7 @@ _REPORT_PATIENCE = timedelta(seconds=2.5)
 
 
 class FindingError(RuntimeError):
-    """A check of NEMO_PATCHES_TRACE_CHECKS has found something, and on_finding="raise" was chosen."""
+    """A check of NEMO_PATCHES_TRACE_CHECKS has found something, and on_finding="raise" is set."""
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,12 @@ from nemo_patches.stall.missing_rank import StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import bus
 from nemo_patches.sync.rank_log import report
+from nemo_patches.tracing.exception_hooks import ExceptionHooks
 from nemo_patches.tracing.part_files import file_name
-from nemo_patches.tracing.process_end import ExceptionHooks, StackOnSignal
 from nemo_patches.tracing.recent_calls import RecentCalls
 from nemo_patches.tracing.records import Dumped, encode
 from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.tracing.signal_stack import StackOnSignal
 from nemo_patches.tracing.trace_header import make_header
 
 _SUBSCRIBER = "the dump of the last encoder calls"
@@ -97,13 +98,13 @@ class Dumps:
 
     def job_stalled(self, event: JobStalled) -> None:
         """On the stall monitor's thread."""
-        self._recent.note_stalled(event)
+        self._recent.job_stalled(event)
         if event.level >= logging.WARNING:
             self._ask(_Request("a stall was reported", incident=event.since))
 
     def stall_reported(self, event: StallReported) -> None:
         """On the thread that reports it, before the line is logged."""
-        self._recent.note_report(event)
+        self._recent.stall_reported(event)
         self._ask(_Request("a stall was reported", incident=(event.encoder, event.call)))
 
     def process_ends(self, error: BaseException | None) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.process_end import StackOnSignal
 from nemo_patches.tracing.records import Encoder, Failed, Finding, Header, Kept, Raised, Record, Sigterm, encode
+from nemo_patches.tracing.signal_stack import StackOnSignal
 
 MOST_ENCODERS = 64  # at the head of a part; a script may make copies without end
 _MOST_KEPT = 64  # the first and the last exceptions and findings of what is gone

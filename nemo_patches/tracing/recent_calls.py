@@ -1,44 +1,40 @@
 """The last encoder calls of this process, kept in memory where there is no trace: what a dump is made of.
 
-On the training thread: two clock readings and one packed row for each call. All else is done when a dump is made.
+On the training thread: two clock readings and one tuple for each call. All else is done when a dump is made.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from nemo_patches.stall import stacks
-from nemo_patches.stall.job_stall import JobStalled
-from nemo_patches.stall.missing_rank import StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallBegan, CallLeft, Group, GroupBegan, Grown, SyncHandle
 from nemo_patches.tracing import records
-from nemo_patches.tracing.encoder_facts import active_ddp, facts
-from nemo_patches.tracing.recorder import EncoderState, missing_record, stalled_record
+from nemo_patches.tracing.encoder_facts import active_ddp
+from nemo_patches.tracing.encoder_state import EncoderState
+from nemo_patches.tracing.recording import Recording
 from nemo_patches.tracing.records import Call, Failed, Grow, Missing, Raised, Record, Stalled
 
 MOST_CALLS = 2000
-_MOST_GROWTHS, _MOST_REPORTS, _MOST_FAILURES, _MOST_ENCODERS = 100, 16, 8, 64
-
-# t, e, n, training, outcome, round, waited, local, result: packed they take 200 KiB, as tuples 600 KiB.
-_ROW = struct.Struct("<dIq?Bqdqq")
-_OUTCOMES = (records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED, records.LOCAL, records.ENDED)
-_CODES = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
+# Each kind by itself: calls without end do not push out the exception that they came after.
+_MOST: dict[type[Record], int] = {Grow: 100, Missing: 16, Stalled: 16, Failed: 8}
+_MOST_ENCODERS = 64
+# A call, until a dump is made: when its length sync returned, e, n, whether it trains; then CallLeft, from outcome on.
+_Row = tuple[float, int, int, bool, str, int, timedelta, int, int]
 
 
 class _Encoder(EncoderState):
     """What is known of one encoder's sync. place: the function that called it: file and name."""
-
-    __slots__ = ("place", "reference", "sync")
 
     def __init__(self, e: int, sync: SyncHandle) -> None:
         super().__init__(e, sync.title, 0)
@@ -46,11 +42,12 @@ class _Encoder(EncoderState):
         self.reference: Callable[[], torch.nn.Module | None] = lambda: None  # weak; known from the first call's end on
 
 
-class RecentCalls:
+class RecentCalls(Recording):
     """Of one process group: the next one begins anew. The training thread writes; a dump is made on any thread."""
 
     def __init__(self, group_began: Callable[[], object], went_on: Callable[[], object]) -> None:
         """went_on: called at the first encoder call after an exception that was to end the process."""
+        super().__init__()
         self._group_began, self._went_on = group_began, went_on
         self._begin_anew(None)
 
@@ -62,11 +59,9 @@ class RecentCalls:
         self._latest: _Encoder | None = None
         self._encoders: dict[SyncHandle, _Encoder] = {}
         self._count = 0  # of encoders
-        self._rows: deque[bytes] = deque(maxlen=MOST_CALLS)
-        self._growths: deque[Grow] = deque(maxlen=_MOST_GROWTHS)
-        self._reports: deque[Missing | Stalled] = deque(maxlen=_MOST_REPORTS)
-        self._failures: deque[Failed] = deque(maxlen=_MOST_FAILURES)
-        self._ends = False  # by the last of them, unless an encoder is called again
+        self._calls: deque[_Row] = deque(maxlen=MOST_CALLS)
+        self._others = {kind: deque[Any](maxlen=most) for kind, most in _MOST.items()}
+        self.failed = ""
 
     @property
     def in_length_sync(self) -> bool:
@@ -74,13 +69,8 @@ class RecentCalls:
         return bool(self._open)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """For the event bus."""
-        return {
-            GroupBegan: self._process_group_began,
-            CallBegan: self._call_began,
-            CallLeft: self._call_left,
-            Grown: self._grown,
-        }
+        """Those of what a trace and a dump record alike, and what begins."""
+        return super().handlers() | {GroupBegan: self._process_group_began, CallBegan: self._call_began}
 
     def look_for_group(self) -> None:
         """Any thread: the process group may have begun before anybody listened to that."""
@@ -103,8 +93,8 @@ class RecentCalls:
         if sync.group is not self.group:
             self._begin_anew(sync.group)
             self._group_began()
-        if self._ends:
-            self._ends = False
+        if self.failed:
+            self.failed = ""
             self._went_on()
         encoder, thread = self._encoders.get(sync) or self._first_call(sync), threading.get_ident()
         self._latest, self.thread, self.native_thread = encoder, thread, threading.get_native_id()
@@ -117,7 +107,7 @@ class RecentCalls:
         encoder = self._encoders[sync] = _Encoder(self._count, sync)
         return encoder
 
-    def _call_left(self, event: CallLeft) -> None:
+    def call_left(self, event: CallLeft) -> None:
         if not event.outcome:  # an exception of a signal handler: it has not come out of its sync
             return
         open_, module = self._open.pop(threading.get_ident(), None), event.encoder
@@ -129,45 +119,23 @@ class RecentCalls:
             encoder.reference = weakref.ref(module)
         if not encoder.ddp and active_ddp() is not None:
             encoder.is_now_inside_ddp(module)
-        self._rows.append(
-            _ROW.pack(
-                time.monotonic(),
-                encoder.e,
-                n,
-                module.training,
-                _CODES[event.outcome],
-                event.round,
-                event.waited.total_seconds(),
-                event.local,
-                event.result,
-            )
-        )
+        self._calls.append((time.monotonic(), encoder.e, n, module.training, *event[2:]))
 
-    def _grown(self, event: Grown) -> None:
+    def grown(self, event: Grown) -> None:
         encoder = self._latest
         if encoder is not None and encoder.reference() is event.encoder:
-            self._growths.append(Grow(self.now(), encoder.e, encoder.number, event.old, event.new))
+            self.put(Grow(self.now(), encoder.e, encoder.number, event.old, event.new))
 
     # What follows runs on any thread.
 
     def now(self) -> float:
         return self._seconds(time.monotonic())
 
-    def note_report(self, event: StallReported) -> None:
-        self._reports.append(missing_record(self.now(), event))
-
-    def note_stalled(self, event: JobStalled) -> None:
-        self._reports.append(stalled_record(self.now(), event))
-
-    def note_failed(self, error: BaseException) -> None:
-        """An exception that ends the process, as far as is known. The interpreter may tell of it after the trainer."""
-        failed = records.failed(self.now(), "", error)
-        if not self._ends or (self._failures[-1].type, self._failures[-1].message) != (failed.type, failed.message):
-            self._failures.append(failed)
-        self._ends = True
+    def put(self, record: Record) -> None:
+        self._others[type(record)].append(record)
 
     def count(self) -> int:
-        return len(self._rows)
+        return len(self._calls)
 
     def records(self, error: BaseException | None) -> list[Record]:
         """The encoders that are alive, and their calls. error: what ends the process, if something does."""
@@ -175,19 +143,20 @@ class RecentCalls:
         for encoder in list(self._encoders.values()):
             if (module := encoder.reference()) is not None:
                 encoders[encoder.e] = encoder
-                infos.append(facts(module, 0.0, encoder.e, encoder.name, encoder.ddp))
-        of_encoders: list[Call | Grow] = [*self._calls(encoders, error), *self._growths]
-        known = [record for record in of_encoders if record.e in encoders]
-        rest: list[Call | Grow | Missing | Stalled | Failed] = [*known, *self._reports, *self._failures]
+                infos.append(encoder.facts(module, 0.0))
+        of_others = [record for kept in self._others.values() for record in list(kept)]
+        known = {0, *encoders}  # 0: what is not of an encoder
+        found = [record for record in (*self._known_calls(error), *of_others) if getattr(record, "e", 0) in known]
         last = [self._raised(error)] if error is not None and self._raised_inside(error) else []
-        return [*infos, *sorted(rest, key=lambda record: record.t), *last]
+        return [*infos, *sorted(found, key=lambda record: record.t), *last]
 
-    def _calls(self, encoders: dict[int, _Encoder], error: BaseException | None) -> list[Call]:
+    def _known_calls(self, error: BaseException | None) -> list[Call]:
         # In this order: what is open may be done by now.
-        open_, rows, latest = list(self._open.values()), list(self._rows), self._latest
+        open_, rows, latest = list(self._open.values()), list(self._calls), self._latest
         calls = []
-        for t, e, n, training, code, *figures in map(_ROW.unpack, rows):
-            calls.append(Call(self._seconds(t), e, n, training, False, _OUTCOMES[code], *_rounded(*figures)))
+        for at, e, n, training, outcome, round_, waited, local, result in rows:
+            waited_s = round(waited.total_seconds(), 6)
+            calls.append(Call(self._seconds(at), e, n, training, False, outcome, round_, waited_s, local, result))
         done = {(call.e, call.n) for call in calls}
         if still_open := [one for one in open_ if (one[0].e, one[1]) not in done]:
             calls += [self._in_length_sync(*one) for one in still_open]
@@ -215,7 +184,3 @@ class RecentCalls:
 
     def _seconds(self, monotonic: float) -> float:
         return round(monotonic - self._started_at, 6)
-
-
-def _rounded(round_: int, waited: float, local: int, result: int) -> tuple[int, float, int, int]:
-    return round_, round(waited, 6), local, result

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from nemo_patches.sync.events import Grown
 from nemo_patches.sync.rank_log import is_distributed
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import FindingError, Found, Inputs, say_once
 from nemo_patches.tracing.encoder_facts import first_layer, positions
-from nemo_patches.tracing.recorder import EncoderState, Recorder, tracing
+from nemo_patches.tracing.encoder_state import EncoderState
+from nemo_patches.tracing.recorder import Recorder, tracing
 from nemo_patches.tracing.records import (
     BYPASS,
     LONGEST_MESSAGE,
@@ -184,7 +186,7 @@ class _Call:
         """Growth that the length sync did not tell of: without a process group, or from elsewhere."""
         now = positions(self._encoder)
         if now != self._state.positions:
-            self._recorder.grown(self._encoder, self._state.positions, now)
+            self._recorder.grown(Grown(self._encoder, self._state.positions, now))
 
     def _act_on(self, findings: list[Found]) -> None:
         for found in findings:

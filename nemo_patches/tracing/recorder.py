@@ -18,23 +18,23 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
 from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
-from nemo_patches.stall.missing_rank import MissingRank, StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks, FindingError, say_once
-from nemo_patches.tracing.encoder_facts import active_ddp, facts, positions
+from nemo_patches.tracing.encoder_facts import positions
+from nemo_patches.tracing.encoder_state import EncoderState
+from nemo_patches.tracing.exception_hooks import ExceptionHooks, exit_in_flight
 from nemo_patches.tracing.lengths_copy import LengthsCopies
-from nemo_patches.tracing.process_end import ExceptionHooks, exit_in_flight
-from nemo_patches.tracing.records import End, Grow, Lengths, Memory, Stalled, Stopped
+from nemo_patches.tracing.recording import Recording
+from nemo_patches.tracing.records import End, Grow, Lengths, Memory, Record, Stopped
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
@@ -72,10 +72,11 @@ class Tracing:
         return self.recorder.where() if self.recorder is not None else ""
 
 
-class Recorder:
+class Recorder(Recording):
     """One trace of this process: its writer, from the first encoder call on, and what it knows of the encoders."""
 
     def __init__(self, settings: TraceSettings) -> None:
+        super().__init__()
         self.settings = settings
         self.guard = _Guard(self)
         self.writer: TraceWriter | None = None
@@ -87,8 +88,7 @@ class Recorder:
         self._device: torch.device | None = None  # of the last call's signal
         self._copies = LengthsCopies()
         self._hooks: ExceptionHooks | None = None
-        self._failed = ""  # the exception that ends this process, unless an encoder is called again
-        self._uncaught = False  # it came to the interpreter: then the exit code is known
+        self._uncaught = False  # what ends this process came to the interpreter: then the exit code is known
 
     def begin(self, encoder: torch.nn.Module) -> EncoderState | None:
         """A call begins; None where it is not recorded, or is part of one that is."""
@@ -96,9 +96,16 @@ class Recorder:
             state = self._state_of(encoder)
             if state is not None and not state.running:
                 state.running = True
-                self._failed = ""
+                self.failed = ""
                 return state
         return None
+
+    def now(self) -> float:
+        return self.writer.now() if self.writer is not None else 0.0
+
+    def put(self, record: Record) -> None:
+        if self.writer is not None:
+            self.writer.put(record)
 
     def where(self) -> str:
         if self._over or self.writer is None:
@@ -120,26 +127,17 @@ class Recorder:
         if (writer := self.writer) is not None and not writer.ended:
             error, code = exit_in_flight()
             if error is not None:
-                self.note_failed(error, "")
+                self.note_failed(error)
             if self._uncaught and exit_code is None:
                 exit_code = code or 1
-            writer.close(_CLOSE_LIMIT, End(writer.now(), self._failed, code if exit_code is None else exit_code))
-
-    def note_failed(self, error: BaseException, thread: str) -> None:
-        """An exception that nobody catches in this thread; without a name: it ends the process, as far as is known."""
-        said = first_line(error)
-        if (writer := self.writer) is None or (not thread and said == self._failed):
-            return  # the trainer's callback has told of it, and now the interpreter does
-        if not thread:
-            self._failed = said
-        writer.put(records.failed(writer.now(), thread, error))
+            writer.close(_CLOSE_LIMIT, End(writer.now(), self.failed, code if exit_code is None else exit_code))
 
     def trainer_failed(self, error: BaseException) -> None:
         """An exception has come out of Lightning's trainer, perhaps before the first encoder call."""
         with self.guard:
             if self.writer is None and not self._over:
                 self._open(_process_group())
-            self.note_failed(error, "")
+            self.note_failed(error)
 
     def end(self, level: int, why: str) -> None:
         """Record nothing any more, and say why."""
@@ -171,14 +169,9 @@ class Recorder:
             writer.put_later(lambda: _memory(t, device))
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """For the event bus. The length sync's events come on the training thread, a stall report on its monitor's."""
-        return {
-            CallLeft: self._guarded(self._call_left),
-            Grown: self._guarded(lambda event: self.grown(event.encoder, event.old, event.new)),
-            StallReported: self._guarded(self._stall_reported),
-            JobStalled: self._guarded(self._job_stalled),
-            StallExits: self._guarded(lambda _: self.process_ends(EXIT_CODE)),
-        }
+        """Those of what a trace and a dump record alike, and what ends this process; our errors end the trace."""
+        handlers = super().handlers() | {StallExits: lambda _: self.process_ends(EXIT_CODE)}
+        return {kind: self._guarded(handle) for kind, handle in handlers.items()}
 
     def _guarded(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
         def guarded(event: object) -> None:
@@ -192,27 +185,22 @@ class Recorder:
             self._uncaught |= not thread
             self.note_failed(error, thread)
 
-    def _stall_reported(self, event: StallReported) -> None:
-        if (writer := self.writer) is not None:
-            writer.put(missing_record(writer.now(), event))
+    def job_stalled(self, event: JobStalled) -> None:
+        super().job_stalled(event)
+        self._put_memory()  # a GPU that waits in a collective is busy, one that nobody gives work is not
 
-    def _job_stalled(self, event: JobStalled) -> None:
-        if (writer := self.writer) is not None:
-            writer.put(stalled_record(writer.now(), event))
-            self._put_memory()  # a GPU that waits in a collective is busy, one that nobody gives work is not
-
-    def _call_left(self, event: CallLeft) -> None:
+    def call_left(self, event: CallLeft) -> None:
         state = self._state_of(event.encoder)
-        if not event.outcome or state is None or (writer := self.writer) is None:
+        if not event.outcome or state is None:
             return
         if not state.running:  # a compiled call, or a class whose forward does not call its parent's
             state.number += 1
         if state.name != event.sync.title:  # it counts the encoders of this process group
             state.name = event.sync.title
             self._describe(event.encoder, state)
-        writer.put(
+        self.put(
             records.Sync(
-                t=writer.now(),
+                t=self.now(),
                 e=state.e,
                 n=state.number,
                 outcome=event.outcome,
@@ -223,13 +211,12 @@ class Recorder:
             )
         )
 
-    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
-        state = self._state_of(encoder)
-        if state is None or (writer := self.writer) is None:
-            return
-        state.positions = new
-        writer.put(Grow(writer.now(), state.e, state.number, old, new))
-        self._describe(encoder, state)
+    def grown(self, event: Grown) -> None:
+        state = self._state_of(event.encoder)
+        if state is not None:
+            state.positions = event.new
+            self.put(Grow(self.now(), state.e, state.number, event.old, event.new))
+            self._describe(event.encoder, state)
 
     def _state_of(self, encoder: torch.nn.Module) -> EncoderState | None:
         if self._over or (self.writer is not None and self.writer.ended):
@@ -261,8 +248,7 @@ class Recorder:
         return state
 
     def _describe(self, encoder: torch.nn.Module, state: EncoderState) -> None:
-        if (writer := self.writer) is not None:
-            writer.put(facts(encoder, writer.now(), state.e, state.name, state.ddp))
+        self.put(state.facts(encoder, self.now()))
 
     def _open(self, group: Any) -> bool:
         """Begin a file, or another one where the process group has made this another rank."""
@@ -290,85 +276,6 @@ def _process_group() -> Any:
     return torch.distributed.group.WORLD if torch.distributed.is_available() else None
 
 
-def missing_record(t: float, event: StallReported) -> records.Missing:
-    ranks, kinds, where = _of_each(event.missing)
-    collectives = [rank.collective for rank in event.missing]
-    return records.Missing(t, event.encoder, event.call, ranks, kinds, where, event.unknown, collectives)
-
-
-def stalled_record(t: float, event: JobStalled) -> Stalled:
-    waited = event.level >= logging.WARNING
-    return Stalled(t, *_of_each(event.missing if waited else ()), event.text, waited)
-
-
-def _of_each(missing: tuple[MissingRank, ...]) -> tuple[list[int], list[str], list[str]]:
-    return [rank.rank for rank in missing], [rank.kind for rank in missing], [rank.where for rank in missing]
-
-
-class EncoderState:
-    """What the recorder knows of one encoder."""
-
-    __slots__ = (
-        "backwards",
-        "checks",
-        "ddp",
-        "ddp_forward",
-        "e",
-        "hook",
-        "name",
-        "number",
-        "positions",
-        "running",
-        "searched",
-    )
-
-    def __init__(self, e: int, name: str, positions: int) -> None:
-        self.e, self.name, self.positions = e, name, positions
-        self.number = 0  # of the last call
-        self.backwards = 0  # begun so far
-        self.running = False  # a recorded call is
-        self.checks: EncoderChecks | None = None
-        self.ddp = False
-        self.searched: weakref.ref[torch.nn.Module] | None = None
-        self.ddp_forward = DdpForward()
-        self.hook: RemovableHandle | None = None
-
-    def is_now_inside_ddp(self, encoder: torch.nn.Module) -> bool:
-        """Whether this is the first call seen within a DistributedDataParallel's forward. Each is searched once."""
-        active = active_ddp()
-        if self.ddp or active is None or (self.searched is not None and self.searched() is active):
-            return False
-        self.searched = weakref.ref(active)
-        self.ddp = any(module is encoder for module in active.modules())
-        if self.ddp:
-            self.hook = active.register_forward_pre_hook(self.ddp_forward)
-        return self.ddp
-
-    def in_ddp(self) -> float | None:
-        """Seconds that the DDP around this call has been in its forward; None in a second call of the same forward."""
-        began, self.ddp_forward.began = self.ddp_forward.began, 0.0
-        is_inside = self.searched is not None and self.searched() is active_ddp() is not None
-        return round(time.monotonic() - began, 6) if began and is_inside else None
-
-    def leave_ddp(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
-
-
-class DdpForward:
-    """A hook that notes when DDP's forward begins. On Gloo its first act is a broadcast, which waits for a late rank.
-
-    It stays on the DDP, so it holds nothing that cannot be copied or pickled with it.
-    """
-
-    def __init__(self) -> None:
-        self.began = 0.0  # time.monotonic(); 0 if that call is noted
-
-    def __call__(self, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            self.began = time.monotonic()
-
-
 class _Guard:
     """Around our own code on the training thread: its errors end the trace; others' pass."""
 
@@ -385,9 +292,6 @@ class _Guard:
             return False
         self._recorder.end(logging.ERROR, f"an error of its own, please report it: {error!r}")
         return True
-
-
-_recorder: Recorder | None = None
 
 
 def _memory(t: float, device: torch.device | None) -> Memory:

@@ -21,18 +21,18 @@ _SET_UP = -1  # in place of a batch
 
 
 class StopTogetherError(RuntimeError):
-    """The ranks cannot end a pass together: a rank has gone, is at another batch, or has no batch at all."""
+    """The ranks cannot end a pass together: a rank has died, is at another batch, or has no batch at all."""
 
 
 @dataclass(frozen=True)
 class LoaderCounters:
-    """What one loader has given on this rank, and what was left out for the others' sake."""
+    """What one loader has yielded on this rank, and what was dropped so that all ranks end together."""
 
     loader: str
     passes: int
     batches: int
     passes_cut: int  # that ended while this rank still had a batch
-    left_out: int  # batches; where a loader cannot tell how many it has left, one for each pass that was cut
+    left_out: int  # batches; if a loader cannot tell how many it has left, one for each pass that was cut
     waited: timedelta
 
     def __str__(self) -> str:

@@ -47,13 +47,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class ComparisonCounters:
-    """What one optimizer's comparisons have come to on this rank. found: what was said of a difference, or why none."""
+    """The comparisons of one optimizer on this rank. found: what was logged of a difference, or why none was made."""
 
     optimizer: str
     steps: int
     compared: int
     equal_at: int  # the last step after which the parameters of all ranks were equal
-    left_out: int  # comparisons for which a rank had no answer in time
+    left_out: int  # comparisons for which a rank did not answer in time
     found: str
 
     def __str__(self) -> str:

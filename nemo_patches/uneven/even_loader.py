@@ -329,10 +329,11 @@ even_loaders = EvenLoaders()  # of this process
 
 
 def stop_together(loader: Iterable[T]) -> Iterable[T]:
-    """The loader, with passes that end on every rank where the first rank's does: what the others have is left out.
+    """The loader, with passes that end on all ranks when the first rank runs out; further batches are dropped.
 
-    For training loops outside Lightning: `for batch in nemo_patches.stop_together(loader):`. Every rank calls it, as
-    often and in the same order: it waits for every rank, without limit. Raises StopTogetherError, as the passes do.
+    For training loops outside Lightning: `for batch in nemo_patches.stop_together(loader):`. Every rank must call it,
+    equally often and in the same order: it waits for every rank, without limit. It and the passes raise
+    StopTogetherError.
     """
     even = even_loaders.make(loader, "data")
     if even is loader:

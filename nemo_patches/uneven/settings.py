@@ -33,7 +33,7 @@ class UnevenSettings(SettingsTable):
         "stop_together",
         STAGES,
         "also both, with a comma",
-        "Of whose loaders all ranks end a pass after the same number of batches: training, evaluation, or both.",
+        "Loaders whose passes end on all ranks after the same number of batches: training, evaluation, or both.",
     ).as_field()
     checkpoints: str = CHECKPOINTS.as_field()
     compare: int = Setting(
@@ -41,5 +41,5 @@ class UnevenSettings(SettingsTable):
         0,
         _steps,
         f"a whole number of optimizer steps, 1 to {_MOST_STEPS}, or 0 (never)",
-        "Optimizer steps, after each so many of which all ranks' parameters are compared; 0: never.",
+        "Compare all ranks' parameters each time after this many optimizer steps; 0: never.",
     ).as_field()

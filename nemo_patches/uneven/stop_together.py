@@ -16,11 +16,11 @@ _KINDS = {"train": "training", "val": "validation", "test": "test"}  # by Lightn
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked into
-    """Opt-in, because batches are left out: those that a rank still has when another has no more.
+    """Opt-in, because it drops batches: those that a rank still has when another rank has no more.
 
-    training, evaluation: whose loaders. Loaders that have a length agree on the least, once; the others' ranks tell
-    each other one batch ahead. A rank that is late is waited for without limit, and named; StopTogetherError where a
-    rank has gone, has no batch at all, or has left a pass at another batch than the others.
+    training, evaluation: the stages whose loaders end together. Loaders with a length agree once on the smallest;
+    for others, the ranks tell each other one batch ahead. They wait for a late rank without limit, and name it.
+    StopTogetherError if a rank has died, has no batch at all, or has left a pass at another batch than the others.
     """
 
     def __init__(self, training: bool = True, evaluation: bool = False) -> None:

@@ -78,9 +78,11 @@ def _compare(console: Console, folder: Path, devices: int, stall: timedelta, rec
     with processes.fork_server(console, folder / "import.log"):
         runs = report.Runs(*both("a rank stays away"), *both("training"), *both("positional encoding"))
     report.show(console, runs)
+    report.say_what_is_next(console)
     if record:
-        picture = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
-        report.introduce(picture, devices, stall)
+        picture = Console(
+            record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False, color_system="truecolor"
+        )
         report.show(picture, runs)
         svg = picture.export_svg(title="nemo-patches demo")
         # Without its web fonts: a picture in a repository loads nothing.

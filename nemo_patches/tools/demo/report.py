@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -62,11 +63,14 @@ def introduce(console: Console, devices: int, stall: timedelta) -> None:
 
 
 def show(console: Console, runs: Runs) -> None:
-    """Print the findings, the table, what nemo_patches logged, and what to do next."""
+    """Print the findings, how far each run came, the table, and what nemo_patches and diagnose said."""
     console.print()
     console.print(_sentence_on_hang(runs.stock_away, runs.patched_away))
     console.print(_sentence_on_uneven(runs.stock, runs.patched))
     console.print(_sentence_on_rows(runs.stock_rows, runs.patched_rows))
+    console.print()
+    console.print("[bold]How far each came:[/]")
+    console.print(_bars(runs))
     console.print()
     console.print(_table(runs))
     for title, run in (("1", runs.patched_away), ("2", runs.patched)):
@@ -82,6 +86,9 @@ def show(console: Console, runs: Runs) -> None:
         console.print("[bold]What `nemo-patches diagnose` said of stock's hang in 1, from outside, while it hung:[/]")
     for line in runs.stock_away.verdict:
         console.print(Text(f"  {line}"))
+
+
+def say_what_is_next(console: Console) -> None:
     console.print(_NEXT, markup=False)
 
 
@@ -151,6 +158,39 @@ def _sentence_on_rows(stock: RunOutcome, patched: RunOutcome) -> Text:
     return Text(text, style="bold")
 
 
+def _bars(runs: Runs) -> Table:
+    """A bar for each run, as long for stock as for ours: a run that died early has also taken less time."""
+    bars = Table.grid(padding=(0, 2))
+    for name in ("title", "version", "bar", "how far"):
+        bars.add_column(no_wrap=name != "bar")  # the bars get the room that is left
+    for title, pair in (
+        ("1. evaluation", (runs.stock_away, runs.patched_away)),
+        ("2. training", (runs.stock, runs.patched)),
+    ):
+        for run, color in zip(pair, ("red", "green"), strict=True):
+            done, total, _ = _progress(run)
+            bar = ProgressBar(total, done, style="grey39", complete_style=color, finished_style=color)
+            bars.add_row(f"  {title}", run.ranks[0].job.version, bar, _how_far(run))
+            title = ""
+    return bars
+
+
+def _progress(run: RunOutcome) -> tuple[int, int, str]:
+    """What the slowest rank has done, of how many, and of what; not the rank that stays away."""
+    if run.ranks[0].job.task == "training":
+        return run.fewest_steps, TRAINING_STEPS, "steps"
+    batches = min(rank.validation_batches for rank in run.ranks if not rank.job.stays_away)
+    return batches, EVALUATION_BATCHES, "batches"
+
+
+def _how_far(run: RunOutcome) -> str:
+    done, total, things = _progress(run)
+    if run.completed:
+        return f"completed all {total} {things}"
+    ended = "died" if any(rank.ended.startswith("died") for rank in run.ranks) else "hung"
+    return f"{ended} after {done} of {total} {things}"
+
+
 def _table(runs: Runs) -> Table:
     stock, patched = runs.stock, runs.patched
     job = stock.ranks[0].job
@@ -171,7 +211,8 @@ def _table(runs: Runs) -> Table:
     table.add_row("  longest encoder call", *map(_longest, (stock, patched)))
     same, compared = _equal_losses(stock, patched)
     table.add_row("  training losses", f"{compared}", f"{same} of stock's {compared} the same, to the last bit")
-    table.add_row("  time", *(f"{run.took.total_seconds():.0f} s" for run in (stock, patched)), end_section=True)
+    times = (f"{run.took.total_seconds():.0f} s, {_how_far(run)}" for run in (stock, patched))
+    table.add_row("  time", *times, end_section=True)
     table.add_row("[bold]3. sync_max_audio_length: false[/]")
     cells = [_rows_cell(run) for run in (runs.stock_rows, runs.patched_rows)]
     table.add_row(f"  wrong positional rows, rank {job.slow_rank}", *cells)

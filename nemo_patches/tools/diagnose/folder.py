@@ -29,7 +29,7 @@ _ONE_PROCESS_BYTES = 1 << 26  # up to so many, a further process is not worth it
 _MOST_FILES = 100_000
 _MOST_RANKS = 1 << 20
 _MOST_PROBLEMS = 20
-# As faulthandler writes it (tracing/process_end.py).
+# As faulthandler writes it (tracing/signal_stack.py).
 _STACK = b"Stack (most recent call first):\n"
 _STACK_LINES = (_STACK.rstrip(), b'  File "', b"  ...", b"  <")
 _MOST_FRAMES = 100

@@ -14,8 +14,8 @@ from nemo_patches.tools.option_words import choice
 SEVERITIES = ("note", "warning", "error")
 FORMATS = ("text", "json", "github", "sarif")
 
-_CONFIGS = "Configs (files, folders, patterns, - for the standard input), and Hydra's overrides for all of them."
-_HERE = "As pasted from a training command; relative to this folder, not to the script."
+_CONFIGS = "Configs (files, folders, patterns, - for standard input), and Hydra's overrides for all of them."
+_HERE = "As pasted from a training command; relative to the current folder, not to the script."
 
 
 def _given(option: Any, default: Any = None) -> Any:
@@ -35,9 +35,9 @@ class Request:
     """They, as they were given; in the order of the command's help."""
 
     arguments: tuple[str, ...] = _given(typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ())
-    patched: bool = _switch("--patched", "Judge the job with nemo_patches on every rank, not stock NeMo.")
+    patched: bool = _switch("--patched", "Judge the job as with nemo_patches on every rank, not as stock NeMo.")
     select: tuple[str, ...] = _given(
-        _text(metavar="RULE", help_="Only these rules: NP101, or NP1 for all that begin so.", show_default="all"), ()
+        _text(metavar="RULE", help_="Only these rules: NP101, or NP1 for all of NP1xx.", show_default="all"), ()
     )
     ignore: tuple[str, ...] = _given(_text(metavar="RULE", help_="Not these rules."), ())
     json: bool = _switch("--json", "For programs.")
@@ -45,25 +45,25 @@ class Request:
     write: bool = _switch("--write", "With --fix: write them.")
     ranks: bool = _switch("--ranks", "Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
     nccl: bool = _switch("--nccl", "With --ranks: also try the job's backend, with collectives of 1 MB.")
-    list_rules: bool = _switch("--list-rules", "Name every rule.")
-    explain: str | None = _given(_text(metavar="RULE", help_="Explain one rule."))
+    list_rules: bool = _switch("--list-rules", "List all rules.")
+    explain: str | None = _given(_text(metavar="RULE", help_="Explain one rule, with a failing and a fixed example."))
     severity: str | None = _given(
-        choice(SEVERITIES, help="From which on findings are shown, and count.", show_default="note")
+        choice(SEVERITIES, help="The lowest severity that is shown, and counts.", show_default="note")
     )
     quiet: bool = _switch("--quiet", "One line for each finding, and nothing else.", "-q")
     output_format: str | None = _given(
-        choice(FORMATS, help="github: annotations of a pull request.", show_default="text")
+        choice(FORMATS, help="github: annotations on a pull request.", show_default="text")
     )
-    exit_zero: bool = _switch("--exit-zero", "Exit with 0 in place of 1.")
+    exit_zero: bool = _switch("--exit-zero", "Exit with 0 instead of 1.")
     against: str | None = _given(
-        _text(metavar="CONFIG", help_="Also what differs from NeMo's own config (nest, canary, ...) or a file.")
+        _text(metavar="CONFIG", help_="Also show differences from NeMo's own config (nest, canary, ...) or a file.")
     )
     config_path: str | None = _given(_text("--config-path", "-cp", metavar="DIR", help_=_HERE))
     config_name: str | None = _given(
         _text("--config-name", "-cn", metavar="NAME", help_="As pasted: the config in that folder.")
     )
     config_dir: str | None = _given(
-        _text("--config-dir", "-cd", metavar="DIR", help_="As pasted: where else it may be.")
+        _text("--config-dir", "-cd", metavar="DIR", help_="As pasted: another folder to look in.")
     )
 
 

@@ -1,8 +1,9 @@
 """A collective, or a call of the encoder, in a branch that not every rank may take.
 
-All ranks must make the same collectives in the same order. Where the rank or the data of a batch decide, the others may
-wait for ever; a call of the encoder is one too, by its length sync, and under FSDP by the gathering of its parameters;
-so is what Lightning does for all ranks: log with sync_dist, save_checkpoint, a metric's compute, the backward pass.
+All ranks must run the same collectives in the same order. If the rank or the data of a batch decides, the others may
+wait for ever. A call of the encoder is a collective, too, by its length sync, and under FSDP by gathering its
+parameters. So is what Lightning does for all ranks: log with sync_dist, save_checkpoint, a metric's compute, the
+backward pass.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 """
 

@@ -1,7 +1,7 @@
-"""A method that makes other collectives than NeMo's own method of that name.
+"""A method that runs other collectives than NeMo's own method of that name.
 
-What NeMo's other ranks, callbacks and loops count on is in its own method: one collective more or less than there is
-safe only if every rank runs this code.
+The other ranks, and NeMo's callbacks and loops, rely on its own method: one collective more or fewer is safe only if
+every rank runs this code.
 Link: docs/doctor.md
 """
 

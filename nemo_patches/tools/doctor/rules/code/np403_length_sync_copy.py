@@ -1,6 +1,6 @@
-"""An encoder's own update_max_seq_length that leaves out a call which NeMo's makes.
+"""An encoder's own update_max_seq_length that leaves out a call made by NeMo's.
 
-Without set_max_audio_length the positional encodings never grow, and a longer input fails; without the reduce, or the
+Without set_max_audio_length the positional encodings never grow, and a longer input fails. Without the reduce, or the
 test of sync_max_audio_length, ranks grow differently. nemo_patches does not patch a method that it does not know.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
 """

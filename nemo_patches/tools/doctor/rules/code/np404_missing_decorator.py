@@ -1,7 +1,7 @@
 """A method without a decorator that NeMo's own method of that name has.
 
-Without typecheck, NeMo's checks of inputs are gone, and `input_types` means nothing; without no_grad or inference_mode
-a rank keeps activations that the others do not, and may run out of memory alone.
+Without typecheck, NeMo's checks of inputs are missing, and `input_types` has no effect. Without no_grad or
+inference_mode a rank keeps activations that the others do not keep, and may run out of memory alone.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/core/classes/common.py
 """
 

@@ -1,8 +1,8 @@
-"""A return, continue or break, by this rank's batch or number, before collectives that other ranks still make.
+"""A return, continue or break that depends on this rank's batch or number, before collectives that others still run.
 
-A step that a rank leaves for a NaN, an empty batch or its rank is a step less on this rank: the others wait in the next
-collective, which is the reduction of gradients in backward where no other is in sight, or pair it with a later one.
-Lightning 2.3 and later raise an error where training_step returns None on several ranks.
+A step that a rank leaves because of a NaN, an empty batch or its rank is one step fewer on this rank: the others wait
+in the next collective (if no other is visible, the reduction of gradients in backward), or pair it with a later one.
+Lightning 2.3 and later raise an error if training_step returns None on several ranks.
 Link: https://github.com/Lightning-AI/pytorch-lightning/issues/5243
 """
 

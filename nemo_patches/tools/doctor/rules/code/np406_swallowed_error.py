@@ -1,8 +1,8 @@
-"""An error that one rank goes on after, with other collectives than the ranks that did not have it.
+"""An error after which one rank continues with other collectives than the ranks without the error.
 
-Memory runs out on one rank, by its batch. A handler that skips the step, or tries it again, puts this rank a collective
-behind the others, or ahead of them: they wait for it, or pair theirs with a later one of its. A rank that ends is seen
-by its launcher, which ends the others.
+Memory runs out on one rank only, because of its batch. A handler that skips the step, or tries it again, puts this
+rank a collective behind the others, or ahead of them: they wait for it, or pair theirs with a later one. A rank that
+ends, instead, is noticed by its launcher, which ends the others.
 Link: https://github.com/pytorch/pytorch/issues/44353
 """
 

@@ -1,7 +1,7 @@
-"""A loop over parts of a batch that calls the encoder, or makes another collective, in each turn.
+"""A loop over parts of a batch that calls the encoder, or runs another collective, in each iteration.
 
-A longer recording makes more turns: the rank that has it waits in the turns that the others do not make, in the
-encoder's length sync, under FSDP in the gathering of parameters, and in backward in the reduction of gradients.
+A longer recording needs more iterations: its rank waits in those that the others do not run, in the encoder's length
+sync, under FSDP in the gathering of parameters, and in backward in the reduction of gradients.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/16192
 """
 

@@ -1,7 +1,7 @@
-"""A class that is a copy of NeMo's encoder and no subclass of it, and in what it differs.
+"""A class that copies NeMo's encoder instead of inheriting from it, and how it differs.
 
-nemo_patches patches NeMo's classes: a copy keeps the reduce that waits without limit, its tables are broadcast by DDP,
-and what NeMo has mended since is not in it. Its other ranks, loops and callbacks count on NeMo's arguments and errors.
+nemo_patches patches NeMo's classes: a copy keeps the reduce that waits without limit, DDP broadcasts its tables, and
+NeMo's later fixes are not in it. NeMo's other ranks, loops and callbacks rely on NeMo's arguments and errors.
 Link: docs/auto-apply.md#my-encoder-is-a-class-of-my-own
 """
 

@@ -1,8 +1,8 @@
-"""A wait for the GPU, or a look for NaN, in every step.
+"""A wait for the GPU, or a check for NaN, in every step.
 
-The host runs ahead of the GPU; torch.cuda.synchronize, and a test of a tensor such as `x.isnan().any()`, wait until all
-that was enqueued is done, a collective of a missing rank included. That costs every step, and a stack of a job that
-hangs then shows this line, wherever the cause is.
+The host runs ahead of the GPU. torch.cuda.synchronize, and a test of a tensor such as `x.isnan().any()`, wait until
+everything that was enqueued is done, including a collective in which a rank is missing. This costs time in every
+step, and in a job that hangs the stack shows this line, wherever the cause is.
 Link: docs/diagnose.md
 """
 

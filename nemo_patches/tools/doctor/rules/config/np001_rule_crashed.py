@@ -1,6 +1,6 @@
 """A rule of the doctor itself failed on this config.
 
-What that rule looks for was not looked for; please report it, with the config.
+The rule could not check this config. Please report it, with the config.
 Link: docs/doctor.md
 """
 

@@ -1,6 +1,6 @@
-"""An interpolation leads to a key that the config does not have, or back to itself.
+"""An interpolation refers to a key that the config does not have, or back to itself.
 
-The job stops as soon as it reads that value, and until it is mended no rule can tell what the value is.
+The job stops as soon as it reads that value. Until it is fixed, no rule knows what the value is.
 Link: https://omegaconf.readthedocs.io/en/latest/usage.html#variable-interpolation
 """
 

@@ -1,9 +1,9 @@
-"""Something in the config was not read, and rules that it concerns could not be judged.
+"""Something in the config was not read, so the rules that need it could not be checked.
 
-An input_cfg in a file that is not on this machine, a value that only a variable of the job's machine gives, a class or
-a type of input of your own. The rules are named that find something for one of the values it may have: without it, a
-run that finds nothing would say that nothing is wrong. What is still to be given (???), or is only counted on a machine
-with the data, is a note.
+For example an input_cfg in a file that is not on this machine, a value that only a variable of the job's machine
+gives, a class or a type of input of your own. The finding names the rules that apply for one of the possible values:
+otherwise a run without findings would wrongly say that nothing is wrong. A value that is still to be given (???), or
+that can only be counted on a machine with the data, is a note.
 Link: docs/doctor.md
 """
 

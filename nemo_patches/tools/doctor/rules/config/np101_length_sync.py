@@ -1,7 +1,7 @@
 """The effective sync_max_audio_length of every encoder, and what it means with this strategy and these devices.
 
-With it on, which it also is where it is not set, every call of the encoder waits for every rank, without a time limit
-of its own; with it off, ranks may grow their positional encodings differently (NP102). NeMo 2.1 always has it on.
+With it on, also by default, every call of the encoder waits for every rank, without a timeout of its own. With it
+off, ranks may grow their positional encodings differently (NP102). NeMo 2.1 always has it on.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/11462
 """
 

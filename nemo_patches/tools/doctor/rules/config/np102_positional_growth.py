@@ -1,6 +1,6 @@
-"""The longest possible input against the positional encodings: whether the encoder may have to grow them.
+"""The longest possible input, compared with the positional encodings: whether the encoder may have to grow them.
 
-They start with pos_emb_max_len frames, counted before subsampling, and grow at the first longer input. Where ranks grow
+They start with pos_emb_max_len frames, counted before subsampling, and grow at the first longer input. If ranks grow
 differently, DDP's broadcast of buffers overwrites rows without an error, or aborts the job.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
 """

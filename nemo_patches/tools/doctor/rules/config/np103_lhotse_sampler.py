@@ -1,7 +1,7 @@
 """Lhotse's own sampler under Lightning's: use_distributed_sampler is not false.
 
-Lhotse shares the batches out to the ranks itself; Lightning would put its own sampler around that, which needs a length
-that Lhotse's does not have, and the job stops at its start.
+Lhotse distributes the batches to the ranks itself. Lightning would put its own sampler around Lhotse's, which needs a
+length that Lhotse's does not have, and the job stops at its start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 

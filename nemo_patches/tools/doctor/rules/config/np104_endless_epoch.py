@@ -1,8 +1,8 @@
-"""Lhotse training on a stream, or on several inputs mixed, without limit_train_batches as a whole number.
+"""Lhotse training on a stream, or on several mixed inputs, without a whole number as limit_train_batches.
 
-Lhotse repeats those for ever: there is no end of an epoch, and what happens then (validation, checkpoints) never does,
-unless val_check_interval is a number of batches. A stream has no length, either, and there NeMo's ASR models stop at
-their start.
+Lhotse repeats these for ever: an epoch has no end, so what happens at its end (validation, checkpoints) never
+happens, unless val_check_interval is a number of batches. A stream has no length, either, and NeMo's ASR models then
+stop at their start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 

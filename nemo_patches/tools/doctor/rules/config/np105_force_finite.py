@@ -1,7 +1,8 @@
-"""Training on a stream that ends, on several ranks: force_finite, or force_iterable_dataset for what is no stream.
+"""Training on a stream that ends, on several ranks: force_finite, or force_iterable_dataset for a non-streamed set.
 
-Every rank then reads all of the stream, in its own order, to its end. Where batches have no fixed size, those ends come
-after different numbers of them: the other ranks wait in their next collective for one that has no batch left.
+Every rank then reads the whole stream, in its own order, to its end. If batches have no fixed size, the ranks reach
+the end after different numbers of batches: the others wait in their next collective for a rank that has no batch
+left.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
 """
 

@@ -1,7 +1,7 @@
 """The number of tar files is not a multiple of the number of ranks.
 
-NeMo gives each rank the same number of them, and those that are left over are never read; with fewer than ranks,
-nobody gets any.
+NeMo gives each rank the same number of tar files, and never reads those that are left over. With fewer files than
+ranks, no rank gets any.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 

@@ -1,7 +1,7 @@
-"""A limit on duration for training on tar files that are shared out to the ranks.
+"""A limit on duration for training on tar files that are distributed to the ranks.
 
-Which samples the limit leaves out differs from tar file to tar file, so a rank may run out of batches before the
-others, which then wait for it; NeMo's own code has this warning.
+The limit drops different samples from each tar file, so a rank may run out of batches before the others, which then
+wait for it. NeMo's own code has this warning.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 

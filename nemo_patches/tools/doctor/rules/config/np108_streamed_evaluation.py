@@ -1,8 +1,8 @@
 """Validation or test on a stream (tar files, or Shar), or on several inputs that Lhotse mixes.
 
-Lhotse repeats those for ever, so without a limit in batches validation never ends; with force_finite, every worker of
-every rank reads all of them. NeMo's own tar files end on each rank after its own number of batches, and in validation
-the encoder's length sync may be the only collective of a batch: one batch more on one rank, and the job is lost.
+Lhotse repeats these for ever, so without a limit in batches validation never ends; with force_finite, every worker of
+every rank reads all of them. NeMo's own tar files end on each rank after its own number of batches. In validation,
+the encoder's length sync may be the only collective of a batch: a single extra batch on one rank hangs the job.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 

@@ -1,6 +1,6 @@
-"""A validation or test set that has fewer entries than there are ranks.
+"""A validation or test set with fewer entries than ranks.
 
-The samplers then repeat entries until every rank has one, so nothing hangs, but the metrics count those entries more
+The samplers then repeat entries until every rank has one. Nothing hangs, but the metrics count these entries more
 than once.
 Link: https://lightning.ai/docs/pytorch/stable/common/evaluation_intermediate.html
 """

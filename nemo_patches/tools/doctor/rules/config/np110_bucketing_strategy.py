@@ -1,7 +1,7 @@
 """bucketing_strategy: fully_randomized, with tar files in several buckets.
 
-Each rank then draws its buckets by itself: in one step one rank has short inputs and another long ones, and all wait
-for the slowest in every step.
+Each rank then draws its buckets by itself: in the same step one rank has short inputs and another long ones, so all
+wait for the slowest in every step.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/4348
 """
 

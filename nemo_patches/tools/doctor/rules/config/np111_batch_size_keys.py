@@ -1,8 +1,8 @@
-"""Keys for the size of a batch: none at all, no size, keys that contradict each other, or that nobody reads.
+"""Keys for the size of a batch: none at all, no size, keys that contradict each other, or keys that nothing reads.
 
-Lhotse and NeMo's own data loaders have different keys for it: one that is not read leaves another size than the config
-seems to say, and some combinations stop the job at its start. Without any, NeMo 3.0 stops, and with NeMo up to 2.7
-Lhotse makes one batch of the whole set.
+Lhotse and NeMo's own data loaders have different keys for it. A key that is not read leaves another size than the
+config seems to say, and some combinations stop the job at its start. Without any key, NeMo 3.0 stops; with NeMo up to
+2.7, Lhotse makes one batch of the whole set.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 

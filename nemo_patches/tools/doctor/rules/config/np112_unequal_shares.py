@@ -1,6 +1,6 @@
-"""Sets that Lightning does not share out to the ranks, and evaluation that drops its last batch.
+"""Sets that Lightning does not distribute to the ranks, and evaluation that drops its last batch.
 
-With use_distributed_sampler: false, only Lhotse and tar files are shared out: of any other set every rank reads all.
+With use_distributed_sampler: false, only Lhotse and tar files are distributed: every rank reads all of any other set.
 And drop_last in evaluation leaves entries out of the metrics.
 Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#use-distributed-sampler
 """

@@ -1,7 +1,7 @@
 """strategy: auto, or none, for several devices.
 
-Lightning then takes plain ddp: buffers are broadcast, and a model with parameters that a step does not use stops with
-an error. What NP101 and NP102 say of ddp holds.
+Lightning then uses plain ddp: buffers are broadcast, and a model with parameters that a step does not use stops with
+an error. What NP101 and NP102 say about ddp applies.
 Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 """
 

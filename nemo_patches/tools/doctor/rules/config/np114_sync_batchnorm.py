@@ -1,7 +1,7 @@
 """sync_batchnorm on the CPU, or for a model without batch normalisation.
 
-On the CPU the first training step stops with an error, as PyTorch has it for GPUs only. Without batch normalisation it
-does nothing; in no case has it to do with a hang in the length sync.
+On the CPU the first training step stops with an error, because PyTorch supports it on GPUs only. Without batch
+normalisation it does nothing. It never has anything to do with a hang in the length sync.
 Link: https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
 """
 

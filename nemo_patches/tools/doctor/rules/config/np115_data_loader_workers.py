@@ -1,7 +1,8 @@
-"""num_workers, persistent_workers and pin_memory: what is known to stall, and what has no effect.
+"""num_workers, persistent_workers and pin_memory: settings that are known to stall, and settings without effect.
 
-A rank that is late with its data is late in the length sync. Reading on the training thread makes every slow file such
-a delay; forking workers while another loader's pinning thread runs may, seldom, leave a worker stuck for ever.
+A rank that is late with its data is late in the length sync. If the training thread reads the data, every slow file
+is such a delay. Forking workers while another loader's pinning thread runs may, rarely, leave a worker stuck for
+ever.
 Link: https://github.com/pytorch/pytorch/issues/130610
 """
 

@@ -1,7 +1,7 @@
 """skip_nan_grad: another collective in every step, and a look at every gradient.
 
-After each backward pass it reduces over all ranks whether any gradient is NaN, without a time limit, and waits for the
-GPU once for each parameter. No length fallback can help there.
+After each backward pass it reduces over all ranks whether any gradient is NaN, without a timeout, and waits for the
+GPU once for each parameter. No length fallback helps there.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/models/asr_model.py
 """
 

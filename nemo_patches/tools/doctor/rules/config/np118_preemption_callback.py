@@ -1,7 +1,7 @@
 """NeMo's preemption callback, which is on unless it is switched off.
 
-On GPUs it broadcasts from rank 0 at the end of every training batch and waits for the result, without a time limit: a
-rank that is late stalls the others there as well. No length fallback can help there.
+On GPUs it broadcasts from rank 0 at the end of every training batch and waits for the result, without a timeout: a
+late rank stalls the others there, too. No length fallback helps there.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/preemption.py
 """
 

@@ -1,8 +1,8 @@
-"""The process group's timeout: not a duration, or shorter than the wait of nemo_patches.
+"""The process group's timeout: not a duration, or shorter than the timeout of nemo_patches.
 
-When it passes, PyTorch ends the job. A wait of nemo_patches that lasts longer can never end by itself, so nobody is
-named; and a number is no duration, so the job stops at its start. A duration can be written in YAML for NeMo up to 2.7
-only: 3.0 refuses the _target_, and the training script must make the strategy.
+When it passes, PyTorch ends the job. A longer wait of nemo_patches then never comes to its own end, so no rank is
+named. A number is not a duration: the job stops at its start. YAML can express a duration only for NeMo up to 2.7:
+3.0 refuses the _target_, and the training script must create the strategy.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
 """
 

@@ -1,7 +1,7 @@
-"""A key that looks like a typing error for one that NeMo knows, or any that the trainer of Lightning 2 does not take.
+"""A key that looks like a misspelling of one that NeMo knows, or that the trainer of Lightning 2 does not accept.
 
-In a data set's section NeMo ignores keys that it does not know, so the setting is silently not made; an encoder or the
-trainer stops the job at its start, also for what Lightning 1 took (gpus, replace_sampler_ddp).
+In a data set's section NeMo ignores unknown keys, so the setting silently has no effect. An encoder or the trainer
+stops the job at its start, also for keys of Lightning 1 (gpus, replace_sampler_ddp).
 Link: docs/doctor.md
 """
 

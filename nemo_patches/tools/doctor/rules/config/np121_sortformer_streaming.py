@@ -1,7 +1,7 @@
 """Sortformer in streaming mode: another reduce of a length, at every validation batch.
 
-It pads every rank's features to the longest of all ranks, so it changes shapes and cannot be left out: no fallback can
-help there, and one rank with a batch more waits for ever.
+It pads every rank's features to the longest of all ranks, so it changes shapes and cannot be skipped. No fallback
+helps there, and one rank with an extra batch waits for ever.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/models/sortformer_diar_models.py
 """
 

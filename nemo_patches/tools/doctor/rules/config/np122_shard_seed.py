@@ -1,9 +1,9 @@
-"""Lhotse's shard_seed, on several ranks: one that each rank draws by itself, or one that makes all ranks read the same.
+"""Lhotse's shard_seed, on several ranks: a seed that each rank draws by itself, or that makes all ranks read the same.
 
-What is no stream each rank orders by itself, and takes its share of that order: with NeMo's default, trng, the orders
-differ, so entries are read twice and others never, and ranks may have different numbers of batches. A stream every
-worker reads by itself: with a whole number, or without shuffling, all ranks train on the same batches. Which inputs are
-streams, and what was measured of each, is in docs/doctor.md.
+For non-streamed sets each rank shuffles on its own, then takes its share. With NeMo's default, trng, the orders
+differ, so some entries are read twice and others never, and ranks may have different numbers of batches. Each worker
+reads a whole stream by itself: with a whole number, or without shuffling, all ranks train on the same batches.
+docs/doctor.md says which inputs are streams, and what was measured for each.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/cutset.py
 """
 

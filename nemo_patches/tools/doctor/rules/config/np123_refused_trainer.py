@@ -1,7 +1,7 @@
 """A trainer that Lightning refuses: the job stops at its start.
 
-A strategy, accelerator, precision, limit or clipping that is none, or settings that exclude each other. Lightning 2
-says so only once the job has its machines, and some of it only when the data are there.
+A strategy, accelerator, precision, limit or clipping that does not exist, or settings that exclude each other.
+Lightning 2 says so only once the job has its machines, and in some cases only when the data are there.
 Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 """
 

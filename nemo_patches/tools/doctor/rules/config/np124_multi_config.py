@@ -1,8 +1,8 @@
-"""Inputs that NeMo's Lhotse loader refuses: streams beside what is none, or a multi_config without its seeds.
+"""Inputs that NeMo's Lhotse loader refuses: streams mixed with non-streamed sets, or a multi_config without its seeds.
 
-One data loader cannot read tar files and plain files at once, neither of one input_cfg nor of several sets. And the
-section that holds the sets of a multi_config must have seed, shard_seed and shuffle, which count for all of them. The
-job stops at its start.
+One data loader cannot read both tar files and plain files, neither from one input_cfg nor from several sets. And the
+section with the sets of a multi_config must have seed, shard_seed and shuffle, which apply to all of them. The job
+stops at its start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
 """
 

@@ -1,7 +1,7 @@
-"""A set of which nothing is left: by its limits on duration, or because drop_last drops the only batch of a rank.
+"""A set of which nothing is left: by its limits on duration, or because drop_last drops a rank's only batch.
 
-Training on nothing stops at its start, or waits for a first batch for ever; a validation set without a batch is passed
-over with a warning, so the metrics that checkpoints and early stopping go by are not there.
+Training on nothing stops at its start, or waits for a first batch for ever. A validation set without a batch is
+skipped with a warning, so the metrics for checkpoints and early stopping do not exist.
 Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 """
 

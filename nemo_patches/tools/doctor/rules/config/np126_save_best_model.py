@@ -1,8 +1,9 @@
-"""always_save_nemo with save_best_model: each rank looks for the best model by itself, and may wait there alone.
+"""always_save_nemo with save_best_model: each rank checks for the best model by itself, and may wait there alone.
 
-At each checkpoint a rank that finds the best model's file goes into a barrier, and one that does not goes on. They
-differ where the metric is each rank's own, as val_loss of self-supervised models, since it is in the file's name;
-and where rank 0 has written the file before another rank looks. With nemo_patches all ranks take rank 0's answer.
+At each checkpoint, a rank that finds the best model's file enters a barrier, and a rank that does not find it goes
+on. Ranks differ if the metric is each rank's own, such as val_loss of self-supervised models, because it is part of
+the file's name; or if rank 0 has written the file before another rank looks. With nemo_patches all ranks follow rank
+0's answer.
 Link: https://github.com/NVIDIA-NeMo/Speech/issues/13739
 """
 

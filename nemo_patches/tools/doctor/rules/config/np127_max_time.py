@@ -1,7 +1,7 @@
-"""max_time: Lightning's timer has all ranks wait for rank 0 after every training batch.
+"""max_time: with Lightning's timer, all ranks wait for rank 0 after every training batch.
 
-It broadcasts from rank 0 whether the time is over, without a time limit. A rank that is late, or has one batch fewer,
-stalls the others there as well. No length fallback can help there.
+It broadcasts from rank 0 whether the time is over, without a timeout. A rank that is late, or has one batch fewer,
+stalls the others there, too. No length fallback helps there.
 Link: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.Timer.html
 """
 

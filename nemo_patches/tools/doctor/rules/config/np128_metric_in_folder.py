@@ -1,8 +1,8 @@
-"""A metric in the name of a checkpoint's folder: NeMo does not find those checkpoints again as what they are.
+"""A metric in the name of a checkpoint's folder: NeMo does not read those checkpoints correctly on a resume.
 
-In dirpath a metric is never filled in. On a resume NeMo reads a checkpoint's score behind the first place where its
-path has the monitor's name: if that is a folder, the job stops. In filename, before a slash, a metric makes a folder
-for each value, which NeMo takes for a distributed checkpoint on a resume, so that it does not know the best any more.
+In dirpath a metric is never filled in. On a resume NeMo reads a checkpoint's score after the first place where its
+path has the monitor's name: if that is a folder, the job stops. In filename, a metric before a slash makes one folder
+for each value. On a resume NeMo takes such a folder for a distributed checkpoint, so it no longer knows the best one.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/nemo_model_checkpoint.py
 """
 

@@ -1,8 +1,8 @@
-"""A resume that reads a stream from its beginning: with the same seeds, the data of the launch before once more.
+"""A resume that reads a stream from its beginning: with the same seeds, the data of the previous launch again.
 
-Up to NeMo 3.0 no checkpoint has the place in a stream. Each launch draws its order anew: with shard_seed: trng another
-one; with a whole number, or with randomized and the same seed, the same one. A job that is resumed again and again then
-trains on the first part of its data, and never on the rest.
+Up to NeMo 3.0 no checkpoint stores the position in a stream. Each launch draws its order again: with shard_seed: trng
+a different one; with a whole number, or with randomized and the same seed, the same one. A job that is resumed again
+and again then trains on the first part of its data, and never on the rest.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/9001
 """
 

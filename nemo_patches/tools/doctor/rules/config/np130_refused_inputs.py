@@ -1,8 +1,8 @@
-"""An input_cfg that NeMo refuses: no list of inputs, an input without a type, weights for some of them only.
+"""An input_cfg that NeMo refuses: not a list of inputs, an input without a type, or weights for some inputs only.
 
-NeMo reads a list of mappings, each with a type; a list of files is none (one file may be named, or a group for each).
-With a weight on one input, all must have one, and NeMo 3.0 takes none that is zero. A Parquet file is read as JSON
-wherever its type is not parquet. The job stops at its start, or at its first batch.
+NeMo reads a list of mappings, each with a type. A list of files is not accepted (one file may be named, or a group
+for each). If one input has a weight, all must have one, and NeMo 3.0 accepts no zero weight. A Parquet file is read
+as JSON unless its type is parquet. The job stops at its start, or at its first batch.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/cutset.py
 """
 

@@ -1,7 +1,7 @@
-"""Options of a data set that NeMo's Lhotse loader refuses: words that it does not know, or that exclude each other.
+"""Options of a data set that NeMo's Lhotse loader refuses: unknown values, or options that exclude each other.
 
-A seed is a whole number, trng or randomized; a set is forced to be a map or an iterable, not both. The job stops
-when it makes its data loaders, or at its first batch.
+A seed is a whole number, trng or randomized; a set can be forced to be a map or an iterable, but not both. The job
+stops when it creates its data loaders, or at its first batch.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
 """
 

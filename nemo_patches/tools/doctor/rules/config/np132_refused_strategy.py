@@ -1,9 +1,9 @@
-"""A strategy's class that the trainer refuses, keywords that it does not take, or sizes that do not make up the ranks.
+"""A strategy class that the trainer refuses, keywords that it does not accept, or sizes that do not match the ranks.
 
-Lightning's Trainer takes strategies of lightning.pytorch only: one of pytorch_lightning or lightning.fabric is no
-strategy to it, although it has the same name; NeMo 3.0 makes no other _target_ at all. DDPStrategy hands keywords that
-it does not know to DistributedDataParallel, which refuses them; the sizes of a ModelParallelStrategy, multiplied, must
-be the number of ranks. The job stops at its start, when it has all its machines.
+Lightning's Trainer accepts only strategies of lightning.pytorch: one of pytorch_lightning or lightning.fabric is
+refused, although it has the same name. NeMo 3.0 accepts no other _target_ at all. DDPStrategy passes unknown keywords
+to DistributedDataParallel, which refuses them. The product of the sizes of a ModelParallelStrategy must be the number
+of ranks. The job stops at its start, when it has all its machines.
 Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 """
 

@@ -1,7 +1,7 @@
-"""The installed NeMo against what nemo_patches supports, and torch and Lightning against what NeMo asks for.
+"""The installed NeMo, compared with what nemo_patches supports; torch and Lightning, compared with what NeMo requires.
 
-Outside the supported range nemo_patches patches nothing, and NeMo's wait for every rank is without a limit again. What
-NeMo asks for is in its own metadata; with other versions it was never tested.
+Outside the supported range nemo_patches patches nothing, so NeMo's wait for every rank has no limit. NeMo's
+requirements are in its own metadata; it was never tested with other versions.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/pyproject.toml
 """
 

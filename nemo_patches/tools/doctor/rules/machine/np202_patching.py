@@ -1,6 +1,6 @@
-"""Whether NeMo would be patched in this environment, and which sitecustomize is in force.
+"""Whether NeMo would be patched in this environment, and which sitecustomize runs.
 
-A rank that is not patched still waits for every other one without a time limit, and the others cannot help it. Where
+A rank that is not patched still waits for every other rank without a timeout, and the others cannot help it. If
 another sitecustomize comes first on PYTHONPATH, ours never runs.
 Link: docs/design.md
 """

@@ -1,8 +1,8 @@
 """Gloo does not work here.
 
-A job that makes a CPU process group stops with an error. The length sync has sockets of its own; where
-GLOO_SOCKET_IFNAME names no interface with an address, it ends on every rank, and each goes on with its own lengths,
-which is safe.
+A job that creates a CPU process group stops with an error. The length sync has its own sockets. If GLOO_SOCKET_IFNAME
+names no interface with an address, the sync ends on every rank, and each continues with its own lengths, which is
+safe.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
 """
 

@@ -1,8 +1,9 @@
-"""Gloo takes a loopback address, which no other host can reach.
+"""Gloo uses a loopback address, which no other host can reach.
 
-It takes the address of the interface in GLOO_SOCKET_IFNAME, else the one that the host's own name resolves to, which on
-many systems is 127.0.1.1. A CPU process group's ranks on other hosts then cannot connect. The length sync does not mind
-the name: it takes that interface, else the address on the way to the job's store.
+Gloo uses the address of the interface in GLOO_SOCKET_IFNAME, or else the address that the host's own name resolves
+to, which on many systems is 127.0.1.1. The ranks of a CPU process group on other hosts then cannot connect. The
+length sync does not depend on the host's name: it uses that interface, or else the address on the route to the job's
+store.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables
 """
 

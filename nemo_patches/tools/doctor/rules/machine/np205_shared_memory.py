@@ -1,7 +1,7 @@
 """/dev/shm has little room.
 
-Data loader workers hand their batches over in it. Where it is full, a worker is killed by a bus error, and its rank is
-late or dies. A container has 64 MiB unless told otherwise.
+Data loader workers pass their batches through it. If it is full, a worker is killed by a bus error, and its rank is
+late or dies. A container has 64 MiB by default.
 Link: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
 """
 

@@ -1,8 +1,8 @@
-"""The limit on open files, against how many ranks there may be.
+"""The limit on open files, compared with the possible number of ranks.
 
-Each rank has up to three connections to the job's store, two of them nemo_patches', and a Gloo group has one to each
-other rank: where the store's server is, four files for each rank. A process without files left cannot connect, nor read
-audio.
+Each rank has up to three connections to the job's store, two of them of nemo_patches, and a Gloo group has one to
+each other rank: on the store's host, four files for each rank. A process that runs out of files can neither connect
+nor read audio.
 Link: docs/design.md
 """
 

@@ -1,7 +1,7 @@
 """The memory limit of this process's cgroup (a container, a Slurm job).
 
-At the limit the kernel kills a process, often a data loader's worker, without a word to the job: the rank waits for it,
-and all others for the rank.
+At the limit the kernel kills a process, often a data loader's worker, and the job is not told: the rank waits for the
+worker, and all others wait for the rank.
 Link: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory
 """
 

@@ -1,7 +1,7 @@
 """What NCCL's watchdog does when a collective fails or times out.
 
-By default PyTorch ends the process when a collective took longer than the process group's timeout. With the error
-handling switched off it only logs that, and the job hangs for ever. TORCH_NCCL_BLOCKING_WAIT makes each wait block the
+By default PyTorch ends the process when a collective takes longer than the process group's timeout. If error handling
+is switched off, it only logs this, and the job hangs for ever. TORCH_NCCL_BLOCKING_WAIT makes each wait block the
 host, which changes where a hang is seen.
 Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 """

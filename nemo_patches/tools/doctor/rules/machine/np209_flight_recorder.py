@@ -1,7 +1,7 @@
 """PyTorch's flight recorder, which says afterwards which collective each rank was in.
 
-It keeps the last collectives of every rank, and writes them to a file when one times out; without it the watchdog's
-line is all there is. Its defaults differ: torch 2.13 records and writes, torch 2.5 does neither unless it is told.
+It keeps the last collectives of every rank, and writes them to a file when one times out; without it, there is only
+the watchdog's line. Its defaults differ: torch 2.13 records and writes, torch 2.5 does neither unless configured.
 Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 """
 

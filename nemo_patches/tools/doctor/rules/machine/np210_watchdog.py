@@ -1,7 +1,7 @@
 """The thread that watches NCCL's watchdog.
 
-Where the watchdog itself hangs in a call of CUDA or NCCL, this thread ends the process when it has had no heartbeat for
-TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC. Without it such a hang has no end.
+If the watchdog itself hangs in a call of CUDA or NCCL, this thread ends the process when there has been no heartbeat
+for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC. Without it such a hang never ends.
 Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 """
 

@@ -1,7 +1,7 @@
 """What NCCL and torch.distributed log, and what that costs.
 
-NCCL's warnings are the only word on a link or a transport that fails. TORCH_DISTRIBUTED_DEBUG=DETAIL checks every
-collective on all ranks before it runs: it finds mismatches, and waits for every rank each time.
+Only NCCL's warnings report a link or a transport that fails. TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective
+on all ranks before it runs: it finds mismatches, but waits for every rank each time.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#debugging-torch-distributed-applications
 """
 

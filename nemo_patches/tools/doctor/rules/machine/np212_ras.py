@@ -1,8 +1,8 @@
-"""NCCL's RAS, which tells from outside which ranks of a running job do not answer: switched off, or not there.
+"""NCCL's RAS, which shows from outside which ranks of a running job do not answer: switched off, or not available.
 
-From NCCL 2.24 on it is on by default, and `ncclras` asks it on any host of the job, at localhost:28028 unless
-NCCL_RAS_ADDR says otherwise. With several jobs on a host, each needs an address of its own to be asked. For
-stacks of all ranks see NP213.
+From NCCL 2.24 on it is on by default; `ncclras` asks it on any host of the job, at localhost:28028 unless
+NCCL_RAS_ADDR sets another address. If several jobs run on a host, each needs its own address. For stacks of all ranks
+see NP213.
 Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html
 """
 

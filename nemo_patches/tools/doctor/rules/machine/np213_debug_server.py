@@ -1,8 +1,8 @@
-"""What torch's debug server needs, which shows the stacks of all ranks of a running job: packages that are missing.
+"""Packages that torch's debug server needs to show the stacks of all ranks of a running job, and that are missing.
 
-A training script starts it with torch.distributed.debug.start_debug_server, and no variable does. Without jinja2 or
-tabulate, which torch 2.13 imports there, that call fails on rank 0 alone, and the other ranks go on and wait for it.
-Its port (25999) is for trusted networks only. Whether a job starts it cannot be told from the machine.
+Only a training script can start it, with torch.distributed.debug.start_debug_server; there is no variable. Without
+jinja2 or tabulate, which torch 2.13 imports there, that call fails on rank 0 alone, and the other ranks go on and
+wait for it. Its port (25999) is for trusted networks only. Whether a job starts it cannot be seen on the machine.
 Link: https://github.com/pytorch/pytorch/pull/167395
 """
 

@@ -1,7 +1,7 @@
 """A rank that does not answer.
 
-The job would wait for it at its first collective, until the process group's timeout. It has not been started, has died,
-is still importing torch, or its host cannot reach the job's store.
+The job would wait for it at its first collective, until the process group's timeout. The rank has not been started,
+has died, is still importing torch, or its host cannot reach the job's store.
 Link: docs/doctor.md
 """
 

@@ -1,6 +1,6 @@
 """Versions that differ between ranks.
 
-Ranks with different code may take different collectives, or reduce different shapes, and then wait for each other or
+Ranks with different code may run different collectives, or reduce different shapes, and then wait for each other or
 mix up their numbers.
 Link: docs/doctor.md
 """

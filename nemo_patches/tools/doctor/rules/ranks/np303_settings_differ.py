@@ -1,7 +1,7 @@
-"""Settings that differ between ranks: nemo_patches', and the variables of NCCL, torch and Gloo.
+"""Settings that differ between ranks: those of nemo_patches, and the variables of NCCL, torch and Gloo.
 
-With other settings of nemo_patches, one rank waits where another goes on. Many of NCCL's must be equal for it to work
-at all; which interface a host uses (names ending in _IFNAME or _HCA) is its own affair and not compared.
+With different settings of nemo_patches, one rank waits where another goes on. Many variables of NCCL must be equal
+for it to work at all. Which interface a host uses (names ending in _IFNAME or _HCA) may differ, and is not compared.
 Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 """
 

@@ -1,6 +1,6 @@
 """Clocks that differ between hosts.
 
-Logs of several ranks then cannot be read side by side. Nothing in nemo_patches goes by another host's clock.
+You then cannot compare the logs of several ranks by time. nemo_patches itself never relies on another host's clock.
 Link: docs/diagnose.md
 """
 

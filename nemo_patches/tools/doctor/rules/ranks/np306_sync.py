@@ -1,7 +1,7 @@
-"""The rounds of the length sync among all ranks, and the requests to the job's store, as they were measured.
+"""The measured rounds of the length sync among all ranks, and requests to the job's store.
 
-The length sync makes such a round at every encoder call, over sockets between the hosts, and the ranks find each other
-through the store. Where hosts cannot connect, each rank goes on with its own length after one timeout.
+The length sync makes such a round at every encoder call, over sockets between the hosts, and the ranks find each
+other through the store. If hosts cannot connect, each rank continues with its own length after one timeout.
 Link: docs/design.md
 """
 

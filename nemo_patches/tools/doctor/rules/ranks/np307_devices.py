@@ -1,7 +1,7 @@
-"""The ranks' devices: two ranks on one GPU, a rank without one, or different ones.
+"""The ranks' devices: two ranks on one GPU, a rank without a GPU, or different devices.
 
-Two ranks on one GPU make NCCL stop with an error, or hang. The slowest device sets the pace of all: every other rank
-waits for it at each step.
+Two ranks on one GPU make NCCL stop with an error, or hang. The slowest device sets the pace: every other rank waits
+for it at each step.
 Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
 """
 

@@ -1,6 +1,6 @@
-"""The job's backend, NCCL on GPUs: a collective that a rank came to no end of, or to which a rank never came.
+"""The job's backend, NCCL on GPUs: a collective that a rank did not finish, or never entered.
 
-Such a job hangs before its first encoder call, where no length sync has a part. With --nccl only: 1 MB is reduced,
+Such a job hangs before its first encoder call, so the length sync is not involved. With --nccl only: 1 MB is reduced,
 broadcast and gathered once over the ranks that answered, within NEMO_PATCHES_TIMEOUT.
 Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
 """

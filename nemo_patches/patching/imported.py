@@ -1,0 +1,58 @@
+"""NeMo's classes as this process has imported them: which are there, built in, drifted, or have a sync of their own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import ModuleType
+
+from nemo_patches.patching import COLLECTION
+from nemo_patches.patching.targets import TARGETS, Target
+from nemo_patches.sync.own_syncs import Owner, OwnSync, copies, own_syncs
+
+
+def import_target(target: Target) -> ModuleType | None:
+    """The target's module. None where this NeMo does not have it, or where nobody has imported its collection yet."""
+    # Nobody who trains ASR wants the NLP collection imported for our sake; the import hook sees it when it is.
+    if target.module in sys.modules or not target.module.startswith(COLLECTION + "."):
+        return sys.modules.get(target.module)
+    importlib.import_module(COLLECTION)
+    try:
+        return importlib.import_module(target.module)
+    except ModuleNotFoundError as error:
+        if error.name != target.module:
+            raise
+        return None
+
+
+def drift(targets: Iterable[Target]) -> dict[Target, str]:
+    """Of targets that are imported for it: how each differs from what is known, where it does."""
+    problems = {}
+    for target in targets:
+        try:
+            problems[target] = target.drift(importlib.import_module(target.module))
+        except ModuleNotFoundError as error:
+            problems[target] = f"{target}: {error}"
+    return {target: problem for target, problem in problems.items() if problem}
+
+
+def built_in() -> str:
+    """The version of nemo_patches that one of the diffs has put into this NeMo; empty without."""
+    return next((version for target, module in _loaded() if (version := target.built_in(module))), "")
+
+
+def unbounded(patched: Collection[Target]) -> tuple[OwnSync, ...]:
+    """The classes that this process has with a length sync which is not ours."""
+    owners = [
+        Owner(kind, target.method, target.setter)
+        for target, module in _loaded()
+        if (kind := target.find_owner(module)) and (target in patched or target.built_in(module))
+    ]
+    methods = {owner.method for owner in owners}
+    nemos = {(target.module, target.owner) for target in TARGETS}
+    return (*(own for owner in owners for own in own_syncs(owner)), *copies(methods, nemos))
+
+
+def _loaded() -> Iterator[tuple[Target, ModuleType]]:
+    return ((target, sys.modules[target.module]) for target in TARGETS if target.module in sys.modules)
