@@ -19,7 +19,6 @@ from nemo_patches.tools.diagnose.accounts import (
     Account,
     Hearing,
     accounts_of,
-    fate_kind,
     first_of,
     is_before,
 )
@@ -160,8 +159,8 @@ def _causes(hearing: Hearing) -> list[Finding]:
 
 def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
     """facts: all that tell of a cause. firsts: of which none is known to have been after another."""
-    for first in _apart_by_error([fact for fact in firsts if fate_kind(fact) == fates.RAISED])[:4]:
-        alike = [fact.rank for fact in facts if fate_kind(fact) == fates.RAISED and _error(fact) == _error(first)]
+    for first in _apart_by_error([fact for fact in firsts if fact.fate_kind == fates.RAISED])[:4]:
+        alike = [fact.rank for fact in facts if fact.fate_kind == fates.RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
         one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
         went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate not in facts])
@@ -170,7 +169,7 @@ def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_
 
 def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
     """One finding of those for want of memory, and one of the others."""
-    of_kill = [fact for fact in firsts if fate_kind(fact) == fates.KILLED]
+    of_kill = [fact for fact in firsts if fact.fate_kind == fates.KILLED]
     for for_memory in (True, False):
         if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
             others = [one for one in hearing.accounts.values() if one.fate not in some]

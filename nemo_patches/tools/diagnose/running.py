@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.accounts import GONE_FATES, fate_kind
+from nemo_patches.tools.diagnose.accounts import GONE_FATES
 from nemo_patches.tools.diagnose.collect.belongings import RAS, Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import LONGER_S, STUCK_AFTER_S, HostJob, look
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
@@ -48,7 +48,7 @@ def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
     A rank that an exception has ended, and that hangs as its interpreter ends, has left its script.
     """
     in_script = {fact.rank for fact in seen.facts if isinstance(fact.value, Place) and _is_in_script(fact.value)}
-    ended = [fact for fact in part.facts if fact.rank in in_script and fate_kind(fact) in GONE_FATES]
+    ended = [fact for fact in part.facts if fact.rank in in_script and fact.fate_kind in GONE_FATES]
     if not ended:
         return part
     first = ended[0]
