@@ -56,7 +56,7 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what does not wait, beside the checks and the installation of what else is needed; then the tests that wait (marker
-# "alone"), four files at a time, beside those of the wheel and of the other NeMo.
+# "alone"), six files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
@@ -77,15 +77,15 @@ test-%: .venv/nemo-%/ready
 
 unless_first = $(if $(filter $1,$(firstword $(NEMO_VERSIONS))),,and not one_nemo)
 
-# On the first NeMo three files at a time; on another one file at a time, since the first one's that wait run beside it.
+# On the first NeMo three files at a time; on another two, since the first one's that wait run beside it.
 # In the files' order: xdist's own puts files of few tests last, and test_both_ways.py, the longest, has the fewest.
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n $(if $(filter $*,$(FIRST)),3,1) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n $(if $(filter $*,$(FIRST)),3,2) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n 4 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
+	@echo "== tests on NeMo $*, those that wait, six files at a time"
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n 6 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)

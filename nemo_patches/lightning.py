@@ -66,7 +66,7 @@ class LengthSyncCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 self._log(trainer, pl_module)
                 self._ask(trainer)
         except Exception as error:
-            self._given_up = True  # some figures less must not end a training run
+            self._given_up = True  # missing figures must not end a training run
             report(logging.ERROR, f"LengthSyncCallback has ended by an error of its own, please report it: {error!r}")
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,7 +102,7 @@ class LengthSyncCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
 
 @dataclass(frozen=True)
 class _Figures:
-    """One rank's, of all its encoders. number: of the times that they were due, the same on all ranks."""
+    """One rank's figures, of all its encoders. number: counts the times they were due, the same on all ranks."""
 
     number: int
     calls: int
@@ -120,7 +120,7 @@ class _Exchanged:
 
 
 class _Exchange:
-    """Leaves this rank's figures for rank 0; on rank 0, reads all ranks'."""
+    """Writes this rank's figures for rank 0; on rank 0, reads all ranks' figures."""
 
     def __init__(self, client: StoreClient, rank: int, size: int, figures: _Figures) -> None:
         self.exchanged: _Exchanged | None = None  # written by the thread
@@ -140,7 +140,7 @@ class _Exchange:
                 else:
                     time.sleep(_LOOK_S)
         except (RuntimeError, ConnectionError):
-            pass  # a store that has gone is a stall report's to say
+            pass  # stall reports tell about a dead store
         except Exception as error:
             report(
                 logging.ERROR,
@@ -148,7 +148,7 @@ class _Exchange:
             )
 
     def _read(self, store: dist.Store) -> dict[int, _Figures]:
-        """Empty while not every rank has left its first."""
+        """Empty until every rank has written its first figures."""
         wanted = [keys.FIGURES.format(rank=rank) for rank in range(self._size)]
         if not store.check(wanted):
             return {}

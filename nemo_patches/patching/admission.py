@@ -13,7 +13,7 @@ from nemo_patches.patching.targets import TARGETS
 from nemo_patches.sync import settings
 from nemo_patches.sync.settings import SettingsError
 
-# The one place that says which NeMo is supported; `make test-matrix` runs the last release of each of these series.
+# The only list of supported NeMo series; `make test-matrix` runs the last release of each.
 SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")
 DIFFS_ONLY = ("1.23", "2.0")  # patches/ has diffs for them; docs/vendors.md says why apply() refuses them
 SUPPORTED = f"{SUPPORTED_SERIES[0]} to {SUPPORTED_SERIES[-1]}"
@@ -26,7 +26,7 @@ class UnsupportedNeMo(RuntimeError):
 
 
 def disabled(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether NEMO_PATCHES_DISABLE switches all off. Raises SettingsError for a value that is neither on nor off."""
+    """Whether NEMO_PATCHES_DISABLE switches everything off. Raises SettingsError for any value but on and off."""
     return _is_on(DISABLE_VARIABLE, environment)
 
 
@@ -46,7 +46,7 @@ def require_supported(version: str, environment: Mapping[str, str] = os.environ)
 
 
 def newer(version: str) -> str:
-    """For a NeMo that is newer than any that was tested: what was compared in its code, and what to run. Else empty."""
+    """For a NeMo newer than all tested ones: what was compared in its code, and what to run. Otherwise empty."""
     if _number(_series(version)) <= _number(SUPPORTED_SERIES[-1]):
         return ""
     try:

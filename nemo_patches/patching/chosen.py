@@ -1,4 +1,4 @@
-"""What settings have patched beside the encoders: deferred metrics, and checkpoints that all ranks agree on."""
+"""What settings patch in addition to the encoders: deferred metrics, and checkpoints that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ALL_CHOSEN = (METRICS, CHECKPOINTS)
 
 
 def import_chosen(uneven: UnevenSettings) -> None:
-    """Import what is to be patched. What is missing is a drift."""
+    """Import the modules to patch. A missing one is a drift."""
     for chosen in ALL_CHOSEN:
         for target in chosen.targets + chosen.others if chosen.is_wanted(uneven) else ():
             with contextlib.suppress(ModuleNotFoundError):

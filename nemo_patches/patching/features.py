@@ -1,4 +1,4 @@
-"""What starts and stops with the patches: one object for each room, over which Patching iterates."""
+"""The features that start and stop with the patches: one object per room, over which Patching iterates."""
 
 from __future__ import annotations
 

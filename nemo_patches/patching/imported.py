@@ -13,8 +13,8 @@ from nemo_patches.sync.own_syncs import Owner, OwnSync, copies, own_syncs
 
 
 def import_target(target: Target) -> ModuleType | None:
-    """The target's module. None where this NeMo does not have it, or where nobody has imported its collection yet."""
-    # Nobody who trains ASR wants the NLP collection imported for our sake; the import hook sees it when it is.
+    """The target's module. None if this NeMo does not have it, or its collection is not imported yet."""
+    # Do not import the NLP collection for ASR training; the import hook sees it when it is imported.
     if target.module in sys.modules or not target.module.startswith(COLLECTION + "."):
         return sys.modules.get(target.module)
     importlib.import_module(COLLECTION)
@@ -27,7 +27,7 @@ def import_target(target: Target) -> ModuleType | None:
 
 
 def drift(targets: Iterable[Target]) -> dict[Target, str]:
-    """Of targets that are imported for it: how each differs from what is known, where it does."""
+    """Import the targets; return how each differs from what is known, if it does."""
     problems = {}
     for target in targets:
         try:
@@ -43,7 +43,7 @@ def built_in() -> str:
 
 
 def unbounded(patched: Collection[Target]) -> tuple[OwnSync, ...]:
-    """The classes that this process has with a length sync which is not ours."""
+    """The classes in this process with a length sync that is not ours."""
     owners = [
         Owner(kind, target.method, target.setter)
         for target, module in _loaded()

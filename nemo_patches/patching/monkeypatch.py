@@ -1,4 +1,4 @@
-"""Patches the NeMo of this process, by apply() or as its modules are imported, and reverts it; says what was done."""
+"""Patches the NeMo of this process, by apply() or as its modules are imported, reverts it, and logs what was done."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from nemo_patches.uneven.settings import UnevenSettings
 
 
 class Patching:
-    """What nemo_patches has done to NeMo's classes, and what it still does when more of them are imported."""
+    """What nemo_patches has done to NeMo's classes, and will do when more of them are imported."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # of apply(), revert() and on_import(), which threads may call at once
+        self._lock = threading.RLock()  # for apply(), revert() and on_import(), which threads may call at once
         self.replacements = Replacements()
         self._patched: list[Target] = []
         self._skipped: dict[Target, str] = {}
@@ -48,7 +48,7 @@ class Patching:
         self._lines = StartLines(self._patched, self._settings_in_force)
 
     def apply(self, settings: AllSettings, hook_installed: bool) -> bool:
-        """Patch every target of the installed NeMo, or only change the settings where that is done already.
+        """Patch every target of the installed NeMo, or, if that is done, only change the settings.
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
         Raises DriftError, and patches nothing, where a target does not look as expected; UnsupportedNeMo;
@@ -160,7 +160,7 @@ class Patching:
             feature.start(settings)
 
     def revert(self) -> None:
-        """Restore every patched attribute to the object it was, and give grown buffers back to their modules."""
+        """Restore every patched attribute to its original object, and give grown buffers back to their modules."""
         with self._lock:
             self._in_force = self._follows_imports = self._collection_complete = False
             for feature in AFTER_PATCHES:
@@ -222,7 +222,7 @@ class Patching:
         return admission.OFF, f"nemo_patches.apply() or `nemo-patches run` switches it on; {NOT_INHERITED}"
 
     def uneven_settings(self) -> UnevenSettings:
-        """Those in force, else the environment's. A bad variable is said once, and not used."""
+        """The settings in force, else the environment's. A bad variable is logged once, and not used."""
         if self._in_force or not self._follows_imports:
             return self._settings.uneven
         try:
@@ -283,7 +283,7 @@ class Patching:
             report(logging.INFO, f"settings changed: {self._settings_in_force()} (before: {before})")
 
     def _drift(self, chosen: ChosenPatch, uneven: UnevenSettings) -> dict[Target, str]:
-        """Why it cannot be patched, where it is to be and is not yet."""
+        """Why it cannot be patched, if it should be and is not yet."""
         return chosen.drift() if chosen.is_wanted(uneven) and not self._is_patched(chosen.targets[0]) else {}
 
     def _is_patched(self, target: Target) -> bool:
@@ -310,8 +310,8 @@ class Patching:
         say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
 
     def _refuse(self, target: Target | None, error: Exception) -> None:
-        """What the import hook does where apply() would raise."""
-        if target is not None and self._in_force and self._collection_complete:  # training may run: it goes on so
+        """What the import hook does when apply() would raise."""
+        if target is not None and self._in_force and self._collection_complete:  # training may run: leave it as it is
             self._skipped[target] = str(error)
             report(logging.ERROR, f"not patched: {error}")
             return
@@ -319,7 +319,7 @@ class Patching:
         self._refused = str(error)
         self._skipped.update(dict.fromkeys(TARGETS, self._refused))
         subscriber.use(StallSettings())
-        length_sync.use(Settings())  # a variable that is not allowed is said here, and not again by status()
+        length_sync.use(Settings())  # a bad variable is logged here, and not again by status()
         try:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:  # Lightning is here without it

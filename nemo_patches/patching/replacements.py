@@ -1,4 +1,4 @@
-"""The attributes of NeMo's classes that this process has replaced: how they are replaced, and how they come back."""
+"""The attributes of NeMo's classes that this process has replaced: how they are replaced and restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SYNCS = {target.method for target in TARGETS}
 
 @dataclass(frozen=True)
 class Replacement:
-    """One attribute that was replaced; `original` is _ABSENT where the class had only inherited it."""
+    """One replaced attribute; `original` is _ABSENT if the class had only inherited it."""
 
     owner: type
     name: str
@@ -51,7 +51,7 @@ class Replacement:
 
 
 class Replacements:
-    """All that are in force, in the order in which they were made."""
+    """All replacements in force, in the order in which they were made."""
 
     def __init__(self) -> None:
         self.made: list[Replacement] = []
@@ -61,7 +61,7 @@ class Replacements:
         return any(replacement.owner is owner for replacement in self.made)
 
     def patch(self, target: Target, module: ModuleType, in_force: Callable[[], bool]) -> None:
-        """Put the bounded sync into a target. in_force: false after a revert, also inside somebody's wrapper."""
+        """Put the bounded sync into a target. in_force: false after a revert, even inside another wrapper."""
         owner = target.find_owner(module)
         assert owner is not None  # drift() has seen it
         original = owner.__dict__[target.method]
@@ -71,7 +71,7 @@ class Replacements:
         self._replace(owner, "__init_subclass__", watching(Owner(owner, target.method, target.setter), in_force))
 
     def defer_metrics(self, in_force: Callable[[], bool]) -> None:
-        """Put the deferred metrics around NeMo's evaluation epochs, where they are not yet."""
+        """Put the deferred metrics around NeMo's evaluation epochs, unless they are there."""
         for target in METRIC_TARGETS:
             owner = target.find_owner(sys.modules[target.module])
             assert owner is not None  # drift() has seen it
@@ -86,7 +86,7 @@ class Replacements:
             self._replace(owner, target.method, wrapper(original, stage, in_force))
 
     def agree_on_checkpoints(self, in_force: Callable[[], bool]) -> None:
-        """Have NeMo's checkpoint callback take rank 0's decisions, where it does not yet."""
+        """Make NeMo's checkpoint callback take rank 0's decisions, unless it does so already."""
         target = CHECKPOINT_TARGETS[0]
         owner = target.find_owner(sys.modules[target.module])
         assert owner is not None  # drift() has seen it
@@ -95,7 +95,7 @@ class Replacements:
                 self._replace(owner, name, method)
 
     def record_forwards(self) -> None:
-        """Have the `forward` of every patched class recorded, where it is not yet."""
+        """Record the `forward` of every patched class, unless it is recorded already."""
         with_forward = {replacement.owner for replacement in self.made if replacement.name == _FORWARD}
         patched = [replacement.owner for replacement in self.made if replacement.name in _SYNCS]
         for owner in patched:
@@ -115,7 +115,7 @@ class Replacements:
                 original.undo()
 
     def restore(self) -> None:
-        """Put back every attribute, the last first."""
+        """Restore every attribute, the last first."""
         self.take_out_left()
         self.restore_forwards()
         deferred_metrics.stop()
@@ -124,7 +124,7 @@ class Replacements:
                 self._inside_others.append(replacement)
 
     def take_out_left(self) -> None:
-        """Undo what was inside somebody's wrapper at a revert(), where that has put ours back since."""
+        """Undo replacements that were inside another wrapper at a revert(), if that has put ours back since."""
         for left in self._inside_others[::-1]:
             if left.owner.__dict__.get(left.name) is left.replacement:
                 left.undo()
@@ -136,7 +136,7 @@ class Replacements:
 
 
 class _WithoutGroup:
-    """torch as NeMo's method sees it where there is no process group: it grows the buffers and reduces nothing."""
+    """torch as NeMo's method sees it without a process group: it then grows the buffers and reduces nothing."""
 
     class distributed:
         @staticmethod

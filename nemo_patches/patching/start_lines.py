@@ -1,4 +1,4 @@
-"""What this process says when it is patched, each line once: what is patched, with which settings, and what is not."""
+"""The log lines about patching in this process, each once: what is patched, with which settings, and what is not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StartLines:
     def __init__(self, patched: Collection[Target], settings: Callable[[], AllSettings]) -> None:
         """patched: may change. settings: those in force."""
         self._patched, self._settings = patched, settings
-        self.by_hand = False  # by apply() alone: what this process spawns has no import hook
+        self.by_hand = False  # by apply() only: processes that this one spawns have no import hook
         self._said_misspelt = self._said_for_all = self._said_flag_is_off = False
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class StartLines:
         say(f"settings: {self._settings()}", logging.DEBUG)
 
     def patched(self, targets: Iterable[Target]) -> None:
-        if rank_and_size()[1] == 1:  # else rank 0 says it for all, when each has come to its first encoder call
+        if rank_and_size()[1] == 1:  # otherwise rank 0 logs it for all, at their first encoder calls
             say(f"patched {self._what(targets)}" + (f"; {NOT_INHERITED}" if self.by_hand else ""))
 
     def _all_patched(self, event: AllAnnounced) -> None:
@@ -87,13 +87,13 @@ class StartLines:
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    # A spawned data-loader worker imports NeMo too; its rank has said it already.
+    # A spawned data loader worker imports NeMo, too; its rank has already logged it.
     if not multiprocessing.current_process().daemon:
         report(level, text)
 
 
 def _ignored_flags() -> str:
-    """Of the encoders that have been called: those that sync although their config says that they do not."""
+    """The encoders called so far that sync although their config says that they do not."""
     group_syncs = length_sync.process.group_syncs
     encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()] if group_syncs is not None else []
     syncing = (one for one in encoders if one is not None and getattr(one, "sync_max_audio_length", True))

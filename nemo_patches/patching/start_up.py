@@ -23,11 +23,11 @@ _WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR)
 
 
 class _Finder:
-    """The import hook: asks the other finders for a watched module, and has its loader call patch() at the end."""
+    """The import hook: asks the other finders for a watched module, and makes its loader call patch() at the end."""
 
     def __init__(self) -> None:
         self._failed = False
-        self._asking: set[tuple[str, int]] = set()  # a module's name and a thread, while that asks the others
+        self._asking: set[tuple[str, int]] = set()  # a module's name and a thread, while it asks the others
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if sys.meta_path[0] is not self:
@@ -50,7 +50,7 @@ class _Finder:
             self._asking.discard(asking)
 
     def patch(self, name: str) -> None:
-        """Patch what is in the module `name`, which is complete. Nothing that goes wrong here may fail its import."""
+        """Patch the module `name`, which is complete. No error here may fail its import."""
         if self._failed:
             return
         try:
@@ -77,7 +77,7 @@ class _Finder:
 
 
 class _PatchingLoader:
-    """A loader that has its module patched when it is complete, and leaves no trace of itself in the module."""
+    """A loader that patches its module when it is complete, and leaves no trace of itself in the module."""
 
     def __init__(self, finder: _Finder, name: str, loader: "Any") -> None:
         self._finder, self._name, self._loader = finder, name, loader
@@ -89,7 +89,7 @@ class _PatchingLoader:
 
     def exec_module(self, module: "ModuleType") -> None:
         try:  # noqa: SIM105
-            # From here on inspect, reload and everybody else see what they would see without us.
+            # From here on, inspect, reload and all other code see what they would see without us.
             module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         except AttributeError:
             pass  # some other kind of object, to which its loader may give no attributes
@@ -101,7 +101,7 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Patch NeMo's target modules when they are imported, or now where they have been."""
+    """Patch NeMo's target modules when they are imported, or now if they have been."""
     if not installed():
         sys.meta_path.insert(0, _finder)
     for name in _WATCHED:
@@ -115,7 +115,7 @@ def installed() -> bool:
 
 
 def start(own_file: str) -> None:
-    """All that a sitecustomize.py of ours does; own_file is its __file__."""
+    """Everything that our sitecustomize.py does; own_file is its __file__."""
     if os.environ.get(DISABLE_VARIABLE) != "1":
         install()
     _run_shadowed(os.path.abspath(own_file))
@@ -129,7 +129,7 @@ def _say_error(text: str) -> None:
     try:  # noqa: SIM105
         sys.stderr.write(f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}\n")
     except Exception:
-        pass  # there is nowhere left to say it
+        pass  # it cannot be reported anywhere
 
 
 # The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so no object of ours
@@ -157,17 +157,17 @@ def _run_shadowed(own_file: str) -> None:
 
 
 def _shadowed_spec(name: str, folder: str) -> "Any":
-    """From what follows ours on sys.path, then from the finders that Python asks after that."""
+    """Searched on sys.path after ours, then with the finders that Python asks after that."""
     folders = [_absolute(entry) for entry in sys.path]
     if folder not in folders or PathFinder not in sys.meta_path:
-        return None  # somebody runs ours in a way of their own: it shadows nothing
+        return None  # ours was run in another way: it shadows nothing
     after = range(folders.index(folder) + 1, len(folders))
     spec = PathFinder.find_spec(name, [sys.path[place] for place in after if folders[place] not in _running])
     for finder in sys.meta_path[sys.meta_path.index(PathFinder) + 1 :]:
         if spec is None and hasattr(finder, "find_spec"):
             spec = finder.find_spec(name, None)
             if spec is not None and os.path.dirname(spec.origin or "") in folders:
-                spec = None  # PathFinder has seen all that is there: this is one that runs already
+                spec = None  # PathFinder has seen everything there: this one is already running
     return spec
 
 

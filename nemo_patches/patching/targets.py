@@ -1,4 +1,4 @@
-"""The table of NeMo's classes and methods with a length sync, and what they must look like to be patched."""
+"""The table of NeMo's classes and methods with a length sync, and the code that is expected to be patched."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Target:
         return getattr(vars(self.find_owner(module) or object).get(self.method), "__nemo_patches__", "")
 
     def drift(self, module: ModuleType) -> str:
-        """How `module` differs from what is known: what was expected, and what is there; empty if it does not."""
+        """How `module` differs from what is known: what was expected, and what was found; empty if it does not."""
         owner = self.find_owner(module)
         if not isinstance(owner, type):
             return self._no_class(owner)
@@ -92,7 +92,7 @@ class Target:
         return problem and self._put_there(owner, module) + problem
 
     def drift_of_source(self, file: Path) -> str:
-        """As drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
+        """Like drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
         owner = _code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), self.owner)
         return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
 
@@ -115,7 +115,7 @@ class Target:
         return f"{self.module}: expected a class {self.owner}, found {instead!r}"
 
     def _put_there(self, owner: type, module: ModuleType) -> str:
-        """Who has wrapped or replaced a method that apply() would, in a sentence; empty where it is NeMo's own."""
+        """Says who has wrapped or replaced a method that apply() would replace; empty if it is NeMo's own."""
         for method in filter(None, (self.method, self.setter)):
             found, text = vars(owner).get(method), []
             for layer in layers(found):
@@ -207,7 +207,7 @@ _TEST_END = frozenset(
     }
 )
 _ASR_MODEL, _SELF = "nemo.collections.asr.models.asr_model", ("self",)
-# Where deferred metrics begin and end an evaluation, and training those that an exception has ended; only patched where
+# The methods that begin and end an evaluation (for deferred metrics), or training after an exception; only patched if
 # they are chosen.
 METRIC_TARGETS = (
     Target(_ASR_MODEL, "ASRModel", "on_train_epoch_start", _CUDA_GRAPHS_OFF, "", _SELF),
@@ -216,7 +216,7 @@ METRIC_TARGETS = (
     Target(_ASR_MODEL, "ASRModel", "on_validation_epoch_end", _EPOCH_ENDS, "", _SELF),
     Target("nemo.core.classes.modelPT", "ModelPT", "on_test_epoch_end", (_TEST_END,), "", _SELF),
 )
-# What else must look like what is known: that the numbers which are added up are sums.
+# More code that must be as expected: that the numbers which are added up are sums.
 METRIC_SUMS = (
     Target(
         _ASR_MODEL,

@@ -1,4 +1,4 @@
-"""Gives Lightning's trainers what records their exceptions, and what settings ask for: StopTogether, BatchCount.
+"""Adds callbacks to Lightning's trainers: to record exceptions, and, by the settings, StopTogether and BatchCount.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
 entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
@@ -19,7 +19,7 @@ _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls
 
 
 def callbacks() -> list[Any]:
-    """For a trainer that is being made."""
+    """The callbacks for a trainer that is being created."""
     if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
         return []
     from nemo_patches.patching.monkeypatch import this_process
@@ -39,7 +39,7 @@ def callbacks() -> list[Any]:
 
 
 def hook(connector: ModuleType) -> None:
-    """Add `callbacks` to what Lightning finds by itself, unless that has them already."""
+    """Add `callbacks` to those that Lightning finds by itself, unless they are there."""
     original = getattr(connector, _LOADS, None)
     if original is None:
         if os.environ.get(_VARIABLE):

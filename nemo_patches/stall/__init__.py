@@ -1,2 +1,2 @@
-"""Who is missing from a stalled call and what that rank does: a subscriber of the sync's events."""
+"""The ranks missing from a stalled call, and what they do: a subscriber of the sync's events."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

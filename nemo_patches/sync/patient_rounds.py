@@ -21,7 +21,7 @@ class PatientRounds:
     def __init__(
         self, group_syncs: GroupSyncs, title: str, key: str, late_text: str, place: Callable[[int], str]
     ) -> None:
-        """key: the same on all ranks. late_text, place: for people: who is waited for, and the name of a call."""
+        """key: the same on all ranks. late_text, place: for messages: what is waited for, and the name of a call."""
         self._rounds, self.waited = ExtremesRounds(group_syncs.channel, key), timedelta(0)
         self._handle = _Handle(title, key, group_syncs.group, self._rounds.last, late_text)
         self._handle.place = place

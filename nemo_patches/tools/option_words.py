@@ -9,7 +9,7 @@ import typer
 
 
 def choice(words: Sequence[str], several: bool = False, **more: Any) -> Any:
-    """An option for these words, with commas if several: whoever gets the value refuses another, by its name."""
+    """An option for these words, with commas if several; its consumer refuses other values, by the option's name."""
 
     def starting_with(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]

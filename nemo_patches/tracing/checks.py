@@ -1,4 +1,4 @@
-"""The opt-in checks around an encoder call: its inputs, asynchronous errors of the device, and who does not come."""
+"""The opt-in checks around an encoder call: its inputs, asynchronous errors of the device, and missing ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Found:
-    """What a check found. `kind` is the same for the same trouble: what is counted, and said not every time."""
+    """What a check found. `kind` identifies the problem: it is counted, and not logged every time."""
 
     check: str
     kind: str
@@ -52,7 +52,7 @@ class EncoderChecks:
         self._barrier: EncoderSync | None = None
 
     def before(self, inputs: Inputs) -> list[Found]:
-        """What is found before the call. `inputs` and `cuda` wait for the device, `barrier` waits for the ranks."""
+        """The findings before the call. `inputs` and `cuda` wait for the device, `barrier` waits for the ranks."""
         found: list[Found] = []
         if CUDA in self._words:
             found += _synchronized(inputs, "before the encoder: an earlier operation has failed")
@@ -66,7 +66,7 @@ class EncoderChecks:
         return list(_synchronized(inputs, "in the encoder")) if CUDA in self._words else []
 
     def say(self, name: str, number: int, found: Found) -> None:
-        """One line the first, 10th, 100th ... time that this is found of this encoder."""
+        """Log the first, 10th, 100th ... time that this is found for this encoder."""
         self._counts[found.check, found.kind] += 1
         times = self._counts[found.check, found.kind]
         if times == 10 ** (len(str(times)) - 1):
@@ -92,7 +92,7 @@ class EncoderChecks:
             yield Found(BARRIER, "ended" if ended else "missing", f"{why}; {who}")
 
     def _barrier_beside(self, sync: EncoderSync) -> EncoderSync:
-        """A sync of its own before the length sync: a rank that waits in it has all its earlier work done."""
+        """A separate sync before the length sync: a rank that waits in it has finished all its earlier work."""
         if self._barrier is None or self._barrier.group_syncs is not sync.group_syncs:
             title, key = f"{sync.handle.title}, barrier", f"{sync.handle.key}-barrier"
             late_text = "not every rank came within {waited:.2f} s"
@@ -103,7 +103,7 @@ class EncoderChecks:
 
 
 def _inputs(encoder: torch.nn.Module, inputs: Inputs) -> Iterator[Found]:
-    """One wait for the device, two more where something is found."""
+    """Waits once for the device, twice more if something is found."""
     signal, lengths, frames = inputs.signal, inputs.lengths, inputs.frames
     if signal is None:
         say_once(f"check inputs: does nothing for {type(encoder).__name__}: its signal is no tensor")
@@ -146,7 +146,7 @@ def _count(signal: torch.Tensor) -> tuple[int, int]:
 
 
 def _placed(encoder: torch.nn.Module, signal: torch.Tensor, lengths: torch.Tensor | None) -> Iterator[Found]:
-    """What needs no look at the values."""
+    """Checks that need no look at the values."""
     if lengths is not None and lengths.device != signal.device:
         yield Found(INPUTS, "lengths' device", f"the signal is on {signal.device}, its lengths are on {lengths.device}")
     weight = next((weight for weight in encoder.parameters() if weight.is_floating_point()), None)
@@ -174,7 +174,7 @@ _said: set[str] = set()
 
 
 def say_once(text: str) -> None:
-    """What does nothing here, and why."""
+    """Checks that have no effect here, and why."""
     if text not in _said:
         _said.add(text)
         report(logging.INFO, text)

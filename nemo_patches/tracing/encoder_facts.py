@@ -1,4 +1,4 @@
-"""What a trace tells of an encoder itself: its flag, its config, its normalisation, DDP, its length-sized buffers."""
+"""What a trace records about an encoder: its flag, config and normalisation, DDP, its length-sized buffers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def facts(encoder: torch.nn.Module, t: float, e: int, name: str, ddp: bool) -> E
 
 
 def positions(encoder: torch.nn.Module) -> int:
-    """For how long a signal the encoder's length-sized buffers are; 0 where it has none."""
+    """The signal length that the encoder's length-sized buffers allow; 0 if it has none."""
     return int(getattr(encoder, "max_audio_length", 0))
 
 

@@ -1,4 +1,4 @@
-"""What is known of one encoder, by a trace and by a dump: its number and name in the file, its last call, its DDP."""
+"""What a trace and a dump know about an encoder: its number and name in the file, its last call, its DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception that ends this process, or a thread of it, is told; what others have hooked in there stays."""
+"""Reports the exception that ends this process, or one of its threads; other hooks stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lengths of a batch, copied to the host without a wait: on a GPU the copy comes when the stream gets to it."""
+"""The lengths of a batch, copied to the host without waiting: on a GPU they arrive when the stream gets there."""
 
 from __future__ import annotations
 

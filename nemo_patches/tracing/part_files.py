@@ -1,4 +1,4 @@
-"""The files of a trace: parts of bounded size, of which the last two stay, with what must outlast the others."""
+"""The files of a trace: parts of bounded size. The last two are kept, with the important records of earlier ones."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PartFiles:
         self.leave_sigterm()
 
     def leave_sigterm(self) -> None:
-        """SIGTERM leaves no stack any more. On any thread: the writer's may wait for the disk for ever."""
+        """SIGTERM no longer leaves a stack. On any thread: the writer's may wait for the disk for ever."""
         self._sigterm.remove()
 
     def _begin_next_part(self) -> None:

@@ -1,4 +1,4 @@
-"""The last encoder calls of this process, kept in memory where there is no trace: what a dump is made of.
+"""The last encoder calls of this process, kept in memory without a trace: the contents of a dump.
 
 On the training thread: two clock readings and one tuple for each call. All else is done when a dump is made.
 """

@@ -1,4 +1,4 @@
-"""What stands in for a target's `forward` while NeMo is patched: a recorded encoder call, where a trace is on.
+"""The replacement of a target's `forward` while NeMo is patched: a recorded encoder call, if a trace is on.
 
 On the training thread: a few small objects for each call, one enqueue for each record, the text of an exception, and
 what the user has asked for with checks.

@@ -1,4 +1,4 @@
-"""What a trace and a dump record alike: the same records of the same events. Who inherits says where they go."""
+"""What a trace and a dump record in the same way; a subclass says where the records go."""
 
 from __future__ import annotations
 

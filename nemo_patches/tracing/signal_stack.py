@@ -1,4 +1,4 @@
-"""Signals that leave a stack in a file; what others have put there for them stays."""
+"""Signals that leave a stack in a file; handlers of others stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace for a person: one line before and one after each encoder call, on stderr, as people print by hand."""
+"""A trace for people: one line before and one after each encoder call, on stderr."""
 
 from __future__ import annotations
 

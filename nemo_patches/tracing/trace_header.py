@@ -1,4 +1,4 @@
-"""What the first line of a trace says of its rank: who it is, where it runs, with which versions and settings."""
+"""The first line of a trace: its rank, where it runs, with which versions and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records the exceptions that come out of Lightning's trainer: Hydra, around it, leaves none to the interpreter."""
+"""Records exceptions that leave Lightning's trainer: Hydra, around it, hides them from the interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrainerExceptions(Callback):  # type: ignore[misc]  # Lightning is not loo
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SystemExit) and not exception.code:
-            return  # the user's code ends the process in good order
+            return  # the user's code ends the process normally
         try:
             if tracing.recorder is not None:
                 tracing.recorder.trainer_failed(exception)

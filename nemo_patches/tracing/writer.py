@@ -1,4 +1,4 @@
-"""Writes a rank's records to their output in a thread of its own: no disk stops training."""
+"""Writes a rank's records to their output in a separate thread: a slow disk never stops training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_patches.tracing.records import End, Header, Lost, Record, Stopped
 from nemo_patches.tracing.settings import STDERR
 from nemo_patches.tracing.stderr_lines import StderrLines
 
-MOST_WAITING = 20_000  # records that wait for the disk; what comes then is lost, and counted
+MOST_WAITING = 20_000  # records that wait for the disk; further ones are lost, and counted
 _GATHER = 0.001  # seconds in which records gather, so that a call's few records wake the thread once or twice
 _LOOK_S = 0.02  # how often a record that was not there yet is asked for
 _MOST_NOT_YET = 64  # of those; then the oldest is given up

@@ -1,4 +1,4 @@
-"""One data loader's agreement among the ranks: in rounds, each says one batch ahead whether it has another."""
+"""One data loader's agreement among the ranks: in rounds, each rank says one batch ahead if it has another."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nemo_patches.sync.patient_rounds import PatientRounds
 
 _BATCHES = 1 << 26
 _LATE = "not every rank has said within {waited:.2f} s whether it has another batch; all wait for that"
-_NO_LENGTH = 0  # else the length and one
-_SET_UP = -1  # in place of a batch
+_NO_LENGTH = 0  # otherwise the length plus one
+_SET_UP = -1  # instead of a batch
 
 
 class StopTogetherError(RuntimeError):
@@ -31,7 +31,7 @@ class LoaderCounters:
     loader: str
     passes: int
     batches: int
-    passes_cut: int  # that ended while this rank still had a batch
+    passes_cut: int  # passes that ended while this rank still had a batch
     left_out: int  # batches; if a loader cannot tell how many it has left, one for each pass that was cut
     waited: timedelta
 
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     ended: bool
 
     def value(self) -> int:
-        """Places in order. Many passes or batches wrap: ranks are only asked whether they are at the same place."""
+        """An order of places. Large numbers wrap: it only matters whether ranks are at the same place."""
         return ((self.pass_number * _BATCHES + self.batch % _BATCHES) * 2 + self.ended) % VALUES
 
     @classmethod
@@ -62,24 +62,24 @@ class Agreement:
     """All ranks make one for each loader, in the same order. Only the training thread calls it."""
 
     def __init__(self, group_syncs: GroupSyncs, kind: str, number: int, contents: str) -> None:
-        """contents: for people, what is in the loader."""
+        """contents: what is in the loader, for messages."""
         self.title = f"{kind} loader {number} ({contents})"
         self._rounds = PatientRounds(group_syncs, self.title, f"loader {kind} {number}", _LATE, _text_of)
-        self._place: Place | None = None  # of the round that was issued last; None at the set-up
+        self._place: Place | None = None  # of the latest round; None at the set-up
 
     @property
     def waited(self) -> timedelta:
         return self._rounds.waited
 
     def least_length(self, length: int | None) -> tuple[int | None, int, bool]:
-        """The least length on any rank (None: one cannot tell its own), a rank that has it, and whether all have it."""
+        """The smallest length of any rank (None: some rank has none), a rank that has it, and whether all have it."""
         self._issue(_NO_LENGTH if length is None else length + 1, None)
         highest, lowest = self._result()
         least = None if lowest.value == _NO_LENGTH else lowest.value - 1
         return least, lowest.rank, highest.value == lowest.value
 
     def say(self, place: Place) -> None:
-        """Tell the others whether this rank has the batch at this place. Waits for nobody."""
+        """Tell the others whether this rank has the batch at this place. Does not wait."""
         self._issue(place.value(), place)
 
     def ended_by(self) -> tuple[int | None, bool]:
@@ -130,7 +130,7 @@ def _text_of(batch: int) -> str:
 
 
 class Agreements:
-    """Makes them, under the present process group, and numbers loaders of a kind in the order in which they come."""
+    """Makes agreements under the current process group; numbers loaders of a kind in their order."""
 
     def __init__(self) -> None:
         self._group_syncs: weakref.ref[GroupSyncs] | None = None

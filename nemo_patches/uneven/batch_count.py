@@ -1,4 +1,4 @@
-"""Counts the batches that Lightning trains on, for what compares the ranks' parameters."""
+"""Counts the batches that Lightning trains on, for comparing the ranks' parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nemo_patches.uneven.parameter_watch import parameter_watch
 
 
 class BatchCount(Callback):  # type: ignore[misc]  # Lightning is not looked into
-    """Of all trainers of this process."""
+    """Counts for all trainers of this process."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         parameter_watch.training_began()

@@ -1,4 +1,4 @@
-"""Checksums of tensors, exact to the bit: sums of their bits as integers, weighted by position, in any order the same.
+"""Exact checksums of tensors: sums of their bits as integers, weighted by position, the same in any order.
 
 Nothing waits for the device: sums and copy are enqueued on its present stream, and an event tells when they are done.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-_PART = 1 << 20  # elements that one number is for; the sums need 16 bytes for each, 16 MiB in all
+_PART = 1 << 20  # elements per number; the sums need 16 bytes for each, 16 MiB in all
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and its multiples modulo 2^64 look random
 
@@ -20,7 +20,7 @@ def parts(tensor: torch.Tensor) -> int:
 
 
 class Checksums:
-    """The numbers of some tensors of one device, the same for the same bits on any; made on the training thread."""
+    """The numbers of tensors of one device; equal bits give equal numbers. Created on the training thread."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Enqueues the sums, and the copy of them to this host."""
@@ -42,11 +42,11 @@ class Checksums:
             self._event.record(torch.cuda.current_stream(device))
 
     def are_done(self) -> bool:
-        """Whether the device has come so far. Does not wait for it."""
+        """Whether the device has finished them. Does not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def numbers(self) -> list[int]:
-        """Once they are done."""
+        """The numbers, once they are done."""
         return [int(number) for number in self._numbers.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Compares one optimizer's parameters among all ranks: in a thread, which the training thread hands checksums to.
+"""Compares one optimizer's parameters among all ranks, in a thread that gets checksums from the training thread.
 
 One round tells whether all are equal. Only where they are not, more rounds tell what each rank has, and halve the list
 of numbers until the first one that differs is found. All ranks see the same results, so all take the same rounds.
@@ -25,13 +25,13 @@ from nemo_patches.sync.rank_log import report
 from nemo_patches.uneven.parted import Account, judged
 
 _LOOK = timedelta(seconds=0.25)  # between two looks at whether this is to end
-_MOST_WAITING = 8  # comparisons: a rank that is further ahead of the others leaves some out
+_MOST_WAITING = 8  # comparisons; a rank that is further ahead of the others skips some
 _HASH_BITS = 62
 
 
 @dataclass(frozen=True)
 class Sample:
-    """This rank's part in one comparison. names: of each of the numbers. reason: why there are none."""
+    """This rank's part in one comparison. names: one for each number. reason: why there are none."""
 
     step: int
     batches: int
@@ -64,7 +64,7 @@ class ComparisonCounters:
 
 
 class _Stopped(Exception):
-    """The training is over, or nobody wants to compare any more."""
+    """Training is over, or comparing was switched off."""
 
 
 class Comparison:
@@ -89,7 +89,7 @@ class Comparison:
             report(logging.WARNING, f"{title}: parameters are not compared, training goes on: {why}")
 
     def offer(self, sample: Sample) -> None:
-        """Compare it when those before it have been; where too many wait, it is left out. Does not wait."""
+        """Compare it after those before it; skip it if too many wait. Does not wait."""
         if self._samples.qsize() >= _MOST_WAITING:
             self.left_out += 1
         elif not self.is_over:
@@ -111,7 +111,7 @@ class Comparison:
             while not self.is_over and (sample := self._samples.get()) is not None and not self._stops:
                 if sample.step > self._resume_after:
                     self._compare(sample)
-        except (RoundFailed, _Stopped) as error:  # a rank has left, which others say where that is news
+        except (RoundFailed, _Stopped) as error:  # a rank has left; reported elsewhere if necessary
             self.found = self.found or str(error)
         except Exception as error:
             self.found = f"ended by an error of its own: {error!r}"
@@ -156,7 +156,7 @@ class Comparison:
             report(logging.WARNING, text)
 
     def _is_equal(self, value: int, step: int = 0) -> bool:
-        """Whether all ranks have this value. step: of a comparison that begins, for which ranks may be late."""
+        """Whether all ranks have this value. step: of a new comparison, for which ranks may be late."""
         self._rounds.issue(value)
         began_at = time.monotonic()
         while (extremes := self._rounds.wait(_LOOK)) is None:
@@ -177,7 +177,7 @@ class Comparison:
         return value
 
     def _first_difference(self, sample: Sample) -> str:
-        """The name of the first number that is not the same on all ranks."""
+        """The name of the first number that differs between ranks."""
         equal, different = 0, len(sample.numbers)  # so many of the first numbers are
         while different - equal > 1:
             middle = (equal + different) // 2

@@ -1,4 +1,4 @@
-"""WER and BLEU without a collective per batch of an evaluation: the ranks' sums are added up once, at its end.
+"""WER and BLEU without a collective per evaluation batch: the ranks' sums are added up once, at the end.
 
 NeMo computes both from sums (errors and words; n-grams), which torchmetrics reduces over all ranks in every batch. The
 order in which whole numbers are added up changes none of them.
@@ -75,7 +75,7 @@ class DeferredMetrics:
         return on_train_epoch_start
 
     def stop(self) -> None:
-        """Every metric is as stock's again."""
+        """Restore stock's behaviour of every metric."""
         for model in list(self._deferred):
             if self._undo(model):
                 text = "reverted before the end of an evaluation, whose WER and BLEU are not of all ranks' batches"
@@ -102,7 +102,7 @@ class DeferredMetrics:
         return bool(metrics)
 
     def _add_up(self, loaders: list[list[_Output]], model: Any) -> None:
-        """In the outputs of each loader's batches, put all ranks' sums in place of this rank's.
+        """In the outputs of each loader's batches, replace this rank's sums by those of all ranks.
 
         A rank without a batch has those of the others, so that it comes to all that NeMo and Lightning do then.
         """
@@ -149,7 +149,7 @@ class _Summary:
 
 
 def _alike(parts: Sequence[_Output]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """What every part has under a name, as tensors of one shape: what a model of one's own adds need not be alike."""
+    """The values of every part under a name, if tensors of one shape: a user's model may add others."""
     for name in parts[0] if parts and all(isinstance(part, dict) for part in parts) else ():
         values = [part.get(name) for part in parts]
         tensors = [value.detach().cpu() for value in values if isinstance(value, torch.Tensor)]
@@ -165,7 +165,7 @@ def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _broadcast_as_others(model: Any) -> None:
     """On a rank without a batch: in a fit() the others' first one has begun with DDP's broadcast of buffers, and their
     next training batch does not, since it comes after a forward without gradients."""
-    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)  # no trainer: a loop of one's own
+    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)  # no trainer: the user's own loop
     ddp = getattr(strategy, "model", None)
     if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         ddp._sync_buffers()  # type: ignore[no-untyped-call]

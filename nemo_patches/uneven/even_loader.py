@@ -1,4 +1,4 @@
-"""A data loader whose passes end on all ranks after the same number of batches: where the first rank's ends."""
+"""A data loader whose passes end on all ranks after the same number of batches: when the first rank runs out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Counts:
-    """What a loader has given, and left out, on this rank."""
+    """What a loader has yielded and dropped on this rank."""
 
     def __init__(self) -> None:
         self.passes = self.batches = self.passes_cut = self.left_out = 0
@@ -50,7 +50,7 @@ class Counts:
 
 
 class EvenLoader:
-    """All but the end of a pass is the loader's own: its attributes are read from it, and set on it.
+    """Changes only the end of a pass; attributes are read from the wrapped loader, and set on it.
 
     Where every rank's loader has a length, the least is agreed on here, once; else each pass has a round a batch.
     """
@@ -61,18 +61,18 @@ class EvenLoader:
         """may_be_empty: on all ranks."""
         self._loader, self._agreement, self._may_be_empty = loader, agreement, may_be_empty
         self.counts = Counts()
-        self.limit: int | None = None  # batches of a pass, at most
-        self.skipped = 0  # batches by which the next pass is shorter: those before a resumed one
+        self.limit: int | None = None  # most batches of a pass
+        self.skipped = 0  # batches that the next pass skips: those before a resume
         self._left_pass = LeftPass(loader)
         self._is_left = False  # the last pass, on all ranks, at its limit or by a break: the next one may go on with it
-        self._is_lightnings = is_lightnings  # else of a loop, where a pass of one batch is no less than any other
-        self._taken_back: tuple[Any, ...] = ()  # the last pass's first batch, where there was no second one
-        self._cut_after = 0  # batches: the last pass was, and this rank had another one
+        self._is_lightnings = is_lightnings  # otherwise a loop's, where a pass of one batch is a normal pass
+        self._taken_back: tuple[Any, ...] = ()  # the last pass's first batch, if there was no second one
+        self._cut_after = 0  # after this many batches, while this rank had another one
         length = _length(loader)
         least, rank, all_have = agreement.least_length(length)
         self._least, self._said_left_out = least, (length or 0) - (least or 0)
         self._least_announced = agreement.least_length(_sized(loader))[0] if least is None else least
-        # Whether any rank's goes on with a pass that was left: all look for its beginning then.
+        # Whether any rank's loader continues an abandoned pass: then all check where a pass begins.
         self._goes_on = least is None and agreement.least_length(int(not self._left_pass.goes_on))[0] == 0
         if least == 0:
             self._without_batch(rank, all_have)
@@ -115,7 +115,7 @@ class EvenLoader:
 
     @property
     def agreed_length(self) -> int | None:
-        """The least of all ranks' loaders; None if a rank's has none, and passes are agreed on batch by batch."""
+        """The smallest length of all ranks' loaders; None if one has none, and passes are agreed on batch by batch."""
         return self._least
 
     def announced_length(self) -> int | None:
@@ -133,7 +133,7 @@ class EvenLoader:
     def _counted_out(self) -> Iterator[Any]:
         given, most, least, length = 0, len(self), self._least or 0, len(self._loader)
         left_out = length - least
-        if most == least and left_out > max(self._said_left_out, 0):  # a sampler has made it longer
+        if most == least and left_out > max(self._said_left_out, 0):  # a sampler has made the pass longer
             self._said_left_out = left_out
             since = f"it has {length} batches now, and the ranks agreed on {least} when it was set up"
             report(
@@ -141,7 +141,7 @@ class EvenLoader:
             )
         for batch in itertools.islice(self._loader, most):
             given += 1
-            if given == least and left_out > 0:  # now: nobody may ask for a batch after the last
+            if given == least and left_out > 0:  # now, because no batch may be requested after the last
                 self.counts.cut(left_out)
             yield batch
         if given < most:
@@ -172,7 +172,7 @@ class EvenLoader:
         agreement.say(place._replace(ended=not here))
         ended_by, all_ended = agreement.ended_by()
         if ended_by is not None and self._goes_on and not (was_left and all_ended):
-            # A rank may have gone on with a pass of which nothing was left. Only one from the beginning tells.
+            # A rank may have continued a pass with nothing left. Only a pass from the beginning shows that.
             if here and was_left:
                 self._cut_short(0, ended_by)
             if self._left_pass.goes_on:
@@ -186,7 +186,7 @@ class EvenLoader:
             self._is_left = False
             self._without_batch(ended_by, all_ended, was_left)
             return
-        # Where Lightning reloads loaders it takes one batch, and begins again. So far none is read ahead.
+        # When Lightning reloads loaders, it takes one batch, and starts again. Up to here none is read ahead.
         self._taken_back = here if self._is_lightnings and most != 1 else ()
         yield here[0]
         self._check_newest(number)
@@ -194,7 +194,7 @@ class EvenLoader:
         here, place = _next(source), place._replace(batch=2)
         agreement.say(place._replace(ended=not here))
         ended_by, all_ended = agreement.ended_by()
-        while ended_by is None:  # a batch ahead: while the one before computes, the round comes
+        while ended_by is None:  # one batch ahead: the round completes while the previous batch computes
             (batch,), here, place = here, _next(source), place._replace(batch=place.batch + 1)
             agreement.say(place._replace(ended=not here))
             if self._left_pass.goes_on and not self._is_lightnings:
@@ -213,7 +213,7 @@ class EvenLoader:
             self._ran_out(place.batch - 1, all_ended)
 
     def _check_newest(self, number: int) -> None:
-        if number != self.counts.passes:  # what is outstanding is that one's
+        if number != self.counts.passes:  # the outstanding round is that pass's
             raise StopTogetherError(
                 f"{self._agreement.title}: pass {number} cannot go on, since pass {self.counts.passes} has begun: "
                 "ranks agree on one pass over a loader at a time"
@@ -261,7 +261,7 @@ class EvenLoader:
 
 
 class EvenLoaders:
-    """Those of this process: makes them for loops outside Lightning, and has the counters of all that live."""
+    """The loaders of this process: makes them for loops outside Lightning, and has the counters of all live ones."""
 
     def __init__(self) -> None:
         self._agreements = Agreements()
@@ -278,13 +278,13 @@ class EvenLoaders:
                 report(logging.WARNING, f"ranks do not end their passes together: {_DISABLE_VARIABLE}=1")
             self._said_disabled = True
             return loader
-        if isinstance(loader, EvenLoader):  # Lightning leaves it in a CombinedLoader that is given to it twice
+        if isinstance(loader, EvenLoader):  # Lightning passes a CombinedLoader with it twice
             loader = loader._loader
         agreement = self._agreements.make(kind, type(getattr(loader, "dataset", loader)).__name__)
         return loader if agreement is None else EvenLoader(loader, agreement, may_be_empty, kind != "data")
 
     def say_alone(self) -> None:
-        """Once, where a loader stays as it is although there are other ranks."""
+        """Log once that a loader stays unchanged although there are other ranks."""
         size = rank_and_size()[1]
         if size > 1 and not self._said_alone and os.environ.get(_DISABLE_VARIABLE) != "1":
             self._said_alone = True
@@ -292,7 +292,7 @@ class EvenLoaders:
             report(logging.WARNING, f"stop_together() does nothing, and the launcher says {size} ranks: {why}")
 
     def say_may_go_on(self, title: str, why: str) -> None:
-        """Of a loader that may not begin anew. Once for each reason: a loader may be made for every epoch."""
+        """Log that a loader may not start again. Once for each reason: a loader may be created for every epoch."""
         if why not in self._said_may_go_on:
             self._said_may_go_on.add(why)
             text = "if its next pass goes on with one that was ended early, that is short: have its __iter__ begin anew"
@@ -309,7 +309,7 @@ class EvenLoaders:
         return False
 
     def keep_ahead(self, loader: Any, batch: tuple[Any, ...]) -> None:
-        """The batch after the one that is given now: a pass that goes on with one left there begins with it."""
+        """The batch after the current one: a pass that continues an abandoned one begins with it."""
         with contextlib.suppress(TypeError):
             self._ahead[loader] = batch
 
@@ -342,7 +342,7 @@ def stop_together(loader: Iterable[T]) -> Iterable[T]:
 
 
 def _length(loader: Iterable[Any]) -> int | None:
-    """Of an iterable dataset the length is a guess, and counts as none."""
+    """The loader's length; that of an iterable dataset is a guess, and does not count."""
     is_iterable = isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
     return None if is_iterable else _sized(loader)
 
@@ -355,7 +355,7 @@ def _sized(loader: Iterable[Any]) -> int | None:
 
 
 def _next(source: Iterator[Any]) -> tuple[Any, ...]:
-    """The next batch; empty where there is none."""
+    """The next batch; empty if there is none."""
     return tuple(itertools.islice(source, 1))
 
 

@@ -1,4 +1,4 @@
-"""Ends a pass that is left early on this rank, so that the next one begins anew, also where it would have gone on.
+"""Ends a pass that is abandoned on this rank, so that the next one starts again instead of continuing it.
 
 Lhotse's IterableDatasetWrapper, which NeMo puts around tarred data, goes on with what is left. Its bucketing sampler
 has a thread that reads ahead: left alone, that keeps the interpreter from exiting.
@@ -31,7 +31,7 @@ class LeftPass:
             wrapper.reset_on_iter = ResetOnIter(self._sampler)
 
     def end(self) -> None:
-        """Nothing is left of the pass."""
+        """End the pass."""
         if not self._in_workers:
             if self.is_lhotses:
                 _end(self._sampler)
@@ -44,7 +44,7 @@ class LeftPass:
             self._older_workers = None
 
     def own_iterator(self) -> str:
-        """The name of a dataset that is its own iterator, and may go on with a pass that was left; else empty."""
+        """The name of a dataset that is its own iterator, and may continue an abandoned pass; otherwise empty."""
         own = (dataset for dataset in self._datasets if hasattr(dataset, "__next__") and dataset is not self._wrapper)
         return next((type(dataset).__name__ for dataset in own), "")
 
@@ -62,7 +62,7 @@ class ResetOnIter:
     def at_next_iter(self) -> None:
         """In the process that has the loader."""
         self._left += 1
-        self._seen = int(self._left)  # workers that are forked from now on begin anew without it
+        self._seen = int(self._left)  # workers that are forked from now on start again without it
 
     def __bool__(self) -> bool:
         left = int(self._left)
@@ -74,7 +74,7 @@ class ResetOnIter:
 
 
 def _datasets(loader: Any) -> Iterator[Any]:
-    """The loader's, and those that it is wrapped around."""
+    """The loader's, and those that it wraps."""
     seen, part = set[int](), getattr(loader, "dataset", None)
     while part is not None and id(part) not in seen:
         seen.add(id(part))

@@ -1,7 +1,7 @@
-"""Sees optimizers step, by torch's own hooks, and has every so many steps' parameters compared among all ranks.
+"""Watches optimizers' steps through torch's own hooks, and has the parameters compared every N steps on all ranks.
 
 On the training thread: a count in each step and, where one is due, sums and a copy that are enqueued, not waited for.
-A rank's own number of optimizer steps is what all healthy ranks share: whoever synchronizes gradients steps as often.
+All healthy ranks share their number of optimizer steps: ranks that synchronize gradients step equally often.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXIT = timedelta(seconds=0.6)
 
 
 class _Stepped:
-    """One optimizer on this rank. Only the training thread writes it."""
+    """An optimizer on this rank. Only the training thread writes it."""
 
     def __init__(self, title: str, comparison: Comparison) -> None:
         self.title, self.comparison = title, comparison
@@ -64,7 +64,7 @@ class ParameterWatch:
         self._is_compiled = self._said_unseen = self._said_most = False
 
     def use(self, every: int) -> None:
-        """Compare after every so many steps of each optimizer, from now on; 0: never."""
+        """From now on, compare after every `every` steps of each optimizer; 0: never."""
         if every == self.every:
             return
         self._forget()
@@ -87,7 +87,7 @@ class ParameterWatch:
         self._batches = UNKNOWN
 
     def batch_began(self) -> None:
-        """Lightning begins to train on another batch."""
+        """Lightning begins another training batch."""
         self._batches += 1
         if self._is_compiled:
             self._say_unseen("compiled (torch.compile of the optimizer's step)")

@@ -1,4 +1,4 @@
-"""A NeMo checkout as `nemo-patches diff` finds it: its version, the files that the patch is about, and what is in."""
+"""A NeMo checkout as `nemo-patches diff` sees it: its version, the files of the patch, and the applied parts."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ PATHS = (*map(path_of, TARGETS), *PLACES)  # all that a diff may be about
 
 @dataclass(frozen=True)
 class State:
-    """Which parts of the patch are in a checkout. As text, it says so in a sentence."""
+    """The parts of the patch that a checkout has; as text, in a sentence."""
 
-    parts: Parts  # also those of which only some files are in
+    parts: Parts  # including parts that are only partly applied
     having: tuple[str, ...]  # the files that use the bounded sync, and our folders
-    lacking: tuple[str, ...]  # where the patch is only partly in: what would have to be in, too
-    version: str  # of the nemo_patches that sync is from; empty where it does not say
-    foreign: tuple[str, ...]  # the files in our folder that are not as this nemo_patches has them
-    flat: bool  # by an earlier nemo_patches, which had all its files in our folder itself
+    lacking: tuple[str, ...]  # if the patch is only partly applied: what is missing
+    version: str  # of the nemo_patches that sync is from; empty if unknown
+    foreign: tuple[str, ...]  # the files in our folder that differ from this nemo_patches
+    flat: bool  # applied by an earlier nemo_patches, with all files in our folder itself
 
     @property
     def stock(self) -> bool:
-        """Whether nothing of the patch is in."""
+        """Whether no part of the patch is applied."""
         return not self.having
 
     @property
     def sound(self) -> bool:
-        """Whether each part is in whole, with what it needs and as this nemo_patches has it, or not at all."""
+        """Whether each part is applied completely, unchanged and with what it needs, or not at all."""
         return not self.lacking and not self.foreign
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class State:
 
 @dataclass(frozen=True)
 class Checkout:
-    """What was read of a folder that has `nemo/`: a repository, a part of one, or an installation's site-packages."""
+    """A folder with `nemo/`, as it was read: a repository, a part of one, or an installation's site-packages."""
 
     folder: Path
     version: str  # NeMo's
@@ -69,18 +69,18 @@ class Checkout:
 
     @cached_property
     def state(self) -> State:
-        """Raises DiffError for a file that Python would not take."""
+        """Raises DiffError for a file that Python does not accept."""
         return _state_of(self.files)
 
     def edits(self, chosen: Parts = ALL) -> list[Edit]:
-        """What these parts of the patch change here. Raises DiffError."""
+        """The changes of these parts of the patch here. Raises DiffError."""
         if Part.NEMO in chosen and not any(parts.part_of(path) is Part.NEMO for path in self.files):
             raise DiffError(f"{self.folder}: none of the files with a length sync is here")
         return parts.edits_of(self.files, chosen)
 
 
 def read(folder: Path) -> Checkout:
-    """Read a checkout; nothing of NeMo is run. Raises DiffError where there is none, or a file cannot be read."""
+    """Read a checkout without running NeMo. Raises DiffError if there is none, or a file cannot be read."""
     version = _version_of(folder)
     files = {}
     try:

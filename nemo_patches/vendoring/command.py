@@ -1,4 +1,4 @@
-"""What `nemo-patches diff` does with a checkout: prints its diff, tries the committed ones, puts parts in or out.
+"""`nemo-patches diff` on a checkout: print its diff, try the committed ones, apply or remove parts.
 
 git does the applying, in a copy of the few files that it is about; what came out as planned is put in the checkout.
 """
@@ -13,7 +13,7 @@ from nemo_patches.vendoring.parts import FOLDER, NEEDED, Part, Parts
 
 
 def printed(checkout: Checkout, chosen: Parts) -> bytes:
-    """The diff that puts those of the chosen parts into a checkout that are not in. Raises DiffError.
+    """The diff for those of the chosen parts that a checkout does not have. Raises DiffError.
 
     What a part needs may be missing: a printed part is to be read, or applied after another one.
     """
@@ -35,7 +35,7 @@ def check(checkout: Checkout, chosen: Parts) -> str:
 
 
 def apply(checkout: Checkout, chosen: Parts) -> str:
-    """Put parts of the patch into a checkout and say so. All or nothing, and only where `reverse` can undo it exactly.
+    """Apply parts of the patch to a checkout and say so: all or nothing, and only if `reverse` can undo it exactly.
 
     Raises Declined where they are in already, DiffError where the patch is in partly, or they cannot be put in.
     """
@@ -59,7 +59,7 @@ def apply(checkout: Checkout, chosen: Parts) -> str:
 
 
 def reverse(checkout: Checkout, chosen: Parts) -> str:
-    """Take parts of the patch out of a checkout, also where only some of their files are in, and say so.
+    """Remove parts of the patch from a checkout, even if only some of their files are there, and say so.
 
     Raises Declined where they are not in, DiffError where they cannot be taken out without anything else.
     """
@@ -75,7 +75,7 @@ def reverse(checkout: Checkout, chosen: Parts) -> str:
 
 
 def _fitting(checkout: Checkout, part: Part) -> str:
-    """Which committed diff of a part applies to a checkout. Raises Declined with the reasons where none does."""
+    """The committed diff of a part that applies to a checkout. Raises Declined with the reasons if none does."""
     folder, version, series = checkout.folder, checkout.version, diffs.series_of(checkout.version)
     try:
         replacement.require_no_links(folder)
@@ -99,7 +99,7 @@ def _fitting(checkout: Checkout, part: Part) -> str:
 
 
 def _planned(checkout: Checkout, chosen: Parts) -> Files:
-    """The files of a checkout with these parts put in."""
+    """The files of a checkout with these parts applied."""
     return {**checkout.files, **{edit.path: edit.after for edit in checkout.edits(chosen)}}
 
 
@@ -108,7 +108,7 @@ def _of_nemo(files: Files) -> Files:
 
 
 def _require_needed(checkout: Checkout, result: Parts, chosen: Parts) -> None:
-    """Raise DiffError where a part would then be in without the one that it needs."""
+    """Raise DiffError if a part would then be applied without the one that it needs."""
     for part, needed in NEEDED.items():
         if part in result and needed not in result:
             given = ",".join(name.value for name in Part if name in chosen)
@@ -118,7 +118,7 @@ def _require_needed(checkout: Checkout, result: Parts, chosen: Parts) -> None:
 
 
 def _require_way_back(checkout: Checkout, after: Files) -> None:
-    """Raise DiffError where `reverse` would not give back the very files of NeMo's that are here now."""
+    """Raise DiffError if `reverse` could not restore NeMo's files exactly as they are now."""
     folder, stock = checkout.folder, _of_nemo(checkout.files)
     keep = f"keep it, and apply it with git: nemo-patches diff --nemo {folder} > FILE"
     try:
@@ -141,7 +141,7 @@ def _about_the_way_back(checkout: Checkout) -> str:
 
 
 def _without(checkout: Checkout, taken: Parts) -> tuple[Files, str]:
-    """The files of a checkout without these parts, and where NeMo's own are then from. Raises DiffError."""
+    """The files of a checkout without these parts, and the source of NeMo's own files. Raises DiffError."""
     state = checkout.state
     by_hand = "take it back with the diff that was applied: git apply -R FILE"
     if state.flat:

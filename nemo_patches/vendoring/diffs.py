@@ -1,4 +1,4 @@
-"""The diffs as text: made for a checkout, and those that come with nemo_patches in patches/."""
+"""The diffs as text: generated for a checkout, and those that are part of nemo_patches, in patches/."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Committed:
 
 
 def text(checkout: Checkout, chosen: Parts) -> bytes:
-    """The diff that puts these parts into a checkout. Raises DiffError."""
+    """The diff that applies these parts to a checkout. Raises DiffError."""
     edits = checkout.edits(chosen)
     before = {edit.path: edit.before for edit in edits if edit.before is not None}
     return _header(checkout.version, chosen).encode() + git.diff(before, {edit.path: edit.after for edit in edits})
 
 
 def committed(part: Part, version: str) -> list[Committed]:
-    """Those for a part, that of the NeMo version's series first. Raises DiffError where there are none."""
+    """The committed diffs for a part, that of the NeMo version's series first. Raises DiffError if there are none."""
     pattern = "nemo-*.diff" if part is Part.NEMO else f"runtime-{part.value}.diff"
     found = []
     for file in COMMITTED.glob(pattern):

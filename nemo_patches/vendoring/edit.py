@@ -29,7 +29,7 @@ def path_of(target: Target) -> str:
 
 @lru_cache(maxsize=32)  # what is taken out is edited again, to see whether it gives the same
 def edited(source: bytes, target: Target) -> bytes:
-    """A target's file with the edit. Raises DiffError, with the place, where the code is not what is known."""
+    """A target's file with the edit. Raises DiffError, with the place, if the code is not as expected."""
     try:
         return _edited(source, target, path_of(target))
     except RecursionError:  # what Python compiles may still be too deep for ast.dump
@@ -37,7 +37,7 @@ def edited(source: bytes, target: Target) -> bytes:
 
 
 def is_edited(source: bytes, path: str) -> bool:
-    """Whether a file has the edit, of whichever nemo_patches. Raises DiffError where Python would not take it."""
+    """Whether a file has the edit, of any nemo_patches. Raises DiffError if Python does not accept it."""
     try:
         return "bounded_length_sync" in compile(source, path, "exec", dont_inherit=True).co_names
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -45,7 +45,7 @@ def is_edited(source: bytes, path: str) -> bool:
 
 
 def constants(source: bytes, path: str) -> dict[str, str]:
-    """The constants of a module, read and not run. Raises DiffError where Python would not take it."""
+    """The constants of a module, read without running it. Raises DiffError if Python does not accept it."""
     _, _, tree = _read(source, path)
     return {
         node.targets[0].id: str(node.value.value)
@@ -125,7 +125,7 @@ class _KnownCode:
         self.import_after = self._place_of_import()
 
     def require_nothing_else(self, edited: str) -> None:
-        """Refuse an edited text that is not the same program but for the edit."""
+        """Refuse an edited text that differs from the program in more than the edit."""
         try:
             tree = ast.parse(edited)
             compile(tree, self._path, "exec", dont_inherit=True)
@@ -182,7 +182,7 @@ class _KnownCode:
         self._require_no_names(node, _COLLECTIVES | {local} - {length})  # the local goes with the reduce
 
     def _require_no_names(self, where: ast.stmt, names: set[str]) -> None:
-        """Not every rank grows its buffers at the same call any more: another collective there would hang."""
+        """Ranks no longer grow their buffers at the same call: another collective there would hang."""
         for node in ast.walk(where):
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
             if name in names:

@@ -1,4 +1,4 @@
-"""What `nemo-patches diff` says instead of doing it."""
+"""The errors of `nemo-patches diff`."""
 
 
 class DiffError(Exception):

@@ -1,4 +1,4 @@
-"""git: isolated from everybody's configuration where it makes and applies diffs, with the user's where it is asked."""
+"""git: without any configuration to make and apply diffs, with the user's to query the checkout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def apply(patch: bytes, files: Files, *options: str) -> dict[str, bytes]:
 
 
 def ask(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """git in the repository that a checkout is in, with the user's configuration: it says how files are checked out.
+    """git in a checkout's repository, with the user's configuration, which decides how files are checked out.
 
     Raises DiffError where git is not there or does not end in time; a failure is the caller's to read.
     """
@@ -52,13 +52,13 @@ def ask(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def complaint(stderr: bytes) -> str:
-    """The line by which git says what is wrong; it may say other things before it."""
+    """The line with git's error; other lines may come before it."""
     lines = stderr.decode(errors="replace").splitlines() or ["failed, and did not say why"]
     return next((line for line in lines if line.startswith(("error:", "fatal:"))), lines[0])
 
 
 def _isolated(folder: str, *arguments: str, stdin: bytes = b"") -> bytes:
-    """What git prints in a folder that is, or becomes, a repository of its own. Raises DiffError with git's reason.
+    """The output of git in a folder that is, or becomes, its own repository. Raises DiffError with git's reason.
 
     Nobody's configuration, attributes, variables or surrounding repository has a say in it.
     """

@@ -1,4 +1,4 @@
-"""The parts of the patch, each with a diff of its own: nemo, the edit of NeMo's files; sync and stall, our folders.
+"""The parts of the patch, each with its own diff: nemo, the edit of NeMo's files; sync and stall, our folders.
 
 NeMo's edited files call sync, so nemo needs it; it brings growth.py and channel/, on which it stands. stall (who is
 missing?) is optional, and needs sync too.
@@ -21,7 +21,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 class Part(Enum):
-    """What can be put in or taken out by itself. The order is that in which they are named."""
+    """The parts that can be applied or removed separately, in the order in which they are named."""
 
     NEMO = "nemo"
     SYNC = "sync"
@@ -34,7 +34,7 @@ FOLDERS = {Part.SYNC: ("channel", "sync"), Part.STALL: ("stall",)}  # of ours, b
 # Files beside them, and which of ours each is.
 _ALONE = {Part.SYNC: {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py"}}
 PLACES = (FOLDER, *(f"{FOLDER}/{name}" for names in FOLDERS.values() for name in names))  # the outer one first
-NEEDED = {Part.NEMO: Part.SYNC, Part.STALL: Part.SYNC}  # the part that another one cannot be without
+NEEDED = {Part.NEMO: Part.SYNC, Part.STALL: Part.SYNC}  # the part that another one needs
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ def parse(text: str) -> Parts:
 
 
 def named(parts: Iterable[Part]) -> str:
-    """As a sentence names them."""
+    """The parts as text in a sentence."""
     *others, last = (part.value for part in Part if part in frozenset(parts))
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def part_of(path: str) -> Part:
-    """Of which part a file of a checkout is; what else is in our folder counts to sync."""
+    """The part that a file of a checkout belongs to; other files in our folder count as sync."""
     if not path.startswith(f"{FOLDER}/"):
         return Part.NEMO
     return Part.STALL if path.startswith(f"{FOLDER}/stall/") else Part.SYNC

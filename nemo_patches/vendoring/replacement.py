@@ -1,4 +1,4 @@
-"""Files of a checkout replaced: all of them, or none."""
+"""Replaces files of a checkout: all of them, or none."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
                     file.write(after[path])
                 if path in before:
                     shutil.copymode(checkout / path, staged[path])
-                else:  # not by the umask: with 077 nobody else could import NeMo any more
+                else:  # not by the umask: with 077 no other user could import NeMo
                     staged[path].chmod(stat.S_IMODE((checkout / _VERSION_FILE).stat().st_mode) | stat.S_IWUSR)
         for folder in filter(Path.exists, map(checkout.joinpath, new_folders)):
             shutil.copymode((checkout / FOLDER).parent, folder)
@@ -83,7 +83,7 @@ def replace(checkout: Path, before: Files, after: Files) -> None:
 
 
 def _remove_leftovers(checkout: Path) -> None:
-    """Remove what a process of this host that was killed in replace() has left. Of another's, nobody here knows."""
+    """Remove files left by a process of this host that was killed in replace(); other hosts' may be in use."""
     for folder in {*(str(Path(path).parent) for path in PATHS), *_OUR_FOLDERS}:
         for file in (checkout / folder).glob(f".*.{_STAGED}*"):
             pid = file.name.rpartition("-")[2]
@@ -96,12 +96,12 @@ def _remove_empty(checkout: Path, folders: Iterable[str]) -> None:
     for folder in (checkout / path for path in folders):
         if folder.is_dir() and not any(folder.glob("*.py")):
             shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-            with contextlib.suppress(OSError):  # what else is in it is somebody's
+            with contextlib.suppress(OSError):  # other files in it belong to the user
                 folder.rmdir()
 
 
 def _require_replaceable(file: Path, content: bytes | None) -> None:
-    """Raises DiffError, and OSError where it cannot be read."""
+    """Raises DiffError, or OSError if it cannot be read."""
     if _content(file) != content:
         raise DiffError(f"{file} has changed meanwhile; nothing was changed")
     for place in (file, file.parent) if content is not None else ():

@@ -46,7 +46,7 @@ def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]
 
 
 def stalls() -> tuple[Any, ...]:
-    """The stalls that this rank has seen lately; empty without stall/."""
+    """The recent stalls seen by this rank; empty without stall/."""
     return _stalls()
 
 
@@ -67,7 +67,7 @@ def _agree_on_checkpoints() -> None:
 
 
 def _subscribe() -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
-    """Have stall/ watch the sync, if it is here. Returns what tells the stalls, and the settings of their reports."""
+    """Let stall/ watch the sync, if it is here. Returns the function for the stalls, and the reports' settings."""
     spec = importlib.util.find_spec(".stall", __name__)
     if spec is None or spec.origin is None:  # not here, or all that is left of it is Python's cache
         return tuple, ()
@@ -84,7 +84,7 @@ def _subscribe() -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
 
 
 def _say_misspelt() -> None:
-    """Our variables that have no effect here; where nemo_patches itself is in use, it says that."""
+    """Log our variables that have no effect here; if nemo_patches itself is in use, it does so."""
     if "nemo_patches" not in sys.modules and not multiprocessing.current_process().daemon:  # a loader's worker
         for sentence in misspelt(
             os.environ, [setting.variable for setting in (*Settings.settings(), CHECKPOINTS, *_stall_settings)]

@@ -22,7 +22,7 @@ class WayBack:
 
 
 def find(checkout: Checkout, patched: Files) -> WayBack:
-    """The way back from these files of NeMo's, with the edit in all or some of them. Raises DiffError.
+    """The way back from these NeMo files, with the edit in all or some of them. Raises DiffError.
 
     Only what becomes exactly these files when it is edited again is taken for it.
     """
@@ -55,7 +55,7 @@ def _become(stock: Files, patched: Files) -> bool:
 
 
 def _reversed(diff: Committed, files: Files, *options: str) -> Files:
-    """The files without a diff, which is taken out of those that it is in. Raises DiffError with git's reason."""
+    """The files with a diff removed from those that have it. Raises DiffError with git's reason."""
     # The committed diffs have plain line ends; a checkout may have others.
     returns = {path for path, content in files.items() if content.count(b"\n") == content.count(b"\r\n") > 0}
     plain = {path: _replaced(files[path], b"\r\n", b"\n", path in returns) for path in files}

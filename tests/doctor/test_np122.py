@@ -17,11 +17,11 @@ def test_each_rank_takes_its_share_of_an_order_of_its_own(tmp_path: Path) -> Non
     for trng in (TRNG, "model.train_ds.shard_seed=trng"):
         (finding,) = found(tmp_path, "NP122", LHOTSE, trng)
         assert finding.severity is WARNING
-        assert "entries are read twice and others never, and a rank may have a batch less" in finding.what
+        assert "entries are read twice and others never, and a rank may have one batch fewer" in finding.what
         assert finding.instead.startswith("model.train_ds.shard_seed: a whole number")
         assert finding.line
     (finding,) = found(tmp_path, "NP122", LHOTSE, TRNG, "model.train_ds.batch_duration=null")
-    assert "a batch less" not in finding.what  # measured: 72 and 72
+    assert "one batch fewer" not in finding.what  # measured: 72 and 72
 
 
 @pytest.mark.parametrize("tarred", [(), ("+model.train_ds.tarred_audio_filepaths=null",)])

@@ -203,7 +203,7 @@ def _left_in_a_collective(ranks: _Ranks, known: _Some) -> _Some:
 def _gone_first(ranks: _Ranks, rest: _Some) -> _Some:
     """Who went before connections were closed, of the ranks that do not tell that they waited.
 
-    Whom SIGTERM ended is not the reason, but who sent it.
+    Ranks ended by SIGTERM are victims; prefer a rank without a recorded end.
     """
     top = _top(ranks.all)
     if left := [one for one in rest if one.kind == fates.ENDED and _is_early(one, top)]:

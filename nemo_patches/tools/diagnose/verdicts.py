@@ -53,23 +53,23 @@ _NEXT_STEPS = {
     ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
     "stderr; the job cannot go on without it.",
     ids.OUT_OF_MEMORY: "Give the job more host memory, or use less: data loader workers, caches, pinned memory. Which "
-    "process was killed, the host's `dmesg` tells; ranks that time out after it waited for it.",
+    "process was killed, the host's `dmesg` shows; ranks that time out after it waited for it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error; if there is none, it had fewer batches: make their "
     "number equal on all ranks (drop_last, DistributedSampler).",
-    ids.EXCEPTION: "Mend what the traceback shows; the other ranks only waited for this one.",
+    ids.EXCEPTION: "Fix what the traceback shows; the other ranks only waited for this one.",
     ids.SILENT: "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host unreachable? `py-spy dump` "
     "shows a thread that holds Python's lock.",
     ids.MISSING_RANK: "Look at what it does there; on {host}, with C frames: `py-spy dump --native --pid {pid}`. Then "
     "its data, a checkpoint, the end of its stderr.",
-    ids.OUT_OF_STEP: "One rank has made a collective more or fewer: look for uneven batches, and for code that only "
-    "some ranks run. nemo_patches helps where the one too many is the encoder's length sync (uneven evaluation).",
-    ids.SKIPPED: "Look for what was left out between these two: a skipped backward, a swallowed exception, a batch "
-    "less in an evaluation, a collective that only some ranks call.",
+    ids.OUT_OF_STEP: "One rank made one collective more or fewer: look for uneven batches, and for code that only "
+    "some ranks run. nemo_patches helps if the extra one is the encoder's length sync (uneven evaluation).",
+    ids.SKIPPED: "Look for what was skipped between these two: a backward, a swallowed exception, one batch "
+    "fewer in an evaluation, a collective that only some ranks call.",
     ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
     "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
     ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
     "broadcast meets positional encodings of different sizes: nemo_patches keeps their shapes equal.",
-    ids.CROSSED: "Look for the ranks of which nothing is here, and for code that makes collectives of several groups "
+    ids.CROSSED: "Look for the ranks without any evidence here, and for code that runs collectives of several groups "
     "in an order that depends on the rank.",
     ids.SOME_INSIDE: "Look at what these ranks do (while they run, `py-spy dump --native --pid {pid}` on {host}); on a "
     "GPU, run again with NEMO_PATCHES_TRACE_CHECKS=cuda, which pins an asynchronous error to its place.",
@@ -82,18 +82,18 @@ _NEXT_STEPS = {
     "at the first error on any rank's stderr. If it still runs, diagnose again in a minute: by then a rank that is "
     "waited for is in the stall reports.",
     ids.ALL_IN: "No rank is missing: look at the network and the GPUs (NCCL_DEBUG=INFO); Flight Recorder dumps "
-    "(TORCH_FR_BUFFER_SIZE=2000) tell which call each rank is in.",
+    "(TORCH_FR_BUFFER_SIZE=2000) show which call each rank is in.",
     ids.NO_RANK_MOVES: "They wait for something outside: a server, a file, a lock. Look at the place.",
     ids.NOT_SEEN: "Collect on every host of the job (`nemo-patches stacks --json > $(hostname).json`), and give the "
     "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
     ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
     "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
-    ids.START_UP: "Look at the ranks of which nothing is here, and at their stderr: a process that was not started, "
+    ids.START_UP: "Look at the ranks without any evidence here, and their stderr: a process that was not started, "
     "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
     ids.STUCK_WATCHDOG: "Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next "
     "run tells whether all ranks came out of the encoder.",
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
-    ids.NOT_ENOUGH: "Give what there is of all ranks, taken while the job hangs: `nemo-patches stacks --json`, traces, "
+    ids.NOT_ENOUGH: "Collect this from all ranks, while the job hangs: `nemo-patches stacks --json`, traces, "
     "dumps, every rank's stderr.",
 }
 # Of a missing rank, by what it does.
@@ -103,9 +103,9 @@ _NEXT_STEPS_AT = {
     LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
     "`py-spy dump --native --pid {pid}`.",
     CHILD: "Look at that process on {host}, and at the file or server that it waits for: `ls -l /proc/PID/fd`.",
-    LAST_THREADS: "Look why its script ended before the others': an error at the end of its stderr, fewer batches. "
+    LAST_THREADS: "Find out why its script ended before the others': an error at the end of its stderr, fewer batches. "
     "Then at what that thread waits for.",
-    CHECKPOINT: "Let it end if it writes (`ls -l` of the file tells); else look at that file system on {host}.",
+    CHECKPOINT: "Let it finish if the file grows (`ls -l`); otherwise look at that file system on {host}.",
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
 _SEVERITIES = {ids.STOPPED_AT_ONCE: WARNING, ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN: WARNING, ids.FIRST_FAILURE: WARNING}

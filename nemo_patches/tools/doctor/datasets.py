@@ -139,7 +139,7 @@ class Dataset:
 
     @property
     def own_orders(self) -> tuple[Value, ...]:
-        """The seeds by which each rank draws an order of its own, and takes its share of that: of what is no stream."""
+        """The seeds with which each rank shuffles a non-streamed set on its own, then takes its share."""
         if not self.lhotse or self.inputs.unknown or self.tarred is not False or self.endless is not False:
             return ()
         seeds = [draw.seed for draw in self.inputs.draws if draw.certain and draw.seed.value == "trng"]

@@ -107,7 +107,7 @@ class Rule:
 
     @property
     def good(self) -> str:
-        """The same one, mended."""
+        """The same one, fixed."""
         return getattr(self._module, "GOOD", "")
 
     @property

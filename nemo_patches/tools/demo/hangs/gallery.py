@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# How a job comes out. NAMED: a stall line on every rank that lives says who is waited for, and where that rank is.
+# How a job ends. NAMED: a stall line on every living rank says which rank is waited for, and where it is.
 ENDS, NAMED, HANGS, DIES = "ends", "is named", "hangs", "dies"
 
 

@@ -23,7 +23,7 @@ from nemo_patches.tools.demo.hangs.group import Rank
 from nemo_patches.tools.demo.jobs import Begins, Job, Moves, Stands
 
 STANDS_AFTER_S, LOOK_EVERY_S = 3.0, 0.25
-RUNS_S = 0.02  # of CPU between two looks: whoever has run for longer moves
+RUNS_S = 0.02  # of CPU between two looks; a process that has run longer moves
 
 
 def play(job: Job, hang: Hang, events: Connection) -> None:

@@ -2,7 +2,7 @@
 
 The file's docstring explains the rule: a sentence on what it finds, a paragraph on why that matters, and a link. WORST
 is the highest severity, and `check` yields the findings. A rule on a machine has a TOPIC, one whose notes nearly every
-config gets is FOLDED, and BAD and GOOD are a config that it finds something in, and the same one mended.
+config gets is FOLDED; BAD and GOOD are a failing config and the fixed one.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ model:
 
 
 def check(job: Job) -> Iterator[Finding]:
-    """What is no stream Lhotse shares out, evenly where the seed is one (NP122); a limit ends all ranks alike."""
+    """Lhotse distributes non-streamed sets, evenly if the seed is fixed (NP122); a limit ends all ranks alike."""
     limit = job.limit("training")
     if not job.several or not limit.open:
         return

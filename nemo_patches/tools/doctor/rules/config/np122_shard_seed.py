@@ -50,7 +50,7 @@ def check(job: Job) -> Iterator[Finding]:
 def _of_shares(job: Job, dataset: Dataset) -> Finding:
     """Measured on 2 ranks: 18 to 27% of the entries are read twice, and epochs of 112 batches meet 113."""
     dynamic = [value for value in map(dataset.get, ("batch_duration", "bucket_batch_size")) if value.value is not None]
-    uneven = ", and a rank may have a batch less, for which the others wait" if dynamic else ""
+    uneven = ", and a rank may have one batch fewer, for which the others wait" if dynamic else ""
     others = [dataset.get(key).value for key in ("input_cfg", "cuts_path", "shar_path")]
     untold = others == [None] * 3 and not dataset.get("manifest_filepath").known  # as in most of NeMo's recipes
     return Finding(

@@ -28,7 +28,7 @@ exp_manager:
 
 
 def check(job: Job) -> Iterator[Finding]:
-    """Also without its own metric: only who is first decides then."""
+    """Also without its own metric: then only which rank is first decides."""
     params = ("exp_manager", "checkpoint_callback_params")
     always, best = (job.config.get((*params, key), False) for key in ("always_save_nemo", "save_best_model"))
     makes_one = job.config.get(("exp_manager", "create_checkpoint_callback"), True).value is not False

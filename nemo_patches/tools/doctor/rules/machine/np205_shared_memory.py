@@ -19,7 +19,7 @@ _ENOUGH_BYTES = 1 << 30
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """What is free in it, whoever has filled the rest."""
+    """The free space in it, whatever uses the rest."""
     free = machine.shared_memory
     if free is not None and free < _ENOUGH_BYTES:
         yield Finding(
