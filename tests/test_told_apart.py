@@ -10,7 +10,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.tools.diagnose.process_end import error_of, is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.rank_end import error_of, is_of_a_collective, is_of_the_start
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import LONGEST_MESSAGE, Failed, failed
 

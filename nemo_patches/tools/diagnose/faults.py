@@ -14,7 +14,7 @@ from nemo_patches.tools.diagnose.alignment import Clocks
 from nemo_patches.tools.diagnose.case import Case, last_entered
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import TracedJob
-from nemo_patches.tools.diagnose.process_end import error_of, is_of_a_collective
+from nemo_patches.tools.diagnose.rank_end import error_of, is_of_a_collective
 from nemo_patches.tracing import records
 
 _NEXT_INPUT = (

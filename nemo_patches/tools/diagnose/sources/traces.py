@@ -28,7 +28,7 @@ from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
-from nemo_patches.tools.diagnose.process_end import Error, ending_failure, error_of
+from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_of
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
 
 _KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
