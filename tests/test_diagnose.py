@@ -39,7 +39,7 @@ from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode
 from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder, Part, UnreadableError
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tools.diagnose.watch import follow, once
@@ -389,7 +389,7 @@ SCENARIOS = {
 }
 
 
-def report_on(scenario: Scenario, folder: Path, seed: int = 0) -> Report:
+def report_on(scenario: Scenario, folder: Path, seed: int = 0) -> Diagnosis:
     return diagnose(
         Folder(
             write(folder, scenario.schedules, scenario.setups, scenario.reports, seed=seed, bound=scenario.bound)
@@ -691,7 +691,7 @@ def test_dumps_name_a_rank_only_where_others_have_waited_for_long(
 
 
 def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:
-    def verdict(name: str, all_wait: bool) -> Report:
+    def verdict(name: str, all_wait: bool) -> Diagnosis:
         folder = write(tmp_path / name, four(steps(9), [Call()], steps(1)), reports=False)
         for rank, file in enumerate(sorted(folder.iterdir())) if all_wait else ():
             gpu = records.Memory(99.1, 1 << 30, 1 << 30, 1 << 30, 2 << 30, 0 if rank == 2 else 100)

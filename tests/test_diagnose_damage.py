@@ -27,7 +27,7 @@ from simulated_traces import Call, Event, Exit, Gradients, Killed, evaluation, s
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder, UnreadableError
 
 pytestmark = pytest.mark.one_nemo
@@ -75,7 +75,7 @@ def files(name: str) -> Files:
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 
-def report_on(content: Files) -> Report | None:
+def report_on(content: Files) -> Diagnosis | None:
     """None where there is nothing left to read."""
     with tempfile.TemporaryDirectory() as folder:
         for name, data in content.items():

@@ -32,7 +32,7 @@ from nemo_patches.stall.rank_state import CALLING, MOVING
 from nemo_patches.stall.rank_text import ELSEWHERE, GONE, LEFT, SILENT
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -247,7 +247,7 @@ def test_what_answers_nonsense_or_nothing_is_left_out(
     assert report.verdict.endswith("all is well") and len(report.problems) == 1
 
 
-def told(folder: Path, level: str, *groups: dict[str, Any]) -> Report:
+def told(folder: Path, level: str, *groups: dict[str, Any]) -> Diagnosis:
     """The report on a job that answers so."""
     size = sum(len(one["ranks"]) for one in groups)
     answer = json.dumps({"world_size": size, "level": level, "text": "the job's line", "groups": groups}).encode()

@@ -17,7 +17,7 @@ from simulated_traces import Call, Event, Exit, Gradients, Setup, evaluation, fi
 from nemo_patches.tools.diagnose import perfetto
 from nemo_patches.tools.diagnose.case import cases
 from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.folder import Folder, Job
+from nemo_patches.tools.diagnose.folder import Folder, TracedJob
 from nemo_patches.tools.diagnose.lateness import late_seconds
 from nemo_patches.tools.diagnose.plot import draw as draw_report
 from nemo_patches.tools.diagnose.plot import labels
@@ -33,15 +33,15 @@ def size_of(png: Path) -> tuple[int, int]:
     return width, height
 
 
-def draw(one: Job, file: Path) -> None:
+def draw(one: TracedJob, file: Path) -> None:
     draw_report(one, file, diagnose(one))
 
 
-def job(folder: Path, schedules: list[list[Event]], **more: Any) -> Job:
+def job(folder: Path, schedules: list[list[Event]], **more: Any) -> TracedJob:
     return Folder(write(folder, schedules, **more)).read()
 
 
-def in_step(folder: Path, ranks: int, calls: int) -> Job:
+def in_step(folder: Path, ranks: int, calls: int) -> TracedJob:
     """Many ranks or calls: too many for the simulation, so all come to every round, and one is always last."""
     for rank in range(ranks):
         lines: list[records.Record] = [
@@ -154,7 +154,7 @@ REQUIRED = {
 }
 
 
-def events(one: Job, file: Path) -> list[dict[str, Any]]:
+def events(one: TracedJob, file: Path) -> list[dict[str, Any]]:
     perfetto.write(one, file)
     content = json.loads(file.read_text())
     found: list[dict[str, Any]] = content["traceEvents"]

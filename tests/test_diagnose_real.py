@@ -28,7 +28,7 @@ from nemo_patches.channel.store import JobStore
 from nemo_patches.stall.job_folder import private_folder
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
-from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.watch import once
 from nemo_patches.tracing import records
 
@@ -258,7 +258,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def diagnosed(folder: Path) -> Report:
+def diagnosed(folder: Path) -> Diagnosis:
     """As after the job: the files are old, so that nothing waits for them to grow."""
     for file in folder.iterdir():
         os.utime(file, (0, 0))

@@ -209,10 +209,10 @@ def test_a_place_in_a_job_that_is_none(variables: dict[str, str], said: str) -> 
 
 
 def test_slurms_variables_are_a_place() -> None:
-    from nemo_patches.tools.doctor.rank_place import Place, place
+    from nemo_patches.tools.doctor.rank_place import RankPlace, place
 
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
-    assert place(slurm) == Place(3, 8, 1, "a", 9, False)
+    assert place(slurm) == RankPlace(3, 8, 1, "a", 9, False)
     assert place({**slurm, "SLURM_PROCID": "0"}).has_server
     assert not place({**slurm, "SLURM_PROCID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_server
 

@@ -168,7 +168,7 @@ def test_every_verdict_has_its_row() -> None:
 
 def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
     page = (CHECKOUT / "docs" / "for-agents.md").read_text(encoding="utf-8")
-    fields = {field.name for of in (ids.Report, ids.Finding) for field in dataclasses.fields(of)}
+    fields = {field.name for of in (ids.Diagnosis, ids.Finding) for field in dataclasses.fields(of)}
     named = re.findall(r"^\| `([a-z]+)(?:\[\d*\])?(?:\.([a-z_]+))?` \| ", page, re.MULTILINE)
     assert len(named) > 8
     assert {name for pair in named for name in pair if name} <= fields

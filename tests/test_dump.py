@@ -17,7 +17,7 @@ from test_stall_reports import read_audio
 
 import nemo_patches
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.watch import once
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone, pytest.mark.apply_only]
@@ -112,7 +112,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def diagnosed(folder: Path) -> Report:
+def diagnosed(folder: Path) -> Diagnosis:
     """As after the job: the files are old, so that nothing waits for them to grow."""
     for file in folder.iterdir():
         os.utime(file, (0, 0))

@@ -12,7 +12,7 @@ from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place, Value
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.verdicts import _NEXT_STEPS
 
@@ -26,7 +26,7 @@ def facts(rank: int, *values: Value, cite: str = "", at: float = 0.0, own: bool 
     return [Fact(rank, value, cite or f"node1, pid {100 + rank}", at, "node1", own) for value in values]
 
 
-def report(*groups: list[Fact], world: int = 3, seats: dict[str, set[int]] | None = None) -> Report:
+def report(*groups: list[Fact], world: int = 3, seats: dict[str, set[int]] | None = None) -> Diagnosis:
     return judge(Evidence([fact for group in groups for fact in group], groups=seats or {}, world_size=world))
 
 

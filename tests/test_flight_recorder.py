@@ -19,7 +19,7 @@ from interpreters import python
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.facts import Evidence
-from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Report
+from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources import flight_recorder as fr
 
@@ -38,7 +38,7 @@ def read(folder: Path) -> Evidence:
     return evidence
 
 
-def diagnose_dumps(folder: Path) -> Report:
+def diagnose_dumps(folder: Path) -> Diagnosis:
     return judge(read(folder))
 
 

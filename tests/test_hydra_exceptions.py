@@ -20,7 +20,7 @@ from ranks import free_port
 from test_trainer_callbacks import entry_point as entry_point
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.watch import once
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
@@ -105,11 +105,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def diagnosed(folder: Path) -> Report:
+def diagnosed(folder: Path) -> Diagnosis:
     return once(folder)[1]
 
 
-def names(report: Report, place: str, culprit: int) -> bool:
+def names(report: Diagnosis, place: str, culprit: int) -> bool:
     kind, message = RAISED[place]
     first = report.findings[0]
     return (first.id, first.ranks) == (ids.EXCEPTION, (culprit,)) and f"raised {kind}: {message}" in first.text
@@ -161,7 +161,7 @@ def test_a_start_up_that_timed_out_is_called_so(folder: Path) -> None:
     assert "1/2 clients joined" in start_up[0].text
 
 
-def torchrun(place: str, culprit: int, step: int, path: tuple[Path, ...], way: str, folder: Path) -> Report:
+def torchrun(place: str, culprit: int, step: int, path: tuple[Path, ...], way: str, folder: Path) -> Diagnosis:
     arguments = [f"+place={place}", f"+culprit={culprit}", f"+step={step}"]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(free_port())]
     variables = environment(*path, **{f"NEMO_PATCHES_{way}": str(folder)})

@@ -9,7 +9,7 @@ import pytest
 from interpreters import environment, run
 
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.findings import EXCEPTION, FIRST_FAILURE, KILLED, Report
+from nemo_patches.tools.diagnose.findings import EXCEPTION, FIRST_FAILURE, KILLED, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 
 pytestmark = [pytest.mark.one_nemo]
@@ -26,7 +26,7 @@ def logged(folder: Path, how: str, *options: str, **variables: str) -> Path:
     return log
 
 
-def report_on(*paths: Path) -> Report:
+def report_on(*paths: Path) -> Diagnosis:
     found = reading.find(paths)
     return judge(reading.joined(reading.read(found), found.problems, found.earlier))
 

@@ -20,7 +20,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.cli import app
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources import nccl_ras
@@ -110,13 +110,13 @@ IS_DEAD = SILENT.replace(
 )
 
 
-def saved(file: Path) -> Report:
+def saved(file: Path) -> Diagnosis:
     evidence = Evidence()
     nccl_ras.read([file], evidence)
     return judge(evidence)
 
 
-def ask(given: str) -> Report:
+def ask(given: str) -> Diagnosis:
     evidence = Evidence()
     nccl_ras.ask(given, evidence, lambda _: None)
     return judge(evidence)

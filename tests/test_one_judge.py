@@ -13,7 +13,7 @@ from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.findings import CRITICAL, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -53,7 +53,7 @@ def some(chance: random.Random, size: int) -> set[int]:
     return set(range(size)) if chance.random() < 0.5 else set(chance.sample(range(size), chance.randint(0, size)))
 
 
-def accused(report: Report) -> set[int]:
+def accused(report: Diagnosis) -> set[int]:
     return {rank for one in report.findings for rank in one.ranks}
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.tools.diagnose.process_end import error_of, is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.rank_end import error_of, is_of_a_collective, is_of_the_start
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import LONGEST_MESSAGE, Failed, failed
 
@@ -134,7 +134,7 @@ def test_of_a_long_message_both_ends_are_recorded() -> None:
     assert error_of(record)[:2] == ("KeyError", "'transcript'")
 
 
-def job(folder: Path, raised: dict[int, tuple[float, float, str, str]], host: str = "node") -> Report:
+def job(folder: Path, raised: dict[int, tuple[float, float, str, str]], host: str = "node") -> Diagnosis:
     """Four ranks after one call. raised: by rank when its trace began; of its exception: seconds later, type, file."""
     for rank in range(4):
         started, t, kind, file = raised.get(rank, (1000.0, 5.0, "", ""))

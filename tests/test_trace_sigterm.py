@@ -18,7 +18,7 @@ import traces
 from test_trace_records import end, start
 
 from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.tools.diagnose.process_end import ProcessEnd, process_end
+from nemo_patches.tools.diagnose.rank_end import ProcessEnd, process_end
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 
 pytestmark = [pytest.mark.one_nemo]

@@ -13,7 +13,7 @@ from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.facts import Evidence, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis, Finding
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.tools.diagnose.judge import rule
 
@@ -25,7 +25,7 @@ SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line
 JOBS = 150
 
 
-def read(folder: Path) -> tuple[Report, Evidence]:
+def read(folder: Path) -> tuple[Diagnosis, Evidence]:
     evidence = Evidence()
     return diagnose(Folder(folder).read(), evidence), evidence
 

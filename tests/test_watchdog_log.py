@@ -37,7 +37,7 @@ from nemo_patches.tools.diagnose.findings import (
     SIZES,
     SKIPPED,
     WAITED_IN_VAIN,
-    Report,
+    Diagnosis,
 )
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
@@ -48,7 +48,7 @@ from nemo_patches.tracing import records
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 
-def diagnose_logs(paths: list[Path]) -> Report:
+def diagnose_logs(paths: list[Path]) -> Diagnosis:
     """As the command does."""
     found = reading.find(paths)
     return judge(reading.joined(reading.read(found), found.problems, found.earlier), ", ".join(map(str, paths)))
@@ -103,7 +103,7 @@ def log_of(folder: Path, *lines: str) -> Path:
     return file
 
 
-def report_on(folder: Path, *lines: str) -> Report:
+def report_on(folder: Path, *lines: str) -> Diagnosis:
     return diagnose_logs([log_of(folder, *lines)])
 
 
@@ -566,7 +566,7 @@ def test_a_later_launch_is_told_by_what_ended_the_one_before(between: str, tmp_p
 def test_ranks_of_a_host_whose_log_is_not_there_are_not_accused(tmp_path: Path) -> None:
     """Three hosts of four ranks."""
 
-    def report(*hosts: tuple[int, ...]) -> Report:
+    def report(*hosts: tuple[int, ...]) -> Diagnosis:
         for number, ranks in enumerate(hosts):
             lines = [
                 "Starting with 12 processes",

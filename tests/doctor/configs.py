@@ -78,7 +78,7 @@ trainer:
 """
 
 
-def report(folder: Path, text: str, *overrides: str, patched: bool = False) -> examination.Report:
+def report(folder: Path, text: str, *overrides: str, patched: bool = False) -> examination.Examination:
     """What all rules find in a text."""
     path = folder / "config.yaml"
     path.write_text(text)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Evidence, Fact, Fate, Member, Motion, Place
 
@@ -81,7 +80,7 @@ class Account:
         """What shows that it waited for others, if anything does: where it is, or the error that ended it."""
         if self.place_value.collective and not self.moved:
             return self.place
-        ends = (fact for fact in self.fates if fate_kind(fact) in CONSEQUENCES)
+        ends = (fact for fact in self.fates if fact.fate_kind in CONSEQUENCES)
         return next(ends, None)
 
     @property
@@ -124,7 +123,7 @@ class Hearing:
 
     def told(self, *kinds: str) -> list[Fact]:
         """All fates of these kinds that are told, of any rank, also those that do not count."""
-        return [fact for one in self.accounts.values() for fact in one.fates if fate_kind(fact) in kinds]
+        return [fact for one in self.accounts.values() for fact in one.fates if fact.fate_kind in kinds]
 
     @property
     def waiting(self) -> list[Account]:
@@ -143,7 +142,7 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         account = accounts.setdefault(fact.rank, Account(fact.rank))
         if _is_missing_by_report(fact):
             account.reported = fact if account.reported is None else account.reported
-        if isinstance(fact.value, Seat):
+        if fact.seat is not None:
             account.seats.append(fact)
         elif isinstance(fact.value, Fate):
             account.fates.append(fact)
@@ -166,7 +165,7 @@ def _is_missing_by_report(fact: Fact) -> bool:
     """Whether another rank says that this one is not where it waits."""
     if isinstance(fact.value, Place):
         return not fact.own and not fact.value.collective
-    return not fact.own and fate_kind(fact) in _NOT_HEARD
+    return not fact.own and fact.fate_kind in _NOT_HEARD
 
 
 def _counts(before: Fact | None, fact: Fact) -> Fact:
@@ -177,31 +176,21 @@ def _counts(before: Fact | None, fact: Fact) -> Fact:
 
 
 def _order_of_fates(fact: Fact) -> tuple[int, bool, float]:
-    return _RANKED.index(fate_kind(fact)), not fact.own, fact.at
+    return _RANKED.index(fact.fate_kind), not fact.own, fact.at
 
 
 def _that_count(told: list[Fact]) -> list[Fact]:
     """Without exceptions of a rank that had waited in vain before: what was raised then came of that. And without what
     others say of a rank that is known to be there.
     """
-    waited = [fact for fact in told if fate_kind(fact) in CONSEQUENCES]
-    is_there = any(fact.own and fate_kind(fact) in _THERE for fact in told)
+    waited = [fact for fact in told if fact.fate_kind in CONSEQUENCES]
+    is_there = any(fact.own and fact.fate_kind in _THERE for fact in told)
     return [
         fact
         for fact in told
-        if not (fate_kind(fact) == fates.RAISED and any(is_before(one, fact) for one in waited))
-        and not (is_there and not fact.own and fate_kind(fact) in _NOT_HEARD)
+        if not (fact.fate_kind == fates.RAISED and any(is_before(one, fact) for one in waited))
+        and not (is_there and not fact.own and fact.fate_kind in _NOT_HEARD)
     ]
-
-
-def fate_kind(fact: Fact) -> str:
-    """Of a fact that is no fate: none."""
-    return fact.value.kind if isinstance(fact.value, Fate) else ""
-
-
-def fate_text(fact: Fact) -> str:
-    """Likewise."""
-    return fact.value.text if isinstance(fact.value, Fate) else ""
 
 
 def is_before(one: Fact, other: Fact) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import CONSEQUENCES, Account, Hearing, fate_kind
+from nemo_patches.tools.diagnose.accounts import CONSEQUENCES, Account, Hearing
 from nemo_patches.tools.diagnose.facts import Call
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import doings, evidence_of, finding
@@ -56,7 +56,7 @@ class _Standing:
 
     @property
     def runs(self) -> bool:
-        return any(fate_kind(fact) == fates.RUNS for fact in self.account.fates)
+        return any(fact.fate_kind == fates.RUNS for fact in self.account.fates)
 
     @property
     def in_good_order(self) -> bool:
@@ -161,7 +161,7 @@ def _is_reported(account: Account, encoder: str) -> bool:
 
 def _is_excused(account: Account, ranks: _Ranks) -> bool:
     """Whether a rank that others report missing has waited itself, or was ended by others."""
-    has_left = account.reported is not None and fate_kind(account.reported) == fates.GONE
+    has_left = account.reported is not None and account.reported.fate_kind == fates.GONE
     # Beside one that has raised an exception and is missing as well, the launcher ended it, as far as is known.
     others = [one for one in ranks.hearing.accounts.values() if one is not account and one.reported is not None]
     raised = any(one.fate_kind == fates.RAISED for one in others)
@@ -270,7 +270,7 @@ def _grouped(ranks: _Ranks, suspects: _Some, others: _Some) -> list[Finding]:
 
 def _why(ranks: _Ranks, one: _Standing, others: _Some) -> str:
     reported = one.account.reported
-    kind = (fate_kind(reported) or ids.MISSING_RANK) if reported is not None else ""
+    kind = (reported.fate_kind or ids.MISSING_RANK) if reported is not None else ""
     if kind and (one.call.unsure or (kind == fates.UNSEEN and not one.call.number)):
         return ids.MISSING_RANK  # as the others say; more is not known of it
     if one.kind == fates.RAISED:

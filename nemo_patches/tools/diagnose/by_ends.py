@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import Account, Hearing, fate_kind, fate_text, first_of, is_before
+from nemo_patches.tools.diagnose.accounts import Account, Hearing, first_of, is_before
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
@@ -59,9 +58,7 @@ def by_ends(hearing: Hearing) -> Ruling:
         told = "; ".join(f"{named(ranks)} in {place}" for place, ranks in places.items())
         text = f"{ends}, at different places: {told}. One of them may have made a collective more or fewer{unseen}."
         step = step or step_of(ids.OUT_OF_STEP)
-    seats_of = [
-        cited(fact, title_of(fact.value)) for one in waited for fact in one.seats if isinstance(fact.value, Seat)
-    ]
+    seats_of = [cited(fact, title_of(fact.seat)) for one in waited for fact in one.seats if fact.seat]
     lines = [*seats_of[:8], *evidence]
     found = [finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)]
     return Ruling((*found, *by_launcher(hearing, of_ranks_that_waited=True)))
@@ -72,7 +69,7 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     who else ended the job.
     """
     terminated = [
-        fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or fate_text(fact) == fates.FROM_OUTSIDE
+        fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or fact.fate_text == fates.FROM_OUTSIDE
     ]
     if terminated and not any(is_before(fact, terminated[0]) for one in cut for fact in one.fates):
         return tuple(replace(one, evidence=(*one.evidence, *evidence_of(cut))) for one in _ended_by_others(hearing))
@@ -99,7 +96,7 @@ def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> F
 
 def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
     """What they waited in, if that is the same for all of which it is known; and what to do then."""
-    facts = [fact for one in waited for fact in one.seats if isinstance(fact.value, Seat) and fact.value.kind]
+    facts = [fact for one in waited for fact in one.seats if fact.seat and fact.seat.kind]
     if not facts:
         fate = waited[0].fate_value if waited else Fate("")
         if len(_places_of(waited)) > 1:
@@ -107,7 +104,7 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
         at = f" in {inner(fate.where)}" if fate.where else ""
         return f"for others{at}" + (f" ({fate.text})" if fate.text else ""), ""
     seat = most_told(facts)
-    if len({fact.value.group for fact in facts if isinstance(fact.value, Seat)}) > 1:
+    if len({fact.seat.group for fact in facts if fact.seat}) > 1:
         return "in collectives of several groups", ""
     remark, step = reading_of(seat, hearing.evidence.patched)
     return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
@@ -139,13 +136,13 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]
     assert isinstance(first.value, Fate)
-    lines = [cited(fact, fate_text(fact)) for fact in firsts]
-    lines += [cited(fact, f"a traceback, {fate_text(fact)}") for fact in hearing.told(fates.LOGGED)]
+    lines = [cited(fact, fact.fate_text) for fact in firsts]
+    lines += [cited(fact, f"a traceback, {fact.fate_text}") for fact in hearing.told(fates.LOGGED)]
     if len(ranks) > 1:
         text = f"{who(ranks)} failed in the same second, {first.value.text}: which was first, it does not tell."
         return (finding(ids.FIRST_FAILURE, text, (), lines),)
     text = f"{who(ranks)} failed first, {first.value.text} [{first.cite}]."
-    if may_have_waited := fate_kind(first) == fates.ABORTED or of_ranks_that_waited:
+    if may_have_waited := first.fate_kind == fates.ABORTED or of_ranks_that_waited:
         text += " It may be one that waited: a rank ends so when a collective's time limit has passed."
     return (finding(ids.FIRST_FAILURE, text, () if may_have_waited else ranks, lines, hearing[ranks[0]]),)
 
@@ -160,15 +157,15 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     if not facts:
         return ()
     of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
-    outside = [fact for fact in facts if fate_text(fact) == fates.FROM_OUTSIDE]
+    outside = [fact for fact in facts if fact.fate_text == fates.FROM_OUTSIDE]
     first = (of_job or outside or facts)[0]
     if of_job:
-        text = f"The job was ended ({fate_text(first)}) [{first.cite}], and no record tells of a failure before."
+        text = f"The job was ended ({first.fate_text}) [{first.cite}], and no record tells of a failure before."
     elif outside:
         text = f"{who(fact.rank for fact in outside)} ended first, by a SIGTERM that torchrun had not sent "
         text += f"[{first.cite}]: a user, the scheduler, or another program sent it."
     else:
         text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{first.cite}], and no record tells "
         text += "of a failure before: a user, the scheduler, or another host's launcher ended the job."
-    lines = [cited(fact, fate_text(fact)) for fact in (*of_job, *outside, *facts)[:8]]
+    lines = [cited(fact, fact.fate_text) for fact in (*of_job, *outside, *facts)[:8]]
     return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)

@@ -31,9 +31,9 @@ def by_numbers(hearing: Hearing) -> Ruling:
     facts = {
         (seat.group, seat.number, fact.rank): fact
         for fact in hearing.evidence.facts
-        if isinstance(seat := fact.value, Seat) and fact.rank in groups.get(seat.group, ())
+        if (seat := fact.seat) and fact.rank in groups.get(seat.group, ())
     }
-    known = (fact.value for fact in facts.values() if isinstance(fact.value, Seat))
+    known = (fact.seat for fact in facts.values() if fact.seat)
     judged = seats.judge(known, groups, hearing.evidence.begins)
     order = (seats.MISSING, seats.OUT_OF_STEP, seats.SIZES, seats.CROSSED, seats.ALL_IN, seats.OLDER)
     found = []
@@ -48,7 +48,7 @@ def by_numbers(hearing: Hearing) -> Ruling:
 def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, int], Fact]) -> list[Finding]:
     title = title_of(one.seat)
     there = [facts[one.seat.group, one.seat.number, rank] for rank in one.waiting]
-    evidence = [cited(fact, title_of(fact.value)) for fact in there if isinstance(fact.value, Seat)]
+    evidence = [cited(fact, title_of(fact.seat)) for fact in there if fact.seat]
     if one.id == seats.MISSING:
         step = reading_of(most_told(there), hearing.evidence.patched)[1]
         wait = Wait(one.waiting, title)
@@ -87,30 +87,26 @@ def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, 
 
 def _last_entered(account: Account) -> str:
     """What it has entered last, of any group."""
-    facts = [(fact.at, fact.value.number, fact) for fact in account.seats if isinstance(fact.value, Seat)]
+    facts = [(fact.at, fact.seat.number, fact) for fact in account.seats if fact.seat]
     if not facts:
         return f"rank {account.rank}: no collective of it is known"
     *_, last = max(facts, key=lambda one: one[:2])
-    return cited(last, f"its last collective: {title_of(last.value)}") if isinstance(last.value, Seat) else ""
+    return cited(last, f"its last collective: {title_of(last.seat)}") if last.seat else ""
 
 
 def _pending(hearing: Hearing, rank: int, seat: Seat, facts: dict[tuple[str, int, int], Fact]) -> Fact | None:
     """The earlier collective of that group in which it waits itself, if it does: one that has ended for nobody."""
-    own = [
-        fact.value.number
-        for fact in hearing[rank].seats
-        if isinstance(fact.value, Seat) and fact.value.group == seat.group
-    ]
+    own = [fact.seat.number for fact in hearing[rank].seats if fact.seat and fact.seat.group == seat.group]
     last = facts.get((seat.group, max((number for number in own if number < seat.number), default=-1), rank))
-    if last is None or not isinstance(last.value, Seat) or last.value.done is not False:
+    if last is None or not last.seat or last.seat.done is not False:
         return None
-    there = (facts.get((seat.group, last.value.number, other)) for other in hearing.evidence.groups[seat.group])
-    has_ended = any(fact and isinstance(fact.value, Seat) and fact.value.completed for fact in there)
+    there = (facts.get((seat.group, last.seat.number, other)) for other in hearing.evidence.groups[seat.group])
+    has_ended = any(fact and fact.seat and fact.seat.completed for fact in there)
     return None if has_ended else last
 
 
 def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding:
-    titles = {rank: title_of(fact.value) for rank, fact in behind.items() if isinstance(fact.value, Seat)}
+    titles = {rank: title_of(fact.seat) for rank, fact in behind.items() if fact.seat}
     text = f"All wait, and their collectives have drifted apart: {named(behind)} in {next(iter(titles.values()))}, "
     text += f"{named(wait.ranks)} in {wait.title}."
     lines = [cited(fact, titles[rank]) for rank, fact in behind.items()]
@@ -133,5 +129,5 @@ def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) ->
 
 
 def _by_title(facts: Iterable[Fact]) -> dict[str, list[int]]:
-    seats_of = ((fact.value, fact.rank) for fact in facts if isinstance(fact.value, Seat))
+    seats_of = ((fact.seat, fact.rank) for fact in facts if fact.seat)
     return parties((f"{seat.kind or 'a collective'} {seat.size}".strip(), rank) for seat, rank in seats_of)

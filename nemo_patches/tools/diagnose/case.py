@@ -11,7 +11,7 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.rank_text import LEFT, named
 from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.endings import Ending, endings
-from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import Track
 from nemo_patches.tracing import records
 
@@ -20,7 +20,7 @@ from nemo_patches.tracing import records
 class Case:
     """One encoder. tracks: of the ranks that have called it. endings: of all ranks that have a trace."""
 
-    job: Job
+    job: TracedJob
     name: str
     tracks: dict[int, Track]
     rounds: Rounds
@@ -96,7 +96,7 @@ _KINDS_IN_WORDS = {
 }
 
 
-def cases(job: Job) -> list[Case]:
+def cases(job: TracedJob) -> list[Case]:
     """One case for each encoder, those with the most calls first."""
     tracks: dict[str, dict[int, Track]] = {}
     for rank, trace in sorted(job.traces.items()):
@@ -109,12 +109,12 @@ def cases(job: Job) -> list[Case]:
     return [_case(job, name, tracks, on_most_ranks) for name in order]
 
 
-def without_encoders(job: Job) -> Case:
+def without_encoders(job: TracedJob) -> Case:
     """Of a job in which no rank has called an encoder: its endings."""
     return _case(job, "", {"": {}}, {""})
 
 
-def _case(job: Job, name: str, tracks: dict[str, dict[int, Track]], on_most_ranks: set[str]) -> Case:
+def _case(job: TracedJob, name: str, tracks: dict[str, dict[int, Track]], on_most_ranks: set[str]) -> Case:
     own = tracks[name]
     with_calls = {rank: track for rank, track in own.items() if track.calls.n}
     ends = endings(job.traces, own, job.moving)
@@ -194,7 +194,7 @@ def _told_of_others(
             yield missing, kind, place, collective
 
 
-def last_entered(job: Job, rank: int) -> float:
+def last_entered(job: TracedJob, rank: int) -> float:
     """When a rank entered its last encoder call, in seconds of its own trace; 0 if it has made none."""
     tracks = job.traces[rank].tracks.values()
     return max((track.calls.entered[-1] for track in tracks if track.calls.n), default=0.0)

@@ -19,8 +19,8 @@ from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose import reading, running
 from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here, pids_in
 from nemo_patches.tools.diagnose.facts import Evidence
-from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import NoSocketError, diagnose_job
 from nemo_patches.tools.diagnose.report_text import show
@@ -94,7 +94,7 @@ def _of_files(
     return _told(report, json)
 
 
-def _told(report: Report, json: bool) -> int:
+def _told(report: Diagnosis, json: bool) -> int:
     _print(report, json)
     return report.exit_code
 
@@ -152,7 +152,7 @@ def _ctrl_c_afterwards() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _print(report: Report, json: bool, one_line: bool = False) -> None:
+def _print(report: Diagnosis, json: bool, one_line: bool = False) -> None:
     report = _printable(report)
     if json:
         content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
@@ -178,7 +178,7 @@ def _printable(content: Any) -> Any:
     return content
 
 
-def _draw(job: Job, report: Report, plot: Path | None, perfetto: Path | None) -> None:
+def _draw(job: TracedJob, report: Diagnosis, plot: Path | None, perfetto: Path | None) -> None:
     if plot is not None:
         try:
             from nemo_patches.tools.diagnose.plot import draw

@@ -28,8 +28,8 @@ from nemo_patches.tools.diagnose.faults import (
     gpu_utilisation,
     runaway_memory,
 )
-from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding, RankSummary, Report
-from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Diagnosis, Finding, RankSummary
+from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.judge import rule
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
 from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
@@ -54,7 +54,7 @@ _OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC,
 _OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 
 
-def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
+def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     """The report on what has been read of a job. evidence: where the facts go on which it rests."""
     evidence = Evidence() if evidence is None else evidence
     encoders = cases(job)
@@ -86,7 +86,7 @@ def diagnose(job: Job, evidence: Evidence | None = None) -> Report:
     if encoders and all(case.ended_well for case in encoders):  # what held ranks up is worth knowing, and is over
         findings = [replace(one, severity=WARNING) if one.id in _OVER_AT_THE_END else one for one in findings]
     ordered = _ordered([replace(finding, text=finding.text[0].upper() + finding.text[1:]) for finding in findings])
-    return Report(
+    return Diagnosis(
         folder=safe(str(job.folder)),
         world_size=job.world_size,
         moving=job.moving,
@@ -176,7 +176,7 @@ def _behind_by_one(case: Case, left_out: list[Finding]) -> frozenset[int]:
     return frozenset(rank for rank in ranks & case.sure.keys() if case.sure[rank].position[0] >= top - 1)
 
 
-def _not_enough(job: Job, encoders: list[Case], findings: list[Finding]) -> list[Finding]:
+def _not_enough(job: TracedJob, encoders: list[Case], findings: list[Finding]) -> list[Finding]:
     """What cannot be told, and why, unless another finding explains how the traces end."""
     unsure: dict[int, str] = {rank: "its file cannot be read" for rank in sorted(job.suspects) if rank < job.world_size}
     for case in encoders:
@@ -225,7 +225,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))
 
 
-def _verdict(job: Job, encoders: list[Case], findings: tuple[Finding, ...]) -> str:
+def _verdict(job: TracedJob, encoders: list[Case], findings: tuple[Finding, ...]) -> str:
     if findings:
         first = findings[0]
         memory = next((f for f in findings if f.id == ids.MEMORY and f.ranks == first.ranks), None)
@@ -243,7 +243,7 @@ def _all_ended(encoders: list[Case]) -> bool:
     return all(ending.ended and not ending.process.error for ending in endings)
 
 
-def _summaries(job: Job, encoders: list[Case]) -> list[RankSummary]:
+def _summaries(job: TracedJob, encoders: list[Case]) -> list[RankSummary]:
     main = encoders[0] if encoders else None
     times = waiting(main.rounds.from_ddp) if main else None
     if times is not None and times.share < _LEAST_WAITING:

@@ -13,7 +13,7 @@ from nemo_patches.sync.settings import SYNC_MODES
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
-from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import CAME, Input, Track
 from nemo_patches.uneven.settings import UnevenSettings
 
@@ -27,7 +27,7 @@ _USUAL_SHARE = 0.75  # of the calls; else several kinds are usual
 _ENOUGH_BATCHES = 20  # to compare their sizes
 
 
-def untraced_ranks(job: Job, cases: list[Case], told: set[int]) -> list[Finding]:
+def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Finding]:
     """Ranks without a file, of which nothing else tells."""
     absent = job.untold(told)
     if not absent:
@@ -49,7 +49,7 @@ def untraced_ranks(job: Job, cases: list[Case], told: set[int]) -> list[Finding]
     return [Finding(ids.UNTRACED, WARNING, absent, text, next_step, evidence=evidence)]
 
 
-def different_sync(job: Job, cases: list[Case]) -> list[Finding]:
+def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
     """Ranks that do not sync their length, while other ranks do, and wait for them in vain at every call."""
     findings = []
     for case in cases:
@@ -116,7 +116,7 @@ _DEFAULTS = {setting.name: setting.text(value) for setting, value in UnevenSetti
 _FLAGS = {"true": True, "false": False}
 
 
-def different_ranks(job: Job, cases: list[Case], without_sync: bool = False) -> list[Finding]:
+def different_ranks(job: TracedJob, cases: list[Case], without_sync: bool = False) -> list[Finding]:
     """Versions, settings, registered buffers and inputs that are not the same on all ranks.
 
     without_sync: leave out what different_sync() has reported.

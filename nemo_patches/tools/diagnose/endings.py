@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
-from nemo_patches.tools.diagnose.process_end import BY_HAND, ProcessEnd, error_of, is_of_a_collective, process_end
+from nemo_patches.tools.diagnose.rank_end import BY_HAND, ProcessEnd, error_of, is_of_a_collective, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,

@@ -129,6 +129,19 @@ class Fact:
     host: str = ""
     own: bool = True
 
+    @property
+    def fate_kind(self) -> str:
+        """Empty where it is no fate."""
+        return self.value.kind if isinstance(self.value, Fate) else ""
+
+    @property
+    def fate_text(self) -> str:
+        return self.value.text if isinstance(self.value, Fate) else ""
+
+    @property
+    def seat(self) -> Seat | None:
+        return self.value if isinstance(self.value, Seat) else None
+
 
 @dataclass
 class Evidence:

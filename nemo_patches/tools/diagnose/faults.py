@@ -13,8 +13,8 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Clocks
 from nemo_patches.tools.diagnose.case import Case, last_entered
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
-from nemo_patches.tools.diagnose.folder import Job
-from nemo_patches.tools.diagnose.process_end import error_of, is_of_a_collective
+from nemo_patches.tools.diagnose.folder import TracedJob
+from nemo_patches.tools.diagnose.rank_end import error_of, is_of_a_collective
 from nemo_patches.tracing import records
 
 _NEXT_INPUT = (
@@ -70,7 +70,7 @@ def caught_exceptions(case: Case) -> list[Finding]:
     ]
 
 
-def failed_threads(job: Job) -> list[Finding]:
+def failed_threads(job: TracedJob) -> list[Finding]:
     """For each rank the first exception that ended a thread other than the one that trains."""
     findings = []
     for rank, trace in sorted(job.traces.items()):
@@ -106,7 +106,7 @@ def _first(faults: list[tuple[float, _Fault, int]], clocks: Clocks | None) -> tu
     return record, rank
 
 
-def check_findings(job: Job, cases: list[Case]) -> list[Finding]:
+def check_findings(job: TracedJob, cases: list[Case]) -> list[Finding]:
     """For each check its first finding."""
     clocks = cases[0].clocks if cases else None
     of_check: dict[str, list[tuple[float, records.Finding, int]]] = defaultdict(list)
@@ -136,7 +136,7 @@ def check_findings(job: Job, cases: list[Case]) -> list[Finding]:
     return findings
 
 
-def runaway_memory(job: Job) -> list[Finding]:
+def runaway_memory(job: TracedJob) -> list[Finding]:
     """One rank's memory grows and grows, and the others' does not."""
     findings = []
     for column, what in ((1, "host memory (RSS)"), (2, "GPU memory allocated"), (3, "GPU memory reserved")):
@@ -166,7 +166,7 @@ def runaway_memory(job: Job) -> list[Finding]:
     return findings
 
 
-def gpu_utilisation(job: Job) -> tuple[str, ...]:
+def gpu_utilisation(job: TracedJob) -> tuple[str, ...]:
     """Evidence, no verdict: GPUs that were idle in the stall, beside busy ones."""
     idle, busy = [], []
     for rank, trace in sorted(job.traces.items()):

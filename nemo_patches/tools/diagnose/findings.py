@@ -93,7 +93,7 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """All that `diagnose` found in a folder or a log."""
 
     folder: str

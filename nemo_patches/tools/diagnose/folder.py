@@ -144,7 +144,7 @@ class Start:
 
 
 @dataclass
-class Job:
+class TracedJob:
     """The latest launch in a folder, as far as its files tell."""
 
     folder: Path
@@ -183,7 +183,7 @@ class Folder:
         self._problems: dict[Path, str] = {}
         self._suspects: set[int] = set()
 
-    def read(self) -> Job:
+    def read(self) -> TracedJob:
         """Read what has been written since the last time. Raises UnreadableError if there is no trace."""
         counts_before = {key: start.trace.count for key, start in self._starts.items()}
         self._find_parts()
@@ -194,7 +194,7 @@ class Folder:
         latest, earlier = _launches(starts)
         self._read_all(latest)
         size = _world_size(latest)
-        job = Job(self.path, size, {start.trace.rank: start.trace for start in latest if start.trace.rank < size})
+        job = TracedJob(self.path, size, {start.trace.rank: start.trace for start in latest if start.trace.rank < size})
         job.written = {start.trace.rank: start.written for start in latest if start.trace.rank < size}
         job.problems = self._problem_lines()
         for start in latest:

@@ -19,7 +19,6 @@ from nemo_patches.tools.diagnose.accounts import (
     Account,
     Hearing,
     accounts_of,
-    fate_kind,
     first_of,
     is_before,
 )
@@ -29,7 +28,7 @@ from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.facts import ALL_WELL, Evidence, Fact, Fate, Member, Motion
-from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, Report, Ruling
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     capital,
     evidence_of,
@@ -42,14 +41,14 @@ from nemo_patches.tools.diagnose.verdicts import (
 )
 
 
-def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Report:
+def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
     ruling = rule(evidence, stuck_after_s)
     hangs = tuple(replace(one, severity=WARNING) if one.because else one for one in ruling.findings)
     findings = _ordered([*hangs, *(_following(one, hangs) for one in evidence.findings)])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
-    return Report(
+    return Diagnosis(
         folder=source,
         world_size=evidence.world_size,
         moving=evidence.moving,
@@ -160,8 +159,8 @@ def _causes(hearing: Hearing) -> list[Finding]:
 
 def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
     """facts: all that tell of a cause. firsts: of which none is known to have been after another."""
-    for first in _apart_by_error([fact for fact in firsts if fate_kind(fact) == fates.RAISED])[:4]:
-        alike = [fact.rank for fact in facts if fate_kind(fact) == fates.RAISED and _error(fact) == _error(first)]
+    for first in _apart_by_error([fact for fact in firsts if fact.fate_kind == fates.RAISED])[:4]:
+        alike = [fact.rank for fact in facts if fact.fate_kind == fates.RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
         one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
         went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate not in facts])
@@ -170,7 +169,7 @@ def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_
 
 def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
     """One finding of those for want of memory, and one of the others."""
-    of_kill = [fact for fact in firsts if fate_kind(fact) == fates.KILLED]
+    of_kill = [fact for fact in firsts if fact.fate_kind == fates.KILLED]
     for for_memory in (True, False):
         if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
             others = [one for one in hearing.accounts.values() if one.fate not in some]

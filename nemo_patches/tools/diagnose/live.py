@@ -27,7 +27,7 @@ from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding, RankSummary, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, RankSummary
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.verdicts import finding
@@ -78,7 +78,7 @@ class Told:
     groups: tuple[Group, ...]
 
 
-def diagnose_job(folder: Path) -> Report:
+def diagnose_job(folder: Path) -> Diagnosis:
     """folder: the job's own, or one that its processes work in, or that their dumps go to. Raises UnreadableError."""
     sockets = _sockets(folder)
     problems: list[str] = []
@@ -182,7 +182,7 @@ def _group(content: dict[str, Any]) -> Group:
     )
 
 
-def _report(folder: Path, told: Told, problems: tuple[str, ...]) -> Report:
+def _report(folder: Path, told: Told, problems: tuple[str, ...]) -> Diagnosis:
     report = judge(_evidence(told), safe(str(folder)), stuck_after_s=0.0)
     findings = _findings(told, report.findings)
     who = named(range(told.size)) if told.size else "the ranks"

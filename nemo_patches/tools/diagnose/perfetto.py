@@ -15,14 +15,14 @@ from typing import Any
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.alignment import Clocks, clocks
 from nemo_patches.tools.diagnose.case import Case, cases
-from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import ENDED, OPEN, OUTCOMES, RAISED, TIMEOUT, UNSYNCED, RankTrace, Track
 
 MOST_CALLS = 120_000  # of all ranks together, the latest ones; the viewer takes about that many with ease
 Event = dict[str, Any]
 
 
-def write(job: Job, file: Path) -> None:
+def write(job: TracedJob, file: Path) -> None:
     """Write the file. Raises OSError."""
     encoders = cases(job)
     scale = max((case.clocks for case in encoders), key=lambda candidate: len(candidate.knots), default=clocks({}))
@@ -37,7 +37,7 @@ def write(job: Job, file: Path) -> None:
         out.write("\n]}\n")
 
 
-def _firsts(job: Job, most: int) -> Iterator[tuple[int, float]]:
+def _firsts(job: TracedJob, most: int) -> Iterator[tuple[int, float]]:
     for rank, trace in job.traces.items():
         for track in trace.tracks.values():
             if track.calls.n:
@@ -50,7 +50,7 @@ def _at(scale: Clocks, rank: int, own: float) -> float:
     return float(common) if common is not None else own
 
 
-def _events(job: Job, encoders: list[Case], scale: Clocks, origin: float, most: int) -> Iterator[Event]:
+def _events(job: TracedJob, encoders: list[Case], scale: Clocks, origin: float, most: int) -> Iterator[Event]:
     for rank, trace in sorted(job.traces.items()):
         aligned = "" if rank in scale.knots else ", own clock"
         title = f"rank {rank} ({safe(trace.header.host)}, pid {trace.header.pid}){aligned}"

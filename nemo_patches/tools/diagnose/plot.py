@@ -22,8 +22,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.endings import Ending
-from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.lateness import late_calls, late_seconds
 from nemo_patches.tools.diagnose.rank_trace import RAISED, TIMEOUT, UNWAITED
 
@@ -50,13 +50,13 @@ Lags = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
 
-def draw(job: Job, file: Path, report: Report) -> None:
+def draw(job: TracedJob, file: Path, report: Diagnosis) -> None:
     """Write the PNG. Raises OSError, and UnreadableError if there is no call to draw."""
     with rc_context({"text.parse_math": False, "font.size": _FONT_POINTS}):  # an exception's text may have dollar signs
         _draw(job, file, report)
 
 
-def _draw(job: Job, file: Path, report: Report) -> None:
+def _draw(job: TracedJob, file: Path, report: Diagnosis) -> None:
     encoders = [case for case in cases(job) if case.rounds.ranks]
     if not encoders:
         raise UnreadableError(f"{job.folder}: no encoder call to draw")

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
-from nemo_patches.tools.diagnose.folder import Job, UnreadableError
+from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
 
 STANDARD_INPUT = Path("-")
@@ -140,7 +139,7 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
     return parts
 
 
-def of_traces(job: Job) -> Evidence:
+def of_traces(job: TracedJob) -> Evidence:
     """What a folder of traces, or of dumps, tells, beside other evidence."""
     evidence = Evidence()
     report = diagnose(job, evidence)
@@ -196,6 +195,6 @@ def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
 
 def _renamed(fact: Fact, taken: dict[str, str]) -> Fact:
     """With its group's other name, where two sources number collectives of groups of one name."""
-    if isinstance(fact.value, Seat) and fact.value.group in taken:
-        return replace(fact, value=fact.value._replace(group=taken[fact.value.group]))
+    if fact.seat and fact.seat.group in taken:
+        return replace(fact, value=fact.seat._replace(group=taken[fact.seat.group]))
     return fact

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_patches.stall.rank_text import ranges
-from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Finding, RankSummary, Report
+from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Diagnosis, Finding, RankSummary
 
 _MOST_RANKS = 32  # rows of the table
 _LEGEND = (
@@ -17,7 +17,7 @@ _LEGEND = (
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Diagnosis, console: Console) -> None:
     """Print a report. Its text may come from files, so no part of it is taken for markup."""
 
     def say(text: str, style: str | None = None) -> None:
@@ -50,7 +50,7 @@ def _title(finding: Finding) -> str:
     return f"{finding.severity}, follows from {finding.because}" if finding.because else finding.severity
 
 
-def _show_ranks(report: Report, console: Console) -> None:
+def _show_ranks(report: Diagnosis, console: Console) -> None:
     """A table of the ranks that a finding names, and of as many others as there is room for."""
     concerned = {rank for finding in report.findings for rank in finding.ranks if len(finding.ranks) < _MOST_RANKS}
     concerned_first = sorted(report.ranks, key=lambda summary: (summary.rank not in concerned, summary.rank))

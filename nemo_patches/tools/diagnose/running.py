@@ -7,12 +7,12 @@ from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.accounts import GONE_FATES, fate_kind
+from nemo_patches.tools.diagnose.accounts import GONE_FATES
 from nemo_patches.tools.diagnose.collect.belongings import RAS, Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import LONGER_S, STUCK_AFTER_S, HostJob, look
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.facts import Evidence, Fate, Place
-from nemo_patches.tools.diagnose.findings import Report
+from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge, rule
 from nemo_patches.tools.diagnose.sources import nccl_ras, stacks
@@ -21,7 +21,7 @@ from nemo_patches.tools.diagnose.watch import once
 _MOST_SHOWN = 6
 
 
-def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Report:
+def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
     """Look until the ranks go on, or wait for longer than this; then read what lies beside them."""
     job = look(ranks, lambda seen: is_told(seen, stuck_after_s), at_most_s=stuck_after_s + LONGER_S)
     problems: list[str] = []
@@ -48,7 +48,7 @@ def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
     A rank that an exception has ended, and that hangs as its interpreter ends, has left its script.
     """
     in_script = {fact.rank for fact in seen.facts if isinstance(fact.value, Place) and _is_in_script(fact.value)}
-    ended = [fact for fact in part.facts if fact.rank in in_script and fate_kind(fact) in GONE_FATES]
+    ended = [fact for fact in part.facts if fact.rank in in_script and fact.fate_kind in GONE_FATES]
     if not ended:
         return part
     first = ended[0]
@@ -64,7 +64,7 @@ def _is_in_script(place: Place) -> bool:
 
 def _judged(
     job: HostJob, parts: Sequence[tuple[str, Evidence]], problems: Sequence[str], stuck_after_s: float
-) -> Report:
+) -> Diagnosis:
     evidence = reading.joined(parts, problems)
     evidence.summary += _how(job)
     evidence.runs = True

@@ -21,7 +21,7 @@ from nemo_patches.stall.rank_text import (
 )
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accounts import Account, fate_text
+from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
 
@@ -327,13 +327,13 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     place = f", in {inner(at)}" if at else ""
     text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
     kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
-    evidence = [*(cited(fact, fate_text(fact)) for fact in facts), *evidence_of(others)]
+    evidence = [*(cited(fact, fact.fate_text) for fact in facts), *evidence_of(others)]
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 
 
 def is_for_memory(fact: Fact) -> bool:
     """Whether it tells of a kill for want of memory."""
-    return fate_text(fact).startswith(fates.FOR_MEMORY)
+    return fact.fate_text.startswith(fates.FOR_MEMORY)
 
 
 def _cure_of(error: str) -> str:
@@ -366,7 +366,7 @@ def out_of_step(
 
 def most_told(facts: Iterable[Fact]) -> Seat:
     """Of one collective's seats the one that tells most."""
-    known = [fact.value for fact in facts if isinstance(fact.value, Seat)]
+    known = [fact.seat for fact in facts if fact.seat]
     return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
 
 

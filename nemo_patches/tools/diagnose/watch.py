@@ -14,8 +14,8 @@ import numpy as np
 from nemo_patches.channel.safe_text import safe
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
 from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.findings import Report
-from nemo_patches.tools.diagnose.folder import Folder, Job, UnreadableError
+from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.folder import Folder, TracedJob, UnreadableError
 from nemo_patches.tracing.records import Header
 
 REFRESH = timedelta(seconds=2)
@@ -24,7 +24,9 @@ _SHORTEST, _LONGEST = timedelta(seconds=1), timedelta(seconds=10)  # between the
 _CALLS = 3  # a running job writes within the time of so many calls
 
 
-def once(path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None) -> tuple[Job, Report]:
+def once(
+    path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None
+) -> tuple[TracedJob, Diagnosis]:
     """Read a folder and diagnose it. Where its job may be running, read it again: it has grown, or it has not.
 
     Raises UnreadableError.
@@ -40,7 +42,7 @@ def once(path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | 
 
 def follow(
     path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None
-) -> Iterator[tuple[Job, Report]]:
+) -> Iterator[tuple[TracedJob, Diagnosis]]:
     """Yield the job and its report at first and at every change of the verdict, until the caller stops.
 
     Waits for the first trace, and says so on stderr. Raises UnreadableError if the folder is none.
@@ -70,13 +72,13 @@ def follow(
         sleep(REFRESH.total_seconds())
 
 
-def _see_what_runs(job: Job) -> None:
+def _see_what_runs(job: TracedJob) -> None:
     job.alive = {rank for rank, trace in job.traces.items() if _runs(trace.header)}
     if job.moving or job.alive:
         job.ago = {rank: max(0.0, time.time() - written) for rank, written in job.written.items()}
 
 
-def _may_grow(job: Job) -> bool:
+def _may_grow(job: TracedJob) -> bool:
     if all(trace.is_over for trace in job.traces.values()):
         return False
     return abs(time.time() - max(job.written.values())) < _FRESH.total_seconds()
@@ -91,7 +93,7 @@ def _runs(header: Header) -> bool:
     return is_there and 0 < started_at(header.pid) < header.started + CLOCK_SLACK_S  # else another has its number
 
 
-def _patience(job: Job) -> timedelta:
+def _patience(job: TracedJob) -> timedelta:
     """How long to wait before a job that has written nothing counts as not running."""
     periods = [
         float(np.median(np.diff(np.array(track.calls.entered[-64:]))))

@@ -15,7 +15,7 @@ from rich.console import Console
 from nemo_patches.tools.doctor import against, config_files, examination, fixes, formats, loaders, report, suppressions
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.examination import Report
+from nemo_patches.tools.doctor.examination import Examination
 from nemo_patches.tools.doctor.finding import Rule, Severity
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.request import FORMATS, SEVERITIES, Request
@@ -83,7 +83,7 @@ def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -
 
 def _reports(
     rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], overrides: Sequence[str]
-) -> list[Report]:
+) -> list[Examination]:
     if not paths:
         return [examination.examine_machine(rules)]
     project = suppressions.of_project()
@@ -102,7 +102,7 @@ def _examined(
     paths: Sequence[Path],
     overrides: Sequence[str],
     project: Sequence[suppressions.Suppression],
-) -> list[Report]:
+) -> list[Examination]:
     patched = examination.as_patched() if request.patched else None
     return [
         examination.examine_code(path, rules, project)
@@ -124,7 +124,7 @@ def _loaders(paths: Sequence[Path], overrides: Sequence[str], ranks: int) -> dic
         return {"the config": str(error)}
 
 
-def _compared(each: Report, name: str, other: Mapping[str, Any]) -> Report:
+def _compared(each: Examination, name: str, other: Mapping[str, Any]) -> Examination:
     """With what differs from another config, before the findings."""
     if each.config is None:
         return each
@@ -140,7 +140,7 @@ def _one_of(option: str, given: str | None, allowed: Sequence[str]) -> str | Non
     return given
 
 
-def _from(each: Report, severity: str | None) -> Report:
+def _from(each: Examination, severity: str | None) -> Examination:
     """The findings from a severity on, which then are all that counts."""
     if severity is None:
         return each
@@ -157,7 +157,7 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], 
     try:
         job_ranks = exchange.examine(here, _loaders(paths, overrides, here.size), request.nccl)
         if job_ranks is not None:
-            ranks_report = Report(
+            ranks_report = Examination(
                 f"{here.size} ranks",
                 job_ranks.headline,
                 examination.checked(job_ranks, rules, "ranks"),
@@ -172,7 +172,7 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], 
     exchange.leave(code)
 
 
-def _print(reports: Sequence[Report], request: Request, rules: Sequence[Rule]) -> bool:
+def _print(reports: Sequence[Examination], request: Request, rules: Sequence[Rule]) -> bool:
     """Print what was found as it was asked for. Whether a config was written."""
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
@@ -193,7 +193,7 @@ def _print(reports: Sequence[Report], request: Request, rules: Sequence[Rule]) -
     return False
 
 
-def _fix(each: Report, write: bool) -> bool:
+def _fix(each: Examination, write: bool) -> bool:
     """Print the safe changes as a diff, and write them if so asked. Whether they were written."""
     if each.config is None:
         return False

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.inputs import Draw, Inputs, Place
+from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.yaml_text import Keys
 
@@ -100,7 +100,7 @@ class Dataset:
     @cached_property
     def inputs(self) -> Inputs:
         """How Lhotse reads its inputs, of which map or iterable can be forced; the sampler draws, too, with shuffle."""
-        place = Place(self.config, self.get, self._handed_down)
+        place = SetEntry(self.config, self.get, self._handed_down)
         given = inputs.of_set(place, one_by_one=self.keys[0] != "data" and not self.training)
         if (shuffle := self.shuffle).value is not False and shuffle.value is not None:
             given = replace(given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.value is True)))

@@ -24,7 +24,7 @@ CRASHED = "NP001"
 
 
 @dataclass(frozen=True)
-class Report:
+class Examination:
     """The findings in one config, on this machine or between ranks, worst first; or why it cannot be read.
 
     headline: one line on what the rules went by. lines: printed before the findings. config: None where none was read.
@@ -102,52 +102,52 @@ def examine(
     rules: Sequence[Rule],
     patched: settings.Settings | None = None,
     project: Sequence[Suppression] = (),
-) -> Report:
+) -> Examination:
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
         config = reading.with_overrides(config_files.read(path), overrides)
     except ConfigError as error:
-        return Report(str(path), "", (), str(error))
+        return Examination(str(path), "", (), str(error))
     agree = patched is not None and settings.CHECKPOINTS.value(None, os.environ) == settings.CHECKPOINTS.default
     job, own = Job(config, patched, agree), suppressions.in_text(config.source.text)
     everything = checked(job, rules)
     complete = not overrides and patched is None  # with others, other suppressions may be needed
-    report = _answered(Report(str(config.source.path), job.headline, everything, config=config), own, project)
+    report = _answered(Examination(str(config.source.path), job.headline, everything, config=config), own, project)
     return _with_faults(report, own) if complete and set(rules) == set(all_rules()) else report
 
 
-def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Report:
+def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Examination:
     """Check every rule on a model's own code, which is not run."""
     try:
         found = code.read(path)
     except DoctorError as error:
-        return Report(str(path), "", (), str(error))
+        return Examination(str(path), "", (), str(error))
     own = suppressions.in_comments(found.comments)
-    report = _answered(Report(str(path), found.headline, checked(found, rules, "code")), own, project)
+    report = _answered(Examination(str(path), found.headline, checked(found, rules, "code")), own, project)
     complete = found.nemo is not None  # without NeMo some rules find nothing
     return _with_faults(report, own) if complete and set(rules) == set(all_rules()) else report
 
 
-def _answered(report: Report, own: Sequence[Suppression], project: Sequence[Suppression]) -> Report:
+def _answered(report: Examination, own: Sequence[Suppression], project: Sequence[Suppression]) -> Examination:
     """Without the findings that suppressions answer."""
     left = suppressions.applied(Path(report.name), (*own, *project), report.findings)
     suppressed = len(report.findings) - len(left.findings)
     return replace(report, findings=left.findings, used=left.used, suppressed=suppressed)
 
 
-def _with_faults(report: Report, own: Sequence[Suppression]) -> Report:
+def _with_faults(report: Examination, own: Sequence[Suppression]) -> Examination:
     """With what is wrong with its own suppressions; for a report of all rules."""
     known = {rule.identifier for rule in all_rules()}
     faults = [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, report.used, known)]
     return replace(report, findings=in_order([*report.findings, *faults]))
 
 
-def of_project(project: Sequence[Suppression], reports: Sequence[Report]) -> Report | None:
+def of_project(project: Sequence[Suppression], reports: Sequence[Examination]) -> Examination | None:
     """What is wrong with the project's own suppressions; None where nothing is."""
     paths = [Path(each.name) for each in reports if not each.error]
     used = frozenset[Suppression]().union(*(each.used for each in reports))
     unused = [(named(suppressions.RULE), finding) for finding in suppressions.unused(project, used, paths)]
-    return Report(suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)) if unused else None
+    return Examination(suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)) if unused else None
 
 
 def in_order(findings: Iterable[tuple[Rule, Finding]]) -> tuple[tuple[Rule, Finding], ...]:
@@ -155,7 +155,7 @@ def in_order(findings: Iterable[tuple[Rule, Finding]]) -> tuple[tuple[Rule, Find
     return tuple(sorted(findings, key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0)))
 
 
-def examine_machine(rules: Sequence[Rule]) -> Report:
+def examine_machine(rules: Sequence[Rule]) -> Examination:
     """Check every rule on this machine and its Python environment."""
     from nemo_patches.tools.doctor import machine  # which a config does not need
 
@@ -163,7 +163,7 @@ def examine_machine(rules: Sequence[Rule]) -> Report:
     findings = checked(facts, rules, "machine")
     said = {rule for rule, _ in findings}
     passed = tuple(rule for rule in rules if rule.about == "machine" and rule not in said)
-    return Report(facts.host, facts.headline, findings, passed=passed)
+    return Examination(facts.host, facts.headline, findings, passed=passed)
 
 
 def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[tuple[Rule, Finding], ...]:

@@ -23,7 +23,7 @@ from nemo_patches.channel.safe_text import first_line, safe
 from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import measurements, own_facts
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.rank_place import Place
+from nemo_patches.tools.doctor.rank_place import RankPlace
 from nemo_patches.tools.doctor.ranks import Facts, Measured, Ranks, Smoke
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
 
 
-def examine(here: Place, loaders: Mapping[str, str], smoke: bool = False) -> Ranks | None:
+def examine(here: RankPlace, loaders: Mapping[str, str], smoke: bool = False) -> Ranks | None:
     """Take part as this rank; return what all ranks published on rank 0, None on the others. Raises DoctorError.
 
     loaders: what a config makes of this rank's data loaders.
@@ -63,7 +63,7 @@ def examine(here: Place, loaders: Mapping[str, str], smoke: bool = False) -> Ran
 class _Part:
     """This rank's part, on a thread; what it has so far is read when its time is up."""
 
-    def __init__(self, here: Place, own: Facts, timeout: timedelta, smoke: bool) -> None:
+    def __init__(self, here: RankPlace, own: Facts, timeout: timedelta, smoke: bool) -> None:
         self.facts: dict[int, Facts] = {}
         self.measured: dict[int, Measured] = {}
         self.smoke: dict[int, Smoke] = {}

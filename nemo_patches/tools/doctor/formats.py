@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import nemo_patches
-from nemo_patches.tools.doctor.examination import Report
+from nemo_patches.tools.doctor.examination import Examination
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 
 _OF_GITHUB = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
@@ -14,7 +14,7 @@ _ESCAPED = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
 _ESCAPED_IN_PROPERTY = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A", ":": "%3A", ",": "%2C"})
 
 
-def github(reports: Sequence[Report]) -> Iterator[str]:
+def github(reports: Sequence[Examination]) -> Iterator[str]:
     """One command of a workflow for each finding, which GitHub shows on its line of a pull request."""
     for each in reports:
         file = each.name.translate(_ESCAPED_IN_PROPERTY)
@@ -26,7 +26,7 @@ def github(reports: Sequence[Report]) -> Iterator[str]:
             yield f"::{_OF_GITHUB[finding.severity]} file={file}{line},title={rule.identifier}::{text}"
 
 
-def sarif(reports: Sequence[Report], rules: Sequence[Rule]) -> dict[str, Any]:
+def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, Any]:
     """SARIF 2.1.0."""
     unreadable = [{"level": "error", "message": {"text": each.error}} for each in reports if each.error]
     return {

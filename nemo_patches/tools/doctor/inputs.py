@@ -84,7 +84,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Place:
+class SetEntry:
     """A set, or an entry of its input_cfg. own: the value that it has of a key; outer: the one that is handed down."""
 
     config: Config
@@ -96,13 +96,13 @@ class Place:
         own = self.own(key)
         return own if own.given else self.outer(key)
 
-    def entry(self, index: int) -> Place:
+    def entry(self, index: int) -> SetEntry:
         """One of its input_cfg."""
         keys = (*_keys(self.own("input_cfg")), str(index))
-        return Place(self.config, lambda key: self.config.get((*keys, key)), self.get)
+        return SetEntry(self.config, lambda key: self.config.get((*keys, key)), self.get)
 
 
-def of_set(place: Place, one_by_one: bool = False) -> Inputs:
+def of_set(place: SetEntry, one_by_one: bool = False) -> Inputs:
     """A set, or an entry that is read like one. one_by_one: each of several manifests is a set of its own."""
     if place.own("input_cfg").value is not None:
         return _of_entries(place)
@@ -116,7 +116,7 @@ def any_known(answers: Sequence[bool | None]) -> bool | None:
     return True if True in answers else None if None in answers else False
 
 
-def _of_entries(place: Place) -> Inputs:
+def _of_entries(place: SetEntry) -> Inputs:
     """Those of an input_cfg: with one it is that one, of several NeMo draws which comes next."""
     listed = place.own("input_cfg")
     if not isinstance(listed.value, list) or not listed.value:
@@ -138,7 +138,7 @@ def _of_entries(place: Place) -> Inputs:
     )
 
 
-def _mixed(place: Place, kinds: list[bool | None]) -> tuple[bool | None, bool]:
+def _mixed(place: SetEntry, kinds: list[bool | None]) -> tuple[bool | None, bool]:
     """Of which kind several inputs are together, and whether NeMo refuses them: it does for both kinds, unless one is
     forced, and the first one's counts then. So one that is known tells of the others."""
     known = {kind for kind in kinds if kind is not None}
@@ -148,7 +148,7 @@ def _mixed(place: Place, kinds: list[bool | None]) -> tuple[bool | None, bool]:
     return (kinds[0], False) if forced else (None, forced is False)
 
 
-def _of_entry(place: Place, index: int, entry: Any) -> Inputs:
+def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
     inner = place.entry(index)
     name = inner.own("type")
     data_type = DATA_TYPES.get(name.value) if isinstance(entry, dict) and isinstance(name.value, str) else None
@@ -168,7 +168,7 @@ def _of_entry(place: Place, index: int, entry: Any) -> Inputs:
     return Inputs(_on(inner.own("is_tarred")), True, unknown=f"{name.key}: {name.value} is {data_type.reads.value}")
 
 
-def _of_manifests(place: Place, one_by_one: bool = False) -> Inputs:
+def _of_manifests(place: SetEntry, one_by_one: bool = False) -> Inputs:
     """NeMo's manifests, with or without tar files; a list of them is mixed, and repeated like a stream."""
     stream, manifests = _given(place, "tarred_audio_filepaths"), place.own("manifest_filepath").value
     listed = isinstance(manifests, list) and not one_by_one
@@ -179,7 +179,7 @@ def _of_manifests(place: Place, one_by_one: bool = False) -> Inputs:
     return Inputs(stream, _repeated(listed or stream, place, "force_finite", "metadata_only"), draws, unknown)
 
 
-def _of_lhotse(place: Place) -> Inputs:
+def _of_lhotse(place: SetEntry) -> Inputs:
     """Lhotse's cuts, or Shar, which is always shuffled, and of which a list is mixed."""
     stream = _given(place, "shar_path")
     if stream is False:
@@ -190,7 +190,7 @@ def _of_lhotse(place: Place) -> Inputs:
     return Inputs(stream, endless, (Draw(place.get("shard_seed"), certain=True),), unknown)
 
 
-def _repeated(repeats: bool | None, place: Place, *unless: str) -> bool | None:
+def _repeated(repeats: bool | None, place: SetEntry, *unless: str) -> bool | None:
     """Whether an input is repeated for ever: one that NeMo repeats, unless one of these switches is on."""
     ends = any_known([_on(place.get(switch)) for switch in unless])
     if repeats is False or ends:
@@ -198,7 +198,7 @@ def _repeated(repeats: bool | None, place: Place, *unless: str) -> bool | None:
     return True if repeats and ends is False else None
 
 
-def _order_of_files(place: Place) -> tuple[Draw, ...]:
+def _order_of_files(place: SetEntry) -> tuple[Draw, ...]:
     """Drawn with shuffle; not certain to matter, as there may be one file."""
     return (Draw(place.get("shard_seed"), certain=False),) if _on(place.get("shuffle")) is not False else ()
 
@@ -208,7 +208,7 @@ def _on(switch: Value) -> bool | None:
     return bool(switch.value) if switch.known else None
 
 
-def _given(place: Place, key: str) -> bool | None:
+def _given(place: SetEntry, key: str) -> bool | None:
     """Whether a path is given. Of one that is not known it is, where text stands around an interpolation."""
     path = place.own(key)
     if path.known:

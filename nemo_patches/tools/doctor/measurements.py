@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nemo_patches.channel.safe_text import first_line
 from nemo_patches.channel.side_channel import RoundFailed, SideChannel
-from nemo_patches.tools.doctor.rank_place import Place
+from nemo_patches.tools.doctor.rank_place import RankPlace
 from nemo_patches.tools.doctor.ranks import Measured, Smoke
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _channel(
     yield SideChannel(JobStore(own, present.index(rank)), present.index(rank), len(present), said.append), said
 
 
-def smoke(store: dist.Store, here: Place, present: list[int], timeout: timedelta) -> Smoke:
+def smoke(store: dist.Store, here: RankPlace, present: list[int], timeout: timedelta) -> Smoke:
     """Three collectives of 1 MB over the backend that the job would have; what has no end in time is left alone."""
     import torch
     import torch.distributed as dist

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import machine
-from nemo_patches.tools.doctor.rank_place import Place
+from nemo_patches.tools.doctor.rank_place import RankPlace
 from nemo_patches.tools.doctor.ranks import Facts
 
 _OF_A_HOST = ("_IFNAME", "_HCA")  # variables that end so are a host's own, and may differ
 
 
-def gather(here: Place, loaders: Mapping[str, str]) -> Facts:
+def gather(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
     """Imports torch. loaders: what a config makes of this rank's data loaders."""
     versions = machine.versions()
     try:

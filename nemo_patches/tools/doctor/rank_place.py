@@ -10,7 +10,7 @@ from nemo_patches.tools.doctor.errors import DoctorError
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This process's place in the job, by its launcher's variables."""
 
     rank: int
@@ -21,7 +21,7 @@ class Place:
     has_server: bool  # rank 0, where the launcher has not started the store's server already
 
 
-def place(variables: Mapping[str, str] = os.environ) -> Place:
+def place(variables: Mapping[str, str] = os.environ) -> RankPlace:
     """From torchrun's variables, or Slurm's with MASTER_ADDR and MASTER_PORT. Raises DoctorError."""
 
     def number(*names: str) -> int:
@@ -42,4 +42,4 @@ def place(variables: Mapping[str, str] = os.environ) -> Place:
         raise DoctorError("--ranks: MASTER_ADDR is not set; torchrun sets it")
     by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     has_server = rank == 0 and not by_launcher
-    return Place(rank, size, number("LOCAL_RANK", "SLURM_LOCALID"), address, port, has_server)
+    return RankPlace(rank, size, number("LOCAL_RANK", "SLURM_LOCALID"), address, port, has_server)

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from nemo_patches.tools.doctor import fixes
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.examination import Report
+from nemo_patches.tools.doctor.examination import Examination
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
-def show(reports: Sequence[Report], console: Console, *, quiet: bool = False, fold: bool = True) -> None:
+def show(reports: Sequence[Examination], console: Console, *, quiet: bool = False, fold: bool = True) -> None:
     """Print the reports; a note takes one line, any other finding all of its lines, why each matters said once.
 
     quiet: a line for each finding, and nothing else. fold: notes that nearly every config gets take one line together.
@@ -61,12 +61,12 @@ def _show(name: str, rule: Rule, finding: Finding, console: Console, quiet: bool
         _print(console, f"    why: {rule.why} {rule.link}")
 
 
-def _ticks(report: Report, console: Console) -> list[str]:
+def _ticks(report: Examination, console: Console) -> list[str]:
     mark = "\u2713" if console.encoding.lower().startswith("utf") else "ok"
     return [f"{mark} {rule.identifier} {rule.topic}" for rule in report.passed if rule.topic]
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Examination) -> dict[str, Any]:
     """One report, for programs; the docs say what each key is."""
     return {
         "config": report.name,
@@ -124,7 +124,7 @@ def _print(console: Console, text: str, styled: str = "", style: str = "") -> No
     console.print(line, highlight=False, soft_wrap=True)
 
 
-def _counts(reports: Sequence[Report]) -> str:
+def _counts(reports: Sequence[Examination]) -> str:
     counts = Counter(finding.severity for report in reports for _, finding in report.findings)
     worst_first = [(counts[severity], severity) for severity in reversed(Severity) if counts[severity]]
     parts = [f"{count} {severity}{'s' * (count > 1)}" for count, severity in worst_first] or ["nothing"]

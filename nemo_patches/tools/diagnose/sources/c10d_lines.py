@@ -398,9 +398,9 @@ class C10dLines:
             if group or len(by_group) == 1:
                 self._seat(group, ones, evidence)
         for fact in self._found.facts.values():
-            if isinstance(fact.value, Seat):
-                evidence.groups.setdefault(fact.value.group, set()).add(fact.rank)
-                evidence.partly_known.add(fact.value.group)
+            if fact.seat:
+                evidence.groups.setdefault(fact.seat.group, set()).add(fact.rank)
+                evidence.partly_known.add(fact.seat.group)
         if len(by_group) == 1:
             self._find_silent(next(iter(by_group)), timeouts[0], evidence, by_file)
 
@@ -421,7 +421,7 @@ class C10dLines:
                 lowest = min(lowest, number)
                 self._found.add(rank, Seat(rank, group, number, done=completed >= number), line)
         for fact in self._found.facts.values():
-            if isinstance(fact.value, Seat) and fact.value.group == group:
+            if fact.seat and fact.seat.group == group:
                 evidence.begins[group, fact.rank] = lowest
 
     def _find_silent(self, group: str, first: _TimedOut, evidence: Evidence, by_file: list[set[int]]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fate
-from nemo_patches.tools.diagnose.process_end import BY_HAND, is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.rank_end import BY_HAND, is_of_a_collective, is_of_the_start
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 _MOST_FRAMES = 64  # of a traceback, the innermost

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member
-from nemo_patches.tools.diagnose.process_end import STALL_EXIT
+from nemo_patches.tools.diagnose.rank_end import STALL_EXIT
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 # One of which each line has that tells something here, but for torchrun's table.

@@ -41,7 +41,12 @@ _DOES = {
     " compiles": COMPILATION,
     " exports a model": EXPORT,
 }
-_GOES_ON = (" goes on", " go on")
+_GOES_ON = re.compile(r"(?:: ?)? go(?:es)? on")
+_LEFT = Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
+_FATES = (
+    *(("has left", _LEFT), ("have left", _LEFT)),
+    ("not announced", Fate(fates.UNSEEN, "not patched, or not started")),
+)
 # What a group of ranks, each of which others wait for, may be in no collective with; else its text names a function.
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)")
 
@@ -72,20 +77,22 @@ class StallLines:
             self._take_missing(-1, gone[2], line)
         elif recovered := _RECOVERED.search(text):
             for late in ranks_in(recovered[1]):
-                self._found.add(late, Motion(True, f"it came {recovered[2]} s late"), line, own=False)
-                self._found.facts.pop((late, Place), None)
+                self._went_on(late, f"it came {recovered[2]} s late", line, own=False)
             self._found.facts.pop((reporter, Place), None)
         elif _STALL_EXIT.search(text):
             self._found.add(reporter, Fate(fates.TERMINATED, "stall_exit"), line)
         elif gave_up := _GAVE_UP.search(text):
             been = f", which had been in {gave_up[2]}" if gave_up[2] else ""
-            self._found.add(reporter, Motion(True, shown(f"others had waited for this rank{been}")), line)
-            self._found.facts.pop((reporter, Place), None)
+            self._went_on(reporter, shown(f"others had waited for this rank{been}"), line)
         elif dumped := _DUMPED.search(text):
             self._found.note_dumps(shown(dumped[1]))
         elif "calls go on, after" in text or "collectives go on, after" in text:
-            self._found.add(reporter, Motion(True, shown(text)), line)
-            self._found.facts.pop((reporter, Place), None)
+            self._went_on(reporter, shown(text), line)
+
+    def _went_on(self, rank: int, by: str, line: Line, own: bool = True) -> None:
+        """Where it was before is over."""
+        self._found.add(rank, Motion(True, by), line, own)
+        self._found.facts.pop((rank, Place), None)
 
     def _take_missing(self, reporter: int, text: str, line: Line) -> None:
         """ "rank 5 of 8 | rank 5 (node8, pid 4711) is elsewhere: read (data.py:41)"."""
@@ -130,20 +137,17 @@ class StallLines:
 def _value_of(text: str) -> Place | Motion | Fate | None:
     """What a line tells of ranks, after their names."""
     text = text.strip() if text.startswith(": ") else text
-    lowered = text.lower()
-    if (
-        any(text.startswith(f"{lead}{ending}") for lead in ("", ": ", ":") for ending in _GOES_ON)
-        or " go on with" in text
-    ):
+    if _GOES_ON.match(text) or " go on with" in text:
         return Motion(True, shown(text.lstrip(": ")))
+    lowered = text.lower()
     if "not heard" in lowered:
         return None
     if "no heartbeat" in lowered:
         return Fate(fates.GONE, GONE) if GONE in text else Fate(fates.SILENT, NO_HEARTBEAT)
-    if "has left" in lowered or "have left" in lowered:
-        return Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
-    if "not announced" in lowered:
-        return Fate(fates.UNSEEN, "not patched, or not started")
+    return next((fate for words, fate in _FATES if words in lowered), None) or _place_in(text)
+
+
+def _place_in(text: str) -> Place:
     if itself := _WAITS_ITSELF.match(text):
         return Place(where=shown(itself[2]), collective=shown(itself[1]))
     if evaluated := _EVALUATED.match(text):

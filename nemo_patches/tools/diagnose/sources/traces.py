@@ -25,17 +25,17 @@ from nemo_patches.tools.diagnose.case import (
 )
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member, Motion, Place, Value
-from nemo_patches.tools.diagnose.folder import Job
+from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
-from nemo_patches.tools.diagnose.process_end import Error, ending_failure, error_of
+from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_of
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
 
 _KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
 _MOST_DETAILS = 4
 
 
-def read(job: Job, encoders: list[Case], evidence: Evidence) -> None:
+def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
     """Add what the files of a launch tell of its ranks.
 
     Ranks whose files are damaged are members, and no more.
@@ -64,7 +64,7 @@ def read(job: Job, encoders: list[Case], evidence: Evidence) -> None:
     evidence.facts += _without_files(job, encoders, evidence)
 
 
-def _without_files(job: Job, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
+def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
     """Ranks without a file for which the others wait: no round has come on any, or all that have a dump wait."""
     absent = job.untold({fact.rank for fact in evidence.facts})
     fate = Fate(fates.UNSEEN)
@@ -93,7 +93,7 @@ def _waiting_ranks(encoders: list[Case]) -> set[int]:
     return waiting
 
 
-def _host_of(job: Job, rank: int) -> str:
+def _host_of(job: TracedJob, rank: int) -> str:
     """The host of a rank without a file, by those of the ranks before and after it; empty if that does not tell."""
     before = [other for other in job.traces if other < rank]
     after = [other for other in job.traces if other > rank]
@@ -149,7 +149,7 @@ def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
     return safe(reference.host), reference.started + float(common)
 
 
-def _cite(job: Job, rank: int, said: str = "") -> str:
+def _cite(job: TracedJob, rank: int, said: str = "") -> str:
     what = "dump" if job.traces[rank].dumped is not None else "trace"
     return f"rank {rank}'s {said or what}"
 
