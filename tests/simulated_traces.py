@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, SILENT, UNANNOUNCED
+from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED
 from nemo_patches.sync.protocol import LengthProtocol
 from nemo_patches.tracing import records
 

@@ -34,7 +34,7 @@ from simulated_traces import (
     write,
 )
 
-from nemo_patches.stall.rank_text import ELSEWHERE, GONE, SILENT
+from nemo_patches.stall.rank_kinds import ELSEWHERE, GONE, SILENT
 from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode

@@ -61,7 +61,7 @@ def test_there_is_one_for_each_series_and_one_for_each_of_our_folders() -> None:
 
 
 def test_the_committed_diffs_carry_our_folders_byte_for_byte(tmp_path: Path) -> None:
-    alone = {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py"}
+    alone = {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py", "text.py": "text.py"}
     expected = {name: (PACKAGE / file).read_bytes() for name, file in alone.items()}
     for diff, folders in zip(OF_OURS, parts.FOLDERS.values(), strict=True):
         apply("git apply", diff, tmp_path)

@@ -16,8 +16,8 @@ import interpreters
 import pytest
 from typer.testing import CliRunner
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.cli import app
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import Diagnosis

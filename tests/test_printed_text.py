@@ -19,7 +19,6 @@ from rank_states import state
 from simulated_traces import Setup, file_name, header
 
 from nemo_patches.channel import keys
-from nemo_patches.channel.safe_text import first_line, safe
 from nemo_patches.channel.side_channel import RoundFailed, SideChannel
 from nemo_patches.channel.store import JobStore
 from nemo_patches.channel.store_client import StoreClient
@@ -27,6 +26,7 @@ from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.stall.rank_state import answer_of, groups_of
 from nemo_patches.sync import rank_log
+from nemo_patches.text import first_line, safe
 from nemo_patches.tools.doctor import exchange, ranks
 from nemo_patches.tracing import records
 

@@ -23,8 +23,8 @@ from nemo_patches.channel.survey import SILENT as NO_ANSWER
 from nemo_patches.stall import stacks
 from nemo_patches.stall.occupation import Occupation
 from nemo_patches.stall.rank_groups import grouped
+from nemo_patches.stall.rank_kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
 from nemo_patches.stall.rank_state import CALLING, MOVING, RankState
-from nemo_patches.stall.rank_text import CHECKPOINT, COMPILATION, EXPORT, is_guess
 from nemo_patches.stall.verdict import Verdict, judged
 
 pytestmark = pytest.mark.one_nemo

@@ -16,17 +16,18 @@ import nemo_patches.sync
 pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
+    "text": set[str](),
     "growth": set[str](),
-    "channel": {"channel"},
-    "sync": {"growth", "channel", "sync"},
-    "stall": {"channel", "sync", "stall"},
-    "tracing": {"growth", "channel", "sync", "stall", "tracing"},
-    "uneven": {"channel", "sync", "stall", "tracing", "uneven"},
-    "patching": {"growth", "channel", "sync", "stall", "tracing", "uneven", "patching"},
-    "vendoring": {"channel", "sync", "patching", "vendoring"},
+    "channel": {"text", "channel"},
+    "sync": {"text", "growth", "channel", "sync"},
+    "stall": {"text", "channel", "sync", "stall"},
+    "tracing": {"text", "growth", "channel", "sync", "stall", "tracing"},
+    "uneven": {"text", "channel", "sync", "stall", "tracing", "uneven"},
+    "patching": {"text", "growth", "channel", "sync", "stall", "tracing", "uneven", "patching"},
+    "vendoring": {"text", "channel", "sync", "patching", "vendoring"},
     # "" is the package: its public API.
-    "tools": {"channel", "sync", "stall", "tracing", "uneven", "patching", "vendoring", "tools", ""},
-    "": {"channel", "sync", "stall", "tracing", "uneven", "patching", ""},
+    "tools": {"text", "channel", "sync", "stall", "tracing", "uneven", "patching", "vendoring", "tools", ""},
+    "": {"text", "channel", "sync", "stall", "tracing", "uneven", "patching", ""},
 }
 VENDORED = (
     "growth",
@@ -51,8 +52,8 @@ def room(path: Path) -> str:
     inner = path.relative_to(PACKAGE).parts
     if inner in (("cli.py",), ("__main__.py",)):
         return "tools"  # the commands' line
-    if inner == ("growth.py",):
-        return "growth"
+    if inner in (("growth.py",), ("text.py",)):
+        return inner[0].removesuffix(".py")
     return inner[0] if len(inner) > 1 else ""
 
 
@@ -145,7 +146,8 @@ def test_what_the_diffs_carry_says_its_licence_and_where_it_comes_from() -> None
 def test_it_imports_under_another_name_where_only_torch_is_there(carried: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "vendored").mkdir()
     (tmp_path / "vendored" / "__init__.py").touch()
-    shutil.copy(PACKAGE / "growth.py", tmp_path / "vendored")
+    for file in ("growth.py", "text.py"):
+        shutil.copy(PACKAGE / file, tmp_path / "vendored")
     for folder in carried:
         shutil.copytree(PACKAGE / folder, tmp_path / "vendored" / folder)
     files = [path for folder in carried for path in (PACKAGE / folder).glob("[!_]*.py")]

@@ -21,8 +21,8 @@ from interpreters import CHECKOUT, python
 from simulated_traces import Setup, header
 
 from nemo_patches.stall.rank_groups import RankGroup
-from nemo_patches.stall.rank_text import named, ranges
 from nemo_patches.stall.verdict import judged
+from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate
 from nemo_patches.tools.diagnose.fates import WAITED

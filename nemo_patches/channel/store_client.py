@@ -17,8 +17,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..text import first_line
 from .daemon import Daemon
-from .safe_text import first_line
 from .store import JobStore
 
 _STORE_SLOW_AFTER_S = 0.5

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..text import safe
 from .keys import DOOR, HOSTS, MIRRORED_DOOR, PLACE, PRESENT, ROOT
 from .presence import add_bit
 from .process import Process, this_machine
-from .safe_text import safe
 
 try:
     import fcntl

@@ -7,11 +7,11 @@ from datetime import timedelta
 
 from nemo_patches.patching.settings import AllSettings
 from nemo_patches.stall.missing_rank import Stall
-from nemo_patches.stall.rank_text import named
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.checkpoints import CheckpointCounters
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
+from nemo_patches.text import named
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.agreement import LoaderCounters
 from nemo_patches.uneven.comparison import ComparisonCounters

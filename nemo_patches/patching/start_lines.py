@@ -17,9 +17,8 @@ from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import FlagIsOff, bus
 from nemo_patches.sync.own_syncs import say as say_own_syncs
-from nemo_patches.sync.rank_log import report
+from nemo_patches.sync.rank_log import rank_and_size, report
 from nemo_patches.tracing.encoder_facts import configured_flag
-from nemo_patches.tracing.trace_header import rank_and_size
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 _SUBSCRIBER = "the line at the start"

@@ -8,20 +8,11 @@ from dataclasses import dataclass
 
 from ..channel.links import VANISHED
 from ..sync.protocol import APART
+from ..text import named
 from .found import KINDS_OF_SILENT, Found
 from .missing_rank import MissingRank, described
+from .rank_kinds import ELSEWHERE, EVALUATED, GONE, LATE, LENGTH_SYNC, PERHAPS, ROUNDS_OF, UNANNOUNCED
 from .rank_state import RankState
-from .rank_text import (
-    ELSEWHERE,
-    EVALUATED,
-    GONE,
-    LATE,
-    LENGTH_SYNC,
-    PERHAPS,
-    ROUNDS_OF,
-    UNANNOUNCED,
-    named,
-)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ..sync.events import Report, Round, WaitTimedOut, bus
+from ..text import named
 from .answer import Answer, Question, answered
 from .found import Found
 from .log_line import report
 from .missing_rank import MissingRank, Stall, StallReported
+from .rank_kinds import LATE
 from .rank_survey import Look
-from .rank_text import LATE, named
 from .training_notes import EncoderNotes
 
 _PATIENCE_S, _PATIENCE_PER_RANK_S = 2.6, 0.002  # for a look that is not done when its report is due

@@ -11,9 +11,9 @@ from ..channel.links import LEFT, VANISHED
 from ..channel.survey import LOST, Silent
 from ..channel.survey import SILENT as NO_ANSWER
 from ..channel.tree import Resident
+from .rank_kinds import LEFT as HAS_LEFT
+from .rank_kinds import SILENT
 from .rank_state import RankState, StateGroup
-from .rank_text import LEFT as HAS_LEFT
-from .rank_text import SILENT
 
 # Of a rank of which nothing is heard, by why: those that are named for it.
 KINDS_OF_SILENT = {LEFT: HAS_LEFT, VANISHED: SILENT, NO_ANSWER: SILENT, LOST: SILENT}

@@ -24,16 +24,15 @@ import torch.distributed
 
 from ..channel.daemon import Daemon
 from ..channel.links import LEFT, VANISHED
-from ..channel.safe_text import first_line
 from ..channel.survey import NOT_THERE
 from ..sync.events import bus
+from ..text import first_line, named
 from .found import Found
 from .log_line import report
 from .missing_rank import MissingRank, Stall
 from .progress import Progress
 from .rank_groups import grouped
 from .rank_survey import Look
-from .rank_text import named
 from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
 from .verdict import Verdict, judged

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..channel.safe_text import safe
+from ..text import safe
 
 _INDICES = ("batch_idx", "batch_nb")  # as Lightning's and NeMo's steps and loops call it
 _BATCH = "batch"

@@ -10,8 +10,8 @@ from ..sync.events import Group, Round, SyncHandle
 from .answer import Question
 from .found import Found
 from .log_line import report
+from .rank_kinds import ELSEWHERE
 from .rank_state import RankState
-from .rank_text import ELSEWHERE
 from .training_notes import TrainingNotes
 
 

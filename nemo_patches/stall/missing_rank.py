@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from ..sync.protocol import APART, FLAG_IS_OFF
-from .rank_text import ELSEWHERE, EVALUATED, KINDS, LATE, LEFT, SILENT, UNANNOUNCED, named
+from ..text import named
+from .rank_kinds import ELSEWHERE, EVALUATED, KINDS, LATE, LEFT, SILENT, UNANNOUNCED
 
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
 

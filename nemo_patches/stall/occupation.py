@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .rank_text import CHECKPOINT
+from .rank_kinds import CHECKPOINT
 from .waits import Call, activity, collective, of_method
 
 _TORCH = os.path.dirname(torch.__file__).replace(os.sep, "/") + "/"

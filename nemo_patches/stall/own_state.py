@@ -18,8 +18,8 @@ from .last_batch import last_batch
 from .loader_workers import described, loader_workers
 from .occupation import Occupation
 from .progress import Progress
+from .rank_kinds import LENGTH_SYNC, ROUNDS_OF
 from .rank_state import CALLING, MOVING, RankState
-from .rank_text import LENGTH_SYNC, ROUNDS_OF
 from .settings import StallSettings
 from .training_notes import FORWARD, TrainingNotes
 

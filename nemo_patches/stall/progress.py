@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from ..channel.safe_text import first_line
+from ..text import first_line
 from . import stacks
 from .loader_workers import WorkerMotion
 from .log_line import report

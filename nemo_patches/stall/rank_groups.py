@@ -7,22 +7,11 @@ from dataclasses import dataclass, replace
 
 from ..channel.links import VANISHED
 from ..channel.survey import HELD_UP, NO_SURVEYS, NOT_THERE
+from ..text import named, ranges
 from .found import KINDS_OF_SILENT, Found
 from .missing_rank import MissingRank
+from .rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, ELSEWHERE, EXPORT, GONE, LEFT, SILENT, UNANNOUNCED
 from .rank_state import CALLING, MOVING, RankState
-from .rank_text import (
-    CHECKPOINT,
-    COMPILATION,
-    DEBUGGER,
-    ELSEWHERE,
-    EXPORT,
-    GONE,
-    LEFT,
-    SILENT,
-    UNANNOUNCED,
-    named,
-    ranges,
-)
 
 WAITING = "waiting"  # in a collective
 UNHEARD = "not heard"  # it is not known where it is, and it is not blamed for that

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from ..channel.safe_text import safe
 from ..channel.survey import ranks_of, runs_of
+from ..text import safe
 
 CALLING = "calling"  # it goes on with encoder calls
 MOVING = "moving"  # it goes on with something else

@@ -21,11 +21,12 @@ from ..channel.store_client import StoreClient, StoreRequest
 from ..channel.tree import FORMAT
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
+from ..text import named
 from .found import Found
 from .log_line import report
 from .missing_rank import UNPATCHED, Stall
+from .rank_kinds import UNANNOUNCED
 from .rank_survey import Look
-from .rank_text import UNANNOUNCED, named
 from .training_notes import TrainingNotes
 
 _LONGEST_PAUSE_S = 60.0  # between two looks at the store, or at all ranks

@@ -22,11 +22,11 @@ from datetime import timedelta
 
 from ..channel import process_hooks
 from ..channel.process_hooks import AtExit, InForkedChild
-from ..channel.safe_text import first_line
 from ..channel.side_channel import SideChannel
 from ..channel.store_client import StoreClient
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
+from ..text import first_line
 from .call_watchdog import CallWatchdog
 from .encoder_watch import EncoderWatch
 from .found import Found

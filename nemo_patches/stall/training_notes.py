@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..sync import events
 from ..sync.events import Group, Report, SyncHandle, WaitTimedOut
 from . import stacks
-from .rank_text import LENGTH_SYNC
+from .rank_kinds import LENGTH_SYNC
 
 GROWTH = "growth of the positional encoding"
 FORWARD = "forward, after the length sync"

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from ..text import named
 from .judge import OUT_OF_STEP, Judgement, Seat, judge
 from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
+from .rank_kinds import ELSEWHERE, SILENT, UNANNOUNCED, is_guess
 from .rank_state import CALLING, MOVING
-from .rank_text import ELSEWHERE, SILENT, UNANNOUNCED, is_guess, named
 
 _NO_RANK_MOVES = "no rank moves: "
 _ALL_IN = "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"

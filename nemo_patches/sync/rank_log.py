@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from ..channel.safe_text import safe
+from ..text import safe
 
 logger = logging.getLogger("nemo_patches")
 _handler = logging.StreamHandler()  # one: where two threads say their first line at once, neither is printed twice
@@ -62,9 +62,24 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _who() -> str:
-    rank: object = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
-    size: object = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or "?"
+def rank_and_size() -> tuple[int, int]:
+    """Of this process, as far as they are known: by its process group, else by the launcher's variables, else alone."""
+    rank, size = _rank_and_size()
+    return 0 if rank is None else rank, 1 if size is None else size
+
+
+def _rank_and_size() -> tuple[int | None, int | None]:
     if is_distributed():
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return launchers_number("RANK", "SLURM_PROCID"), launchers_number("WORLD_SIZE", "SLURM_NTASKS")
+
+
+def launchers_number(*variables: str) -> int | None:
+    """Of the first of a launcher's variables that has one."""
+    values = (os.environ.get(variable, "") for variable in variables)
+    return next((int(value) for value in values if value.isdecimal()), None)
+
+
+def _who() -> str:
+    rank, size = ("?" if number is None else number for number in _rank_and_size())
     return f"rank {rank}/{size} {socket.gethostname()}"

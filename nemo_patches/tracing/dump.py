@@ -23,7 +23,6 @@ from typing import Any
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.daemon import Daemon
 from nemo_patches.channel.process_hooks import InForkedChild
-from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall import stacks
 from nemo_patches.stall.job_folder import dump_folder
 from nemo_patches.stall.job_stall import JobStalled, StallExits
@@ -31,6 +30,7 @@ from nemo_patches.stall.missing_rank import StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import bus
 from nemo_patches.sync.rank_log import report
+from nemo_patches.text import first_line
 from nemo_patches.tracing.exception_hooks import ExceptionHooks
 from nemo_patches.tracing.part_files import file_name
 from nemo_patches.tracing.recent_calls import RecentCalls

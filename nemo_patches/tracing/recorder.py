@@ -21,12 +21,12 @@ import torch
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
-from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.sync.settings import Settings
+from nemo_patches.text import first_line
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks, FindingError, say_once
 from nemo_patches.tracing.encoder_facts import positions

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from nemo_patches.channel.safe_text import first_line
 from nemo_patches.stall.job_stall import JobStalled
 from nemo_patches.stall.missing_rank import MissingRank, StallReported
 from nemo_patches.sync.events import CallLeft, Grown
+from nemo_patches.text import first_line
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Missing, Record, Stalled
 

@@ -203,7 +203,7 @@ class Missing:
     name: str  # the encoder's
     n: int  # 0 if the length sync has ended
     ranks: list[int]
-    kinds: list[str]  # of each rank; stall/rank_text.py names them
+    kinds: list[str]  # of each rank; stall/rank_kinds.py names them
     where: list[str]  # what each one's training thread does; empty if not known
     unknown: str  # why it is not known who is missing; empty if it is
     collectives: list[str] = field(default_factory=list)  # what each one waits in itself; empty if in none

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tracing.records import Encoder, Enter, Header, Leave, Lengths, Raised, Record
 
 

@@ -12,6 +12,7 @@ import torch
 
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import __version__
+from nemo_patches.sync.rank_log import launchers_number, rank_and_size
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
@@ -30,7 +31,7 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
         pid=os.getpid(),
         started=started,
         part=0,
-        restart=_number("TORCHELASTIC_RESTART_COUNT") or 0,
+        restart=launchers_number("TORCHELASTIC_RESTART_COUNT") or 0,
         bound=trace.bound,
         versions=_versions(),
         settings={
@@ -58,20 +59,6 @@ def _job(environment: Mapping[str, str]) -> str:
         return f"slurm {slurm}.{environment.get('SLURM_STEP_ID', '')}"[:_LONGEST_JOB]
     where = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     return ":".join(where)[:_LONGEST_JOB] if all(where) else ""
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Of this process, as far as it is known: by its process group, else by the launcher's variables."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rank = next((found for name in ("RANK", "SLURM_PROCID") if (found := _number(name)) is not None), 0)
-    size = next((found for name in ("WORLD_SIZE", "SLURM_NTASKS") if (found := _number(name)) is not None), 1)
-    return rank, size
-
-
-def _number(variable: str) -> int | None:
-    value = os.environ.get(variable, "")
-    return int(value) if value.isdecimal() else None
 
 
 def _versions() -> dict[str, str]:

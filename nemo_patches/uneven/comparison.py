@@ -19,9 +19,9 @@ from nemo_patches.channel.daemon import Daemon
 from nemo_patches.channel.extremes import VALUE_BITS, ExtremesRounds
 from nemo_patches.channel.side_channel import RoundFailed, Rounds
 from nemo_patches.stall import subscriber
-from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.length_sync import GroupSyncs, current
 from nemo_patches.sync.rank_log import report
+from nemo_patches.text import named
 from nemo_patches.uneven.parted import Account, judged
 
 _LOOK = timedelta(seconds=0.25)  # between two looks at whether this is to end

@@ -12,9 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from nemo_patches.sync.rank_log import report
+from nemo_patches.sync.rank_log import rank_and_size, report
 from nemo_patches.sync.settings import PREFIX
-from nemo_patches.tracing.trace_header import rank_and_size
 from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, Place, StopTogetherError
 from nemo_patches.uneven.left_pass import LeftPass
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 
 UNKNOWN = 0  # in place of a number of batches
 _MOST_CLASSES = 4

@@ -20,7 +20,7 @@ _ABOUT = {
  sync (runtime-sync.diff).
 """,
     Part.SYNC: f"""\
- sync: {FOLDER}/: sync/, channel/ and growth.py, what NeMo's edited files call: torch and the
+ sync: {FOLDER}/: sync/, channel/, growth.py and text.py, which NeMo's edited files call: torch and the
  standard library only.
  Settings: NEMO_PATCHES_SYNC, NEMO_PATCHES_TIMEOUT, NEMO_PATCHES_ON_TIMEOUT, NEMO_PATCHES_CHECKPOINTS.
 """,

@@ -1,7 +1,7 @@
 """The parts of the patch, each with its own diff: nemo, the edit of NeMo's files; sync and stall, our folders.
 
-NeMo's edited files call sync, so nemo needs it; it brings growth.py and channel/, on which it stands. stall (who is
-missing?) is optional, and needs sync too.
+NeMo's edited files call sync, so nemo needs it; it brings growth.py, text.py and channel/, on which it stands. stall
+(who is missing?) is optional, and needs sync too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Parts = frozenset[Part]
 ALL: Parts = frozenset(Part)
 FOLDERS = {Part.SYNC: ("channel", "sync"), Part.STALL: ("stall",)}  # of ours, by the part that brings them
 # Files beside them, and which of ours each is.
-_ALONE = {Part.SYNC: {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py"}}
+_ALONE = {Part.SYNC: {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py", "text.py": "text.py"}}
 PLACES = (FOLDER, *(f"{FOLDER}/{name}" for names in FOLDERS.values() for name in names))  # the outer one first
 NEEDED = {Part.NEMO: Part.SYNC, Part.STALL: Part.SYNC}  # the part that another one needs
 

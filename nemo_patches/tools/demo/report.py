@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.demo import incidents
 from nemo_patches.tools.demo.jobs import (
     EVALUATION_BATCHES,

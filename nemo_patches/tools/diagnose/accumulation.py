@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Floats, Whole
 from nemo_patches.tools.diagnose.case import Case

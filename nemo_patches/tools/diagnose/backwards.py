@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Whole
 from nemo_patches.tools.diagnose.case import Case, whom

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CONSEQUENCES, Account, Hearing

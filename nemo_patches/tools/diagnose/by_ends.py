@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing, first_of, is_before

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nemo_patches.stall import judge as seats
 from nemo_patches.stall.judge import Judgement, Seat
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
 from nemo_patches.tools.diagnose.facts import Fact

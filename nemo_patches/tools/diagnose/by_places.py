@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from nemo_patches.stall import judge as seats
 from nemo_patches.stall.judge import Judgement, Seat
-from nemo_patches.stall.rank_text import CHECKPOINT, is_guess, named
+from nemo_patches.stall.rank_kinds import CHECKPOINT, is_guess
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, GONE_FATES, HELD, Account, Hearing

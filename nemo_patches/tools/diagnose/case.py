@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
 
-from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.rank_text import LEFT, named
+from nemo_patches.stall.rank_kinds import LEFT
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.endings import Ending, endings
 from nemo_patches.tools.diagnose.folder import TracedJob

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading, running
 from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here, pids_in
 from nemo_patches.tools.diagnose.facts import Evidence

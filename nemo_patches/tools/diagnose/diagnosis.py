@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
 from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards

@@ -7,9 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 
-from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.rank_text import named
 from nemo_patches.sync.settings import SYNC_MODES
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding

@@ -32,7 +32,7 @@ class Place:
     """Where a rank's training thread is: it explains, and accuses nobody.
 
     where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, as a stall report calls it; empty: in
-    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: as stall/rank_text.py has
+    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: as stall/rank_kinds.py has
     them, or facts' own. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python
     frames, outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the
     same, at which line that loop begins; 0: it has come out of it; NO_LOOP (source.py): it is another one in each call;

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Clocks
 from nemo_patches.tools.diagnose.case import Case, last_entered

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode, format_in, header_in
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records

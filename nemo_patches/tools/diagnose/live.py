@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.job_folder import private_folders
 from nemo_patches.stall.job_socket import ENDING, near, process_of
 from nemo_patches.stall.rank_groups import WAITING
+from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED
+from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
 from nemo_patches.stall.rank_state import CALLING, MOVING
-from nemo_patches.stall.rank_text import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED, named
-from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields

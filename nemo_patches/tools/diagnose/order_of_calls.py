@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Whole
 from nemo_patches.tools.diagnose.case import Case, outcomes_of

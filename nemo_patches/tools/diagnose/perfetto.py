@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.alignment import Clocks, clocks
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.folder import TracedJob

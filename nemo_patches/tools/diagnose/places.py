@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from nemo_patches.stall import waits
-from nemo_patches.stall.rank_text import LENGTH_SYNC
+from nemo_patches.stall.rank_kinds import LENGTH_SYNC
 from nemo_patches.stall.waits import Call
 from nemo_patches.tools.diagnose.collect.samples import Frame
 from nemo_patches.tools.diagnose.facts import Place

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Diagnosis

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.frame_text import is_library, shown
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_patches.stall.rank_text import ranges
+from nemo_patches.text import ranges
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Diagnosis, Finding, RankSummary
 
 _MOST_RANKS = 32  # rows of the table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.accounts import GONE_FATES
 from nemo_patches.tools.diagnose.collect.belongings import RAS, Belonging

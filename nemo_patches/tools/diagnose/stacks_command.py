@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,

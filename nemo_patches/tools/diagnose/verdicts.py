@@ -9,23 +9,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_text import (
-    CHECKPOINT,
-    COMPILATION,
-    DEBUGGER,
-    EXPORT,
-    LENGTH_SYNC,
-    PERHAPS,
-    is_guess,
-    named,
-)
+from nemo_patches.stall.rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, LENGTH_SYNC, PERHAPS, is_guess
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
 
-# Activities beside those of stall/rank_text.py; a stack's reader tells them.
+# Activities beside those of stall/rank_kinds.py; a stack's reader tells them.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
 CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Diagnosis

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from nemo_patches.channel.safe_text import first_line, safe
 from nemo_patches.sync import settings
+from nemo_patches.text import first_line, safe
 from nemo_patches.tools.doctor import measurements, own_facts
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.rank_place import RankPlace

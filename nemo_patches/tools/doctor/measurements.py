@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from nemo_patches.channel.safe_text import first_line
 from nemo_patches.channel.side_channel import RoundFailed, SideChannel
+from nemo_patches.text import first_line
 from nemo_patches.tools.doctor.rank_place import RankPlace
 from nemo_patches.tools.doctor.ranks import Measured, Smoke
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named, safe
 
 _SHOWN_RANKS = 32  # ranks that are printed one by one
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence, Fate, Place
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, MOST_RANKS, LaunchFacts, Line, shown

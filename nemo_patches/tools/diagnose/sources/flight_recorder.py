@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
 from nemo_patches.tools.diagnose.frame_text import is_library, shown

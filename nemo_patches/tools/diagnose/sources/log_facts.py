@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member, Motion, Place, Value
 
 MOST_RANKS = 1 << 20

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
-from nemo_patches.channel.safe_text import safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.decoder import format_in
 from nemo_patches.tools.diagnose.facts import ALL_WELL, NOT_TOLD, Evidence
 from nemo_patches.tools.diagnose.folder import UnreadableError

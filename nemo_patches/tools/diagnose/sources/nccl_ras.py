@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from nemo_patches.channel.safe_text import safe
-from nemo_patches.stall.rank_text import CHECKPOINT, is_guess
+from nemo_patches.stall.rank_kinds import CHECKPOINT, is_guess
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, SampledRank
 from nemo_patches.tools.diagnose.collect.samples import GONE as NO_PROCESS

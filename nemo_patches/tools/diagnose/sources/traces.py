@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from nemo_patches.channel.safe_text import safe
 from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_text import GONE as PROCESS_GONE
-from nemo_patches.stall.rank_text import LEFT, LENGTH_SYNC, UNANNOUNCED
-from nemo_patches.stall.rank_text import SILENT as NO_HEARTBEAT
+from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
+from nemo_patches.stall.rank_kinds import LEFT, LENGTH_SYNC, UNANNOUNCED
+from nemo_patches.stall.rank_kinds import SILENT as NO_HEARTBEAT
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.by_calls import LONG_S

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.ranks import Ranks
 

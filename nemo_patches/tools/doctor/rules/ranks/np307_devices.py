@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_patches.stall.rank_text import named
+from nemo_patches.text import named
 from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.ranks import Ranks, differing
 

@@ -1,10 +1,7 @@
-"""Format rank lists, kinds of missing ranks and other words for log lines; needs no torch, so tools use it too."""
+"""The kinds of missing ranks, and what a rank may wait in: words of log lines. Needs no torch, so tools use it too."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from itertools import groupby
 
 from ..sync.protocol import APART
 
@@ -26,18 +23,3 @@ KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE, EVALUATED, *APART)
 def is_guess(collective: str) -> bool:
     """Whether this is only a guess, from a method's name."""
     return collective.startswith(PERHAPS)
-
-
-def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Ranks in rising order as (first, last) of each run."""
-    runs = []
-    for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in pairs]
-        runs.append((run[0], run[-1]))
-    return runs
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Format ranks in rising order, at least one: "rank 1", "ranks 2, 5-7"."""
-    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(ranks))
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
