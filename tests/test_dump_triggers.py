@@ -33,13 +33,13 @@ import torch
 import torch.distributed as dist
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.encoder_methods import bounded
+from nemo_patches.sync.encoder_methods import make_bounded_update
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing.dump import dumps
 
 class Encoder(torch.nn.Module):
     max_audio_length = 5000
-    update = bounded(lambda *_: None, lambda *_: None, lambda: True)
+    update = make_bounded_update(lambda *_: None, lambda *_: None, lambda: True)
 
     def forward(self, length, error=None):
         self.update(length, None)

@@ -10,13 +10,25 @@ import pytest
 
 import nemo_patches
 
-pytestmark = [pytest.mark.wheel, pytest.mark.one_nemo]
+pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(nemo_patches.__file__).parent
 
 ORDERS = """
 import atexit, os, sys
+
+registered, register = [], atexit.register
+
+def noted(hook, *arguments, **keywords):
+    registered.append(hook.__module__)
+    return register(hook, *arguments, **keywords)
+
+atexit.register = noted
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import AtExit, InForkedChild
+
+# Hooks that are registered later run earlier: what ours need must still be there.
+import logging, multiprocessing.util, torch.distributed
+assert registered[-len(AtExit):] == [process_hooks.__name__] * len(AtExit), registered
 
 def say(text):
     os.write(1, f"{text}\\n".encode())

@@ -34,7 +34,7 @@ PROBLEMS = """() => {
         if (getComputedStyle(box).overflowX === "hidden" && box.scrollWidth > box.clientWidth + 1)
             found.push(`its end is hidden: ${shown(box)}`);
     }
-    for (const command of document.querySelectorAll("td code:not(.long), td code.long > span"))
+    for (const command of document.querySelectorAll("td code.short, code > span:not([class], [id])"))
         if (command.getClientRects().length > 1) found.push(`breaks in the middle: ${shown(command)}`);
     return found;
 }"""

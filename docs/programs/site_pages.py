@@ -13,8 +13,10 @@ PAGES = {
     **{name: name for name in ("README.zh-CN.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")},
 }
 
-SHORT = 55  # characters of a command in a table that stays in one piece: a phone's window has about as many
-LONG = re.compile(rf"<code>([^<]{{{SHORT + 1},}})</code>")
+# Code without colours, whose text has no tags; a diagram scrolls instead.
+CODE = re.compile(r'(?<!"diagram">)<code>([^<]+)</code>')
+WORD = re.compile(r"(?<!\S)[!-~]{1,36}(?!\S)")  # so many characters fit a phone's window
+SHORT = 55  # characters of a command in a table that stays in one piece
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -26,18 +28,21 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == "CHANGELOG.md":
+        page.meta["search"] = {"boost": 0.1}  # it has every word, and is what nobody who searches wants
     return re.sub(r"\]\(\.\./(\w+\.md)", lambda match: f"]({PAGES[match[1]]}", markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    html = re.sub(r"<td\b.*?</td>", lambda cell: LONG.sub(_in_words, cell[0]), html)
+    html = CODE.sub(_in_words, html)
     if page.file.src_uri.endswith(".zh-CN.md"):
         html = f'<div lang="zh-CN">{html}</div>'  # else a browser may take Japanese forms of the characters
     return html
 
 
 def _in_words(code: re.Match[str]) -> str:
-    """A long command in a table: site.css lets it break between its words; within one only if that is long itself."""
-    words = " ".join(word if len(word) > SHORT else f"<span>{word}</span>" for word in code[1].split(" "))
-    return f'<code class="long">{words}</code>'
+    """For site.css: a command breaks between its words, and not after a hyphen; in a table only if it is long."""
+    length = "long" if len(code[1]) > SHORT else "short"
+    words = WORD.sub(r"<span>\g<0></span>", code[1])
+    return f'<code class="{length}">{words}</code>'

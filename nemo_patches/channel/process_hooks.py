@@ -10,6 +10,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 
+import torch.distributed  # noqa: F401  # before ours are registered: then torch's hooks at exit run after them
+
 
 class AtExit(Enum):
     """At the interpreter's end, the first of these first; what has not been imported is left out. `at_last` follows.

@@ -22,7 +22,7 @@ Method = Callable[..., None]
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.7 and later
 
 
-def bounded(original: Method, grow: Method, in_force: Callable[[], bool]) -> Method:
+def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], bool]) -> Method:
     """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the reduce.
 
     original: NeMo's own method, which runs where there is no process group. grow: the same without its reduce, which

@@ -179,8 +179,7 @@ class RecentCalls(Recording):
     def _raised(self, error: BaseException) -> Raised:
         encoder, n, _ = self._open.get(self.thread, (self._latest, 0, 0.0))
         assert encoder is not None
-        failed = records.failed(self.now(), "", error)
-        return Raised(failed.t, encoder.e, n or encoder.number, failed.type, failed.message, failed.traceback)
+        return records.raised(self.now(), encoder.e, n or encoder.number, error)
 
     def _seconds(self, monotonic: float) -> float:
         return round(monotonic - self._started_at, 6)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import traceback
 from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
@@ -25,8 +24,6 @@ from nemo_patches.tracing.encoder_state import EncoderState
 from nemo_patches.tracing.recorder import Recorder, tracing
 from nemo_patches.tracing.records import (
     BYPASS,
-    LONGEST_MESSAGE,
-    LONGEST_TRACEBACK,
     PRE_ENCODE,
     Backward,
     BackwardEnded,
@@ -34,7 +31,6 @@ from nemo_patches.tracing.records import (
     FirstLayer,
     Leave,
     PreEncoded,
-    Raised,
 )
 from nemo_patches.tracing.settings import RAISE
 from nemo_patches.tracing.writer import TraceWriter
@@ -155,17 +151,7 @@ class _Call:
             if type(error).__name__ == _RECOMPUTED:
                 self._put_leave(None)
             elif error is not None:
-                text = "".join(traceback.format_exception(kind, error, trace))
-                self._writer.put(
-                    Raised(
-                        t=self._writer.now(),
-                        e=self._state.e,
-                        n=self._state.number,
-                        type=type(error).__name__,
-                        message=str(error)[:LONGEST_MESSAGE],
-                        traceback=text[-LONGEST_TRACEBACK:],
-                    )
-                )
+                self._writer.put(records.raised(self._writer.now(), self._state.e, self._state.number, error))
 
     def _hook(self, module: torch.nn.Module | None, kind: type[PreEncoded] | type[FirstLayer]) -> None:
         if module is None:

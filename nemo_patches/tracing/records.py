@@ -20,6 +20,8 @@ from nemo_patches.sync.protocol import SERVED as SERVED
 from nemo_patches.sync.protocol import TIMEOUT as TIMEOUT
 from nemo_patches.sync.protocol import UNWAITED as UNWAITED
 
+# Another number where an older `diagnose` would misread a trace: a field goes or changes, a record needs a new one, or
+# there is a new kind of record. It is the header's, whose `k` and `format` stay as they are in every format.
 FORMAT = 1
 
 NOT_SET = "NOT SET"
@@ -359,13 +361,22 @@ Record = (
 
 
 def failed(t: float, thread: str, error: BaseException) -> Failed:
-    """The record of an exception. Of a long message both ends stay: a data loader's worker has its error at the end."""
+    return Failed(t, thread, *_told(error))
+
+
+def raised(t: float, e: int, n: int, error: BaseException) -> Raised:
+    return Raised(t, e, n, *_told(error))
+
+
+def _told(error: BaseException) -> tuple[str, str, str]:
+    """Its type, message and traceback. Of a long message both ends stay: a data loader's worker has its error at the
+    end."""
     message = str(error)
     if len(message) > LONGEST_MESSAGE:
         half = (LONGEST_MESSAGE - len(_CUT)) // 2
         message = message[:half] + _CUT + message[-half:]
     text = "".join(tracebacks.format_exception(error))[-LONGEST_TRACEBACK:]
-    return Failed(t, thread, type(error).__name__, message, text)
+    return type(error).__name__, message, text
 
 
 def encode(record: Record) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .sync import __version__
 from .sync.checkpoints import CheckpointError, replacements
-from .sync.encoder_methods import bounded, private_setter
+from .sync.encoder_methods import make_bounded_update, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
 from .sync.own_syncs import Owner, watching
 from .sync.rank_log import report
@@ -34,7 +34,7 @@ def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]
 
     def decorate(owner: Any) -> type:
         original = owner.__dict__[method]
-        update = bounded(original, original, lambda: True)
+        update = make_bounded_update(original, original, lambda: True)
         update.__nemo_patches__ = __version__  # for apply(), which leaves it alone then
         setattr(owner, method, update)
         if setter:

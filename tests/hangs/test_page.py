@@ -11,9 +11,8 @@ from nemo_patches.tools.demo.hangs.gallery import DIES, ENDS, HANGS_BY_NAME, NAM
 
 pytestmark = pytest.mark.one_nemo
 PAGE = (CHECKOUT / "docs" / "hangs.md").read_text(encoding="utf-8")
-ROWS = re.findall(
-    r"^\| `nemo-patches demo --hang ([a-z0-9-]+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE
-)
+(TABLE,) = re.findall(r"^\| `nemo-patches demo --hang` \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `([a-z0-9-]+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", TABLE, re.MULTILINE)
 WORDS = {ENDS: "ends", NAMED: "named: ", DIES: "dies: "}
 
 

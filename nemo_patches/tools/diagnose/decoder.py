@@ -28,6 +28,14 @@ def decode(block: bytes) -> list[records.Record | None]:
         return [_decode_line(line) for line in block.split(b"\n") if line]
 
 
+def format_in(line: bytes) -> int | None:
+    """The number of the format in a header, also in one that this version cannot read; None if there is none."""
+    try:
+        return _format_decoder.decode(line).format
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def header_in(line: bytes) -> records.Header | None:
     """The header in a line; None if it holds none."""
     record: Any = _decode_line(line)
@@ -75,5 +83,12 @@ def _default(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
     return () if field.default is dataclasses.MISSING else (field.default,)
 
 
+class _Format(msgspec.Struct, tag_field="k", tag=records.Header.k):
+    """What a header of every format has."""
+
+    format: int
+
+
+_format_decoder = msgspec.json.Decoder(_Format)
 structs: dict[type[Any], type[Any]] = {kind: _struct(kind) for kind in typing.get_args(records.Record)}
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(typing.Union[tuple(structs.values())])  # noqa: UP007

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_patches.channel.safe_text import safe
-from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode, header_in
+from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode, format_in, header_in
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records
 
@@ -296,11 +296,12 @@ def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
         raise _NotATrace("empty")
     with path.open("rb") as file:
         line, newline, _ = file.read(_BLOCK_BYTES).partition(b"\n")
-    header = header_in(line) if newline else None
+    number = format_in(line) if newline else None
+    if number not in (None, records.FORMAT):
+        raise _NotATrace(f"format {number}; this nemo_patches reads {records.FORMAT}: use the one that wrote it")
+    header = header_in(line) if number is not None else None
     if header is None:
         raise _NotATrace("does not begin with a trace's header")
-    if header.format != records.FORMAT:
-        raise _NotATrace(f"format {header.format}; this nemo_patches reads {records.FORMAT}")
     if not (0 <= header.rank < header.world_size <= _MOST_RANKS and header.part >= 0):
         raise _NotATrace(f"rank {header.rank} of {header.world_size} in its header")
     if name_match and tuple(map(int, name_match.groups())) != (header.rank, header.pid, header.part):
