@@ -134,6 +134,16 @@ def test_calls_are_kept_for_a_dump_unless_there_is_a_trace_or_it_is_off(off: str
     assert sys.excepthook is own
 
 
+def test_the_hooks_for_exceptions_of_a_trace_and_of_the_dumps_are_taken_back_one_from_the_other(tmp_path: Path) -> None:
+    own = sys.excepthook
+    nemo_patches.apply(trace="-", dump=tmp_path)
+    of_dumps = sys.excepthook
+    encoders.run(encoders.conformer(), 40)
+    assert own is not of_dumps is not sys.excepthook is not own
+    nemo_patches.revert()
+    assert sys.excepthook is own
+
+
 def test_status_prints_well() -> None:
     nemo_patches.apply(timeout=7)
     status = nemo_patches.status()
