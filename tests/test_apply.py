@@ -221,8 +221,10 @@ def test_status_has_one_of_three_answers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(nemo_patches.status()).startswith("off here: NEMO_PATCHES_DISABLE=1")
     monkeypatch.setenv("NEMO_PATCHES_DISABLE", "x")
     assert str(nemo_patches.status()).startswith("cannot be: NEMO_PATCHES_DISABLE='x' is not allowed")
-    monkeypatch.delenv("NEMO_PATCHES_DISABLE")
     monkeypatch.setattr("nemo.package_info.__shortversion__", "9.9.0")
+    monkeypatch.setenv("NEMO_PATCHES_DISABLE", "1")
+    assert state() == "cannot be"  # switching it on would not help, and `nemo-patches status` says the same
+    monkeypatch.delenv("NEMO_PATCHES_DISABLE")
     assert str(nemo_patches.status()).startswith("cannot be: NeMo 9.9.0 is not supported")
     monkeypatch.undo()
     nemo_patches.apply()

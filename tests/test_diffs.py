@@ -145,6 +145,13 @@ def test_a_tree_that_has_it_is_recognised(vendored: Path, tmp_path: Path) -> Non
     done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
     assert done.returncode == 0, done
     assert "ConformerEncoder.update_max_seq_length: built in by a diff" in done.stdout
+    variables = {**environment(vendored), "NEMO_PATCHES_TIMEOUT": "soon"}  # there, the default stands in for it
+    done = run([sys.executable, "-m", "nemo_patches", "status"], variables, cwd=CHECKOUT)
+    assert done.returncode == 0, done
+    on, reason, *_ = done.stdout.splitlines()
+    assert on.startswith("on: a diff has built it into this NeMo")
+    assert reason.startswith("  NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: ")
+    assert reason.endswith("; this value is not used")
     done = printed(tmp_path)
     assert done.returncode == 2
     assert "needed is the folder that has nemo/package_info.py" in done.stderr

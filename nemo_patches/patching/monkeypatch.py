@@ -205,12 +205,13 @@ class Patching:
         if nemo == "not installed":
             return admission.CANNOT_BE, f"NeMo is not installed for {sys.executable}"
         try:
-            if admission.disabled():
-                text = f"{DISABLE_VARIABLE}=1; unset it, and apply() or `nemo-patches run` can switch it on"
-                return admission.OFF, text
+            disabled = admission.disabled()
             admission.require_supported(nemo)
         except (SettingsError, admission.UnsupportedNeMo) as error:
             return admission.CANNOT_BE, str(error)
+        if disabled:
+            text = f"{DISABLE_VARIABLE}=1; unset it, and apply() or `nemo-patches run` can switch it on"
+            return admission.OFF, text
         if self._refused:
             return admission.CANNOT_BE, self._refused
         if self._follows_imports and hook_installed:

@@ -104,12 +104,13 @@ def examine() -> Report:
     auto_apply, shadowed_by = _auto_apply()
     switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
     switched_off = [] if built_in else [*switched_off, *filter(None, [shadowed_by])]
-    problems = [
-        *(target.problem for target in encoders if target.problem),
-        *_refusals(nemo, built_in),
-        *_missing(nemo, encoders),
-    ]
-    reasons = [*problems, *metrics.problems, *callback.problems, *switched_off]
+    problems = [target.problem for target in encoders if target.problem]
+    unused = []
+    if built_in:
+        unused = [f"{refusal}; this value is not used" for refusal in refusals()]
+    else:
+        problems += [*_refusals(nemo), *_missing(nemo, encoders)]
+    reasons = [*problems, *unused, *metrics.problems, *callback.problems, *switched_off]
     as_stock = " and ".join(chosen.title for chosen in (metrics, callback) if chosen.problems)
     state = CANNOT_BE if problems else ON if built_in or (auto_apply == "on" and not switched_off) else OFF
     return Report(
@@ -154,7 +155,7 @@ def _checkpoint_callback(built_in: bool) -> _Chosen:
     return _Chosen("the checkpoint callback", targets, tuple(target.problem for target in targets if target.problem))
 
 
-def _refusals(nemo: str, built_in: bool) -> Iterator[str]:
+def _refusals(nemo: str) -> Iterator[str]:
     """Why apply() would raise."""
     try:
         admission.disabled()
@@ -162,8 +163,7 @@ def _refusals(nemo: str, built_in: bool) -> Iterator[str]:
         yield str(error)
     yield from map(str, refusals())
     try:
-        if not built_in:  # what is built in asks for no version
-            admission.require_supported(nemo)
+        admission.require_supported(nemo)
     except (SettingsError, admission.UnsupportedNeMo) as error:
         yield str(error)
 
@@ -196,7 +196,7 @@ def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str], as_
             "a diff has built it into this NeMo" if built_in else "every Python process here patches NeMo at its import"
         )
         how += "; a class of yours with a length sync of its own is not seen here: the job names it"
-        return "\n  ".join([f"on: {how}" + (f", but {as_stock}: as in stock NeMo" if reasons else ""), *reasons])
+        return "\n  ".join([f"on: {how}" + (f", but {as_stock}: as in stock NeMo" if as_stock else ""), *reasons])
     ways = "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply() in the training script"
     if f"{DISABLE_VARIABLE}=1" not in reasons:
         switch = f"{ways} (which this command cannot see)"
