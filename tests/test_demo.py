@@ -224,7 +224,7 @@ def test_a_hang_that_was_reported_is_shown_as_stock_and_with_nemo_patches(tmp_pa
         assert not list(tmp_path.glob("nemo-patches-demo-*"))
     finally:
         end(process)
-    assert output.startswith("skipped-backward: Rank 1 leaves out a batch between forward and backward")
+    assert output.startswith("skipped-backward: Rank 1 skips a batch between forward and backward")
     assert "Reported as: Lightning-AI/pytorch-lightning#5243, " in output
     stood = (
         r"  rank 0: backward, which reduces the gradients, in skipped_backward \(steps.py:\d+\)\n"

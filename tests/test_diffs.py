@@ -147,7 +147,7 @@ def test_a_tree_that_has_it_is_recognised(vendored: Path, tmp_path: Path) -> Non
     assert "ConformerEncoder.update_max_seq_length: built in by a diff" in done.stdout
     variables = {**environment(vendored), "NEMO_PATCHES_TIMEOUT": "soon"}  # there, the default stands in for it
     done = run([sys.executable, "-m", "nemo_patches", "status"], variables, cwd=CHECKOUT)
-    assert done.returncode == 0, done
+    assert done.returncode == 1, done
     on, reason, *_ = done.stdout.splitlines()
     assert on.startswith("on: a diff has built it into this NeMo")
     assert reason.startswith("  NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: ")
