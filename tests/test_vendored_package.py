@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from interpreters import CHECKOUT, environment, run
 
+from nemo_patches.vendoring import parts
+
 PACKAGE = CHECKOUT / "nemo_patches"
 SUBSCRIBER = "SETTINGS = ()\n\ndef subscribe():\n    print('subscribed')\n\ndef stalls():\n    return ('a stall',)\n"
 PROGRAM = (
@@ -28,10 +30,10 @@ pytestmark = pytest.mark.one_nemo
 def vendored(tmp_path: Path) -> Path:
     """The package under another name, with the core alone."""
     folder = tmp_path / "vendored"
-    for room in ("channel", "sync"):
-        shutil.copytree(PACKAGE / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(PACKAGE / "growth.py", folder)
-    shutil.copy(PACKAGE / "vendoring" / "vendored_package.py", folder / "__init__.py")
+    for path, content in parts.own_files(parts.Part.SYNC).items():
+        file = folder / Path(path).relative_to(parts.FOLDER)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
     return folder
 
 
