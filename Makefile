@@ -56,7 +56,7 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what does not wait, beside the checks and the installation of what else is needed; then the tests that wait (marker
-# "alone"), six files at a time, beside those of the wheel and of the other NeMo.
+# "alone"), four files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test: .venv/nemo-$(FIRST)/ready
@@ -84,8 +84,8 @@ test-together-%: .venv/nemo-%/ready
 	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n $(if $(filter $*,$(FIRST)),3,2) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, six files at a time"
-	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n 6 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
+	@echo "== tests on NeMo $*, those that wait, four files at a time"
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n 4 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)

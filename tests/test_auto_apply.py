@@ -40,8 +40,10 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
     assert all((end["size"], end["steps"]) == (2, STEPS) for end in ends)
     assert len(lines(done, "patched on all 2 ranks: ConformerEncoder, ", f"timeout={TIMEOUT} s", "INFO [rank 0/2")) == 1
     assert lines(done, "patched", "[rank 1/2") == []
-    late = f"training call 2: not every rank's length came within {TIMEOUT}.0"
-    assert len(lines(done, "WARNING", late, "[rank 0/2")) == 1
+    late = f"not every rank's length came within {TIMEOUT}.0"
+    (first,) = lines(done, "WARNING", late, "[rank 0/2")
+    # On a busy machine the ranks may not be connected in time for the first call: then that begins the incident.
+    assert "training call 2: " in first or "training call 1: " in first
     recovered, *_ = lines(done, "recovered", "[rank 0/2")  # a busy machine may have shorter stalls after it
     assert TIMEOUT <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 30
     assert lines(done, "ERROR") == []
