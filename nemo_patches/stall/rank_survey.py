@@ -130,7 +130,7 @@ class RankSurvey:
         return bool(self._looks)
 
     def cancel(self) -> None:
-        """End this look."""
+        """Drop all looks: nobody waits for their results."""
         self._looks = []
 
     def _answer(self, now: float) -> None:

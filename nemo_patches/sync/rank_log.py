@@ -75,7 +75,7 @@ def _rank_and_size() -> tuple[int | None, int | None]:
 
 
 def launchers_number(*variables: str) -> int | None:
-    """Of the first of a launcher's variables that has one."""
+    """The number in the first of these variables that has one; None if none has."""
     values = (os.environ.get(variable, "") for variable in variables)
     return next((int(value) for value in values if value.isdecimal()), None)
 

@@ -369,8 +369,7 @@ def raised(t: float, e: int, n: int, error: BaseException) -> Raised:
 
 
 def _told(error: BaseException) -> tuple[str, str, str]:
-    """Its type, message and traceback. Of a long message both ends stay: a data loader's worker has its error at the
-    end."""
+    """Its type, message and traceback. A long message keeps both ends: a data loader's worker has its error last."""
     message = str(error)
     if len(message) > LONGEST_MESSAGE:
         half = (LONGEST_MESSAGE - len(_CUT)) // 2
