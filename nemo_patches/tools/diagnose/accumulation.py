@@ -58,13 +58,13 @@ def _training_calls(case: Case, rank: int) -> Floats | None:
     calls = track.calls
     if not calls.n or calls.n[0] != 1 or track.damaged_at >= 0 or not track.info.ddp:
         return None
-    training = np.array(calls.training, dtype=np.int8) == 1
-    backward = np.array(calls.backward, dtype=np.int8)[training]
+    training = np.array(calls.training) == 1
+    backward = np.array(calls.backward)[training]
     if not len(backward) or not np.isin(backward[:-1], (BACKWARD, BACKWARD_ENDED)).all():
         return None
     entered: Floats = np.array(calls.entered)[training]
-    if all(case.clocks.common(other, 0.0) is not None for other in case.tracks):
-        return case.clocks.common(rank, entered)
+    if case.tracks.keys() <= case.clocks.knots.keys():
+        return case.clocks.all_common(rank, entered)
     headers = {other: case.job.traces[other].header for other in case.tracks}
     is_one_host = len({header.host for header in headers.values()}) == 1
     return entered + headers[rank].started if is_one_host else None

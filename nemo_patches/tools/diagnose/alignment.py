@@ -67,14 +67,18 @@ class Clocks:
     reference: int
     knots: dict[int, tuple[Floats, Floats]]  # by rank: own time, and what to add to it
 
-    def common(self, rank: int, at: float | Floats) -> Floats | None:
+    def common(self, rank: int, at: float) -> float | None:
         """Seconds of a rank's own trace on the common scale; None where that cannot be told."""
-        if rank not in self.knots:
-            return None
-        moments, offsets = self.knots[rank]
-        own = np.asarray(at, dtype=np.float64)
-        common: Floats = own + np.interp(own, moments, offsets)
+        return float(self.all_common(rank, np.array(at))) if rank in self.knots else None
+
+    def all_common(self, rank: int, at: Floats) -> Floats:
+        """Likewise of many moments of a rank that is on the scale."""
+        common: Floats = at + np.interp(at, *self.knots[rank])
         return common
+
+    def common_or_own(self, rank: int, at: float) -> float:
+        common = self.common(rank, at)
+        return at if common is None else common
 
 
 def shared_rounds(tracks: dict[int, Track]) -> Rounds:
@@ -125,14 +129,14 @@ def _in_both(left: Whole, right: Whole) -> Whole:
 
 def _in_time(track: Track) -> _RoundsInTime:
     calls = track.calls
-    index = np.flatnonzero(np.array(calls.outcome, dtype=np.int8) == CAME).astype(np.int32)
-    number = np.array(calls.round, dtype=np.int64)[index]
+    index = np.flatnonzero(np.array(calls.outcome) == CAME).astype(np.int32)
+    number = np.array(calls.round)[index]
     synced = np.array(calls.synced, dtype=np.float64)[index]
     entered, in_ddp = np.array(calls.entered), np.array(calls.in_ddp)
     believable = (in_ddp >= 0) & (in_ddp <= np.diff(entered, prepend=-np.inf))  # it began after the call before
     at: Floats = entered[index] + synced
     ahead = (np.where(believable, in_ddp, np.nan)[index] + synced).astype(np.float32)
-    waited = np.array(calls.waited, dtype=np.float32)[index]
+    waited = np.array(calls.waited)[index]
     if (np.diff(number) > 0).all():
         return _RoundsInTime(number, index, at, waited, ahead)
     number, first = np.unique(number, return_index=True)

@@ -95,10 +95,10 @@ def skipped_backward(case: Case) -> SkippedBackward | None:
 def _backwards(track: Track, start: int, deferred: bool) -> _Backwards:
     """deferred: some rank has made a backward after a later call, so that entering one shows nothing."""
     calls = track.calls
-    state = np.array(calls.backward, dtype=np.int8)
+    state = np.array(calls.backward)
     kinds, _ = weighted_kinds(track)
     index = np.flatnonzero((kinds == 1) & (state != NO_GRAPH) & (np.arange(len(state)) >= start))
-    numbers, made = np.array(calls.n, dtype=np.int64)[index], state[index] != NO_BACKWARD
+    numbers, made = np.array(calls.n)[index], state[index] != NO_BACKWARD
     goes_on = numbers < track.settled
     if not deferred:
         goes_on |= (numbers < track.last) & (np.cumsum(made) >= _ENOUGH_BACKWARDS)

@@ -59,7 +59,7 @@ class Case:
     def _last_records(self) -> dict[int, float]:
         """By rank when its last record was made, on the common scale; only of ranks that are on it."""
         common = {rank: self.clocks.common(rank, trace.last) for rank, trace in self.job.traces.items()}
-        return {rank: float(seconds) for rank, seconds in common.items() if seconds is not None}
+        return {rank: seconds for rank, seconds in common.items() if seconds is not None}
 
     def last_record(self, rank: int) -> str:
         """What a rank recorded last and when, for a person."""
@@ -218,11 +218,9 @@ def _has_come_since(case: Case, rank: int, report: records.Missing | records.Sta
         return False
     if isinstance(report, records.Missing):
         return bool(report.n) and not ending.unsure and ending.came_to >= case.endings[rank].round
-    entered, reported = (
-        case.clocks.common(missing, last_entered(case.job, missing)),
-        case.clocks.common(rank, report.t),
-    )
-    return entered is not None and reported is not None and float(entered) > float(reported)
+    entered = case.clocks.common(missing, last_entered(case.job, missing))
+    reported = case.clocks.common(rank, report.t)
+    return entered is not None and reported is not None and entered > reported
 
 
 def _index(track: Track, n: int) -> int:

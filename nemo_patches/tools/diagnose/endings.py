@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
-from nemo_patches.tools.diagnose.rank_end import BY_HAND, ProcessEnd, error_of, is_of_a_collective, process_end
+from nemo_patches.tools.diagnose.rank_end import BY_HAND, ProcessEnd, error_of, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,
@@ -89,7 +89,7 @@ def _recorded_phases(traces: dict[int, RankTrace], tracks: dict[int, Track]) -> 
     calls = [track.calls for track in tracks.values()]
     dumped = any(trace.dumped for trace in traces.values())
     return _RecordedPhases(
-        sync=dumped or any((np.array(of_rank.outcome, dtype=np.int8) != UNSYNCED).any() for of_rank in calls),
+        sync=dumped or any((np.array(of_rank.outcome) != UNSYNCED).any() for of_rank in calls),
         pre=any((~np.isnan(np.array(of_rank.pre))).any() for of_rank in calls),
         any_left=any(LEFT in of_rank.ended for of_rank in calls),
         dumped=dumped,
@@ -117,7 +117,7 @@ def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool
 
 
 def _latest_that_came(track: Track) -> int:
-    came = np.flatnonzero(np.array(track.calls.outcome, dtype=np.int8) == CAME)
+    came = np.flatnonzero(np.array(track.calls.outcome) == CAME)
     return int(track.calls.round[came[-1]]) if len(came) else 0
 
 
@@ -181,7 +181,7 @@ def _ended_in_call(trace: RankTrace, track: Track, process: ProcessEnd) -> Proce
     error = error_of(raised) if raised is not None else None
     if error is None:
         return process
-    if is_of_a_collective(*error):
+    if error.is_of_a_collective:
         return replace(process, error=error.line, waited=True)
     if error.type.rpartition(".")[2] in BY_HAND:  # a signal's handler raised it, wherever it found the rank
         return replace(process, error=error.line, terminated=True)
@@ -216,7 +216,7 @@ def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
     for row, rank in enumerate(rounds.ranks):
         calls = tracks[rank].calls
         fit &= np.array(calls.n)[rounds.index[row]] > tracks[rank].damaged_at + 1
-        kinds.append(np.array(calls.training, dtype=np.int8)[rounds.index[row]])
+        kinds.append(np.array(calls.training)[rounds.index[row]])
     fit &= (np.stack(kinds) == kinds[0]).all(axis=0) & (kinds[0] != UNKNOWN)
     # In evaluation, ranks that were late may be calls apart; in training they are not.
     for candidates in (np.flatnonzero(fit & (kinds[0] == 1)), np.flatnonzero(fit)):
@@ -256,5 +256,5 @@ def weighted_kinds(track: Track) -> tuple[Whole, Whole]:
     known = np.flatnonzero(kinds != UNKNOWN)
     if 0 < len(known) < len(kinds):  # a call whose beginning was not read is taken for one like its neighbour
         kinds = kinds[known[np.clip(np.searchsorted(known, np.arange(len(kinds)), "right") - 1, 0, None)]]
-    numbers = np.array(track.calls.n, dtype=np.int64)
+    numbers = np.array(track.calls.n)
     return kinds, np.diff(numbers, prepend=numbers[0] - 1)

@@ -9,11 +9,11 @@ import numpy as np
 
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.alignment import Clocks
+from nemo_patches.tools.diagnose.alignment import Clocks, clocks
 from nemo_patches.tools.diagnose.case import Case, last_entered
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import TracedJob
-from nemo_patches.tools.diagnose.rank_end import error_of, is_of_a_collective
+from nemo_patches.tools.diagnose.rank_end import error_of
 from nemo_patches.tracing import records
 
 _NEXT_INPUT = (
@@ -30,11 +30,6 @@ _TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
 _Fault = TypeVar("_Fault", records.Raised, records.Finding)
 
 
-def _at(case: Case, rank: int, t: float) -> float:
-    common = case.clocks.common(rank, t)
-    return float(common) if common is not None else t
-
-
 def caught_exceptions(case: Case) -> list[Finding]:
     """The first exception of an encoder call after which training went on."""
     raises: list[tuple[float, records.Raised, int]] = []
@@ -42,11 +37,11 @@ def caught_exceptions(case: Case) -> list[Finding]:
         trace, ending = case.job.traces[rank], case.endings[rank]
         if not trace.mixed and not ending.unsure:  # else the record may be another rank's
             raises += [
-                (_at(case, rank, raised.t), raised, rank)
+                (case.clocks.common_or_own(rank, raised.t), raised, rank)
                 for raised in trace.raised
                 if raised.e == track.info.e
                 and not (ending.raised and ending.call == raised.n)
-                and not is_of_a_collective(*error_of(raised))
+                and not error_of(raised).is_of_a_collective
             ]
     if not raises:
         return []
@@ -98,24 +93,23 @@ def _tail(traceback: str) -> list[str]:
     return [safe(line) for line in traceback.strip().splitlines()[-4:]]
 
 
-def _first(faults: list[tuple[float, _Fault, int]], clocks: Clocks | None) -> tuple[_Fault, int]:
+def _first(faults: list[tuple[float, _Fault, int]], scale: Clocks) -> tuple[_Fault, int]:
     """The first of (time, record, rank) by time; by call and rank where the ranks' clocks cannot be compared."""
-    comparable = clocks is not None and all(clocks.common(rank, 0.0) is not None for _, _, rank in faults)
+    comparable = all(rank in scale.knots for _, _, rank in faults)
     _, record, rank = min(faults, key=lambda fault: (fault[0], fault[1].n) if comparable else (fault[1].n, fault[2]))
     return record, rank
 
 
 def check_findings(job: TracedJob, cases: list[Case]) -> list[Finding]:
     """For each check its first finding."""
-    clocks = cases[0].clocks if cases else None
+    scale = cases[0].clocks if cases else clocks({})
     of_check: dict[str, list[tuple[float, records.Finding, int]]] = defaultdict(list)
     for rank, trace in job.traces.items():
         for record in trace.findings if not trace.mixed else ():
-            at = clocks.common(rank, record.t) if clocks else None
-            of_check[record.check].append((float(at) if at is not None else record.t, record, rank))
+            of_check[record.check].append((scale.common_or_own(rank, record.t), record, rank))
     findings = []
     for check, recorded in sorted(of_check.items())[:8]:
-        first, rank = _first(recorded, clocks)
+        first, rank = _first(recorded, scale)
         ranks = sorted({rank for _, _, rank in recorded})
         names = {track.info.e: track.info.name for track in job.traces[rank].tracks.values()}
         name = safe(names.get(first.e, "the encoder"))

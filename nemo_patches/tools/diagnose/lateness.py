@@ -135,11 +135,7 @@ def _given_up(case: Case) -> _GivenUp:
     gave_up: dict[int, dict[int, int]] = defaultdict(dict)
     came: dict[int, dict[int, int]] = defaultdict(dict)
     columns = {
-        rank: (
-            np.array(track.calls.outcome, dtype=np.int8),
-            np.array(track.calls.round, dtype=np.int64),
-            np.array(track.calls.n, dtype=np.int64),
-        )
+        rank: (np.array(track.calls.outcome), np.array(track.calls.round), np.array(track.calls.n))
         for rank, track in case.tracks.items()
     }
     for rank, (outcome, rounds, calls) in columns.items():
@@ -193,8 +189,7 @@ def late_seconds(case: Case) -> dict[tuple[int, int], float]:
 def _entered(case: Case, rank: int, call: int) -> float | None:
     """On the common scale."""
     calls = case.tracks[rank].calls
-    common = case.clocks.common(rank, calls.entered[int(np.searchsorted(np.array(calls.n), call))])
-    return None if common is None else float(common)
+    return case.clocks.common(rank, calls.entered[int(np.searchsorted(np.array(calls.n), call))])
 
 
 def incidents(case: Case) -> list[Finding]:

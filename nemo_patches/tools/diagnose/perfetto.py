@@ -27,7 +27,7 @@ def write(job: TracedJob, file: Path) -> None:
     encoders = cases(job)
     scale = max((case.clocks for case in encoders), key=lambda candidate: len(candidate.knots), default=clocks({}))
     calls = MOST_CALLS // max(1, sum(len(case.tracks) for case in encoders))
-    origin = min((_at(scale, rank, first) for rank, first in _firsts(job, calls)), default=0.0)
+    origin = min((scale.common_or_own(rank, first) for rank, first in _firsts(job, calls)), default=0.0)
     with file.open("w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         first = True
@@ -44,12 +44,6 @@ def _firsts(job: TracedJob, most: int) -> Iterator[tuple[int, float]]:
                 yield rank, track.calls.entered[-min(most, len(track.calls.n))]
 
 
-def _at(scale: Clocks, rank: int, own: float) -> float:
-    """Seconds on the common scale; on the rank's own if it shares no round with the others."""
-    common = scale.common(rank, own)
-    return float(common) if common is not None else own
-
-
 def _events(job: TracedJob, encoders: list[Case], scale: Clocks, origin: float, most: int) -> Iterator[Event]:
     for rank, trace in sorted(job.traces.items()):
         aligned = "" if rank in scale.knots else ", own clock"
@@ -59,7 +53,7 @@ def _events(job: TracedJob, encoders: list[Case], scale: Clocks, origin: float, 
 
         # Whole microseconds: the viewer drops slices that overlap by a nanosecond, and fractions do.
         def micro(own: float, rank: int = rank) -> int:
-            return round((_at(scale, rank, own) - origin) * 1e6)
+            return round((scale.common_or_own(rank, own) - origin) * 1e6)
 
         for thread, case in enumerate(encoders, 1):
             track = case.tracks.get(rank)

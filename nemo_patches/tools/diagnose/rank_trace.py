@@ -49,7 +49,7 @@ _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[rec
 _Call, _Dumped = structs[records.Call], structs[records.Dumped]
 _Failed, _Stalled, _Sigterm = structs[records.Failed], structs[records.Stalled], structs[records.Sigterm]
 _Backward, _BackwardEnded = structs[records.Backward], structs[records.BackwardEnded]
-_Lengths, _OfAPartThatIsGone = structs[records.Lengths], structs[records.Kept]
+_Lengths, _KeptRecord = structs[records.Lengths], structs[records.Kept]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 # Nearly all calls have these records, in this order, with or without a backward. Runs of them are taken as columns,
@@ -466,8 +466,8 @@ class RankTrace:
         if kind is _Header:
             mine = self.header
             self.mixed |= (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started)
-        elif kind is _OfAPartThatIsGone:
-            self._keep_of_a_part_that_is_gone(record.record)
+        elif kind is _KeptRecord:
+            self._take_kept(record.record)
         elif kind is _Encoder:  # its time is that of its first record, also at the head of a later part
             self._encoder(record)
         else:
@@ -514,7 +514,8 @@ class RankTrace:
                 del self.memory[::2]
                 self._stride *= 2
 
-    def _keep_of_a_part_that_is_gone(self, line: str) -> None:
+    def _take_kept(self, line: str) -> None:
+        """Take a record of a part that is gone, which the head of a later part has kept."""
         (record,) = decode(line.replace("\n", " ").encode()) or [None]
         kept: dict[type[Any], list[Any]] = {_Raised: self.raised, _Failed: self.failed, _Finding: self.findings}
         if type(record) not in kept:

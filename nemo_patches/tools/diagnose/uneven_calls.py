@@ -111,7 +111,7 @@ def _mixed_rounds(case: Case) -> list[UnevenRun]:
     kinds, trained, evaluated = [], [], []
     for row, rank in enumerate(rounds.ranks):
         index, track = rounds.index[row], case.tracks[rank]
-        kinds.append(np.array(track.calls.training, dtype=np.int8)[index])
+        kinds.append(np.array(track.calls.training)[index])
         training, evaluation = positions(track, starts[rank] or 0)
         trained.append(training[index])
         evaluated.append(evaluation[index])

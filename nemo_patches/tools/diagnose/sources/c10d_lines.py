@@ -137,7 +137,9 @@ class C10dLines:
         self._timeouts: dict[int, _TimedOut] = {}  # the first of each rank
         self._without_name: dict[int, _TimedOut] = {}  # where another line alone tells of a time-out
         self._is_ambiguous = False  # a rank has time-outs with several numbers, of several groups
-        self._fell_to: dict[int, set[int]] = defaultdict(set)  # by rank, numbers below its first
+        self._later_sequences: dict[int, set[int]] = defaultdict(
+            set
+        )  # by rank, below its first: another launch, or group
         self._groups: dict[tuple[int, int], str] = {}  # of (rank, number)
         self._enqueued: dict[tuple[str, int], tuple[int, int, Line]] = {}  # by group and rank; the last, and completed
         self._analysis = _Analysis()
@@ -197,7 +199,7 @@ class C10dLines:
         first = self._timeouts.setdefault(found.rank, found)
         self._is_ambiguous = self._is_ambiguous or first.number != found.number
         if found.number < first.number:
-            self._fell_to[found.rank].add(found.number)
+            self._later_sequences[found.rank].add(found.number)
 
     def _take_status(self, found: re.Match[str], line: Line) -> None:
         if len(self._groups) >= 4 * MOST_KEPT:
@@ -385,7 +387,7 @@ class C10dLines:
         groups = {self._groups.get((one.rank, one.number), "") for one in timeouts} - {""}
         several_launches = any(
             self._groups.get((rank, number)) == self._groups.get((rank, self._timeouts[rank].number), "?")
-            for rank, numbers in self._fell_to.items()
+            for rank, numbers in self._later_sequences.items()
             for number in numbers
         )
         if several_launches or (self._is_ambiguous and not groups):

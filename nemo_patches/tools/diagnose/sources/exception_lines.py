@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fate
-from nemo_patches.tools.diagnose.rank_end import BY_HAND, is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
@@ -52,7 +52,7 @@ class _Error:
     type: str
     message: str
     line: Line
-    frames: tuple[tuple[str, str, str], ...]  # file, line, function; the innermost last
+    frames: Frames
     lines: list[str] = field(default_factory=list)  # of its message, after the first
 
     @property
@@ -60,9 +60,8 @@ class _Error:
         return "\n".join([self.message, *self.lines])
 
     @property
-    def traceback(self) -> str:
-        frames = "".join(f'  File "{file}", line {number}, in {function}\n' for file, number, function in self.frames)
-        return f"Traceback (most recent call last):\n{frames}{self.type}: {self.words}\n"
+    def as_error(self) -> Error:
+        return Error(self.type, self.words, self.frames)
 
     @property
     def text(self) -> str:
@@ -73,14 +72,14 @@ class _Error:
 
     @property
     def is_of_a_collective(self) -> bool:
-        return is_of_a_collective(self.type, self.words, self.traceback)
+        return self.as_error.is_of_a_collective
 
     @property
     def where(self) -> str:
         """The innermost frame, and the user's own that led to it."""
-        *outer, inner = self.frames or (("", "", ""),)
-        own = [frame for frame in outer if not frame_text.is_library(frame[0])][-_SHOWN_FRAMES + 1 :]
-        return " < ".join(map(_shown_frame, (inner, *reversed(own)))) if inner[0] else ""
+        own = [frame for frame in self.frames[1:] if not frame_text.is_library(frame[0])]
+        chosen = (*self.frames[:1], *own[: _SHOWN_FRAMES - 1])
+        return " < ".join(shown(frame_text.shown(function, file, number)) for file, number, function in chosen)
 
 
 @dataclass
@@ -180,7 +179,7 @@ class ExceptionLines:
             writing.has_frames = True
         elif _CAUSED in text or _MEANWHILE in text:
             writing.was_caused = True
-            if _MEANWHILE in text and writing.root is writing.last and not self._is_of_a_collective(writing.root):
+            if _MEANWHILE in text and (root := writing.root) and root is writing.last and not root.is_of_a_collective:
                 writing.root = None  # of an exception while handling another one, the later ended the process
         elif (error := _ERROR.match(text)) and (writing.has_frames or (writing.last is None and _is_name(error[1]))):
             self._raise(writing, error, line)
@@ -192,15 +191,12 @@ class ExceptionLines:
             writing.in_traceback = False
 
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
-        found = _Error(error[1], error[2] or "", line, tuple(writing.frames))
+        found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
         is_workers = writing.last is not None and "Caught " in writing.last.message and not writing.was_caused
         if writing.root is None or is_workers:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
         writing.in_traceback = not line.has_prefix
-
-    def _is_of_a_collective(self, error: _Error | None) -> bool:
-        return error is not None and error.is_of_a_collective
 
     def _end(self, key: int) -> None:
         """One is told to its end."""
@@ -222,14 +218,14 @@ class ExceptionLines:
             if error is not None and _BY_OTHERS.search(error.type) and rank >= 0:
                 self._found.add(rank, Fate(fates.TERMINATED, error.text), error.line)
             return
-        details = tuple(shown(one) for one in [*error.lines[-3:]] if one.strip())
+        details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
         kind = error.type.rpartition(".")[2]
         is_cut = not error.words.strip() and any(name.startswith(kind) for name in BY_HAND)  # "KeyboardInter"
         if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(fates.TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or _MISMATCH in error.words:
             kind = fates.CUT if _CLOSED.search(error.words) else fates.WAITED
-            start = f"{fates.AT_START}: " if is_of_the_start(error.type, error.words, error.traceback) else ""
+            start = f"{fates.AT_START}: " if error.as_error.is_of_the_start else ""
             fate = Fate(kind, f"{start}{error.text}", error.where, details)
         elif writing.was_over:
             fate = Fate(fates.FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
@@ -260,8 +256,3 @@ class ExceptionLines:
 
 def _is_name(name: str) -> bool:
     return _ERROR_NAME.search(name) is not None
-
-
-def _shown_frame(frame: tuple[str, str, str]) -> str:
-    file, number, function = frame
-    return shown(frame_text.shown(function, file, number))

@@ -28,7 +28,7 @@ from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
-from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_of
+from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_in, error_of
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
 
 _KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
@@ -146,7 +146,7 @@ def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
     reference = case.job.traces[case.clocks.reference].header if common is not None else header
     if common is None or reference.host == header.host:
         return safe(header.host), header.started + t
-    return safe(reference.host), reference.started + float(common)
+    return safe(reference.host), reference.started + common
 
 
 def _cite(job: TracedJob, rank: int, said: str = "") -> str:
@@ -203,8 +203,7 @@ def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
         return None
     if (failed := ending_failure(trace)) is not None:
         return failed.t, error_of(failed)
-    kind, _, message = ending.process.own_error.partition(": ")
-    return trace.last, Error(kind, message, "")
+    return trace.last, error_in(ending.process.own_error)
 
 
 def _after(case: Case, ending: Ending) -> str:
