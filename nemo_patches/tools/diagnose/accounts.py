@@ -157,7 +157,9 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
     for account in accounts.values():
         if account.rank != NOT_TOLD:  # those may be of several ranks
             account.fates = _that_count(account.fates)
-        account.fate = min(account.fates, key=_order_of_fates, default=None)
+        account.fate = min(
+            account.fates, key=lambda fact: (_RANKED.index(fact.fate_kind), not fact.own, fact.at), default=None
+        )
     return dict(sorted(accounts.items()))
 
 
@@ -173,10 +175,6 @@ def _counts(before: Fact | None, fact: Fact) -> Fact:
     if before is None or fact.own != before.own:
         return fact if before is None or fact.own else before
     return before if 0 < fact.at < before.at else fact
-
-
-def _order_of_fates(fact: Fact) -> tuple[int, bool, float]:
-    return _RANKED.index(fact.fate_kind), not fact.own, fact.at
 
 
 def _that_count(told: list[Fact]) -> list[Fact]:

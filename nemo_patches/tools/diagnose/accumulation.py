@@ -37,12 +37,13 @@ def unlike_accumulation(case: Case) -> list[Finding]:
     if any(len(_drifted(entered[slow], entered[rank])[1]) for rank in rest):
         return []
     odd = min(rest, fast, key=len)
+    reduce = "reduces its" if len(rest) == 1 else "reduce their"
     return [
         Finding(
             id=ids.UNEVEN_CALLS,
             severity=CRITICAL,
             ranks=tuple(odd) if len(rest) != len(fast) else (),
-            text=f"{named(rest)} {_reduces(rest)} gradients after every {_calls(fewer)} of {case.name}, "
+            text=f"{named(rest)} {reduce} gradients after every {_calls(fewer)} of {case.name}, "
             f"{named(fast)} after every {_calls(more)}: they accumulate them over unlike numbers of batches.",
             next_step="Give every rank the same accumulate_grad_batches, a scheduler of it and what leaves `no_sync` "
             "included: at each step ranks wait until the length sync gives up, and at the last one for ever.",
@@ -97,10 +98,6 @@ def _drifted(own: Floats, theirs: Floats) -> tuple[Whole, Whole]:
     """How many calls the other rank had made when this one entered each; at which of them it was ahead."""
     made: Whole = np.searchsorted(theirs, own[own <= theirs[-1]])
     return made, np.flatnonzero(made - np.arange(len(made)) >= _LEAST_DRIFT)
-
-
-def _reduces(ranks: list[int]) -> str:
-    return "reduces its" if len(ranks) == 1 else "reduce their"
 
 
 def _calls(number: int) -> str:

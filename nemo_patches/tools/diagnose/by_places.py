@@ -121,7 +121,11 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
 def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) -> Ruling:
     bad = [one for one in seen if one.fate_kind in (*HELD, fates.GONE, fates.SILENT)]
     here = [one for one in seen if one.fate_kind not in GONE_FATES]
-    stuck = [one for one in here if one.place and _is_still(one, hearing.stuck_after_s)]
+    stuck = [
+        one
+        for one in here
+        if one.place and one.was_looked_at_twice and not one.moved and (one.still_s or 0.0) >= hearing.stuck_after_s
+    ]
     evidence = evidence_of(seen)
     if not bad and len(stuck) == len(seen) > 1 and not hearing.unseen:
         places = sorted({one.place_value.worker or one.place_value.where for one in stuck})
@@ -144,17 +148,10 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
     return Ruling()
 
 
-def _is_still(one: Account, stuck_after_s: float) -> bool:
-    return one.was_looked_at_twice and not one.moved and (one.still_s or 0.0) >= stuck_after_s
-
-
 def _goes_on(moving: list[Account]) -> Ruling:
-    who, how = (
-        named([one.rank for one in moving]),
-        f" ({moving[0].motion_value.by})" if moving[0].motion_value.by else "",
-    )
-    text = f"No rank is stuck: {who} went on between the looks{how}."
-    return Ruling(text=text, goes_on=True)
+    who, by = named([one.rank for one in moving]), moving[0].motion_value.by
+    how = f" ({by})" if by else ""
+    return Ruling(text=f"No rank is stuck: {who} went on between the looks{how}.", goes_on=True)
 
 
 def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
@@ -61,15 +61,15 @@ class Case:
         common = {rank: self.clocks.common(rank, trace.last) for rank, trace in self.job.traces.items()}
         return {rank: seconds for rank, seconds in common.items() if seconds is not None}
 
+    @cached_property
+    def stall_reports(self) -> StallReports:
+        return _stall_reports(self)
+
     def last_record(self, rank: int) -> str:
         """What a rank recorded last and when, for a person."""
-        trace = self.job.traces[rank]
-        ending = self.endings[rank]
-        behind = self.behind(rank)
+        trace, call, behind = self.job.traces[rank], self.endings[rank].call, self.behind(rank)
         age = f", {behind:.1f} s before the newest record of all" if behind is not None else ""
-        where = (
-            f"call {ending.call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if ending.call else "no call"
-        )
+        where = f"call {call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if call else "no call"
         place = f"; it was in {safe(trace.dumped.where)}" if trace.dumped is not None and trace.dumped.where else ""
         return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}{place}"
 
@@ -131,32 +131,32 @@ def outcomes_of(cases: list[Case]) -> set[int]:
     return {code for case in cases for track in case.tracks.values() for code in track.calls.outcome}
 
 
-@dataclass(frozen=True)
+@dataclass
 class StallReports:
-    """What the stall monitors reported of the stall that the traces end in."""
+    """What the stall monitors reported of the stall that the traces end in.
 
-    kinds: dict[int, str]  # of each rank that the others wait for
-    where: dict[int, str]  # likewise
-    texts: dict[int, str]  # by reporter: where all ranks were
-    waited: bool  # some rank waited in a collective, as the monitors of ranks that have not ended saw it
-    past: frozenset[int]  # ranks that only those name who have ended in good order since
-    by: dict[int, int]  # of each rank in kinds: who says it
-    waits: dict[int, tuple[str, int]]  # ranks that wait themselves: in what, and who says it
+    kinds, where, by: of each rank that others wait for its kind, its place if told, and who reports it. waits: ranks
+    that wait themselves: in what, and who reports it. texts: by reporter, where all ranks were. past: ranks reported
+    only by those that have ended in good order since. saw_a_wait: some rank waited in a collective, as the monitors of
+    ranks that have not ended saw it.
+    """
+
+    kinds: dict[int, str] = field(default_factory=dict)
+    where: dict[int, str] = field(default_factory=dict)
+    by: dict[int, int] = field(default_factory=dict)
+    waits: dict[int, tuple[str, int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    past: set[int] = field(default_factory=set)
+    saw_a_wait: bool = False
 
 
-def stall_reports(case: Case) -> StallReports:
+def _stall_reports(case: Case) -> StallReports:
     """The latest reports of each rank, if they are about the stall that the rank is in now.
 
     Of a rank that has been recorded somewhere else since, and of one that waits in a collective, they tell nothing. A
     rank that has ended in good order has come out of the stall that it reported.
     """
-    kinds: dict[int, str] = {}
-    where: dict[int, str] = {}
-    texts: dict[int, str] = {}
-    waited = False
-    present: set[int] = set()
-    by: dict[int, int] = {}
-    waits: dict[int, tuple[str, int]] = {}
+    found, present = StallReports(), set[int]()
     for rank, trace in case.job.traces.items():
         if trace.mixed:
             continue
@@ -168,17 +168,18 @@ def stall_reports(case: Case) -> StallReports:
         for report in reversed(reports):  # the job's stall report looks at every rank
             for missing, kind, place, collective in _told_of_others(case, rank, report):
                 if collective:
-                    waits.setdefault(missing, (safe(collective), rank))
+                    found.waits.setdefault(missing, (safe(collective), rank))
                     continue
-                kinds.setdefault(missing, safe(kind))
-                by.setdefault(missing, rank)
+                found.kinds.setdefault(missing, safe(kind))
+                found.by.setdefault(missing, rank)
                 present.update(() if is_past else {missing})
                 if place:
-                    where.setdefault(missing, safe(place))
+                    found.where.setdefault(missing, safe(place))
             if isinstance(report, records.Stalled) and not is_past:
-                texts[rank] = safe(report.text)
-                waited |= report.waited
-    return StallReports(kinds, where, texts, waited, frozenset(kinds.keys() - present), by, waits)
+                found.texts[rank] = safe(report.text)
+                found.saw_a_wait |= report.waited
+    found.past.update(found.kinds.keys() - present)
+    return found
 
 
 def _told_of_others(

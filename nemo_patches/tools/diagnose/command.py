@@ -91,12 +91,7 @@ def _of_files(
         report = judge(
             reading.joined(parts, found.problems, found.earlier), ", ".join(safe(str(path)) for path in paths[:4])
         )
-    return _told(report, json)
-
-
-def _told(report: Diagnosis, json: bool) -> int:
-    _print(report, json)
-    return report.exit_code
+    return _print(report, json)
 
 
 def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
@@ -104,10 +99,10 @@ def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
     if ras is not None:
         evidence = Evidence()
         nccl_ras.ask(ras, evidence)
-        return _told(judge(evidence, safe(ras)), json)
+        return _print(judge(evidence, safe(ras)), json)
     try:
         if job is not None:
-            return _told(diagnose_job(Path(job)), json)
+            return _print(diagnose_job(Path(job)), json)
         jobs = jobs_here(pids=pids_in(pids))
     except NoSocketError as error:
         try:
@@ -119,8 +114,7 @@ def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
         report = running.diagnose(ranks)
         if len(jobs) > 1 and not json:
             print(f"--- {report.folder}")
-        _print(report, json, one_line=len(jobs) > 1)
-        codes.add(report.exit_code)
+        codes.add(_print(report, json, one_line=len(jobs) > 1))
     return 1 if 1 in codes else max(codes)
 
 
@@ -128,11 +122,10 @@ def _watch(path: Path, json: bool, launch: int | None) -> int:
     code = 2
     try:
         for _, report in follow(path, launch=launch):
-            code = report.exit_code
             with _ctrl_c_afterwards():
                 if not json:
                     print(f"--- {time.strftime('%H:%M:%S')}")
-                _print(report, json, one_line=True)
+                code = _print(report, json, one_line=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -152,7 +145,8 @@ def _ctrl_c_afterwards() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _print(report: Diagnosis, json: bool, one_line: bool = False) -> None:
+def _print(report: Diagnosis, json: bool, one_line: bool = False) -> int:
+    """Return the exit code."""
     report = _printable(report)
     if json:
         content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
@@ -160,6 +154,7 @@ def _print(report: Diagnosis, json: bool, one_line: bool = False) -> None:
     else:
         # Of a terminal without a size COLUMNS may be 0, for which rich prints nothing.
         show(report, Console(width=max(Console().width, _NARROWEST) if sys.stdout.isatty() else _WIDTH))
+    return report.exit_code
 
 
 def error_as_json(error: DiagnoseError) -> str:

@@ -100,14 +100,12 @@ class Motion:
 
 @dataclass(frozen=True)
 class Member:
-    """That it is a rank of the job. world_size: 0 where not told. whole_job_here: all ranks are of this host.
-    notes_sigterm: SIGTERM would have left a line in its trace."""
+    """That it is a rank of the job. world_size: 0 where not told. notes_sigterm: SIGTERM would leave a line in its
+    trace.
+    """
 
     world_size: int = 0
     pid: int = 0
-    job: str = ""
-    launch: str = ""
-    whole_job_here: bool = False
     notes_sigterm: bool = False
 
 

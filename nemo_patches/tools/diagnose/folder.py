@@ -40,11 +40,6 @@ class UnreadableError(Exception):
     """There is nothing to diagnose. The text says why."""
 
 
-def is_port(text: str) -> bool:
-    """Whether this is the number of a TCP port."""
-    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 0 < int(text) < 1 << 16
-
-
 @dataclass
 class Part:
     """One file of a process start, and how far it has been read."""

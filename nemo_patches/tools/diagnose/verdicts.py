@@ -188,20 +188,26 @@ def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
     return "", ""
 
 
-def kind_of_absent(account: Account) -> str:
-    """The id for a rank that others wait for."""
-    return {
-        fates.STOPPED: ids.STOPPED,
-        fates.TRACED: ids.TRACED,
-        fates.RAISED: ids.EXCEPTION,
-        fates.KILLED: ids.KILLED,
-        fates.GONE: ids.KILLED,
-        fates.ENDED: ids.ENDED,
-        fates.SILENT: ids.SILENT,
-    }.get(account.fate_kind, ids.MISSING_RANK)
+_KINDS_OF_ABSENT = {  # by fate; of any other fate a rank is missing
+    fates.STOPPED: ids.STOPPED,
+    fates.TRACED: ids.TRACED,
+    fates.RAISED: ids.EXCEPTION,
+    fates.KILLED: ids.KILLED,
+    fates.GONE: ids.KILLED,
+    fates.ENDED: ids.ENDED,
+    fates.SILENT: ids.SILENT,
+}
 
 
-def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding:
+def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[str] = ()) -> list[Finding]:
+    """A finding for each kind of absent rank."""
+    by_kind: dict[str, list[Account]] = defaultdict(list)
+    for account in accused:
+        by_kind[_KINDS_OF_ABSENT.get(account.fate_kind, ids.MISSING_RANK)].append(account)
+    return [_absent(kind, accounts, wait, evidence) for kind, accounts in by_kind.items()]
+
+
+def _absent(kind: str, accounts: Sequence[Account], wait: Wait | None, evidence: Iterable[str]) -> Finding:
     """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
     ranks = [account.rank for account in accounts]
     text = who(ranks)
@@ -214,16 +220,7 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding
     told = doings(accounts)
     step = _NEXT_STEPS_AT.get(accounts[0].place_value.activity, "") if kind == ids.MISSING_RANK else ""
     text += f": {told}." if told else "."
-    return finding(kind, text, ranks, evidence_of(accounts), accounts[0], next_step=step)
-
-
-def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[str] = ()) -> list[Finding]:
-    """A finding for each kind of absent rank."""
-    by_kind: dict[str, list[Account]] = defaultdict(list)
-    for account in accused:
-        by_kind[kind_of_absent(account)].append(account)
-    found = [absent(kind, accounts, wait) for kind, accounts in by_kind.items()]
-    return [replace(one, evidence=tuple(dict.fromkeys((*one.evidence, *evidence)))[:12]) for one in found]
+    return finding(kind, text, ranks, [*evidence_of(accounts), *evidence], accounts[0], next_step=step)
 
 
 def doings(accounts: Sequence[Account]) -> str:

@@ -23,7 +23,7 @@ from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member
 from nemo_patches.tools.diagnose.findings import WARNING, Finding
-from nemo_patches.tools.diagnose.folder import UnreadableError, is_port
+from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.verdicts import finding
 
 _PORT = 28028
@@ -144,7 +144,8 @@ def _read(file: Path, evidence: Evidence) -> None:
 def _host_and_port(address: str) -> tuple[str, int]:
     has_port = address.count(":") == 1 or "]" in address
     host, colon, port = address.rpartition(":") if has_port else (address, "", "")
-    if (colon and not is_port(port)) or not host.strip("[]"):
+    is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
+    if (colon and not is_port) or not host.strip("[]"):
         raise UnreadableError("no address")
     return host.strip("[]"), int(port or _PORT)
 

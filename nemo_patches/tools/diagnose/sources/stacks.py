@@ -123,12 +123,10 @@ def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) ->
 
 def of_samples(job: HostJob) -> list[Fact]:
     """What the samples of a host's ranks tell."""
-    block = _ranks_of_host(job)
-    whole_job = len(block) > 0 and all(len(block) == one.rank.world_size for one in job.ranks)
-    facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job, whole_job)]
-    here = {one.rank.rank for one in job.ranks}
-    gone = Fate(fates.GONE, f"no process of it runs on {safe(job.host, 100)}")
-    return facts + [Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in block if rank not in here]
+    facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job)]
+    here, host = {one.rank.rank for one in job.ranks}, safe(job.host, 100)
+    gone = Fate(fates.GONE, f"no process of it runs on {host}")
+    return facts + [Fact(rank, gone, host, job.at, job.host) for rank in _ranks_of_host(job) if rank not in here]
 
 
 def _ranks_of_host(job: HostJob) -> range:
@@ -144,10 +142,9 @@ def _ranks_of_host(job: HostJob) -> range:
     return range(first, min(first + local_size, world_size, _MOST_RANK))
 
 
-def _of_rank(sampled: SampledRank, job: HostJob, whole_job: bool) -> list[Fact]:
+def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
     rank, samples = sampled.rank, sampled.samples
-    member = Member(rank.world_size, rank.pid, safe(rank.job, 200), safe(rank.launch, 20), whole_job)
-    values: list[Fate | Place | Motion | Member] = [member]
+    values: list[Fate | Place | Motion | Member] = [Member(rank.world_size, rank.pid)]
     if samples:
         last, motion = samples[-1], _motion(samples)
         values.append(_fate(samples))
@@ -325,7 +322,8 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
     is_idle = (_share_of_core(samples) or 0.0) < _BUSY_SHARE
-    if ran and is_idle and first.main.frames[:1] != last.main.frames[:1] and not _polls(first.main.frames):
+    in_loader = any("utils/data/" in frame.file for frame in first.main.frames)  # it polls its workers
+    if ran and is_idle and first.main.frames[:1] != last.main.frames[:1] and not in_loader:
         return Motion(True, "it has run meanwhile")
     between = last.uptime_s - first.uptime_s
     still_s = between if ran else between + (first.slept_s or 0.0)
@@ -357,10 +355,6 @@ def _ran(samples: Sequence[Sample]) -> bool:
     return has_used and (woke or any(sample.state == "R" for sample in samples))
 
 
-def _polls(frames: Sequence[Frame]) -> bool:
-    return any("utils/data/" in frame.file for frame in frames)
-
-
 def _workers_slept_s(first: Sample, last: Sample, between_s: float) -> float:
     """A rank that waits for its data loader looks for dead workers every few seconds: they tell for how long."""
     slept = [sample.slept_s for sample in first.workers if sample.slept_s is not None]
@@ -377,7 +371,6 @@ class _Form:
     library: of a frame of C. has_gil: words in a thread's state. innermost_last: of its frames. main_last: of threads.
     """
 
-    tool: str
     thread: re.Pattern[str]
     frame: re.Pattern[str]
     has_gil: str = ""
@@ -393,39 +386,30 @@ class _Form:
         return Frame(told["name"], file, int(number) if number.isdecimal() else 0)
 
 
-_SPY = _Form(
-    "py-spy",
+_PY_SPY = _Form(
     re.compile(r'Thread (?:0x)?(?P<tid>[0-9a-fA-F]+) \((?P<state>[^)]*)\)(?:: "(?P<name>[^"]*)")?\s*$'),
     re.compile(r"    (?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d+))?\)\s*$"),
     has_gil="gil",
 )
-_FAULT = _Form(
-    "faulthandler",
+_FAULTHANDLER = _Form(
     re.compile(r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"),
     re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+?)\s*$'),
     main_last=True,
 )
-_FORMS = (
-    _FAULT,
-    _SPY,
-    _Form(
-        "pystack",
-        re.compile(
-            r"Traceback for thread (?P<tid>\d+)(?: \((?P<name>[^)]*)\))?(?P<state>.*)\(most recent call last\):"
-        ),
-        re.compile(
-            r'\s+\((?P<language>Python|C)\) File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>.+?)'
-            r"(?: \((?P<library>[^)]*)\))?\s*$"
-        ),
-        has_gil="Has the GIL",
-        innermost_last=True,
+_PYSTACK = _Form(
+    re.compile(r"Traceback for thread (?P<tid>\d+)(?: \((?P<name>[^)]*)\))?(?P<state>.*)\(most recent call last\):"),
+    re.compile(
+        r'\s+\((?P<language>Python|C)\) File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>.+?)'
+        r"(?: \((?P<library>[^)]*)\))?\s*$"
     ),
-    _Form(
-        "gdb",
-        re.compile(r"Traceback \(most recent call first\):"),
-        re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)'),
-    ),
+    has_gil="Has the GIL",
+    innermost_last=True,
 )
+_GDB = _Form(
+    re.compile(r"Traceback \(most recent call first\):"),
+    re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)'),
+)
+_FORMS = (_FAULTHANDLER, _PY_SPY, _PYSTACK, _GDB)
 
 
 @dataclass
@@ -517,7 +501,7 @@ def _of_json(content: bytes, name: str) -> _Dump | None:
     dump = _Dump(_rank_in_name(name), threads[0].pid if threads else 0, safe(name, 200))
     for thread in threads[:_MOST_THREADS]:
         frames = [Frame(frame.name, frame.filename, frame.line) for frame in thread.frames[:_MOST_FRAMES]]
-        stack = _Stack(_SPY, str(thread.os_thread_id), thread.thread_name or "", thread.owns_gil, frames)
+        stack = _Stack(_PY_SPY, str(thread.os_thread_id), thread.thread_name or "", thread.owns_gil, frames)
         for frame in reversed(thread.frames[:_MOST_FRAMES]):
             for variable in frame.locals or ():
                 stack.counters |= counter(frame.name, frame.filename, variable.name, variable.repr or "")
@@ -631,7 +615,7 @@ def _of_dumped(rank: int, dumps: Sequence[_Dump]) -> Iterator[Fact]:
         ]
     if last.pid:
         yield Fact(rank, Member(pid=last.pid), last.cite)
-    if main.form != _FAULT:  # faulthandler writes when a process ends, too
+    if main.form != _FAULTHANDLER:  # faulthandler writes when a process ends, too
         yield Fact(rank, Fate(fates.RUNS), last.cite)
     yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS])), last.cite)
     before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.form == main.form), None)

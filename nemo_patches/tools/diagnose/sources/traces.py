@@ -15,14 +15,7 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.by_calls import LONG_S
-from nemo_patches.tools.diagnose.case import (
-    Case,
-    StallReports,
-    last_entered,
-    outcomes_of,
-    stall_reports,
-    without_encoders,
-)
+from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, outcomes_of, without_encoders
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member, Motion, Place, Value
 from nemo_patches.tools.diagnose.folder import TracedJob
@@ -45,13 +38,11 @@ def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
     evidence.runs |= bool(job.ago)
     for rank, trace in sorted(job.traces.items()):
         header = trace.header
-        member = Member(
-            header.world_size, header.pid, safe(header.job), str(header.restart), notes_sigterm=header.notes_sigterm
-        )
-        host = safe(header.host)
-        evidence.facts.append(Fact(rank, member, _cite(job, rank), header.started + trace.last, host))
+        member = Member(header.world_size, header.pid, header.notes_sigterm)
+        at, host = header.started + trace.last, safe(header.host)
+        evidence.facts.append(Fact(rank, member, _cite(job, rank), at, host))
     for case in encoders or [without_encoders(job)]:
-        kinds = stall_reports(case).kinds
+        kinds = case.stall_reports.kinds
         one_has_gone = any(map(_was_left, case.endings.values()))
         for rank, ending in sorted(case.endings.items()):
             if not ending.unsure:
@@ -88,8 +79,8 @@ def _waiting_ranks(encoders: list[Case]) -> set[int]:
     for case in encoders:
         ends = case.endings.values()
         waiting |= {end.rank for end in ends if end.in_vain or end.process.waited or end.phase == ids.LENGTH_SYNC}
-        reports = stall_reports(case)
-        waiting |= reports.texts.keys() if reports.waited else set()
+        reports = case.stall_reports
+        waiting |= reports.texts.keys() if reports.saw_a_wait else set()
     return waiting
 
 
@@ -129,7 +120,7 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
         behind_since=behind_since(case, rank),
         unsure=ending.unsure,
         lost_last=ending.lost_last,
-        reported=rank in stall_reports(case).kinds,
+        reported=rank in case.stall_reports.kinds,
         last=case.last_record(rank),
     )
 
@@ -214,8 +205,8 @@ def _after(case: Case, ending: Ending) -> str:
 
 def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
     """What the latest stall reports say, of the stall that the traces end in; and who waits in the backward."""
-    reports = stall_reports(case)
-    evidence.saw_a_wait |= reports.waited
+    reports = case.stall_reports
+    evidence.saw_a_wait |= reports.saw_a_wait
     evidence.perhaps_missing |= reports.past
     for rank in sorted(reports.texts):
         trace = case.job.traces[rank]
@@ -235,7 +226,7 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
         if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
             where = f"the backward of {case.call(case.sure[rank])}"
             yield _fact(case, rank, Place(where, "the gradients' all-reduce"))
-    for by in sorted(reports.texts) if reports.waited and reports.kinds else ():
+    for by in sorted(reports.texts) if reports.saw_a_wait and reports.kinds else ():
         if by not in reports.kinds and by not in reports.waits:
             yield _fact(case, by, Place("", "a collective"), of=by, said="stall report")
 
@@ -246,7 +237,7 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
     A round pairs by its number. That ranks are at different calls shows no wait, nor does a round that has just begun.
     """
     group = f"length sync of {case.name}"
-    known, reports = case.sure, stall_reports(case)
+    known, reports = case.sure, case.stall_reports
     latest = max((ending.came_to for ending in known.values()), default=0)
     if not any(ending.came_to == latest and _has_waited(case, ending, reports) for ending in known.values()):
         return
