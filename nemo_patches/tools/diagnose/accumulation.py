@@ -38,19 +38,12 @@ def unlike_accumulation(case: Case) -> list[Finding]:
         return []
     odd = min(rest, fast, key=len)
     reduce = "reduces its" if len(rest) == 1 else "reduce their"
-    return [
-        Finding(
-            id=ids.UNEVEN_CALLS,
-            severity=CRITICAL,
-            ranks=tuple(odd) if len(rest) != len(fast) else (),
-            text=f"{named(rest)} {reduce} gradients after every {_calls(fewer)} of {case.name}, "
-            f"{named(fast)} after every {_calls(more)}: they accumulate them over unlike numbers of batches.",
-            next_step="Give every rank the same accumulate_grad_batches, a scheduler of it and what leaves `no_sync` "
-            "included: at each step ranks wait until the length sync gives up, and at the last one for ever.",
-            encoder=case.name,
-            call=begin + fewer + 1,
-        )
-    ]
+    ranks = tuple(odd) if len(rest) != len(fast) else ()
+    text = f"{named(rest)} {reduce} gradients after every {_calls(fewer)} of {case.name}, {named(fast)} after every "
+    text += f"{_calls(more)}: they accumulate them over unlike numbers of batches."
+    next_step = "Give every rank the same accumulate_grad_batches, a scheduler of it and what leaves `no_sync` "
+    next_step += "included: at each step ranks wait until the length sync gives up, and at the last one for ever."
+    return [Finding(ids.UNEVEN_CALLS, CRITICAL, ranks, text, next_step, case.name, begin + fewer + 1)]
 
 
 def _training_calls(case: Case, rank: int) -> Floats | None:

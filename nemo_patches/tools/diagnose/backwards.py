@@ -72,22 +72,16 @@ def skipped_backward(case: Case) -> SkippedBackward | None:
     went_on = min(int(positions(case.tracks[rank], starts[rank] or 0)[0][-1]) for rank in ranks) - first
     in_vain = any(_in_vain_after(case.tracks[rank], ranks[rank], first) for rank in [*without, *having])
     waiting = {rank for rank in having if case.tracks[rank].calls.backward[-1] == BACKWARD}
+    severity = WARNING if went_on >= _CALLS_TO_RECOVER and not in_vain and not waiting else CRITICAL
+    call = calls[without[0]]
+    text = f"{named(without)} made no backward of training call {call} of {case.name}, and went on to the next call; "
+    text += f"{named(having)} made {'it' if len(having) == 1 else 'theirs'}{times}."
+    evidence = [
+        f"rank {rank}: call {n} has left the encoder with a graph, and no backward" for rank, n in calls.items()
+    ]
+    evidence += [f"in the backward, and not through it: {named(sorted(waiting))}"] if waiting else []
     finding = Finding(
-        id=ids.NO_BACKWARD,
-        severity=WARNING if went_on >= _CALLS_TO_RECOVER and not in_vain and not waiting else CRITICAL,
-        ranks=tuple(without),
-        text=f"{named(without)} made no backward of training call {calls[without[0]]} of {case.name}, and went on to "
-        f"the next call; {named(having)} made {'it' if len(having) == 1 else 'theirs'}{times}.",
-        next_step=_NEXT_STEP,
-        encoder=case.name,
-        call=calls[without[0]],
-        evidence=(
-            *(
-                f"rank {rank}: call {call} has left the encoder with a graph, and no backward"
-                for rank, call in calls.items()
-            ),
-            *([f"in the backward, and not through it: {named(sorted(waiting))}"] if waiting else []),
-        )[:8],
+        ids.NO_BACKWARD, severity, tuple(without), text, _NEXT_STEP, case.name, call, evidence=tuple(evidence[:8])
     )
     return SkippedBackward(finding, frozenset(waiting))
 
@@ -125,14 +119,7 @@ def unlike_backwards(case: Case, hang: Finding) -> Finding:
     evidence = (f"in the backward, and not through it: {named(inside)}", *hang.evidence)
     if not before:
         return replace(hang, severity=CRITICAL, evidence=evidence)
-    return Finding(
-        id=ids.NO_BACKWARD,
-        severity=CRITICAL,
-        ranks=tuple(before),
-        text=f"{whom(before, 'has', 'have')} come out of {case.call(case.endings[before[0]])}, and made no backward of "
-        f"it, which {whom(inside, 'is', 'are')} in: left out, or stuck before it.",
-        next_step=_NEXT_STEP,
-        encoder=case.name,
-        call=case.endings[before[0]].call,
-        evidence=evidence,
-    )
+    first = case.endings[before[0]]
+    text = f"{whom(before, 'has', 'have')} come out of {case.call(first)}, and made no backward of it, which "
+    text += f"{whom(inside, 'is', 'are')} in: left out, or stuck before it."
+    return Finding(ids.NO_BACKWARD, CRITICAL, tuple(before), text, _NEXT_STEP, case.name, first.call, evidence=evidence)

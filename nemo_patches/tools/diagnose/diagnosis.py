@@ -114,26 +114,19 @@ def _of_encoder(case: Case, left_out: list[Finding]) -> tuple[list[Finding], set
     if accumulation := unlike_accumulation(case):
         findings += accumulation
         waiting = frozenset(case.endings)
-    return [*findings, *sync_ended(case), *incidents(case)], set(explained) | waiting
+    return [*findings, *_sync_ended(case), *incidents(case)], set(explained) | waiting
 
 
-def sync_ended(case: Case) -> list[Finding]:
+def _sync_ended(case: Case) -> list[Finding]:
     """Every rank's length sync has ended: no rank is to blame, the network may be."""
     ended = [ending for ending in case.endings.values() if ending.sync_ended]
     if not ended or len(ended) < len(case.endings) or len(ended) < case.job.world_size:
         return []
-    return [
-        Finding(
-            id=ids.SYNC_ENDED,
-            severity=WARNING,
-            ranks=tuple(ending.rank for ending in ended),
-            text=f"The length sync of {case.name} has ended on all ranks, and all went on with their own lengths.",
-            next_step="Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
-            "network was lost, or GLOO_SOCKET_IFNAME names no interface.",
-            encoder=case.name,
-            call=ended[0].call,
-        )
-    ]
+    ranks = tuple(ending.rank for ending in ended)
+    text = f"The length sync of {case.name} has ended on all ranks, and all went on with their own lengths."
+    next_step = "Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
+    next_step += "network was lost, or GLOO_SOCKET_IFNAME names no interface."
+    return [Finding(ids.SYNC_ENDED, WARNING, ranks, text, next_step, case.name, ended[0].call)]
 
 
 def _bounded(lines: list[str]) -> tuple[str, ...]:
@@ -201,14 +194,8 @@ def _not_enough(job: TracedJob, encoders: list[Case], findings: list[Finding]) -
 
 
 def _not_enough_records(ranks: tuple[int, ...], reason: str, evidence: tuple[str, ...]) -> Finding:
-    return Finding(
-        id=ids.NOT_ENOUGH,
-        severity=NOTE,
-        ranks=ranks,
-        text=f"Not enough records: {reason}.",
-        next_step="Copy the files again from every host; or raise the trace's bound, so that more is kept.",
-        evidence=evidence,
-    )
+    next_step = "Copy the files again from every host; or raise the trace's bound, so that more is kept."
+    return Finding(ids.NOT_ENOUGH, NOTE, ranks, f"Not enough records: {reason}.", next_step, evidence=evidence)
 
 
 def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:

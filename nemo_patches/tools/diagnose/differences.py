@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 
@@ -20,6 +20,11 @@ _NEXT_DUMP = (
     "`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless NEMO_PATCHES_DUMP "
     "is one that all share."
 )
+_NEXT_ALIKE = (
+    "Give every rank the same environment, config and data pipeline; ranks that differ may wait for each other, or "
+    "reduce what does not belong together."
+)
+_MOST_DIFFERENCES = 8
 _MAY_DIFFER = frozenset({"trace"})  # a folder may have another name on another host
 _TOO_FEW_CALLS = 2  # to say which kind of input is usual
 _USUAL_SHARE = 0.75  # of the calls; else several kinds are usual
@@ -61,23 +66,17 @@ def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
         if not on or not off:
             continue
         odd = off if len(off) <= len(on) else on
+        text = f"{case.name} does not sync its length on {named(off)} (sync_max_audio_length is false, or sync=local), "
+        text += f"and does on {named(on)}, which wait in vain."
+        next_step = "Give every rank the same config and the same settings; `configured` below says whether the config "
+        next_step += "has the flag."
+        evidence = []
+        for rank in sorted(odd)[:2] + sorted(set(syncs) - set(odd))[:2]:
+            info, mode = case.tracks[rank].info, safe(job.traces[rank].header.settings.get("sync", "?"))
+            flag = f"sync_max_audio_length={info.flag}, configured {safe(info.configured)}"
+            evidence.append(f"rank {rank}: {flag}, sync={mode}")
         findings.append(
-            Finding(
-                id=ids.DIFFERENT_SYNC,
-                severity=CRITICAL,
-                ranks=tuple(odd),
-                text=f"{case.name} does not sync its length on {named(off)} (sync_max_audio_length is false, or "
-                f"sync=local), and does on {named(on)}, which wait in vain.",
-                next_step="Give every rank the same config and the same settings; `configured` below says whether the "
-                "config has the flag.",
-                encoder=case.name,
-                evidence=tuple(
-                    f"rank {rank}: sync_max_audio_length={case.tracks[rank].info.flag}, configured "
-                    f"{safe(case.tracks[rank].info.configured)}, "
-                    f"sync={safe(job.traces[rank].header.settings.get('sync', '?'))}"
-                    for rank in sorted(odd)[:2] + sorted(set(syncs) - set(odd))[:2]
-                ),
-            )
+            Finding(ids.DIFFERENT_SYNC, CRITICAL, tuple(odd), text, next_step, case.name, evidence=tuple(evidence))
         )
     return findings
 
@@ -96,17 +95,10 @@ def other_than_configured(cases: list[Case]) -> list[Finding]:
         if not unlike:
             continue
         info = next(iter(unlike.values()))
-        findings.append(
-            Finding(
-                id=ids.NOT_AS_CONFIGURED,
-                severity=WARNING,
-                ranks=tuple(unlike),
-                text=f"{case.name} has sync_max_audio_length={str(info.flag).lower()} on {named(unlike)}, and the "
-                f"model's config says {info.configured}.",
-                next_step="Look for what changes it after the model is built: a checkpoint's config, or the script.",
-                encoder=case.name,
-            )
-        )
+        text = f"{case.name} has sync_max_audio_length={str(info.flag).lower()} on {named(unlike)}, and the model's "
+        text += f"config says {info.configured}."
+        next_step = "Look for what changes it after the model is built: a checkpoint's config, or the script."
+        findings.append(Finding(ids.NOT_AS_CONFIGURED, WARNING, tuple(unlike), text, next_step, case.name))
     return findings
 
 
@@ -139,18 +131,7 @@ def different_ranks(job: TracedJob, cases: list[Case], without_sync: bool = Fals
             for rank, track in case.tracks.items()
         }
         differences += _differences(f"{case.name}:", about)
-    return [
-        Finding(
-            id=ids.DIFFERENT,
-            severity=WARNING,
-            ranks=ranks,
-            text=text,
-            next_step="Give every rank the same environment, config and data pipeline; ranks that differ may wait for "
-            "each other, or reduce what does not belong together.",
-            evidence=evidence,
-        )
-        for ranks, text, evidence in differences[:8]
-    ]
+    return differences[:_MOST_DIFFERENCES]
 
 
 def _compared(settings: Mapping[str, str], without_sync: bool) -> dict[str, str]:
@@ -184,19 +165,12 @@ def different_batches(cases: list[Case]) -> list[Finding]:
         odd = [rank for rank in sizes if rank not in usual and 2 * len(alike[rank]) <= len(sizes)]
         if odd:
             theirs = {rank: str(low) if low == high else f"{low} to {high}" for rank, (low, high) in sizes.items()}
-            findings.append(
-                Finding(
-                    id=ids.DIFFERENT,
-                    severity=WARNING,
-                    ranks=tuple(odd),
-                    text=f"The batch size of {case.name} is not the same on all ranks, in nearly all training calls: "
-                    f"{theirs[odd[0]]} on {named(odd)}, {theirs[usual[0]]} on {named(usual)}.",
-                    next_step="Give every rank the same data pipeline and batch size: a rank with larger batches is "
-                    "waited for on every step, and its samples weigh less in the gradient.",
-                    encoder=case.name,
-                    evidence=tuple(f"rank {rank}: {theirs[rank]}" for rank in odd[:4] + usual[:2]),
-                )
-            )
+            text = f"The batch size of {case.name} is not the same on all ranks, in nearly all training calls: "
+            text += f"{theirs[odd[0]]} on {named(odd)}, {theirs[usual[0]]} on {named(usual)}."
+            next_step = "Give every rank the same data pipeline and batch size: a rank with larger batches is waited "
+            next_step += "for on every step, and its samples weigh less in the gradient."
+            evidence = tuple(f"rank {rank}: {theirs[rank]}" for rank in odd[:4] + usual[:2])
+            findings.append(Finding(ids.DIFFERENT, WARNING, tuple(odd), text, next_step, case.name, evidence=evidence))
     return findings
 
 
@@ -212,10 +186,8 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] <= other[1] and other[0] <= one[1]
 
 
-def _differences(
-    what: str, values: Mapping[int, Mapping[str, str]]
-) -> Iterable[tuple[tuple[int, ...], str, tuple[str, ...]]]:
-    """For each name whose value differs: the ranks that have another value than most, a text, and the evidence."""
+def _differences(what: str, values: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
+    """For each name whose value differs, about the ranks that have another value than most."""
     for name in sorted({name for of_rank in values.values() for name in of_rank}):
         by_value: dict[Hashable, list[int]] = defaultdict(list)
         for rank, of_rank in values.items():
@@ -234,4 +206,4 @@ def _differences(
         evidence = tuple(
             f"{safe(str(value))}: {named(sorted(sharing))}" for value, sharing in list(by_value.items())[:6]
         )
-        yield odd, text[0].upper() + text[1:], evidence
+        yield Finding(ids.DIFFERENT, WARNING, odd, text[0].upper() + text[1:], _NEXT_ALIKE, evidence=evidence)

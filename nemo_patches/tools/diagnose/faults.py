@@ -20,6 +20,18 @@ _NEXT_INPUT = (
     "Look at this rank's batch of that call: the audio files and the manifest entries in it, and the preprocessor. "
     "A NaN goes into every rank's gradients."
 )
+_NEXT_CAUGHT = (
+    "Look for what caught it: that rank left a step out, and its memory may be in disorder (an out-of-memory error "
+    "that was swallowed)."
+)
+_NEXT_THREAD = (
+    "Look whether anything waits for that thread: a prefetcher, a pin_memory or logger thread; the process goes on "
+    "without it."
+)
+_NEXT_MEMORY = (
+    "Look at what only this rank keeps: a cache in its data loader, lists of tensors, logging done on one rank. It "
+    "ends in an out-of-memory kill."
+)
 _MOST_FINDINGS = 8
 _LEAST_SAMPLES = 8  # of memory
 _RUNAWAY_BYTES = 1 << 29
@@ -48,20 +60,10 @@ def caught_exceptions(case: Case) -> list[Finding]:
     raised, rank = _first(raises, case.clocks)
     error = error_of(raised)
     ranks = sorted({rank for _, _, rank in raises})
-    return [
-        Finding(
-            id=ids.CAUGHT,
-            severity=WARNING,
-            ranks=(rank,),
-            text=f"rank {rank} raised {safe(error.type)} in call {raised.n} of {case.name}, and training went on "
-            f"after it: {_one_line(error.message)}",
-            next_step="Look for what caught it: that rank left a step out, and its memory may be in disorder (an "
-            "out-of-memory error that was swallowed).",
-            encoder=case.name,
-            call=raised.n,
-            evidence=(*_tail(raised.traceback), f"exceptions in all: {len(raises)}, on {named(ranks)}"),
-        )
-    ]
+    evidence = (*_tail(raised.traceback), f"exceptions in all: {len(raises)}, on {named(ranks)}")
+    text = f"rank {rank} raised {safe(error.type)} in call {raised.n} of {case.name}, and training went on after it: "
+    text += _one_line(error.message)
+    return [Finding(ids.CAUGHT, WARNING, (rank,), text, _NEXT_CAUGHT, case.name, raised.n, evidence=evidence)]
 
 
 def failed_threads(job: TracedJob) -> list[Finding]:
@@ -70,18 +72,10 @@ def failed_threads(job: TracedJob) -> list[Finding]:
     for rank, trace in sorted(job.traces.items()):
         failed = next((failed for failed in trace.failed if failed.thread), None)
         if failed is not None and not trace.mixed:
-            findings.append(
-                Finding(
-                    id=ids.THREAD_FAILED,
-                    severity=WARNING,
-                    ranks=(rank,),
-                    text=f"rank {rank}'s thread {safe(failed.thread)} ended by {safe(failed.type)}: "
-                    f"{_one_line(failed.message)}",
-                    next_step="Look whether anything waits for that thread: a prefetcher, a pin_memory or logger "
-                    "thread; the process goes on without it.",
-                    evidence=tuple(_tail(failed.traceback)),
-                )
-            )
+            thread, error = safe(failed.thread), safe(failed.type)
+            text = f"rank {rank}'s thread {thread} ended by {error}: {_one_line(failed.message)}"
+            evidence = tuple(_tail(failed.traceback))
+            findings.append(Finding(ids.THREAD_FAILED, WARNING, (rank,), text, _NEXT_THREAD, evidence=evidence))
     return findings[:_MOST_FINDINGS]
 
 
@@ -113,19 +107,13 @@ def check_findings(job: TracedJob, cases: list[Case]) -> list[Finding]:
         ranks = sorted({rank for _, _, rank in recorded})
         names = {track.info.e: track.info.name for track in job.traces[rank].tracks.values()}
         name = safe(names.get(first.e, "the encoder"))
-        findings.append(
-            Finding(
-                id=ids.BAD_INPUT if check == "inputs" else ids.CHECK_FAILED,
-                severity=CRITICAL if check == "inputs" else WARNING,
-                ranks=(rank,),
-                text=f"The check `{safe(check)}` first found something on rank {rank} in call {first.n} of {name}: "
-                f"{safe(first.text)[:300]}",
-                next_step=_NEXT_INPUT if check == "inputs" else "Look at this rank at that call.",
-                encoder=name,
-                call=first.n,
-                evidence=(f"findings in all: {len(recorded)}, on {named(ranks)}",),
-            )
-        )
+        text = f"The check `{safe(check)}` first found something on rank {rank} in call {first.n} of {name}: "
+        text += safe(first.text)[:300]
+        evidence = (f"findings in all: {len(recorded)}, on {named(ranks)}",)
+        kind, severity, next_step = ids.CHECK_FAILED, WARNING, "Look at this rank at that call."
+        if check == "inputs":
+            kind, severity, next_step = ids.BAD_INPUT, CRITICAL, _NEXT_INPUT
+        findings.append(Finding(kind, severity, (rank,), text, next_step, name, first.n, evidence=evidence))
     return findings
 
 
@@ -144,18 +132,10 @@ def runaway_memory(job: TracedJob) -> list[Finding]:
             others = [others_growth for other, (others_growth, _, _) in growth.items() if other != rank]
             usual = float(np.median(others)) if others else 0.0
             if others and grown > max(_RUNAWAY_BYTES, _TIMES_OTHERS * usual, 0.25 * before):
-                findings.append(
-                    Finding(
-                        id=ids.MEMORY,
-                        severity=WARNING,
-                        ranks=(rank,),
-                        text=f"Rank {rank}'s {what} grows without end, {_gib(before)} to {_gib(after)}, and the other "
-                        "ranks' does not.",
-                        next_step="Look at what only this rank keeps: a cache in its data loader, lists of tensors, "
-                        "logging done on one rank. It ends in an out-of-memory kill.",
-                        evidence=(f"{len(job.traces[rank].memory)} samples; the other ranks' growth: {_gib(usual)}",),
-                    )
-                )
+                text = f"Rank {rank}'s {what} grows without end, {_gib(before)} to {_gib(after)}, and the other ranks' "
+                text += "does not."
+                evidence = (f"{len(job.traces[rank].memory)} samples; the other ranks' growth: {_gib(usual)}",)
+                findings.append(Finding(ids.MEMORY, WARNING, (rank,), text, _NEXT_MEMORY, evidence=evidence))
     return findings
 
 

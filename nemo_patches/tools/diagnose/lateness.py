@@ -85,24 +85,17 @@ def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
         return []
     if len(rows) > 1:
         return [_together(case, [rounds.ranks[at] for at in rows], lag, waits)]
-    header = case.job.traces[rank].header
+    host = safe(case.job.traces[rank].header.host)
     latest = sorted(times.lag.items(), key=lambda item: -item[1])[:4]
-    return [
-        Finding(
-            id=ids.STRAGGLER,
-            severity=WARNING,
-            ranks=(rank,),
-            text=f"Rank {rank} is a chronic straggler: it comes last to most rounds, {lag * 1000:.0f} ms after the "
-            f"first (median), and causes {share:.0%} of all waiting; the others wait {waits:.0%} of the time.",
-            next_step=f"Compare {safe(header.host)} with the others: its disk and network, the processors left to its "
-            "data loader, the GPU's clock; and its share of the data (longer files?).",
-            encoder=case.name,
-            evidence=(
-                f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
-                *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in latest),
-            ),
-        )
-    ]
+    text = f"Rank {rank} is a chronic straggler: it comes last to most rounds, {lag * 1000:.0f} ms after the first "
+    text += f"(median), and causes {share:.0%} of all waiting; the others wait {waits:.0%} of the time."
+    next_step = f"Compare {host} with the others: its disk and network, the processors left to its data loader, the "
+    next_step += "GPU's clock; and its share of the data (longer files?)."
+    evidence = (
+        f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
+        *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in latest),
+    )
+    return [Finding(ids.STRAGGLER, WARNING, (rank,), text, next_step, case.name, evidence=evidence)]
 
 
 def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding:
@@ -111,16 +104,10 @@ def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding
     if not np.isnan(case.rounds.ahead).all():
         why = "They are late to DDP's forward already: by what they share, or because one waits for another before it."
         next_step = "Look at what these ranks share and the others do not: a host, a disk, longer files."
-    return Finding(
-        id=ids.STRAGGLER,
-        severity=WARNING,
-        ranks=(),
-        text=f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
-        f"others wait {waits:.0%} of the time. {why}",
-        next_step=next_step,
-        encoder=case.name,
-        evidence=tuple(f"rank {rank}: last with the others" for rank in ranks[:4]),
-    )
+    text = f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
+    text += f"others wait {waits:.0%} of the time. {why}"
+    evidence = tuple(f"rank {rank}: last with the others" for rank in ranks[:4])
+    return Finding(ids.STRAGGLER, WARNING, (), text, next_step, case.name, evidence=evidence)
 
 
 @dataclass(frozen=True)
@@ -202,18 +189,11 @@ def incidents(case: Case) -> list[Finding]:
     if unexplained and (not findings or len(unexplained) > 1):
         first = min(unexplained)
         ranks = tuple(sorted({rank for number in unexplained for rank in gave_up[number]}))
-        findings.append(
-            Finding(
-                id=ids.TIMEOUTS,
-                severity=NOTE,
-                ranks=ranks,
-                text=f"{named(ranks)} gave up waiting in {len(unexplained)} {_rounds(len(unexplained))} and went on "
-                "with their own lengths; no trace has the rank that came to it after.",
-                next_step="Look at the stall reports on stderr of these ranks: they name the missing rank.",
-                encoder=case.name,
-                call=next(iter(gave_up[first].values())),
-            )
-        )
+        text = f"{named(ranks)} gave up waiting in {len(unexplained)} {_rounds(len(unexplained))} and went on with "
+        text += "their own lengths; no trace has the rank that came to it after."
+        next_step = "Look at the stall reports on stderr of these ranks: they name the missing rank."
+        call = next(iter(gave_up[first].values()))
+        findings.append(Finding(ids.TIMEOUTS, NOTE, ranks, text, next_step, case.name, call))
     return findings
 
 
@@ -236,15 +216,9 @@ def _late(case: Case, rank: int, times: int, given_up: _GivenUp) -> Finding:
         "",
     )
     doing = f"; it was in {where}" if where else ""
-    return Finding(
-        id=ids.LATE,
-        severity=WARNING,
-        ranks=(rank,),
-        text=f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of "
-        f"{case.name}; {named(others)} went on without it, and it recovered{doing}.",
-        next_step="Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
-        "rank writes. No number of the model was changed by it.",
-        encoder=case.name,
-        call=call,
-        evidence=(f"round {first}: gave up: {named(others)}; came later: {named(sorted(given_up.came[first]))}",),
-    )
+    text = f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of {case.name}; "
+    text += f"{named(others)} went on without it, and it recovered{doing}."
+    next_step = "Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
+    next_step += "rank writes. No number of the model was changed by it."
+    evidence = (f"round {first}: gave up: {named(others)}; came later: {named(sorted(given_up.came[first]))}",)
+    return Finding(ids.LATE, WARNING, (rank,), text, next_step, case.name, call, evidence=evidence)

@@ -39,20 +39,13 @@ def swapped_order(cases: list[Case]) -> list[Finding]:
     first, second = cases[more[0]], cases[more[1]]
     equal = len(odd) == len(usual)
     theirs = f"{named(sorted(odd))} called {cases[fewer[0]].name} before {cases[fewer[1]].name}"
-    in_vain = TIMEOUT in outcomes_of(cases)
-    return [
-        Finding(
-            id=ids.DIFFERENT_ORDER,
-            severity=CRITICAL if in_vain else WARNING,
-            ranks=tuple(sorted(odd + usual if equal else odd)),
-            text=f"the ranks call their encoders in different orders: {theirs}, {named(sorted(usual))} {first.name} "
-            f"before {second.name}, from encoder call {at + 1} of all on; then each waits in another length sync.",
-            next_step="Look for what makes the order depend on the rank or its batch; every rank must call its "
-            "encoders in one order.",
-            encoder=first.name,
-            call=at + 1,
-        )
-    ]
+    severity = CRITICAL if TIMEOUT in outcomes_of(cases) else WARNING
+    ranks = tuple(sorted(odd + usual if equal else odd))
+    text = f"the ranks call their encoders in different orders: {theirs}, {named(sorted(usual))} {first.name} before "
+    text += f"{second.name}, from encoder call {at + 1} of all on; then each waits in another length sync."
+    next_step = "Look for what makes the order depend on the rank or its batch; every rank must call its encoders in "
+    next_step += "one order."
+    return [Finding(ids.DIFFERENT_ORDER, severity, ranks, text, next_step, first.name, at + 1)]
 
 
 def skipped_call(cases: list[Case]) -> list[Finding]:
@@ -86,16 +79,10 @@ def _goes_on(order: Whole, usual: Whole) -> bool:
 
 
 def _left_out(case: Case, call: int, odd: list[int], usual: list[int]) -> Finding:
-    return Finding(
-        id=ids.UNEVEN_CALLS,
-        severity=CRITICAL,
-        ranks=tuple(sorted(odd)),
-        text=f"{named(sorted(odd))} left out call {call} of {case.name}, which {named(sorted(usual))} made.",
-        next_step="Look for what decides on this rank whether that encoder is called (a condition on the batch, a "
-        "sample that could not be read): every rank must call it, or none.",
-        encoder=case.name,
-        call=call,
-    )
+    text = f"{named(sorted(odd))} left out call {call} of {case.name}, which {named(sorted(usual))} made."
+    next_step = "Look for what decides on this rank whether that encoder is called (a condition on the batch, a sample "
+    next_step += "that could not be read): every rank must call it, or none."
+    return Finding(ids.UNEVEN_CALLS, CRITICAL, tuple(sorted(odd)), text, next_step, case.name, call)
 
 
 def _orders(cases: list[Case]) -> tuple[dict[int, Whole], int]:

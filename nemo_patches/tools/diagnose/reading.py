@@ -15,7 +15,6 @@ from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
 
-STANDARD_INPUT = Path("-")
 _TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
 _FOR_OTHER_READERS = (": not a trace", ": a folder; not looked into")  # how folder.py's lines on others' files end
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
@@ -90,7 +89,7 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
 
 
 def _files(path: Path, found: Found) -> list[Path]:
-    if path == STANDARD_INPUT or not os.path.isdir(path):  # Path's own raises for a name that is too long
+    if path == logs.STANDARD_INPUT or not os.path.isdir(path):  # Path's own raises for a name that is too long
         return [path]
 
     def note(error: OSError) -> None:
@@ -122,7 +121,7 @@ def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
 
 def _head(file: Path) -> bytes:
     """Nothing of a pipe (`diagnose <(COMMAND)`): what is read from one is gone."""
-    if file == STANDARD_INPUT or (os.path.exists(file) and not os.path.isfile(file)):
+    if file == logs.STANDARD_INPUT or (os.path.exists(file) and not os.path.isfile(file)):
         return b""
     with file.open("rb") as opened:
         return opened.read(_HEAD_BYTES)

@@ -59,19 +59,13 @@ def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
     count = len({run.call for run in uneven})
     times = f", {count} times" if count > 1 else ""
     text = f"{text}, from call {first.call} of {case.name} on{times}."
-    undecided = bool(first.elsewhere) and first.training and len(first.fewer) == len(first.more)
+    ranks, next_step = tuple(sorted(first.fewer if fewer_ranks else first.more)), _NEXT_STEPS[first.training]
     if first.elsewhere:
-        text = first.elsewhere
-    return Finding(
-        id=ids.UNEVEN_CALLS,
-        severity=CRITICAL if first.training else WARNING,
-        ranks=() if undecided else tuple(sorted(first.fewer if fewer_ranks else first.more)),
-        text=text,
-        next_step=_NEXT_STEP_ELSEWHERE if first.elsewhere else _NEXT_STEPS[first.training],
-        encoder=case.name,
-        call=first.call,
-        evidence=tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4],
-    )
+        undecided = first.training and len(first.fewer) == len(first.more)
+        ranks, text, next_step = () if undecided else ranks, first.elsewhere, _NEXT_STEP_ELSEWHERE
+    severity = CRITICAL if first.training else WARNING
+    evidence = tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4]
+    return Finding(ids.UNEVEN_CALLS, severity, ranks, text, next_step, case.name, first.call, evidence=evidence)
 
 
 def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from nemo_patches.tools.diagnose.collect import host_ranks
 from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
@@ -128,25 +129,16 @@ def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, .
     """
     if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
         return sampled
-    mains = [one.samples[-1].main for one in sampled]
+    numbers = [main.spawned_as if (main := one.samples[-1].main) is not None else None for one in sampled]
     by_number = {
-        main.spawned_as: one for one, main in zip(sampled, mains, strict=True) if main and main.spawned_as >= 0
+        number: one for number, one in zip(numbers, sampled, strict=True) if number is not None and number >= 0
     }
-    size = sum(main is not None and main.spawned_as >= 0 for main in mains)
-    if not by_number or len(by_number) < size or None in mains:
+    size = sum(number is not None and number >= 0 for number in numbers)
+    if not by_number or len(by_number) < size or None in numbers:
         return sampled
+    spawned: dict[str, Any] = {"world_size": size, "local_world_size": size, "found_by": "torch.multiprocessing.spawn"}
     return tuple(
-        replace(
-            one,
-            rank=replace(
-                one.rank,
-                rank=number,
-                world_size=size,
-                local_world_size=size,
-                found_by="torch.multiprocessing.spawn",
-            ),
-        )
-        for number, one in sorted(by_number.items())
+        replace(one, rank=replace(one.rank, rank=number, **spawned)) for number, one in sorted(by_number.items())
     )
 
 
