@@ -129,7 +129,8 @@ def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, .
     """
     if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
         return sampled
-    numbers = [main.spawned_as if (main := one.samples[-1].main) is not None else None for one in sampled]
+    mains = [one.samples[-1].main for one in sampled]
+    numbers = [thread.spawned_as if thread is not None else None for thread in mains]
     by_number = {
         number: one for number, one in zip(numbers, sampled, strict=True) if number is not None and number >= 0
     }
