@@ -1,4 +1,4 @@
-"""Accounts: of each rank what its facts come to, once it is settled which of them counts."""
+"""Accounts: for each rank, which of its facts count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANKED = (
 
 @dataclass
 class Account:
-    """One rank. Each is the fact that counts of its kind; all fates and seats are kept, for what contradicts."""
+    """One rank, with the fact of each kind that counts; all fates and seats are kept, to find contradictions."""
 
     rank: int
     fate: Fact | None = None
@@ -55,12 +55,10 @@ class Account:
 
     @property
     def moved(self) -> bool:
-        """Whether it went on between two looks."""
         return self.motion_value.moved
 
     @property
     def still_s(self) -> float | None:
-        """For how long it has not moved, as far as is known."""
         return self.motion_value.still_s
 
     @property
@@ -77,7 +75,7 @@ class Account:
 
     @property
     def waits(self) -> Fact | None:
-        """What shows that it waited for others, if anything does: where it is, or the error that ended it."""
+        """The fact that shows the rank waiting for others, if any: where it is, or the error that ended it."""
         if self.place_value.collective and not self.moved:
             return self.place
         ends = (fact for fact in self.fates if fact.fate_kind in CONSEQUENCES)
@@ -85,7 +83,7 @@ class Account:
 
     @property
     def last_call(self) -> Call | None:
-        """Of the encoder in whose call an exception ended it, else of the job's first encoder."""
+        """The call that an exception ended, else the one of the job's first encoder."""
         calls = [*(one for one in self.calls.values() if one.raised), *self.calls.values()]
         return next(iter(calls), None)
 
@@ -100,7 +98,7 @@ def _value_of(fact: Fact | None, unknown: _Value) -> _Value:
 
 @dataclass
 class Hearing:
-    """All ranks' accounts, and what contradicts among their facts, as it is found."""
+    """All ranks' accounts, and the contradictions between their facts, as they are found."""
 
     accounts: dict[int, Account]
     evidence: Evidence
@@ -113,21 +111,19 @@ class Hearing:
 
     @property
     def unseen(self) -> list[int]:
-        """Ranks of which nothing is known."""
         told = {rank for rank, one in self.accounts.items() if one.fate or one.place or one.seats or one.calls}
         return [rank for rank in range(self.world_size) if rank not in told]
 
     def having(self, *kinds: str) -> list[Account]:
-        """The ranks whose fate is of one of these kinds."""
         return [one for one in self.accounts.values() if one.fate_kind in kinds]
 
     def told(self, *kinds: str) -> list[Fact]:
-        """All fates of these kinds that are told, of any rank, also those that do not count."""
+        """All facts of these kinds of fate, of any rank, also those that do not count."""
         return [fact for one in self.accounts.values() for fact in one.fates if fact.fate_kind in kinds]
 
     @property
     def waiting(self) -> list[Account]:
-        """Who stands in a collective, by what was seen of it last."""
+        """Ranks that were last seen in a collective."""
         return [
             one
             for one in self.accounts.values()
@@ -155,7 +151,7 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         else:
             account.member = _counts(account.member, fact)
     for account in accounts.values():
-        if account.rank != NOT_TOLD:  # those may be of several ranks
+        if account.rank != NOT_TOLD:  # facts without a rank may be about several ranks
             account.fates = _that_count(account.fates)
         account.fate = min(
             account.fates, key=lambda fact: (_RANKED.index(fact.fate_kind), not fact.own, fact.at), default=None
@@ -164,22 +160,22 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
 
 
 def _is_missing_by_report(fact: Fact) -> bool:
-    """Whether another rank says that this one is not where it waits."""
+    """Whether another rank reports this one missing from the collective that it waits in."""
     if isinstance(fact.value, Place):
         return not fact.own and not fact.value.collective
     return not fact.own and fact.fate_kind in _NOT_HEARD
 
 
 def _counts(before: Fact | None, fact: Fact) -> Fact:
-    """Own before hearsay, then later before earlier; of what cannot be compared, what came last."""
+    """The rank's own facts before hearsay, then later before earlier; without comparable times, the last one read."""
     if before is None or fact.own != before.own:
         return fact if before is None or fact.own else before
     return before if 0 < fact.at < before.at else fact
 
 
 def _that_count(told: list[Fact]) -> list[Fact]:
-    """Without exceptions of a rank that had waited in vain before: what was raised then came of that. And without what
-    others say of a rank that is known to be there.
+    """Leave out exceptions that a rank raised after it had waited in vain, which are consequences, and hearsay about a
+    rank that is known to be there.
     """
     waited = [fact for fact in told if fact.fate_kind in CONSEQUENCES]
     is_there = any(fact.own and fact.fate_kind in _THERE for fact in told)

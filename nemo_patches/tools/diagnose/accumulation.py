@@ -1,4 +1,4 @@
-"""The verdict on gradients that ranks accumulate over unlike numbers of calls: the calls drift apart, step by step."""
+"""Gradients that ranks accumulate over different numbers of calls: the calls drift apart, step by step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, BACKWARD_ENDED
 
-_LEAST_DRIFT = 2  # calls; under DDP, ranks that reduce the gradients of every call are never so far apart
+_LEAST_DRIFT = 2  # calls; ranks that reduce gradients at every call are never so far apart
 _LEAST_STEPS = 3
 _MOST_PER_STEP = 32
 
 
 def unlike_accumulation(case: Case) -> list[Finding]:
-    """Ranks under DDP that made more and more training calls than others, each call with its backward.
+    """Ranks under DDP that got more and more training calls ahead of others, each call with its backward.
 
-    Only gradients that are not reduced at every backward let them. How many calls the others have made when a rank
-    begins each of its steps tells over how many calls each accumulates.
+    That is possible only if gradients are not reduced at every backward. The calls that the others had made at the
+    beginning of each of a rank's steps show over how many calls each accumulates.
     """
     entered = {rank: times for rank in case.tracks if (times := _training_calls(case, rank)) is not None}
     if len(entered) < max(2, len(case.tracks)):
@@ -47,7 +47,7 @@ def unlike_accumulation(case: Case) -> list[Finding]:
 
 
 def _training_calls(case: Case, rank: int) -> Floats | None:
-    """When a rank entered each training call, by a clock that all share; None where its calls tell nothing."""
+    """When a rank entered each training call, by a common clock; None if its calls cannot be compared."""
     track = case.tracks[rank]
     calls = track.calls
     if not calls.n or calls.n[0] != 1 or track.damaged_at >= 0 or not track.info.ddp:
@@ -65,9 +65,9 @@ def _training_calls(case: Case, rank: int) -> Floats | None:
 
 
 def _per_step(own: Floats, theirs: Floats) -> dict[tuple[int, int], int]:
-    """Over how many calls this and the other rank may accumulate, and from which call on; empty where it is the same.
+    """Over how many calls this and the other rank may accumulate, with the call from which on; empty if alike.
 
-    Several may fit: of those that have fitted the longest, the smallest is meant, since its multiples fit as well.
+    If several fit, the smallest of those that fit the longest is meant: its multiples fit as well.
     """
     made, drifted = _drifted(own, theirs)
     found: dict[tuple[int, int], int] = {}
@@ -88,7 +88,7 @@ def _per_step(own: Floats, theirs: Floats) -> dict[tuple[int, int], int]:
 
 
 def _drifted(own: Floats, theirs: Floats) -> tuple[Whole, Whole]:
-    """How many calls the other rank had made when this one entered each; at which of them it was ahead."""
+    """How many calls the other rank had made when this one entered each of its own; where it was ahead."""
     made: Whole = np.searchsorted(theirs, own[own <= theirs[-1]])
     return made, np.flatnonzero(made - np.arange(len(made)) >= _LEAST_DRIFT)
 

@@ -1,4 +1,4 @@
-"""The verdict on a backward that some ranks made and some did not: who made it waits for the gradients of the rest."""
+"""A backward that only some ranks made: they wait for the gradients of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEXT_STEP = (
 
 @dataclass(frozen=True)
 class SkippedBackward:
-    """waiting: the ranks that are in the backward of that call, and wait there."""
+    """waiting: the ranks that wait in the backward of that call."""
 
     finding: Finding
     waiting: frozenset[int]
@@ -38,18 +38,18 @@ class _Backwards:
     index: Whole  # of the call
     count: Whole  # of training calls up to it
     made: npt.NDArray[np.bool_]
-    left_out: npt.NDArray[np.bool_]  # and it does not come any more
+    left_out: npt.NDArray[np.bool_]  # not made, and it cannot come any more
 
     @property
     def usual(self) -> bool:
-        """Whether most calls have a backward: where they do not, one without is no news."""
+        """Whether most calls have a backward: else one without is usual."""
         return bool(self.made.size and self.made.mean() > 0.5)
 
 
 def skipped_backward(case: Case) -> SkippedBackward | None:
-    """The first training call that is without a backward on some ranks, which went on, and has one on others.
+    """The first training call that has a backward on some ranks, and none on others, which went on without it.
 
-    Not told from ranks whose traces are damaged, nor of a call without a graph (an encoder that is frozen).
+    Ranks with damaged traces and calls without a graph (a frozen encoder) are left out.
     """
     starts = anchors(case.tracks)
     deferred = any(track.deferred for track in case.tracks.values())
@@ -87,7 +87,7 @@ def skipped_backward(case: Case) -> SkippedBackward | None:
 
 
 def _backwards(track: Track, start: int, deferred: bool) -> _Backwards:
-    """deferred: some rank has made a backward after a later call, so that entering one shows nothing."""
+    """deferred: some rank made a backward after entering a later call, so entering one does not show a skipped one."""
     calls = track.calls
     state = np.array(calls.backward)
     kinds, _ = weighted_kinds(track)
@@ -110,7 +110,7 @@ def _in_vain_after(track: Track, of_rank: _Backwards, count: int) -> bool:
 
 
 def unlike_backwards(case: Case, hang: Finding) -> Finding:
-    """A hang outside the encoder, told by the backward of that call: some ranks wait in it, some have not begun it."""
+    """Explain a hang outside the encoder by the last backward, if some ranks wait in it and others do not."""
     last = {rank: track.calls.backward[-1] for rank, track in case.tracks.items() if track.calls.n}
     inside = sorted(rank for rank, state in last.items() if state == BACKWARD)
     if hang.id != ids.OUTSIDE or not inside or set(last) != set(case.sure) or NO_GRAPH in last.values():

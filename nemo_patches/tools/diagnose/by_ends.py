@@ -1,4 +1,4 @@
-"""What ends alone tell: ranks whose connections closed, or whose time ran out, where nobody is known to be missing."""
+"""Verdicts from how ranks ended, where no rank is known to be missing: closed connections, time-outs, launchers."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def by_ends(hearing: Hearing) -> Ruling:
 
 
 def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
-    """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it; or
-    who else ended the job.
+    """For closed connections without a time-out: the rank that failed first, if only one comes into question, or
+    whatever else ended the job.
     """
     terminated = [
         fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or fact.fate_text == fates.FROM_OUTSIDE
@@ -95,7 +95,7 @@ def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> F
 
 
 def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
-    """What they waited in, if that is the same for all of which it is known; and what to do then."""
+    """What they waited in, if all known seats agree, and the next step for that."""
     facts = [fact for one in waited for fact in one.seats if fact.seat and fact.seat.kind]
     if not facts:
         fate = waited[0].fate_value if waited else Fate("")
@@ -111,7 +111,7 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
 
 
 def _places_of(waited: list[Account]) -> dict[str, list[int]]:
-    """By where their errors say that they waited."""
+    """Ranks by the place where they waited, as their errors say."""
     return parties((inner(one.fate_value.where), one.rank) for one in waited if one.fate_value.where)
 
 
@@ -128,7 +128,7 @@ def _stuck(hearing: Hearing) -> list[Finding]:
 
 
 def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:
-    """Who failed first by the launcher's tables. of_ranks_that_waited: a code of 1 may be that of such a rank."""
+    """The first failure in the launchers' tables. of_ranks_that_waited: the exit code may be that of a waiting rank."""
     firsts = [fact for fact in first_of(hearing.told(fates.FAILED, fates.ABORTED)) if not fact.own]
     if not firsts:
         gone = [one for one in hearing.having(fates.GONE) if one.fate and not one.fate.own]
@@ -148,7 +148,7 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
 
 
 def _terminated(hearing: Hearing) -> list[Fact]:
-    """What launchers and schedulers tell of ranks, or of the job, that somebody else ended."""
+    """What launchers and schedulers say about ranks, or a job, that somebody else ended."""
     return [fact for fact in hearing.told(fates.TERMINATED) if not fact.own]
 
 

@@ -1,4 +1,4 @@
-"""Who is missing by where each rank was seen: by stacks, stall reports, or what found it at its end."""
+"""Which ranks are missing, by where each rank was seen: in its stack, in stall reports, or when it ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_places(hearing: Hearing) -> Ruling:
     if over and not any(one.place_value.where for one in seen) and not hearing.unseen:
         return Ruling(text="The job has ended: none of its processes is there any more.", goes_on=True)
     moving = [one for one in seen if one.moved]
-    # Who has ended its script is missing where others wait; else it waits itself, with a collective pending.
+    # A rank at the end of its script is missing where others wait; else it waits itself, with a collective pending.
     others_wait = [one for one in waiting if one.place_value.activity != ENDING]
     waiting = others_wait or waiting
     unreadable = [one for one in seen if one.fate_kind == fates.UNREADABLE]
@@ -42,13 +42,13 @@ def by_places(hearing: Hearing) -> Ruling:
         return _nobody_waits(hearing, seen, moving)
     if any(one.place_value.collective for one in moving) and len(moving) + 1 >= len(seen):
         return _goes_on(moving)
-    # Who moves from one collective to the next goes on; the others wait for nobody that is known.
+    # Ranks that move from one collective to the next go on.
     going = {one.rank for one in moving if one.place_value.collective}
     unseen = set(range(hearing.world_size)) - {one.rank for one in seen}
     members = [rank for rank in range(hearing.world_size) if rank not in going and rank not in unseen]
     kinds = {one.rank: "" if is_guess(one.place_value.collective) else one.place_value.seat for one in waiting}
     out = [rank for rank in members if rank not in kinds and accounts[rank] not in unreadable]
-    if out and len(set(kinds.values())) > 1:  # who is outside every collective comes first, whatever the others are in
+    if out and len(set(kinds.values())) > 1:  # a rank outside every collective comes first, whatever the others are in
         kinds = dict.fromkeys(kinds, "")
     judged = seats.judge((Seat(rank, "job", 1, kind) for rank, kind in kinds.items()), {"job": members})
     ruling = _of_places(judged[0] if judged else None, hearing, waiting, sorted(unseen))
@@ -65,13 +65,13 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
             text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate_value.text}"
             return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence),))
         accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
-        # Who is held up where the others wait would not end their wait: not while anybody is elsewhere.
+        # A rank held up in a collective is accused only if no rank is elsewhere.
         elsewhere = [each for each in accused if not each.place_value.collective]
         accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
         return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
     if any(hearing[rank].calls for rank in unseen):
-        return Ruling()  # something is known of it: its trace is damaged, or tells nothing of where it is
+        return Ruling()  # something is known of it, but its trace is damaged or does not say where it is
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
         text = f"{who} {are} in {title}; {not_known[0]}."
@@ -90,7 +90,7 @@ def _different(waiting: list[Account], evidence: list[str]) -> Finding:
 
 
 def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
-    """All wait: in the same, as far as a stack tells."""
+    """All wait, in the same collective as far as their stacks show."""
     seat = next((one.place_value.seat for one in waiting if not is_guess(one.place_value.collective)), "")
     if steps := apart(waiting):
         text = f"Every rank waits, and they are not at the same step: {steps}."
@@ -139,7 +139,7 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
             and all(one.fate_kind in (fates.GONE, fates.SILENT) for one in bad)
             and not any(one.place for one in seen)
         ):
-            return Ruling()  # how they ended, if anything tells it, is the better answer
+            return Ruling()  # by_ends.py has the better answer, if their ends are known
         return Ruling(tuple(all_absent(bad, None, evidence)))
     if stuck and not moving and not hearing.unseen:
         return Ruling(tuple(all_absent(stuck, None, evidence)))
@@ -155,7 +155,7 @@ def _goes_on(moving: list[Account]) -> Ruling:
 
 
 def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
-    """Where the waits are young, no hang yet; where each rank was seen once, a hang by this moment's look only."""
+    """Young waits are no hang yet; and a single look at each rank shows a hang for that moment only."""
     if not ruling.findings:
         return ruling
     first, *rest = ruling.findings
@@ -184,7 +184,7 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
 
 
 def _waited_by_its_end(hearing: Hearing, one: Account, waiting: Account) -> bool:
-    """Whether the error that ended it shows it waiting for others, too."""
+    """Whether the error that ended the rank shows that it waited as well; if so, keep the contradiction."""
     waits = one.waits
     if waits is None or one.fate_kind not in CONSEQUENCES:
         return False

@@ -34,30 +34,28 @@ class Case:
 
     @property
     def ended_well(self) -> bool:
-        """Whether all ranks ended in good order: whatever they had waited for, they got it."""
+        """Whether all ranks ended in good order: whatever they waited for came."""
         return len(self.endings) >= self.job.world_size and all(map(self.has_gone_on, self.endings))
 
     def has_gone_on(self, rank: int) -> bool:
-        """Whether a rank came out of whatever it had waited for: it ended in good order, or went on without a trace."""
+        """Whether what a rank waited for came: it ended in good order, or went on without a trace."""
         return self.endings[rank].in_good_order or bool(self.job.traces[rank].stopped)
 
     def call(self, ending: Ending) -> str:
-        """The last call of a rank, for a person."""
         return f"{ending.kind}call {ending.call} of {self.name}" if ending.call else "its first encoder call"
 
     def behind(self, rank: int) -> float | None:
-        """Seconds by which a rank's last record is older than the newest of all; None if clocks cannot be compared."""
+        """Seconds by which a rank's last record is older than the newest one; None if clocks cannot be compared."""
         own = self._last_records.get(rank)
         return max(self._last_records.values()) - own if own is not None and len(self._last_records) > 1 else None
 
     @property
     def newest(self) -> float:
-        """When the newest record of all was made, on the common scale."""
         return max(self._last_records.values(), default=0.0)
 
     @cached_property
     def _last_records(self) -> dict[int, float]:
-        """By rank when its last record was made, on the common scale; only of ranks that are on it."""
+        """By rank, when its last record was made on the common scale, of ranks that are on it."""
         common = {rank: self.clocks.common(rank, trace.last) for rank, trace in self.job.traces.items()}
         return {rank: seconds for rank, seconds in common.items() if seconds is not None}
 
@@ -66,7 +64,7 @@ class Case:
         return _stall_reports(self)
 
     def last_record(self, rank: int) -> str:
-        """What a rank recorded last and when, for a person."""
+        """What a rank recorded last, and when, in words."""
         trace, call, behind = self.job.traces[rank], self.endings[rank].call, self.behind(rank)
         age = f", {behind:.1f} s before the newest record of all" if behind is not None else ""
         where = f"call {call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if call else "no call"
@@ -110,7 +108,7 @@ def cases(job: TracedJob) -> list[Case]:
 
 
 def without_encoders(job: TracedJob) -> Case:
-    """Of a job in which no rank has called an encoder: its endings."""
+    """The case of a job in which no rank has called an encoder."""
     return _case(job, "", {"": {}}, {""})
 
 
@@ -122,7 +120,7 @@ def _case(job: TracedJob, name: str, tracks: dict[str, dict[int, Track]], on_mos
         for rank in tracks[other].keys() - own.keys():
             if not ends[rank].unsure:
                 ends[rank] = replace(ends[rank], unsure=f"it has an encoder named {safe(other)}, and no {safe(name)}")
-    scale = clocks(with_calls)  # before the rounds are there: each takes memory meanwhile
+    scale = clocks(with_calls)  # before the rounds, which take much memory as well
     return Case(job, safe(name), own, shared_rounds(with_calls), scale, ends)
 
 
@@ -153,8 +151,8 @@ class StallReports:
 def _stall_reports(case: Case) -> StallReports:
     """The latest reports of each rank, if they are about the stall that the rank is in now.
 
-    Of a rank that has been recorded somewhere else since, and of one that waits in a collective, they tell nothing. A
-    rank that has ended in good order has come out of the stall that it reported.
+    Reports about a rank that has been recorded elsewhere since are left out. A rank that has ended in good order has
+    left the stall that it reported.
     """
     found, present = StallReports(), set[int]()
     for rank, trace in case.job.traces.items():
@@ -185,7 +183,7 @@ def _stall_reports(case: Case) -> StallReports:
 def _told_of_others(
     case: Case, rank: int, report: records.Missing | records.Stalled
 ) -> Iterator[tuple[int, str, str, str]]:
-    """Ranks that a report names and that have not come since: each with its kind, place and collective."""
+    """The ranks that a report names and that have not come since, each with its kind, place and collective."""
     collectives = report.collectives if isinstance(report, records.Missing) else []
     named_ranks = zip(report.ranks, report.kinds, report.where, chain(collectives, repeat("")), strict=False)
     for missing, kind, place, collective in named_ranks:
@@ -202,7 +200,7 @@ def last_entered(job: TracedJob, rank: int) -> float:
 
 
 def _is_of_now(case: Case, rank: int, report: records.Missing) -> bool:
-    """Whether the round that a report is about has not come on this rank since."""
+    """Whether the reporting rank still lacks the round that the report is about."""
     track = case.tracks.get(rank)
     if not report.n or track is None or safe(report.name) != case.name:
         return not report.n and track is not None
@@ -213,7 +211,7 @@ def _is_of_now(case: Case, rank: int, report: records.Missing) -> bool:
 
 
 def _has_come_since(case: Case, rank: int, report: records.Missing | records.Stalled, missing: int) -> bool:
-    """Whether the rank that a report names has come to that round, or has called an encoder, after the report."""
+    """Whether the reported rank has reached that round, or called an encoder, after the report."""
     ending = case.endings.get(missing)
     if ending is None or not ending.call:
         return False

@@ -95,7 +95,7 @@ def _of_files(
 
 
 def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
-    """A job that runs: by its own sockets, by NCCL, or by its processes here, with all that lies beside them."""
+    """Diagnose a running job: through its sockets (--job), NCCL's RAS (--ras), or its processes on this host."""
     if ras is not None:
         evidence = Evidence()
         nccl_ras.ask(ras, evidence)
@@ -134,7 +134,7 @@ def _watch(path: Path, json: bool, launch: int | None) -> int:
 
 @contextmanager
 def _ctrl_c_afterwards() -> Iterator[None]:
-    """Keep Ctrl-C until the end: in a destructor or a weak reference's callback, and printing runs some, it is lost."""
+    """Delay Ctrl-C: raised in a destructor or a weak reference's callback, which printing may run, it would be lost."""
     pressed: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
@@ -152,7 +152,7 @@ def _print(report: Diagnosis, json: bool, one_line: bool = False) -> int:
         content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
         print(dumps(content, indent=None if one_line else 2))
     else:
-        # Of a terminal without a size COLUMNS may be 0, for which rich prints nothing.
+        # A terminal without a size may have COLUMNS=0, for which rich prints nothing.
         show(report, Console(width=max(Console().width, _NARROWEST) if sys.stdout.isatty() else _WIDTH))
     return report.exit_code
 
@@ -163,7 +163,7 @@ def error_as_json(error: DiagnoseError) -> str:
 
 
 def _printable(content: Any) -> Any:
-    """The report, or a part of it, with no text that is too long, or could steer a terminal: files may say anything."""
+    """Bound and escape every text of a report: texts come from files, and may hold control characters."""
     if isinstance(content, str):
         return safe(content, _LONGEST_TEXT)
     if isinstance(content, tuple):

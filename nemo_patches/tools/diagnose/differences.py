@@ -1,4 +1,4 @@
-"""The verdicts on differences between ranks: the flag, settings, versions, buffers and inputs."""
+"""Differences between ranks: the flag, settings, versions, buffers and inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ _ENOUGH_BATCHES = 20  # to compare their sizes
 
 
 def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Finding]:
-    """Ranks without a file, of which nothing else tells."""
     absent = job.untold(told)
     if not absent:
         return []
@@ -54,7 +53,7 @@ def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Fi
 
 
 def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
-    """Ranks that do not sync their length, while other ranks do, and wait for them in vain at every call."""
+    """Ranks that do not sync their length, while others do and wait for them in vain at every call."""
     findings = []
     for case in cases:
         syncs: dict[int, bool] = {}
@@ -82,7 +81,7 @@ def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
 
 
 def other_than_configured(cases: list[Case]) -> list[Finding]:
-    """Encoders whose flag in force is not what the model's config says."""
+    """Encoders whose flag is not what the model's config says."""
     findings = []
     for case in cases:
         unlike = {
@@ -102,7 +101,7 @@ def other_than_configured(cases: list[Case]) -> list[Finding]:
     return findings
 
 
-# A header leaves these out.
+# A header leaves out settings with these values.
 _DEFAULTS = {setting.name: setting.text(value) for setting, value in UnevenSettings().items()}
 _FLAGS = {"true": True, "false": False}
 
@@ -140,7 +139,7 @@ def _compared(settings: Mapping[str, str], without_sync: bool) -> dict[str, str]
 
 
 def _usual_input(track: Track) -> dict[str, str]:
-    """The kind of input that most calls of this rank had; one odd call says nothing."""
+    """The kind of input that most calls of this rank had."""
     calls = sum(track.inputs.values())
     usual: Input | None = max(track.inputs, key=lambda kind: track.inputs[kind], default=None)
     if usual is None or calls <= _TOO_FEW_CALLS or track.inputs[usual] < _USUAL_SHARE * calls:
@@ -175,7 +174,7 @@ def different_batches(cases: list[Case]) -> list[Finding]:
 
 
 def _usual_sizes(counts: Mapping[int, int]) -> tuple[int, int]:
-    """The range that the middle nine tenths of the batches are in: the last one of an epoch may be smaller."""
+    """The range of the middle nine tenths of the batches: the last one of an epoch may be smaller."""
     sizes = sorted(counts)
     upto = np.cumsum([counts[size] for size in sizes])  # batches of up to that size
     low, high = np.searchsorted(upto, (0.05 * upto[-1], 0.95 * upto[-1]))

@@ -1,4 +1,4 @@
-"""The verdicts on faults that a job survived: caught exceptions, findings of checks, and memory that runs away."""
+"""Faults that a job survived: caught exceptions, findings of checks, and memory that runs away."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def check_findings(job: TracedJob, cases: list[Case]) -> list[Finding]:
 
 
 def runaway_memory(job: TracedJob) -> list[Finding]:
-    """One rank's memory grows and grows, and the others' does not."""
+    """Ranks whose memory grows steadily, and much more than the others'."""
     findings = []
     for column, what in ((1, "host memory (RSS)"), (2, "GPU memory allocated"), (3, "GPU memory reserved")):
         growth: dict[int, tuple[float, float, float]] = {}
@@ -140,7 +140,7 @@ def runaway_memory(job: TracedJob) -> list[Finding]:
 
 
 def gpu_utilisation(job: TracedJob) -> tuple[str, ...]:
-    """Evidence, no verdict: GPUs that were idle in the stall, beside busy ones."""
+    """Evidence, no finding: GPUs that were idle in the stall, beside busy ones."""
     idle, busy = [], []
     for rank, trace in sorted(job.traces.items()):
         if trace.gpu is not None and trace.gpu.utilisation is not None and trace.gpu.t > last_entered(job, rank):

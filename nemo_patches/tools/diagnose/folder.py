@@ -75,7 +75,7 @@ class Part:
 
 
 def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
-    """The lines but for a stack that SIGTERM left among them, which goes into the trace."""
+    """Move the stack that SIGTERM's handler wrote between the lines into the trace; return the other lines."""
     if trace.sigterm_stack is None:
         if _STACK not in lines:
             return lines
@@ -93,21 +93,21 @@ def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
 
 @dataclass
 class Start:
-    """One process start of one rank: its parts in order, and what has been read of them."""
+    """One process start of one rank: its parts in order, and what has been read from them."""
 
     parts: list[Part]
     trace: RankTrace
     written: float = 0.0  # when its last part was, by the file system's clock
 
     def read_on(self) -> Start:
-        """Read what has been written since; return itself, for a process pool. What cannot be read is a gap."""
+        """Read what has been written since; return self, for a process pool. A part that cannot be read is a gap."""
         for part in list(self.parts):
             try:
                 status = part.path.stat()
                 self.written = status.st_mtime
                 if status.st_size > part.offset:
                     part.read_on(self.trace)
-            except FileNotFoundError:  # what was read of it before stays
+            except FileNotFoundError:  # what was read from it before stays
                 if part is self.parts[0] is not self.parts[-1] and not part.offset:  # found, then removed by its job
                     del self.parts[0]
                     self.trace.header = self.parts[0].header
@@ -118,7 +118,7 @@ class Start:
         pending = self.parts[-1].pending
         in_stack = self.trace.sigterm_stack is not None and not pending.startswith(b"{")
         if in_stack and self.trace.sigterm_at is None and not self.trace.after_sigterm:
-            # Nothing was written after that stack: so the file's own time is the signal's.
+            # Nothing was written after that stack, so the file's modification time is the signal's.
             self.trace.sigterm_at = max(self.written - self.trace.header.started, self.trace.last)
         self.trace.cut = (bool(pending) and not in_stack) or self.parts[-1].skips
         self._look_for_gaps()
@@ -140,7 +140,7 @@ class Start:
 
 @dataclass
 class TracedJob:
-    """The latest launch in a folder, as far as its files tell."""
+    """The latest launch in a folder."""
 
     folder: Path
     world_size: int
@@ -159,7 +159,7 @@ class TracedJob:
         return [rank for rank in range(self.world_size) if rank not in self.traces]
 
     def untold(self, told: set[int]) -> tuple[int, ...]:
-        """Ranks without a file, readable or not, of which nothing else tells. told: of which something does."""
+        """Ranks without a file, readable or not, that are not in `told`: ranks known from elsewhere."""
         return tuple(rank for rank in self.absent if rank not in self.suspects | told)
 
     @property
@@ -218,7 +218,7 @@ class Folder:
             try:
                 part = _opened(path, name_match)
             except (_NotATrace, OSError) as error:
-                # A running job has removed its oldest part meanwhile; what may not be looked at "is" not there, either.
+                # A running job has removed its oldest part. lexists() is also false where access is denied.
                 if not isinstance(error, PermissionError) and not os.path.lexists(path):
                     continue
                 self._problems[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -252,7 +252,7 @@ class Folder:
         if processes > 1 and sum(start.size for start in unread) > _ONE_PROCESS_BYTES:
             largest_first = sorted(unread, key=lambda start: -start.size)
             try:
-                # A reader makes no cycles; the garbage collector's looks for them take a tenth of its time.
+                # A reader makes no cycles, and looking for them takes the garbage collector a tenth of the time.
                 with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), gc.disable) as pool:
                     done = list(pool.map(Start.read_on, largest_first))
             except BrokenProcessPool:  # perhaps no memory for more processes: this one reads all
@@ -305,7 +305,6 @@ def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
 
 
 def _world_size(starts: list[Start]) -> int:
-    """The world size that most of the headers have."""
     return Counter(start.trace.header.world_size for start in starts).most_common(1)[0][0]
 
 

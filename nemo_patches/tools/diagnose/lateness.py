@@ -1,4 +1,4 @@
-"""The verdicts on lateness: a chronic straggler, single incidents that recovered, and unexplained timeouts."""
+"""Lateness: a chronic straggler, single incidents that recovered, and unexplained time-outs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_FINDINGS = 8
 
 @dataclass(frozen=True)
 class Waiting:
-    """For whom the ranks waited, over the rounds that all came to in time; each by rank."""
+    """For which ranks the others waited, over the rounds that completed in time on all."""
 
     caused: dict[int, float]  # share of all ranks' waiting
     lag: dict[int, float]  # seconds, the median
@@ -32,7 +32,7 @@ class Waiting:
 
 
 def waiting(rounds: Rounds) -> Waiting:
-    """Sum up the waiting; in each round it is for the rank that came last."""
+    """In each round all waiting is for the rank that came last."""
     if not rounds.number.size:
         return Waiting({}, {}, 0.0)
     in_round: Floats = rounds.waited.sum(axis=0, dtype=np.float64)
@@ -49,7 +49,7 @@ def waiting(rounds: Rounds) -> Waiting:
 
 def straggler(case: Case) -> list[Finding]:
     """The rank that the others wait for again and again, if there is one."""
-    # DDP on Gloo has some ranks, or all, wait for a late one before the encoder: they come to it as late as that one.
+    # DDP on Gloo may make ranks wait for a late one before the encoder, so that all reach it as late as that one.
     if np.isnan(case.rounds.ahead).all():
         return _last_to_most(case, case.rounds)
     return _last_to_most(case, case.rounds.from_ddp) or [
@@ -112,7 +112,7 @@ def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding
 
 @dataclass(frozen=True)
 class _GivenUp:
-    """Rounds that some rank gave up, by number: the ranks that did, and those that came after, each with its call."""
+    """By round that some rank gave up: the ranks that did, and those that came later, each with its call."""
 
     gave_up: dict[int, dict[int, int]]
     came: dict[int, dict[int, int]]
@@ -136,7 +136,7 @@ def _given_up(case: Case) -> _GivenUp:
 
 
 def behind_since(case: Case, rank: int) -> int:
-    """The call from which on no round came in time on all ranks any more, and others gave up on this one; 0 if none."""
+    """The first call in which others gave up on this rank, after the last round that came in time on all; 0 if none."""
     came = int(case.rounds.number[-1]) if case.rounds.number.size else 0
     given_up = {number: ranks for number, ranks in _given_up(case).gave_up.items() if number > came}
     of_others = [calls for ranks in given_up.values() for other, calls in ranks.items() if other != rank]
@@ -144,7 +144,7 @@ def behind_since(case: Case, rank: int) -> int:
 
 
 def late_calls(case: Case) -> dict[int, list[int]]:
-    """By rank its calls that came too late, and the call that it has not made and others gave up waiting for."""
+    """By rank, its calls that came too late, and the one that it has not made and that others gave up waiting for."""
     given_up = _given_up(case)
     late: dict[int, list[int]] = defaultdict(list)
     for came in given_up.came.values():
@@ -158,7 +158,7 @@ def late_calls(case: Case) -> dict[int, list[int]]:
 
 
 def late_seconds(case: Case) -> dict[tuple[int, int], float]:
-    """By rank and call how much later than the first it came to a round that others gave up; up to the end if never."""
+    """By rank and call, how much later than the first it came to a round that others gave up, or up to the end."""
     given_up, seconds = _given_up(case), dict[tuple[int, int], float]()
     for number, waited in given_up.gave_up.items():
         began = [at for rank, call in waited.items() if (at := _entered(case, rank, call)) is not None]

@@ -41,7 +41,7 @@ _HERE = "run it on a host of the job, as the same user; nemo_patches must be on 
 
 
 class NoSocketError(UnreadableError):
-    """No rank of a job with nemo_patches is meant; one of a job without it may be."""
+    """No job with nemo_patches is found there; there may be one without it."""
 
 
 class Group(msgspec.Struct):
@@ -102,7 +102,7 @@ def diagnose_job(folder: Path) -> Diagnosis:
 
 
 def _sockets(folder: Path) -> list[Path]:
-    """Of the one job that is meant, in the order of the ranks. Raises UnreadableError."""
+    """The sockets of the one job that the folder stands for, in rank order. Raises UnreadableError."""
     if not os.path.isdir(folder):  # Path's own raises for a name that is too long
         raise UnreadableError(f"--job={folder} is no folder; wanted is the job's: {_HERE}")
     found: dict[Path, list[Path]] = {}
@@ -121,11 +121,11 @@ def _sockets(folder: Path) -> list[Path]:
 
 
 def _means(folder: Path, file: Path) -> bool:
-    """Whether the process of this socket works in the folder, or has its dumps there."""
+    """Whether the socket's process has the folder as its working directory or its dump folder."""
     process = Path(f"/proc/{process_of(file)}")
     with contextlib.suppress(OSError):
         if started_at(process_of(file)) > file.lstat().st_mtime + CLOCK_SLACK_S:
-            return False  # a process that was killed has left its socket, and another one has its number now
+            return False  # a killed process left its socket, and another process has its pid now
         if (process / "cwd").samefile(folder):
             return True
         variables = (process / "environ").read_bytes().split(b"\0")

@@ -129,7 +129,9 @@ def _panel(figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: se
 
 
 def _cells(case: Case, ranks: list[int], edges: Floats) -> tuple[Floats, npt.NDArray[np.bool_], Whole]:
-    """The largest lag of each rank and column, in seconds, NaN if not known; where there are calls; 1: evaluation."""
+    """By rank and column: the largest lag in seconds, NaN if not known, and whether there are calls. By column: 1 for
+    evaluation, 0 for training, -1 for none.
+    """
     bins = len(edges) - 1
     lags = np.full((len(ranks), bins), -1.0)
     there = np.zeros((len(ranks), bins), dtype=bool)
@@ -225,7 +227,6 @@ def _how_late(case: Case, rank: int, call: int, seconds: dict[tuple[int, int], f
 
 
 def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Whole, Whole, Whole, Whole]:
-    """A rank's calls for each of _MARKS."""
     track = case.tracks.get(rank)
     if track is None or not track.calls.n:
         none = np.zeros(0, np.int64)
@@ -293,7 +294,6 @@ def _starts(hosts: list[str]) -> list[int]:
 
 
 def _last_call(ending: Ending) -> str:
-    """Which call was a rank's last, and what is to be said of it."""
     if not ending.call:
         return "no call"
     if ending.unsure:

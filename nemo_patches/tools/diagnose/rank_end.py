@@ -14,25 +14,25 @@ from nemo_patches.tools.diagnose.frame_text import is_library, shown
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records
 
-# A rank that one of these ended was in a collective, or in the store: another rank is the reason.
+# A rank that one of these ended was in a collective, or at the store: another rank is the reason.
 _WAITED_TYPES = frozenset(
     {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "LengthSyncTimeout", "StopTogetherError"}
 )
 _RENDEZVOUS_TYPES = frozenset({"RendezvousClosedError", "RendezvousConnectionError", "RendezvousTimeoutError"})
-# What only torch's C++ says, under a RuntimeError as well; Gloo names the place: ".../gloo/transport/tcp/pair.cc:544".
+# Words of torch's C++ alone, also in a RuntimeError; Gloo names the place: ".../gloo/transport/tcp/pair.cc:544".
 _OF_TORCH = re.compile(
     r"gloo/|\bgloo\b|NCCL|monitoredBarrier|[Aa]pplication timeout|wait timeout after|Connection was likely closed|"
     r"Timed out waiting \d+ ?ms|store based barrier|client socket has timed out|waiting for clients|"
     r"the ranks (?:cannot end together any more|are out of step)",  # StopTogetherError
 )
-# What downloads say as well: there it is the rank's own error.
+# Downloads use these words, too: then it is the rank's own error.
 _OF_ANY_CONNECTION = re.compile(r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout")
 _OWN_FAULT = re.compile(
     r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate GPU|ncclInvalid|"
     r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use|ncclUnhandledCudaError|"
     r"unhandled cuda error|Error while (?:creating|attaching to) shared memory"
 )
-_CUT = re.compile(r"\s*(?:\[[^\]]*)?")  # "[/pytorch/gl": of a message of torch's, where a log ends in the middle of it
+_CUT = re.compile(r"\s*(?:\[[^\]]*)?")  # "[/pytorch/gl": a message of torch that the end of a log cuts off
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(
     r"waiting for clients|store based barrier|client socket has timed out|while trying to connect to"
@@ -43,21 +43,21 @@ _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Termina
 _SIGTERM_FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
 _FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
 _COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$|/torch/nn/parallel/distributed\.py$")
-# A checkpoint may be read from the network, there too.
+# Without torch/distributed/checkpoint, which may read from the network.
 _OF_COLLECTIVES = re.compile(r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)")
 _BACKWARD = frozenset({"_engine_run_backward"})
-STALL_EXIT = 83  # stall/job_stall.py: every rank ends so, whoever is the reason
+STALL_EXIT = 83  # stall/job_stall.py: every rank ends with it, whichever is the reason
 _INNERMOST = 12  # frames of a stack in which a collective is looked for
 _RAISED_WITHIN = 3  # innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
 _OWN_FRAMES = 3
-# torch's, of what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
+# How torch passes on what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
 _PASSED_ON = re.compile(r"Caught [\w.]{1,100} [^\n]{1,200}\.\nOriginal Traceback \(most recent call last\):\n")
 
 Frames = tuple[tuple[str, str, str], ...]  # file, line and function of each, innermost first
 
 
 class Error(NamedTuple):
-    """An exception. Of one that a data loader's worker passed on: the worker's own."""
+    """An exception; of one that a data loader's worker passed on, the worker's own."""
 
     type: str
     message: str
@@ -66,7 +66,6 @@ class Error(NamedTuple):
 
     @property
     def line(self) -> str:
-        """In one line, as a person is told of it."""
         first = next(iter(self.message.strip().splitlines()), "")
         return safe(f"{self.type}: {first}" if first else self.type)
 
@@ -79,7 +78,7 @@ class Error(NamedTuple):
     def is_of_a_collective(self) -> bool:
         """Whether the rank waited for others, in a collective or at the start.
 
-        Of a RuntimeError that any connection may have, without frames, torch is taken for the origin.
+        A connection's RuntimeError without frames is taken to be torch's.
         """
         if _OWN_FAULT.search(self.message):
             return False
@@ -130,13 +129,13 @@ class ProcessEnd:
 
     @property
     def unknown(self) -> bool:
-        """Whether it was killed, crashed, or still runs."""
+        """Whether it was killed, crashed, or still runs, as far as is known."""
         return not (self.ordinary or self.error or self.terminated)
 
 
 def process_end(trace: RankTrace) -> ProcessEnd:
     failed = ending_failure(trace)
-    # Where older traces do not tell the signal's time, and records follow it, which was first is not known.
+    # Older traces do not have the signal's time: if records follow it, which came first is not known.
     failed_first = failed is not None and trace.sigterm_at is not None and failed.t <= trace.sigterm_at
     if trace.sigterm_stack is not None and not failed_first:
         frames = [match.groups() for match in map(_SIGTERM_FRAME.fullmatch, trace.sigterm_stack) if match]
@@ -170,7 +169,7 @@ def ending_failure(trace: RankTrace) -> records.Failed | None:
 
 
 def error_of(record: records.Failed | records.Raised) -> Error:
-    """What was raised first: of torch's "Caught ... in DataLoader worker process 0" the worker's own exception."""
+    """The exception that was raised first: for "Caught ... in DataLoader worker process 0" the worker's own."""
     passed_on = _PASSED_ON.match(record.message)
     for text in (record.message, record.traceback) if passed_on else ():
         lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""`nemo-patches stacks`: collect what this host's ranks are in, and judge nothing."""
+"""`nemo-patches stacks`: collect the stacks of this host's ranks, and judge nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict on uneven calls: one rank made more evaluation or training calls than another, or evaluated elsewhere."""
+"""Uneven calls: a rank made more evaluation or training calls than another, or evaluated at another step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEXT_STEP_ELSEWHERE = (
 class UnevenRun:
     """Ranks that made more training or evaluation calls in a row than others did.
 
-    elsewhere: those with fewer training calls in this row evaluated after it, and the others went on: in words.
+    elsewhere: the text, if those with fewer training calls evaluated after this row, and the others trained on.
     """
 
     training: bool
@@ -42,7 +42,7 @@ class UnevenRun:
 def uneven_calls(case: Case) -> list[tuple[Finding, UnevenRun]]:
     """For training and for evaluation calls at most one finding each, with the unevenness it is about."""
     uneven = [_told_by_counts(case, run) for run in (*_mixed_rounds(case), *_runs(case))]
-    if elsewhere := [run for run in uneven if run.elsewhere]:  # what comes after it is not compared with its like
+    if elsewhere := [run for run in uneven if run.elsewhere]:  # later runs are compared with unlike ones
         first = min(elsewhere, key=lambda run: run.call)
         uneven = [*(run for run in uneven if run.call < first.call), first]
     by_kind = [[run for run in uneven if run.training == training] for training in (True, False)]
@@ -69,7 +69,7 @@ def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
 
 
 def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
-    """Fewer training calls in a row are fewer in all only if the counts say so; else somebody evaluated elsewhere."""
+    """Fewer training calls in a row are fewer in all only if the totals say so; else a rank evaluated elsewhere."""
     if not run.training:
         return run
     kinds = {rank: weighted_kinds(case.tracks[rank]) for rank in run.more | run.fewer}
@@ -94,10 +94,10 @@ def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
 
 
 def _mixed_rounds(case: Case) -> list[UnevenRun]:
-    """Rounds to which some ranks came with a training and some with an evaluation call, right after all were level.
+    """Rounds in which some ranks made a training and some an evaluation call, right after all were level.
 
-    Level: the round before came in time on all ranks, and at the same position. So a rank that was late is not taken
-    for one that makes more calls.
+    Level: the round before completed in time on all ranks, at the same position. So a late rank is not mistaken for one
+    that makes more calls.
     """
     rounds, starts = case.rounds, anchors(case.tracks)
     if len(rounds.ranks) < 2 or rounds.number.size < 2 or any(starts.get(rank) is None for rank in rounds.ranks):
@@ -125,7 +125,7 @@ def _mixed_rounds(case: Case) -> list[UnevenRun]:
 
 
 def _runs(case: Case) -> list[UnevenRun]:
-    """Runs of one kind of call that are longer on some ranks, among those whose traces are whole from the start."""
+    """Runs of one kind of call that are longer on some ranks, of those whose traces are complete from the start."""
     whole = {
         rank: track
         for rank, track in case.tracks.items()
@@ -159,7 +159,7 @@ def _runs(case: Case) -> list[UnevenRun]:
 
 
 def _runs_of(track: Track) -> list[tuple[bool, int]]:
-    """Of one rank: whether they are training calls, and how many."""
+    """Each run of one rank: whether it is of training calls, and how many."""
     kinds, weights = weighted_kinds(track)
     edges = np.flatnonzero(np.diff(kinds)) + 1
     pieces = zip(np.split(kinds, edges), np.split(weights, edges), strict=True)

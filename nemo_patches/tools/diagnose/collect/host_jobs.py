@@ -1,4 +1,4 @@
-"""Look at the jobs that run on this host, as often as it takes to tell a wait from a step."""
+"""Look at the jobs that run on this host, often enough to tell a wait from a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_patches.tools.diagnose.collect.samples import Sample, take
 FORMAT, WHAT = 1, "stacks"
 STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
 _BETWEEN_LOOKS_S = 2.0
-LONGER_S = 5.0  # than that, and it is looked at no more
+LONGER_S = 5.0  # than that: no more looks
 
 
 class NothingToLookAtError(Exception):
@@ -97,7 +97,7 @@ def look(
     between_s: float = _BETWEEN_LOOKS_S,
     at_most_s: float = STUCK_AFTER_S + LONGER_S,
 ) -> HostJob:
-    """At the ranks of a job: twice, and again until it is enough, or has lasted too long."""
+    """Look at the ranks of a job twice, and again until `is_enough`, or for at_most_s."""
     began, host = time.monotonic(), socket.gethostname()
     first = last = take(ranks)
     while True:
@@ -110,7 +110,7 @@ def look(
 
 
 def has_settled(job: HostJob) -> bool:
-    """Without knowing what ranks wait in: each has run another part of its code meanwhile, or has long not run."""
+    """Whether each rank has run other code meanwhile, or not run for long: stacks.pyz cannot judge any waits."""
     return all(_has_settled(*rank.samples) for rank in job.ranks)
 
 
@@ -123,9 +123,9 @@ def _has_settled(first: Sample, last: Sample) -> bool:
 
 
 def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, ...]:
-    """Who was given without a rank, and was started by torch's spawn(), has it in a local of that.
+    """Number processes from --pids by torch.multiprocessing.spawn(), which has the rank in a local variable.
 
-    Who has not, if others have, is no rank: their parent, or multiprocessing's resource tracker.
+    If only some have it, the others are no ranks: their parent, or multiprocessing's resource tracker.
     """
     if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
         return sampled
@@ -144,7 +144,7 @@ def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, .
 
 
 def main() -> None:
-    """Of stacks.pyz, for where nemo_patches is not installed: print this host's JSON."""
+    """The entry point of stacks.pyz, for hosts without nemo_patches: print this host's JSON."""
     parser = argparse.ArgumentParser(
         prog="stacks.pyz",
         description="Print where the ranks on this host are, as JSON for `nemo-patches diagnose`. Takes up to "

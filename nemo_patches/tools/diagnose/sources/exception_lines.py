@@ -1,4 +1,4 @@
-"""Exceptions that ended ranks, as tracebacks in a log tell: the type, its message and the user's innermost frames."""
+"""Exceptions that ended ranks, from tracebacks in a log: the type, its message and the user's innermost frames."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _ERROR = re.compile(r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$")
 _CAUSED = "The above exception was the direct cause of the following exception"
 _MEANWHILE = "During handling of the above exception, another exception occurred"
-# Beginnings of what a program writes of the error that ends it, where no prefix does. Hydra catches all; so does Ray.
+# Words before the error that ends a program, without a rank's prefix: Hydra and torch.multiprocessing catch all.
 _FATAL = re.compile(r"Error executing job with overrides|-- Process \d{1,7} terminated with the following error")
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _IGNORED = re.compile(r"Exception ignored in|Exception in thread")
-# Of launchers: their own tracebacks tell of ranks that have failed.
+# Exceptions of launchers: a rank has failed.
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
     r"ProcessRaisedException|ProcessExitedException|ActorDiedError|RayActorError|KeyboardInterrupt"
 )
-# Other ranks, or SIGTERM, bring these about; torchrun and the scheduler send it to all that are left.
+# Caused by other ranks, or by SIGTERM, which torchrun and schedulers send to all remaining ranks.
 _BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt")
-_MISMATCH = "Detected mismatch"  # of collectives, which the ranks are told to be in
+_MISMATCH = "Detected mismatch"  # of collectives
 _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
     r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError"
@@ -66,7 +66,7 @@ class _Error:
     @property
     def text(self) -> str:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
-        if _LAST_ERROR in self.lines[:-1]:  # NCCL's; its first line says of what kind it is, and not what happened
+        if _LAST_ERROR in self.lines[:-1]:  # NCCL's first line is its kind, the line after this one what happened
             message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
         return shown(f"{kind}: {message}" if message else kind)
 
@@ -84,19 +84,19 @@ class _Error:
 
 @dataclass
 class _Writing:
-    """What one rank is writing of an exception. root: of a chain the one that the others followed from."""
+    """An exception that one rank is writing. root: the exception that the others in its chain followed from."""
 
     frames: deque[tuple[str, str, str]] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
     root: _Error | None = None
     last: _Error | None = None
     was_caused: bool = False  # the next exception is named as caused by the last
-    in_traceback: bool = False  # without a prefix, so that its lines hold nothing by which they are found
+    in_traceback: bool = False  # without a prefix, so its lines have none of logs.py's needles
     has_frames: bool = False  # since the last exception
-    was_over: bool = False  # the log had told of an end when it began
+    was_over: bool = False  # it began after a time-out, or an end, of others
 
 
 class ExceptionLines:
-    """Of one launch. Of lines without a prefix, in a file of many ranks, only what is known to end a process counts."""
+    """One launch's exceptions. In a file of many ranks, those without a prefix count only if they end a process."""
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
@@ -107,7 +107,7 @@ class ExceptionLines:
 
     @property
     def is_reading(self) -> bool:
-        """Whether lines may follow that hold nothing of interest by themselves."""
+        """Whether lines without any of logs.py's needles may follow."""
         return any(one.in_traceback for one in self._writing.values())
 
     def take(self, line: Line) -> None:
@@ -144,7 +144,7 @@ class ExceptionLines:
         self._take(key, line, text)
 
     def _take(self, key: int, line: Line, text: str) -> None:
-        """One line of a rank's, without its prefix."""
+        """One line of a rank, without its prefix."""
         writing = self._writing.get(key)
         if _BEGINS.search(text):
             self._begin(key, line, text)
@@ -163,7 +163,6 @@ class ExceptionLines:
         return self._writing[key]
 
     def _begin(self, key: int, line: Line, text: str) -> None:
-        """A traceback begins."""
         writing, is_workers = self._writing.get(key), "Original" in text
         if writing is not None and not is_workers and writing.last is not None and not writing.was_caused:
             self._end(key)  # of another exception
@@ -199,7 +198,6 @@ class ExceptionLines:
         writing.in_traceback = not line.has_prefix
 
     def _end(self, key: int) -> None:
-        """One is told to its end."""
         writing = self._writing.pop(key, None)
         if writing is None or writing.root is None:
             return
@@ -234,7 +232,7 @@ class ExceptionLines:
         self._found.add(rank, fate, error.line)
 
     def finish(self) -> None:
-        """After the launcher's lines: what was raised last without a prefix ended a rank only if that had failed."""
+        """Call after the launcher's: an exception without a prefix ended a rank only if the launcher saw that fail."""
         for key in list(self._writing):
             self._end(key)
         for key, writing in self._stray.items():
@@ -245,7 +243,7 @@ class ExceptionLines:
                 self._found.add(rank, Fate(fates.LOGGED, writing.root.text, writing.root.where), writing.root.line)
 
     def _may_have_ended(self, rank: int) -> bool:
-        """Whether the launcher tells of an exit code, as that of an exception is one, which may be of this rank."""
+        """Whether the launcher reports an exit code that may be this rank's, as an exception leaves one."""
         facts = [(fact, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
         failed = {fact.rank for fact, kind in facts if kind == fates.FAILED and not fact.own}
         if rank == NOT_TOLD:

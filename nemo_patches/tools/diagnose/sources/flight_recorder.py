@@ -31,9 +31,9 @@ _KEYS = (b'"entries"', b'"pg_config"', b'"comm_lib_version"')
 
 @dataclass(frozen=True)
 class _Dump:
-    """What one rank has recorded. groups: for each process group its ranks, if the dump tells.
+    """One rank's records. groups: the ranks of each process group in the dump.
 
-    seats: by group, each with its time, in seconds since 1970. has_lost: its ring has lost what was before.
+    seats: by group, each with its time, in seconds since 1970. has_lost: the ring has lost older entries.
     """
 
     rank: int
@@ -50,7 +50,7 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """Add a seat for each collective, and that each rank is one of the job's."""
+    """Add a seat for each collective, and each rank as a member."""
     dumps: dict[int, _Dump] = {}
     if len(files) > _MOST_FILES:
         evidence.problems.append(f"{len(files)} Flight Recorder dumps; only the first {_MOST_FILES} were read")
@@ -69,7 +69,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
         evidence.facts.append(Fact(dump.rank, Member(evidence.world_size), dump.cite, host=dump.host))
     groups = _groups(dumps)
     for name, ranks in groups:
-        # Groups of other ranks may have the same name: a rank's dump tells of its own groups alone.
+        # Groups of other ranks may have the same name: a rank's dump lists its own groups only.
         is_alone = sum(other == name for other, _ in groups) == 1
         title = name if is_alone else f"{name} of {named(ranks)}"
         # Where a ring has lost entries, and has none of this group, the rank may have entered any.
@@ -83,7 +83,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
 
 
 def _groups(dumps: dict[int, _Dump]) -> list[tuple[str, list[int]]]:
-    """The groups by name, with their ranks among the dumps: those that any dump tells, else those that are in it."""
+    """The groups by name, with their ranks among the dumps: as listed in any dump, else the ranks with entries."""
     groups = []
     for name in sorted({name for dump in dumps.values() for name in dump.seats}):
         told = {ranks for dump in dumps.values() if (ranks := dump.groups.get(name))}

@@ -1,7 +1,7 @@
-"""Stacks of ranks: this package's JSON of a host, and dumps that somebody has made by hand.
+"""Stacks of ranks: this package's JSON of a host, and dumps made by hand.
 
 py-spy dump (text, JSON, --native), pystack (and --native), gdb's py-bt, faulthandler in logs, and the files of
-torch.distributed.debug. Which rank it is, tells the file's name (rank3.txt, r3.log, 3.json, torchrun's 3/stderr.log), a
+torch.distributed.debug. The rank comes from the file's name (rank3.txt, r3.log, 3.json, torchrun's 3/stderr.log), a
 launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a heading, or else the order of the files.
 """
 
@@ -43,7 +43,7 @@ _RANK_IN_NAME = re.compile(
     r"(?:^|[-_.])(\d{1,7})(?=\.(?:txt|log|json|err|out|stack|dump)$)",
     re.IGNORECASE,
 )
-_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # whose number follows: slurm-4711.out
+_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # a number of something else: slurm-4711.out
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 _HEADING = re.compile(r"=+ ?Rank (\d{1,7})\b")  # of torch.distributed.debug: === Rank 3: host:port ===
 _MARK = re.compile(
@@ -64,7 +64,6 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: Sequence[Path], evidence: Evidence) -> None:
-    """Add what they tell to the evidence."""
     host_files, dumps = list[tuple[str, HostFile]](), list[_Dump]()
     for file in files:
         name = _name(file)
@@ -105,7 +104,7 @@ class _Header(msgspec.Struct):
 
 
 def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) -> list[Fact]:
-    """Of the job of which most ranks are here: ranks of two jobs have the same numbers."""
+    """The facts of the job with the most ranks here: two jobs' ranks have the same numbers."""
     by_job: dict[str, list[tuple[str, HostJob]]] = {}
     for name, file in files:
         for job in file.jobs:
@@ -122,7 +121,6 @@ def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) ->
 
 
 def of_samples(job: HostJob) -> list[Fact]:
-    """What the samples of a host's ranks tell."""
     facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job)]
     here, host = {one.rank.rank for one in job.ranks}, safe(job.host, 100)
     gone = Fate(fates.GONE, f"no process of it runs on {host}")
@@ -130,7 +128,7 @@ def of_samples(job: HostJob) -> list[Fact]:
 
 
 def _ranks_of_host(job: HostJob) -> range:
-    """The ranks that its launcher has started there, if the variables tell: an unbroken run of them."""
+    """The ranks that its launcher has started there, an unbroken run; empty if the variables do not say."""
     sizes = {(one.rank.local_world_size, one.rank.world_size) for one in job.ranks}
     if len(sizes) != 1:
         return range(0)
@@ -172,12 +170,12 @@ def _fate(samples: Sequence[Sample]) -> Fate:
 
 
 def _is_held_by_tracer(samples: Sequence[Sample]) -> bool:
-    """strace, too, is a tracer, of which a process hardly feels anything."""
+    """State t in all samples. strace is a tracer as well, but hardly stops its process."""
     return all(sample.tracer and sample.state == "t" for sample in samples)
 
 
 def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
-    """Of the last sample, with what explains it: the lock, the loader's worker, the file."""
+    """The place of the last sample, with what explains it: the lock, the loader's worker, the file."""
     last = samples[-1]
     main = last.main or Thread()
     is_in_futex = last.wait_channel.startswith("futex")
@@ -195,14 +193,14 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
     share = _share_of_core(samples)
-    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
+    runs = all(sample.state == "R" for sample in samples)  # on a busy machine its share may be small
     if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
         details.append(f"it computes ({100 * share:.0f} % of a core)")
     return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
 
 
 def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> list[str]:
-    """What holds it up there, as the kernel and Python's lock tell."""
+    """What holds it up there, by the kernel and by Python's lock."""
     last, details = samples[-1], list[str]()
     stays, share = motion is not None and not motion.moved, _share_of_core(samples)
     if stays and last.state not in "Tt" and (keeper := _keeps_gil(samples)) is not None and (share or 0) < _IDLE_SHARE:
@@ -219,7 +217,7 @@ def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> li
 
 
 def _in_collective_of_thread(found: Place, last: Sample) -> Place:
-    """Of a rank whose main thread waits for another one: if that is in a collective, so is the rank."""
+    """A rank whose main thread waits for a thread that is in a collective, is in that collective."""
     for thread in last.threads:
         if thread.tid != last.pid and _is_users(thread.name, thread.frames):
             theirs = place(thread.frames, has_gpu=last.has_gpu)
@@ -229,12 +227,12 @@ def _in_collective_of_thread(found: Place, last: Sample) -> Place:
 
 
 def _children(last: Sample) -> list[str]:
-    """Of one that waits for processes that it has started: where those are."""
+    """Where the child processes are that a process waits for."""
     told = list[str]()
     for sample in last.workers:
         frames = sample.main.frames if sample.main is not None else ()
         if _inside_worker(frames) is not None or (frames and all(map(is_library, frames))):
-            continue  # a data loader's; or multiprocessing's own
+            continue  # a data loader's worker, or multiprocessing's own process
         name = f"{safe(sample.name, 30)} (pid {sample.pid})"
         if sample.state in (NO_PROCESS, ZOMBIE):
             told.append(f"its child {name} has ended")
@@ -247,7 +245,7 @@ def _children(last: Sample) -> list[str]:
 
 
 def _share_of_core(samples: Sequence[Sample]) -> float | None:
-    """That the main thread used between the samples."""
+    """The main thread's share of a core between the samples."""
     passed_s = samples[-1].uptime_s - samples[0].uptime_s
     return (samples[-1].cpu_s - samples[0].cpu_s) / passed_s if passed_s > 0 else None
 
@@ -260,7 +258,7 @@ def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
 
 
 def _workers(last: Sample) -> tuple[str, list[str]]:
-    """Of a rank that waits for its data loader: where its worker is, and where others are."""
+    """Where the workers are of a rank that waits for its data loader: the first one's text, and the others'."""
     pids_by_text: dict[str, list[int]] = {}
     died = [sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)]
     for sample in last.workers:
@@ -281,7 +279,7 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
 
 
 def _inside_worker(frames: Sequence[Frame]) -> tuple[Frame, ...] | None:
-    """The frames up to the worker's loop: a forked worker has those of its parent, too. None for no worker."""
+    """A worker's frames up to its loop: a forked worker has its parent's frames, too. None if it is no worker."""
     for number, frame in enumerate(frames):
         if frame.name.rpartition(".")[2] == "_worker_loop":
             return tuple(frames[: number + 1])
@@ -331,7 +329,7 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
 
 
 def _motion_by_kernel(first: Sample, last: Sample) -> Motion | None:
-    """Without stacks: only that it has not run is known."""
+    """Without stacks only that it has not run can be known."""
     between = last.uptime_s - first.uptime_s
     has_run = last.cpu_s > first.cpu_s or last.switches > first.switches
     return None if has_run or first.slept_s is None else Motion(False, still_s=between + first.slept_s)
@@ -345,7 +343,7 @@ def _went_on(before: Thread | _Stack, now: Thread | _Stack) -> str:
 
 
 def _ran(samples: Sequence[Sample]) -> bool:
-    """Whether the main thread has run although nobody woke it: a look at it does, but that takes no time."""
+    """Whether the main thread has run by itself: a look wakes it as well, but only for an instant."""
     woke = any(
         sample.slept_s is not None and sample.undisturbed_s is not None and sample.slept_s + 0.5 < sample.undisturbed_s
         for sample in samples[1:]
@@ -356,7 +354,7 @@ def _ran(samples: Sequence[Sample]) -> bool:
 
 
 def _workers_slept_s(first: Sample, last: Sample, between_s: float) -> float:
-    """A rank that waits for its data loader looks for dead workers every few seconds: they tell for how long."""
+    """How long its workers have slept: a rank that waits for its data loader itself wakes every few seconds."""
     slept = [sample.slept_s for sample in first.workers if sample.slept_s is not None]
     return min(slept) + between_s if slept and first.workers and last.workers else 0.0
 
@@ -366,9 +364,9 @@ def _workers_slept_s(first: Sample, last: Sample, between_s: float) -> float:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a tool writes stacks: the line that begins a thread's, and that of a frame, each with named parts.
+    """How a tool prints stacks: the line that begins a thread, and the line of a frame, each with named groups.
 
-    library: of a frame of C. has_gil: words in a thread's state. innermost_last: of its frames. main_last: of threads.
+    has_gil: words in a thread's state. innermost_last: the order of frames. main_last: the order of threads.
     """
 
     thread: re.Pattern[str]
@@ -426,7 +424,7 @@ class _Stack:
 
 @dataclass
 class _Dump:
-    """One of one process. rank: None where nothing tells it."""
+    """One dump of one process. rank: None if not known."""
 
     rank: int | None
     pid: int
@@ -441,7 +439,7 @@ class _Dump:
 
 
 def _name(file: Path) -> str:
-    """As it is cited: of torchrun's logs, and of others that have alike names in each folder, with the folder."""
+    """Its citation: with the folder for torchrun's logs, which have the same name in each folder."""
     return f"{file.parent.name}/{file.name}" if re.match(r"std(err|out)\b", file.name) else file.name
 
 
@@ -491,7 +489,7 @@ class _SpyThread(msgspec.Struct):
 
 
 def _of_json(content: bytes, name: str) -> _Dump | None:
-    """py-spy's; None where it is another's."""
+    """py-spy's JSON; None if it is another tool's."""
     try:
         threads = msgspec.json.decode(content, type=list[_SpyThread])
     except msgspec.DecodeError:
@@ -536,10 +534,10 @@ class _Writer:
         self.pid = 0
         self.dump: _Dump | None = None
         self.stack: _Stack | None = None
-        self.tid = ""  # gdb's: of the thread whose stack comes next
+        self.tid = ""  # from gdb's heading, for the stack that comes next
 
     def take(self, line: str) -> _Dump | None:
-        """A dump that begins with this line."""
+        """The dump that begins with this line, if one does."""
         if not line or line[0].isspace():
             stack = self.stack
             if stack is not None and len(stack.frames) < _MOST_FRAMES and (frame := stack.form.frame_in(line)):
@@ -577,7 +575,7 @@ class _Writer:
 
 
 def _of_dumps(dumps: Iterable[_Dump], evidence: Evidence) -> list[Fact]:
-    """Of each rank the last one, and whether it stands where it stood in the first one of the same process."""
+    """The facts of each rank's last dump, and whether it moved since the first one of the same process."""
     by_rank: dict[int, list[_Dump]] = {}
     unnamed = list[_Dump]()
     for dump in dumps:

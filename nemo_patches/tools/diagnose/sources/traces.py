@@ -1,6 +1,6 @@
-"""Reader of traces and dumps: how each rank ended, where it was, and which rounds and calls it has come to.
+"""Reader of traces and dumps: how each rank ended, where it was, and which rounds and calls it has reached.
 
-The reports of a rank's stall monitor tell of other ranks; that is hearsay.
+A rank's stall reports are about other ranks, and hearsay.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _MOST_DETAILS = 4
 
 
 def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
-    """Add what the files of a launch tell of its ranks.
-
-    Ranks whose files are damaged are members, and no more.
-    """
+    """Add the facts of a launch. Ranks whose files are damaged are only members."""
     evidence.world_size = max(evidence.world_size, job.world_size)
     evidence.moving |= job.moving
     evidence.runs |= bool(job.ago)
@@ -56,7 +53,7 @@ def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
 
 
 def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
-    """Ranks without a file for which the others wait: no round has come on any, or all that have a dump wait."""
+    """Ranks without a file that the others wait for: no round came on any rank, or all ranks with a dump wait."""
     absent = job.untold({fact.rank for fact in evidence.facts})
     fate = Fate(fates.UNSEEN)
     if job.has_dumps:
@@ -74,7 +71,7 @@ def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> 
 
 
 def _waiting_ranks(encoders: list[Case]) -> set[int]:
-    """Who waited at the end, by its own trace."""
+    """Ranks that waited at the end, by their own traces."""
     waiting = set()
     for case in encoders:
         ends = case.endings.values()
@@ -85,7 +82,7 @@ def _waiting_ranks(encoders: list[Case]) -> set[int]:
 
 
 def _host_of(job: TracedJob, rank: int) -> str:
-    """The host of a rank without a file, by those of the ranks before and after it; empty if that does not tell."""
+    """The host of a rank without a file, if the ranks before and after it agree on one; else empty."""
     before = [other for other in job.traces if other < rank]
     after = [other for other in job.traces if other > rank]
     hosts = {job.traces[other].header.host for other in (max(before), min(after))} if before and after else {""}
@@ -93,7 +90,7 @@ def _host_of(job: TracedJob, rank: int) -> str:
 
 
 def _was_left(ending: Ending) -> bool:
-    """Whether a connection of it closed: another rank had gone."""
+    """Whether its connection closed, because another rank had gone."""
     return ending.sync_ended or (ending.process.waited and not ending.process.timed_out)
 
 
@@ -126,13 +123,13 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
 
 
 def _fact(case: Case, rank: int, value: Value, t: float | None = None, of: int | None = None, said: str = "") -> Fact:
-    """t: by the trace of `rank`, which is the reporter's where it tells of another rank, `of`."""
+    """t: by the trace of `rank`, which is the reporter if the fact is about another rank, `of`."""
     host, at = _when(case, rank, case.job.traces[rank].last if t is None else t)
     return Fact(rank if of is None else of, value, _cite(case.job, rank, said), at, host, own=of is None)
 
 
 def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
-    """By the clock of its host; or of the reference rank's, where they share rounds."""
+    """Host and time by the clock of the reference rank's host, if the two share rounds; else by its own host's."""
     header, common = case.job.traces[rank].header, case.clocks.common(rank, t)
     reference = case.job.traces[case.clocks.reference].header if common is not None else header
     if common is None or reference.host == header.host:
@@ -146,7 +143,7 @@ def _cite(job: TracedJob, rank: int, said: str = "") -> str:
 
 
 def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterator[Fact]:
-    """How it ended and where that found it, if it did. may_have_gone: others say so."""
+    """How it ended, if it did, and where it was then. may_have_gone: others say so."""
     job, process = case.job, ending.process
     trace = job.traces[rank]
     if (fate := _fate(case, rank, ending)) is not None:
@@ -165,7 +162,7 @@ def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterato
 def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
     """How it ended; None where its trace has no end."""
     process, end = ending.process, case.job.traces[rank].end
-    code = None if end is None else end.exit_code or 0  # the interpreter does not tell every code
+    code = None if end is None else end.exit_code or 0  # not every exit code is known to the interpreter
     if ending.at_fault and (raised := _exception(case, rank)) is not None:
         t, error = raised
         frames = " < ".join(shown(function, file, line) for file, line, function in error.frames[:3])
@@ -184,7 +181,7 @@ def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
 
 
 def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
-    """What ended a rank, and when, where nobody else is the reason."""
+    """When and by which exception a rank ended, if no other rank is the reason."""
     trace, ending = case.job.traces[rank], case.endings[rank]
     track = case.tracks.get(rank)
     for raised in reversed(trace.raised):
@@ -204,7 +201,7 @@ def _after(case: Case, ending: Ending) -> str:
 
 
 def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
-    """What the latest stall reports say, of the stall that the traces end in; and who waits in the backward."""
+    """The latest reports on the stall that the traces end in, and the ranks that wait in the backward."""
     reports = case.stall_reports
     evidence.saw_a_wait |= reports.saw_a_wait
     evidence.perhaps_missing |= reports.past
@@ -221,7 +218,7 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
     vain = [ending.in_vain for ending in case.sure.values()]
-    in_vain = any(vain) and not all(vain)  # else some trace is not what its rank wrote
+    in_vain = any(vain) and not all(vain)  # if all are in vain, some trace is incomplete
     for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
         if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
             where = f"the backward of {case.call(case.sure[rank])}"
@@ -232,9 +229,9 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
 
 
 def _add_seats(case: Case, evidence: Evidence) -> None:
-    """The last rounds of the length sync, where some rank has waited in the latest for long, or has given it up.
+    """The last rounds of the length sync, if some rank has waited long in the latest one, or has given it up.
 
-    A round pairs by its number. That ranks are at different calls shows no wait, nor does a round that has just begun.
+    Rounds pair by number. Ranks at different calls do not show a wait, nor does a round that has just begun.
     """
     group = f"length sync of {case.name}"
     known, reports = case.sure, case.stall_reports
@@ -261,7 +258,7 @@ def _has_waited(case: Case, ending: Ending, reports: StallReports) -> bool:
 
 
 def _rounds(ending: Ending, came: int) -> Iterable[tuple[int, bool, bool]]:
-    """Number, whether the rank has come out, whether it is known that all came."""
+    """Number, whether the rank has left it, whether all are known to have come."""
     if came:
         yield came, True, False
     if ending.in_vain:
