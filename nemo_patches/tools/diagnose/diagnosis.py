@@ -28,7 +28,7 @@ from nemo_patches.tools.diagnose.faults import (
     runaway_memory,
 )
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Diagnosis, Finding, RankSummary
-from nemo_patches.tools.diagnose.folder import TracedJob
+from nemo_patches.tools.diagnose.folder import TracedJob, bounded
 from nemo_patches.tools.diagnose.judge import rule
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
 from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
@@ -37,7 +37,7 @@ from nemo_patches.tools.diagnose.sources import traces
 from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
-_MOST_LINES, _MOST_SUMMARIES = 20, 8
+_MOST_SUMMARIES = 8
 _LEAST_WAITING = 0.01  # share of the time; for whom less waiting is, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
 # Decided by judge.py, over the facts of all sources.
@@ -95,7 +95,7 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
         findings=ordered,
         ranks=tuple(_summaries(job, encoders)),
         problems=tuple(job.problems),
-        earlier=_bounded(job.earlier),
+        earlier=tuple(bounded(job.earlier, "starts")),
         summary=tuple(_summary(case) for case in encoders[:_MOST_SUMMARIES]),
     )
 
@@ -127,11 +127,6 @@ def _sync_ended(case: Case) -> list[Finding]:
     next_step = "Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
     next_step += "network was lost, or GLOO_SOCKET_IFNAME names no interface."
     return [Finding(ids.SYNC_ENDED, WARNING, ranks, text, next_step, case.name, ended[0].call)]
-
-
-def _bounded(lines: list[str]) -> tuple[str, ...]:
-    more = len(lines) - _MOST_LINES
-    return (*lines[:_MOST_LINES], *([f"and {more} more starts"] if more > 0 else []))
 
 
 def _summary(case: Case) -> str:

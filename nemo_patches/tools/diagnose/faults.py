@@ -39,7 +39,7 @@ _IDLE_PERCENT, _BUSY_PERCENT = 5, 95
 _TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
 
 
-_Fault = TypeVar("_Fault", records.Raised, records.Finding)
+_Fault = TypeVar("_Fault", records.Raised, records.CheckFinding)
 
 
 def caught_exceptions(case: Case) -> list[Finding]:
@@ -97,7 +97,7 @@ def _first(faults: list[tuple[float, _Fault, int]], scale: Clocks) -> tuple[_Fau
 def check_findings(job: TracedJob, cases: list[Case]) -> list[Finding]:
     """For each check its first finding."""
     scale = cases[0].clocks if cases else clocks({})
-    of_check: dict[str, list[tuple[float, records.Finding, int]]] = defaultdict(list)
+    of_check: dict[str, list[tuple[float, records.CheckFinding, int]]] = defaultdict(list)
     for rank, trace in job.traces.items():
         for record in trace.findings if not trace.mixed else ():
             of_check[record.check].append((scale.common_or_own(rank, record.t), record, rank))

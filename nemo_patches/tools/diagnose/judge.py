@@ -45,7 +45,10 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
     ruling = rule(evidence, stuck_after_s)
     hangs = tuple(replace(one, severity=WARNING) if one.because else one for one in ruling.findings)
-    findings = _ordered([*hangs, *(_following(one, hangs) for one in evidence.findings)])
+    # A finding that followed from its source's own verdict on the hang follows from the verdict over all evidence.
+    root = hangs[0].id if hangs else ""
+    others = (replace(one, because=root) if one.because else one for one in evidence.findings)
+    findings = _ordered([*hangs, *others])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
     return Diagnosis(
@@ -61,11 +64,6 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         earlier=tuple(evidence.earlier[:20]),
         summary=tuple(evidence.summary),
     )
-
-
-def _following(one: Finding, hangs: tuple[Finding, ...]) -> Finding:
-    """A finding that followed from its source's own verdict on the hang follows from the verdict over all evidence."""
-    return replace(one, because=hangs[0].id if hangs else "") if one.because else one
 
 
 def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:

@@ -44,7 +44,7 @@ _NEVER = math.nan
 _Header, _Encoder, _Enter = structs[records.Header], structs[records.Encoder], structs[records.Enter]
 _Sync, _Grow, _PreEncoded = structs[records.Sync], structs[records.Grow], structs[records.PreEncoded]
 _FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leave], structs[records.Raised]
-_Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory], structs[records.Finding]
+_Missing, _Memory, _CheckFinding = structs[records.Missing], structs[records.Memory], structs[records.CheckFinding]
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
 _Call, _Dumped = structs[records.Call], structs[records.Dumped]
 _Failed, _Stalled, _Sigterm = structs[records.Failed], structs[records.Stalled], structs[records.Sigterm]
@@ -55,7 +55,12 @@ _DATACLASSES = {struct: kind for kind, struct in structs.items()}
 # Nearly all calls have these records in this order, with or without a backward. Taking runs of them as columns needs a
 # third of the time.
 _RUN = re.compile(rb"(?:espfl){8,}|(?:espflbd){8,}")
-_KEPT_IN = {_Missing: "missing", _Stalled: "stalled", _Failed: "failed", _Finding: "findings"}  # lists of a RankTrace
+_KEPT_IN = {
+    _Missing: "missing",
+    _Stalled: "stalled",
+    _Failed: "failed",
+    _CheckFinding: "findings",
+}  # lists of a RankTrace
 _LETTERS: dict[type[Any], int] = {type(None): ord("?"), **dict.fromkeys(_DATACLASSES, ord("?"))} | {
     _Enter: ord("e"),
     _Sync: ord("s"),
@@ -246,7 +251,7 @@ class RankTrace:
     failed: list[records.Failed] = field(default_factory=list)
     missing: list[records.Missing] = field(default_factory=list)
     stalled: list[records.Stalled] = field(default_factory=list)
-    findings: list[records.Finding] = field(default_factory=list)
+    findings: list[records.CheckFinding] = field(default_factory=list)
     memory: list[tuple[float, int, int, int]] = field(default_factory=list)  # t; bytes: RSS, allocated, reserved
     gpu: records.Memory | None = None  # the last sample that has its utilisation
     _skip: int = 0
@@ -515,7 +520,7 @@ class RankTrace:
     def _take_kept(self, line: str) -> None:
         """Take a record of a part that is gone, which the head of a later part has kept."""
         (record,) = decode(line.replace("\n", " ").encode()) or [None]
-        kept: dict[type[Any], list[Any]] = {_Raised: self.raised, _Failed: self.failed, _Finding: self.findings}
+        kept: dict[type[Any], list[Any]] = {_Raised: self.raised, _Failed: self.failed, _CheckFinding: self.findings}
         if type(record) not in kept:
             self.bad_lines += 1
         elif (read := _kept(record)) not in kept[type(record)]:  # several heads may repeat it

@@ -62,11 +62,8 @@ def _loops(text: str, line: int, variable: str) -> tuple[tuple[int, int], ...]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0)
     ]
     function = max(functions, key=lambda node: node.lineno, default=tree)
-    return tuple(
-        (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(function)
-        if isinstance(node, _LOOPS) and any(_sets(inner, variable) for inner in ast.walk(node))
-    )
+    loops = [node for node in ast.walk(function) if isinstance(node, _LOOPS)]
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in loops if variable in _set_in(node))
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,5 +75,5 @@ def _tree(text: str) -> ast.Module | None:
         return None
 
 
-def _sets(node: ast.AST, variable: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Store)
+def _set_in(loop: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(loop) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -86,10 +86,6 @@ class _Answer:
     sizes: dict[str, int]
     gpus: int
 
-    @property
-    def is_fine(self) -> bool:
-        return all(state.endswith(" OK") for state in self.states)
-
     def size_of(self, communicator: str) -> int:
         """How many ranks a communicator has; 0 if it is gone."""
         return self.sizes.get(communicator[1:].partition("-")[0], 0)
@@ -189,15 +185,12 @@ def _add(texts: list[str], cite: str, evidence: Evidence) -> None:
     found = _dead(answer, cite, evidence)
     found += _silent(answer, {fact.rank for fact in evidence.facts[facts:]})
     found += _counts(texts, answer, cite, evidence)
-    if not found and len(evidence.facts) == facts and not answer.is_fine:
-        raise UnreadableError(
-            f"RAS reports {', '.join(answer.states)}, in words that are not known here: read it yourself"
-        )
+    states, is_fine = ", ".join(answer.states), all(state.endswith(" OK") for state in answer.states)
+    if not found and len(evidence.facts) == facts and not is_fine:
+        raise UnreadableError(f"RAS reports {states}, in words that are not known here: read it yourself")
     evidence.findings += found
     evidence.world_size = max(evidence.world_size, answer.gpus)
-    evidence.summary.append(
-        f"NCCL's RAS tells of {len(answer.sizes)} groups of communicators: {', '.join(answer.states)}."
-    )
+    evidence.summary.append(f"NCCL's RAS tells of {len(answer.sizes)} groups of communicators: {states}.")
 
 
 def _parsed(text: str) -> _Answer:

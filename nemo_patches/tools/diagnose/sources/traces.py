@@ -5,7 +5,7 @@ A rank's stall reports are about other ranks, and hearsay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
@@ -245,9 +245,8 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
         if not (ending.round or ending.phase == ids.LENGTH_SYNC) or ending.sync_ended:
             continue
         members.add(rank)
-        came = ending.round - ending.in_vain
-        for number, done, completed in _rounds(ending, came):
-            seat = Seat(rank, group, number, LENGTH_SYNC, done=done, completed=completed, caller=case.call(ending))
+        for number, done in _rounds(ending):
+            seat = Seat(rank, group, number, LENGTH_SYNC, done=done, caller=case.call(ending))
             evidence.facts.append(_fact(case, rank, seat, last_entered(case.job, rank)))
 
 
@@ -257,11 +256,11 @@ def _has_waited(case: Case, ending: Ending, reports: StallReports) -> bool:
     return ending.in_vain or (ending.phase == ids.LENGTH_SYNC and (is_long or ending.rank in reports.texts))
 
 
-def _rounds(ending: Ending, came: int) -> Iterable[tuple[int, bool, bool]]:
-    """Number, whether the rank has left it, whether all are known to have come."""
-    if came:
-        yield came, True, False
+def _rounds(ending: Ending) -> Iterator[tuple[int, bool]]:
+    """Number, and whether the rank has left it."""
+    if came := ending.round - ending.in_vain:
+        yield came, True
     if ending.in_vain:
-        yield ending.round, True, False
+        yield ending.round, True
     if ending.phase == ids.LENGTH_SYNC:
-        yield ending.round + 1, False, False
+        yield ending.round + 1, False
