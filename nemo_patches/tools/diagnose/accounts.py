@@ -28,10 +28,10 @@ class Account:
     """One rank, with the fact of each kind that counts; all fates and seats are kept, to find contradictions."""
 
     rank: int
-    fate: Fact | None = None
-    place: Fact | None = None
-    motion: Fact | None = None
-    member: Fact | None = None
+    fate_fact: Fact | None = None
+    place_fact: Fact | None = None
+    motion_fact: Fact | None = None
+    member_fact: Fact | None = None
     reported: Fact | None = None
     calls: dict[str, Call] = field(default_factory=dict)
     fates: list[Fact] = field(default_factory=list)
@@ -39,45 +39,45 @@ class Account:
 
     @property
     def fate_kind(self) -> str:
-        return self.fate_value.kind
+        return self.fate.kind
 
     @property
-    def fate_value(self) -> Fate:
-        return _value_of(self.fate, _NO_FATE)
+    def fate(self) -> Fate:
+        return _value_of(self.fate_fact, _NO_FATE)
 
     @property
-    def place_value(self) -> Place:
-        return _value_of(self.place, _NO_PLACE)
+    def place(self) -> Place:
+        return _value_of(self.place_fact, _NO_PLACE)
 
     @property
-    def motion_value(self) -> Motion:
-        return _value_of(self.motion, _NO_MOTION)
+    def motion(self) -> Motion:
+        return _value_of(self.motion_fact, _NO_MOTION)
 
     @property
     def moved(self) -> bool:
-        return self.motion_value.moved
+        return self.motion.moved
 
     @property
     def still_s(self) -> float | None:
-        return self.motion_value.still_s
+        return self.motion.still_s
 
     @property
     def was_looked_at_twice(self) -> bool:
-        return self.motion is not None
+        return self.motion_fact is not None
 
     @property
-    def member_value(self) -> Member:
-        return _value_of(self.member, _NO_MEMBER)
+    def member(self) -> Member:
+        return _value_of(self.member_fact, _NO_MEMBER)
 
     @property
     def host(self) -> str:
-        return self.member.host if self.member is not None else ""
+        return self.member_fact.host if self.member_fact is not None else ""
 
     @property
     def waits(self) -> Fact | None:
         """The fact that shows the rank waiting for others, if any: where it is, or the error that ended it."""
-        if self.place_value.collective and not self.moved:
-            return self.place
+        if self.place.collective and not self.moved:
+            return self.place_fact
         ends = (fact for fact in self.fates if fact.fate_kind in CONSEQUENCES)
         return next(ends, None)
 
@@ -111,7 +111,9 @@ class Hearing:
 
     @property
     def unseen(self) -> list[int]:
-        told = {rank for rank, one in self.accounts.items() if one.fate or one.place or one.seats or one.calls}
+        told = {
+            rank for rank, one in self.accounts.items() if one.fate_fact or one.place_fact or one.seats or one.calls
+        }
         return [rank for rank in range(self.world_size) if rank not in told]
 
     def having(self, *kinds: str) -> list[Account]:
@@ -127,7 +129,7 @@ class Hearing:
         return [
             one
             for one in self.accounts.values()
-            if one.place_value.collective and not one.moved and one.fate_kind not in (*HELD, *CAUSES)
+            if one.place.collective and not one.moved and one.fate_kind not in (*HELD, *CAUSES)
         ]
 
 
@@ -143,17 +145,17 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         elif isinstance(fact.value, Fate):
             account.fates.append(fact)
         elif isinstance(fact.value, Place):
-            account.place = _counts(account.place, fact)
+            account.place_fact = _counts(account.place_fact, fact)
         elif isinstance(fact.value, Call):
             account.calls[fact.value.encoder] = fact.value
         elif isinstance(fact.value, Motion):
-            account.motion = _counts(account.motion, fact)
+            account.motion_fact = _counts(account.motion_fact, fact)
         else:
-            account.member = _counts(account.member, fact)
+            account.member_fact = _counts(account.member_fact, fact)
     for account in accounts.values():
         if account.rank != NOT_TOLD:  # facts without a rank may be about several ranks
             account.fates = _that_count(account.fates)
-        account.fate = min(
+        account.fate_fact = min(
             account.fates, key=lambda fact: (_RANKED.index(fact.fate_kind), not fact.own, fact.at), default=None
         )
     return dict(sorted(accounts.items()))

@@ -48,11 +48,11 @@ class _Standing:
     @property
     def waited(self) -> bool:
         """Whether the error that ended it shows that it waited."""
-        return self.kind in CONSEQUENCES and not self.account.fate_value.text.startswith(fates.SYNC_ENDED)
+        return self.kind in CONSEQUENCES and not self.account.fate.text.startswith(fates.SYNC_ENDED)
 
     @property
     def has_no_end(self) -> bool:
-        return self.kind not in _KNOWN_ENDS or self.account.fate_value.text.startswith(fates.SYNC_ENDED)
+        return self.kind not in _KNOWN_ENDS or self.account.fate.text.startswith(fates.SYNC_ENDED)
 
     @property
     def runs(self) -> bool:
@@ -60,7 +60,7 @@ class _Standing:
 
     @property
     def in_good_order(self) -> bool:
-        return self.kind == fates.ENDED and not self.call.phase and not self.account.fate_value.exit_code
+        return self.kind == fates.ENDED and not self.call.phase and not self.account.fate.exit_code
 
 
 _Some = list[_Standing]
@@ -91,7 +91,7 @@ class _Ranks:
     @property
     def reporting(self) -> _Some:
         """Ranks whose stall monitors have reported the stall that the records end in."""
-        return [one for one in self.all if one.account.motion is not None and not one.account.moved]
+        return [one for one in self.all if one.account.motion_fact is not None and not one.account.moved]
 
     def having(self, test: Callable[[_Standing], bool]) -> _Some:
         return [one for one in self.all if test(one)]
@@ -173,7 +173,7 @@ def _waits(one: _Standing, ranks: _Ranks) -> bool:
     """Whether the rank waits. A rank in its backward without a recorded end may have been killed there, unless it had
     reported its wait and others waited until a time limit.
     """
-    place, has_reported = one.account.place_value, one.account.motion is not None
+    place, has_reported = one.account.place, one.account.motion_fact is not None
     may_be_killed = one.call.in_backward and not place.way and one.has_no_end and not one.runs
     may_be_killed = may_be_killed and not (ranks.timed_out and has_reported)
     return one.account.moved or bool(place.collective and not may_be_killed)
@@ -225,7 +225,7 @@ def _are_whole_hosts(ranks: _Ranks, some: _Some) -> bool:
 
 def _is_early(one: _Standing, top: tuple[int, int]) -> bool:
     """Whether the rank's interpreter ended before the training did."""
-    return one.call.position < top or one.call.in_backward or bool(one.account.fate_value.exit_code)
+    return one.call.position < top or one.call.in_backward or bool(one.account.fate.exit_code)
 
 
 def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
@@ -252,7 +252,7 @@ def _gone(ranks: _Ranks, known: _Some) -> _Some:
 
 def _not_told_to_end(ranks: _Ranks, known: _Some) -> _Some:
     """The rank without a recorded end where SIGTERM ended all others: a launcher does that when a rank has gone."""
-    no_end = [one for one in known if one.has_no_end and one.account.member_value.notes_sigterm]
+    no_end = [one for one in known if one.has_no_end and one.account.member.notes_sigterm]
     terminated = ranks.having(lambda one: one.kind == fates.TERMINATED)
     all_else = len(no_end) + len(terminated) == ranks.hearing.world_size
     return _gone_first(ranks, no_end) if all_else and terminated else []

@@ -44,7 +44,7 @@ def by_ends(hearing: Hearing) -> Ruling:
         return Ruling(tuple(replace(one, text=f"{one.text} {capital(who(ended))} {how}.") for one in found))
     if not waited and (first := _left_first(cut, hearing)):
         return Ruling(first)
-    if all(one.fate_value.text.startswith(fates.AT_START) for one in (*waited, *cut)):
+    if all(one.fate.text.startswith(fates.AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
     ends = "; ".join(
@@ -88,7 +88,7 @@ def _unseen_text(hearing: Hearing) -> str:
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
-    ranks, told = who(one.rank for one in waited), waited[0].fate_value.text.removeprefix(f"{fates.AT_START}: ")
+    ranks, told = who(one.rank for one in waited), waited[0].fate.text.removeprefix(f"{fates.AT_START}: ")
     text = f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
     rank = "It" if len(waited) == 1 else who([waited[0].rank])
     return finding(ids.START_UP, f"{text}{capital(rank)} says: {told}{_unseen_text(hearing)}.", evidence=evidence)
@@ -98,7 +98,7 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
     """What they waited in, if all known seats agree, and the next step for that."""
     facts = [fact for one in waited for fact in one.seats if fact.seat and fact.seat.kind]
     if not facts:
-        fate = waited[0].fate_value if waited else Fate("")
+        fate = waited[0].fate if waited else Fate("")
         if len(_places_of(waited)) > 1:
             return "for others", ""
         at = f" in {inner(fate.where)}" if fate.where else ""
@@ -112,7 +112,7 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
 
 def _places_of(waited: list[Account]) -> dict[str, list[int]]:
     """Ranks by the place where they waited, as their errors say."""
-    return parties((inner(one.fate_value.where), one.rank) for one in waited if one.fate_value.where)
+    return parties((inner(one.fate.where), one.rank) for one in waited if one.fate.where)
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
@@ -131,7 +131,7 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
     """The first failure in the launchers' tables. of_ranks_that_waited: the exit code may be that of a waiting rank."""
     firsts = [fact for fact in first_of(hearing.told(fates.FAILED, fates.ABORTED)) if not fact.own]
     if not firsts:
-        gone = [one for one in hearing.having(fates.GONE) if one.fate and not one.fate.own]
+        gone = [one for one in hearing.having(fates.GONE) if one.fate_fact and not one.fate_fact.own]
         return () if of_ranks_that_waited else tuple(all_absent(gone, None)) or _ended_by_others(hearing)
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]

@@ -116,13 +116,13 @@ def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding
 def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) -> bool:
     """Whether another fact shows the rank waiting or moving; if so, keep the contradiction."""
     account = hearing[rank]
-    waits = account.motion if account.moved else account.waits
+    waits = account.motion_fact if account.moved else account.waits
     if waits is None:
         return False
-    place = account.place_value
+    place = account.place
     since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
-    what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate_value.text})"
-    what = f"it goes on ({account.motion_value.by})" if account.moved else what
+    what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate.text})"
+    what = f"it goes on ({account.motion.by})" if account.moved else what
     entered = f"rank {rank} had not entered {title_of(one.seat)}"
     hearing.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}")
     return True

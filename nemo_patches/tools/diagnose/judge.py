@@ -141,11 +141,11 @@ def _causes(hearing: Hearing) -> list[Finding]:
     # Time-outs only: a closed connection may be logged before the error of the rank that closed it.
     time_outs = [fact for fact in hearing.told(fates.WAITED) if fact.at]
     facts = [
-        one.fate
+        one.fate_fact
         for one in hearing.accounts.values()
-        if one.fate is not None
+        if one.fate_fact is not None
         and one.fate_kind in CAUSES
-        and (_is_behind(one, hearing) or not any(is_before(t, one.fate) for t in time_outs))
+        and (_is_behind(one, hearing) or not any(is_before(t, one.fate_fact) for t in time_outs))
     ]
     if not facts:
         return []
@@ -161,7 +161,7 @@ def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_
         alike = [fact.rank for fact in facts if fact.fate_kind == fates.RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
         one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
-        went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate not in facts])
+        went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate_fact not in facts])
         yield replace(one, severity=WARNING) if others_are_missing or went_on else one
 
 
@@ -170,7 +170,7 @@ def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
     of_kill = [fact for fact in firsts if fact.fate_kind == fates.KILLED]
     for for_memory in (True, False):
         if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
-            others = [one for one in hearing.accounts.values() if one.fate not in some]
+            others = [one for one in hearing.accounts.values() if one.fate_fact not in some]
             yield killed([hearing[fact.rank] for fact in some], some, others[:4])
 
 
@@ -192,7 +192,7 @@ def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
 def _was_caught(first: Account, others: list[Account]) -> bool:
     """Whether the process ended in good order after its exception, as all others did."""
     is_in_call = first.last_call is not None and first.last_call.raised
-    return first.fate_value.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
+    return first.fate.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
 
 
 def _error(fact: Fact) -> tuple[str, str]:

@@ -45,13 +45,13 @@ def _lines(job: HostJob) -> Iterator[str]:
 
 
 def _of_rank(account: Account) -> Iterator[str]:
-    fate, place, pid = account.fate_value, account.place_value, account.member_value.pid
+    fate, place, pid = account.fate, account.place, account.member.pid
     told = [] if fate.kind in ("", fates.RUNS) else [": ".join(filter(None, (fate.kind, fate.text)))]
     told += [f"waits in {place.seat}"] if place.collective else []
     told += [f"in {safe(place.where)}"] if place.where else []
     told += [f"{name} = {value}" for name, value in list(place.counters.items())[:4]]
     if account.moved:
-        told.append(f"moved: {account.motion_value.by}")
+        told.append(f"moved: {account.motion.by}")
     elif account.still_s is not None:
         told.append(f"has not moved for {account.still_s:.0f} s")
     yield f"  rank {account.rank}{f' (pid {pid})' if pid else ''}: {safe('; '.join(told))}"

@@ -122,7 +122,7 @@ def finding(
     next_step: str = "",
 ) -> Finding:
     """A finding with the table's severity and next step, unless given. of: the rank whose process the step names."""
-    pid, host = (of.member_value.pid or "PID", of.host or "its host") if of is not None else ("PID", "its host")
+    pid, host = (of.member.pid or "PID", of.host or "its host") if of is not None else ("PID", "its host")
     return Finding(
         id=kind,
         severity=severity or _SEVERITIES.get(kind, CRITICAL),
@@ -217,7 +217,7 @@ def _absent(kind: str, accounts: Sequence[Account], wait: Wait | None, evidence:
         have = "has" if len(ranks) == 1 else "have"
         text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
     told = doings(accounts)
-    step = _NEXT_STEPS_AT.get(accounts[0].place_value.activity, "") if kind == ids.MISSING_RANK else ""
+    step = _NEXT_STEPS_AT.get(accounts[0].place.activity, "") if kind == ids.MISSING_RANK else ""
     text += f": {told}." if told else "."
     return finding(kind, text, ranks, [*evidence_of(accounts), *evidence], accounts[0], next_step=step)
 
@@ -236,7 +236,7 @@ def doings(accounts: Sequence[Account]) -> str:
 
 def doing(account: Account) -> str:
     """How a rank that others wait for ended, or where it is."""
-    fate, place = account.fate_value, account.place_value
+    fate, place = account.fate, account.place
     if fate.kind == fates.UNSEEN and fate.text:
         return f"there is no sign of it: {fate.text}"
     if fate.kind in _ENDS:
@@ -309,7 +309,7 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     first = facts[0]
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
-    at = accounts[0].place_value.where
+    at = accounts[0].place.where
     how = f" ({first.value.text})" if first.value.text else ""
     was = "was" if len(ranks) == 1 else "were"
     place = f", in {inner(at)}" if at else ""
@@ -391,31 +391,31 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
     """Lines of evidence, one for the ranks at each place: ranks in no collective first, then the fewest."""
     groups: dict[tuple[str, str, str, bool], list[Account]] = {}
     for account in accounts:
-        fate, place = account.fate_value, account.place_value
+        fate, place = account.fate, account.place
         at = place.seat or place.where
         if fate.kind == fates.UNREADABLE:
             at = f"{fate.details} {account.still_s or 0:.0f}"
         groups.setdefault((fate.kind, fate.text, at, account.moved), []).append(account)
-    ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
+    ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place.collective), len(group)))
     return [line for group in ordered for line in _of_group(group)]
 
 
 def _of_group(group: list[Account]) -> Iterable[str]:
     first, ranks = group[0], who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.fate is not None and first.fate_kind == fates.UNREADABLE:
-        told = "; ".join((_STACK_UNREAD, *first.fate_value.details))
-        yield f"{ranks} [{first.fate.cite}{others}]: {told}{_when(first)}"
-    elif first.fate is not None and first.fate_kind in _FATES:
-        text = f" ({first.fate_value.text})" if first.fate_value.text else ""
-        yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
-    if first.place is not None:
-        yield f"{ranks} [{first.place.cite}{others}]: {_where(first, len(group))}{_when(first)}"
-        yield from (f"  {detail}" for account in group[:4] for detail in account.place_value.details)
+    if first.fate_fact is not None and first.fate_kind == fates.UNREADABLE:
+        told = "; ".join((_STACK_UNREAD, *first.fate.details))
+        yield f"{ranks} [{first.fate_fact.cite}{others}]: {told}{_when(first)}"
+    elif first.fate_fact is not None and first.fate_kind in _FATES:
+        text = f" ({first.fate.text})" if first.fate.text else ""
+        yield f"{ranks} [{first.fate_fact.cite}{others}]: {_FATES[first.fate_kind]}{text}"
+    if first.place_fact is not None:
+        yield f"{ranks} [{first.place_fact.cite}{others}]: {_where(first, len(group))}{_when(first)}"
+        yield from (f"  {detail}" for account in group[:4] for detail in account.place.details)
 
 
 def _where(account: Account, ranks: int) -> str:
-    place = account.place_value
+    place = account.place
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (fates.STOPPED, fates.TRACED) else ""
     if place.collective:
         waits = "waits" if ranks == 1 else "wait"
@@ -427,8 +427,8 @@ def _where(account: Account, ranks: int) -> str:
 
 def _when(account: Account) -> str:
     if account.moved:
-        return f" (moved: {account.motion_value.by})"
-    steps = ", ".join(f"{name} = {value}" for name, value in list(account.place_value.counters.items())[:4])
+        return f" (moved: {account.motion.by})"
+    steps = ", ".join(f"{name} = {value}" for name, value in list(account.place.counters.items())[:4])
     still = f"has not moved for {account.still_s:.0f} s" if account.still_s else ""
     told = "; ".join(filter(None, (still, steps)))
     return f" ({told})" if told else ""

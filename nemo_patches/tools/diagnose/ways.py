@@ -27,7 +27,7 @@ class _Step(NamedTuple):
 
 def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     """By a counter of a loop that both parties are in, else by their lines in the function where their stacks part."""
-    one, other = few[0].place_value, many[0].place_value
+    one, other = few[0].place, many[0].place
     level = next((n for n, (a, b) in enumerate(zip(one.way, other.way, strict=False)) if a != b), None)
     if level is None:
         return Reason()
@@ -43,7 +43,7 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
             ahead, behind = (mine, many) if value > there else (theirs, few)
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
             text += "collective that the other side waits in"
-            if loop := _inner_loop(behind[0].place_value, level, around):
+            if loop := _inner_loop(behind[0].place, level, around):
                 text += f", in a loop that {ahead} left, at {loop}: fewer batches there, or one left it out."
                 return Reason(ids.SKIPPED, text)
             return Reason(ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception).")
@@ -54,7 +54,7 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     first, last = (few, many) if is_ahead else (many, few)
     near, far = sorted((step.line, their_step.line))
     place = f"in {step.function} {_names(first)} {_is(first)} at line {far}, {_names(last)} at line {near}"
-    inner = {_step(way).function for way in last[0].place_value.way[level:]}
+    inner = {_step(way).function for way in last[0].place.way[level:]}
     return _by_loops(first, last, inner, place) or Reason(ids.OUT_OF_STEP, f"Further on: {place}.")
 
 
@@ -68,7 +68,7 @@ def _inner_loop(behind: Place, level: int, around: set[str]) -> str:
 def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str], place: str) -> Reason | None:
     """By the counters of the loops that `last` is in. first: further on in a function, by its lines."""
     ahead, behind = _names(first), _names(last)
-    theirs, mine = first[0].place_value, last[0].place_value
+    theirs, mine = first[0].place, last[0].place
     counters = {name: value for name, value in mine.counters.items() if _of(name) in inner}
     for name, value in counters.items():
         came_to, begins = theirs.counters.get(name, -1), mine.loops.get(name, 0)
@@ -96,9 +96,9 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
 
 def apart(waiting: Sequence[Account]) -> str:
     """The first counter that differs between ranks at the same place, with its values; empty if none does."""
-    for name in sorted({name for one in waiting for name in one.place_value.counters if not name.startswith("rank ")}):
-        in_loop = (one for one in waiting if name in one.place_value.counters)
-        values = parties((one.place_value.counters[name], one.rank) for one in in_loop)
+    for name in sorted({name for one in waiting for name in one.place.counters if not name.startswith("rank ")}):
+        in_loop = (one for one in waiting if name in one.place.counters)
+        values = parties((one.place.counters[name], one.rank) for one in in_loop)
         if len(values) > 1:
             return "; ".join(f"{named(ranks)} at {name} = {value}" for value, ranks in values.items())
     return ""
@@ -106,9 +106,9 @@ def apart(waiting: Sequence[Account]) -> str:
 
 def parting(waiting: Sequence[Account]) -> str:
     """The first frames that differ, from the outermost."""
-    ways = [one.place_value.way for one in waiting]
+    ways = [one.place.way for one in waiting]
     for level in range(min(map(len, ways), default=0)):
-        there = parties((one.place_value.way[level], one.rank) for one in waiting)
+        there = parties((one.place.way[level], one.rank) for one in waiting)
         if len(there) > 1:
             return "; ".join(f"{named(ranks)} by {frame}" for frame, ranks in there.items())
     return ""
