@@ -17,7 +17,7 @@ import transcripts
 from rich.console import Console
 from test_watchdog_log import diagnose_logs, public_logs
 
-from nemo_patches.tools.diagnose import report_text
+from nemo_patches.tools.diagnose import report_text, verdicts
 from nemo_patches.tools.diagnose.findings import Diagnosis
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -58,5 +58,5 @@ def _ras(answer: str) -> None:
 def test_the_words_of_diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = {"traces": _traces, "public": _public, "facts": _facts, "dumps": _dumps, "ras": _ras}
-    given |= {"of_ras": test_nccl_ras, "recorded": test_flight_recorder.steps, "facts_of": test_evidence.facts}
+    given |= {"of_ras": test_nccl_ras, "verdicts": verdicts, "recorded": test_flight_recorder.steps, "facts_of": test_evidence.facts}
     transcripts.compare("diagnose", tmp_path, {**vars(test_diagnose), **vars(test_evidence), **given})
