@@ -58,5 +58,10 @@ def _ras(answer: str) -> None:
 def test_the_words_of_diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = {"traces": _traces, "public": _public, "facts": _facts, "dumps": _dumps, "ras": _ras}
-    given |= {"of_ras": test_nccl_ras, "verdicts": verdicts, "recorded": test_flight_recorder.steps, "facts_of": test_evidence.facts}
+    given |= {
+        "of_ras": test_nccl_ras,
+        "verdicts": verdicts,
+        "recorded": test_flight_recorder.steps,
+        "facts_of": test_evidence.facts,
+    }
     transcripts.compare("diagnose", tmp_path, {**vars(test_diagnose), **vars(test_evidence), **given})
