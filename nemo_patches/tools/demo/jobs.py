@@ -1,4 +1,4 @@
-"""What goes between the demo's own process and its ranks: a rank's job, its events, and its outcome."""
+"""What the demo's own process and its ranks send each other, a rank's job and its events; and a rank's outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNEVEN_RANK = 0
 EVALUATION_BATCHES = 6  # where a rank stays away
 LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
 IMPORT_LIMIT = timedelta(minutes=3)
-LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; and the stall twice on top
+LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; twice the stall is added
 HANG_LIMIT = timedelta(seconds=120)  # for what takes 5 to 15 s
 HANG_STALL_TIMEOUT = timedelta(seconds=4)
 
@@ -26,7 +26,7 @@ Task = Literal["a rank stays away", "training", "positional encoding", "hang"]
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What one rank is to do."""
 
     task: Task
@@ -40,7 +40,7 @@ class Job:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of nemo_patches.apply()."""
+        """The keywords for nemo_patches.apply()."""
         if self.hang is None:
             return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
         timeouts = {"timeout": 1.0, "call_timeout": 0.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
@@ -113,7 +113,7 @@ class Begins:
 
 @dataclass(frozen=True)
 class Stands:
-    """The training thread has run nothing for a while. collective: that it waits in; empty where it is in none."""
+    """The training thread has not run for a while. collective: the one that it waits in, or empty."""
 
     where: str
     collective: str
@@ -121,7 +121,7 @@ class Stands:
 
 @dataclass(frozen=True)
 class Moves:
-    """It runs again."""
+    """The training thread runs again."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ Event = OfStep | Begins | Stands | Moves | Failed | Finished
 class RankOutcome:
     """How far one rank came, and how it ended."""
 
-    job: Job
+    job: RankJob
     losses: tuple[float, ...] = ()
-    longest_encoder_call: timedelta = timedelta(0)  # of those that came back; in training, of its steps
+    longest_encoder_call: timedelta = timedelta(0)  # of those that returned; in training, only of training steps
     validation_batches: int = 0
     rows: WrongRows | None = None
     is_away: bool = False

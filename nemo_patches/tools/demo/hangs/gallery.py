@@ -1,6 +1,6 @@
-"""The hangs that `nemo-patches demo --hang NAME` and tests/hangs run: what was reported, and what is to come of each.
+"""The hangs that `nemo-patches demo --hang NAME` and tests/hangs run: who reported each, and how it is to end.
 
-Needs neither torch nor NeMo: a name that does not exist is refused at once.
+Imports neither torch nor NeMo, so that an unknown name is refused at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ENDS, NAMED, HANGS, DIES = "ends", "is named", "hangs", "dies"
 
 @dataclass(frozen=True)
 class Hang:
-    """module: the one here with the scenario, a function of the hang's name with underscores.
+    """A hang that was reported, and how its job is to end, as stock and with nemo_patches.
 
-    stock, ours: how it comes out. named: a pattern of the stall line. settings: of apply(), beside a short
-    stall_timeout.
+    module: the one here with the scenario, a function that has the hang's name, with underscores. named: a pattern of
+    the stall line. settings: of apply(), in addition to a short stall_timeout.
     """
 
     name: str

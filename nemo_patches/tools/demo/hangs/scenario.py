@@ -1,4 +1,4 @@
-"""One rank of a hang's job: runs the scenario, and tells the parent where it stands when it runs nothing any more."""
+"""One rank of a hang's job: runs the scenario, and tells the parent where it stands still."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nemo.utils import logging as nemo_logging
 from nemo_patches.stall import stacks
 from nemo_patches.tools.demo.hangs.gallery import Hang
 from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.jobs import Begins, Job, Moves, Stands
+from nemo_patches.tools.demo.jobs import Begins, Moves, RankJob, Stands
 
 STANDS_AFTER_S, LOOK_EVERY_S = 3.0, 0.25
-RUNS_S = 0.02  # of CPU between two looks; a process that has run longer moves
+RUNS_S = 0.02  # CPU time between two looks; a thread that has used more moves
 
 
-def play(job: Job, hang: Hang, events: Connection) -> None:
-    """The scenario, to its end if it has one."""
+def play(job: RankJob, hang: Hang, events: Connection) -> None:
+    """Run the scenario to its end, if it has one."""
     warnings.filterwarnings("ignore")
     nemo_logging.setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -39,7 +39,7 @@ def play(job: Job, hang: Hang, events: Connection) -> None:
 
 
 def _as_users_code(hang: Hang, folder: Path) -> Callable[[Rank], None]:
-    """The scenario, from a copy: a place in an installed nemo_patches is none of the user's own."""
+    """The scenario, loaded from a copy: frames inside an installed nemo_patches do not count as the user's code."""
     folder.mkdir()
     copy = shutil.copy(hang.source, folder)
     spec = importlib.util.spec_from_file_location(hang.module, copy)
