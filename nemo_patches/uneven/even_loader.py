@@ -14,7 +14,7 @@ import torch
 
 from nemo_patches.sync.rank_log import rank_and_size, report
 from nemo_patches.sync.settings import PREFIX
-from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, Place, StopTogetherError
+from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, Position, StopTogetherError
 from nemo_patches.uneven.left_pass import LeftPass
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"
@@ -167,7 +167,7 @@ class EvenLoader:
         elif ahead:  # with what a break has left
             source = itertools.chain(ahead, source)
         source = itertools.islice(source, most)
-        here, place = _next(source), Place(number, 1, False)
+        here, place = _next(source), Position(number, 1, False)
         agreement.say(place._replace(ended=not here))
         ended_by, all_ended = agreement.ended_by()
         if ended_by is not None and self._goes_on and not (was_left and all_ended):

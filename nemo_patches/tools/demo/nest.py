@@ -49,6 +49,7 @@ def model(folder: Path, rank: int) -> dict[str, Any]:
     # Not every release has the flag; both are as by default.
     del config.encoder.sync_max_audio_length, config.encoder.pos_emb_max_len
     resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+    del resolved["noise"]  # both data sets have it
     return resolved
 
 
