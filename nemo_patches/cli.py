@@ -223,7 +223,7 @@ def diff(
         if given:
             action = command.check if check else command.apply if apply else command.reverse
             typer.echo(action(checkout, chosen))
-        else:  # as bytes: a checkout's carriage returns are part of the diff
+        else:  # bytes, since a checkout's carriage returns are part of the diff
             typer.echo(command.printed(checkout, chosen), nl=False)
     except DiffError as error:
         raise _refused("diff", error, 1 if isinstance(error, Declined) else 2) from None
@@ -240,7 +240,7 @@ def doctor(**given: Any) -> None:
     """
     from nemo_patches.tools.doctor import command
 
-    gc.set_threshold(50_000)  # objects; a large config's trees are no garbage, and 0.4 s of 3 s went on looking at them
+    gc.set_threshold(50_000)  # objects; looking for garbage in a large config's trees took 0.4 s of 3 s
     raise typer.Exit(command.carry_out(request.made(given)))
 
 
@@ -347,10 +347,10 @@ def _text_of(error: Any) -> str:
 
 def main() -> None:
     """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is 2."""
-    if sys.stdout is None:  # closed, and not everything that prints can do without
+    if sys.stdout is None:  # it is closed, and not all code that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks must not end the command
+        if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False)
@@ -362,9 +362,9 @@ def main() -> None:
         typer.echo("nemo-patches: aborted", err=True)
     except ModuleNotFoundError:  # __main__ says it
         raise
-    except ImportError as error:  # it is installed, and cannot be loaded: a library that is not on this machine
+    except ImportError as error:  # what is installed cannot be loaded: this machine lacks a library
         typer.echo(f"nemo-patches: {error}", err=True)
-    except OSError as error:  # above all a full disk under standard output: Python's exit code, 1, would be an answer
+    except OSError as error:  # above all a full disk: with Python's own exit code, 1, it would look like a finding
         typer.echo(f"nemo-patches: {error}", err=True)
-        sys.stdout = None  # else Python writes what is left of it at its end, in vain, and says so
+        sys.stdout = None  # else Python tries again at exit to write the rest, and prints another error
     sys.exit(2)
