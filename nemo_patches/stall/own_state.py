@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..sync import __version__
-from ..sync.events import Group, SyncHandle
+from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
 from . import stacks
 from .last_batch import last_batch
@@ -49,7 +49,7 @@ class OwnState:
         thread = stacks.training_thread(last.thread, last.native_thread)
         # A rank that has ended an evaluation waits for the others from then on, and is not missing meanwhile.
         occupation = stacks.occupation(thread) if away or not last.training else Occupation()
-        syncs = [notes.sync for notes in self._notes.encoders(self._group)]
+        syncs = self._notes.syncs(self._group)
         waits_in = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
         rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
         still, limit_s = self._progress.still_s(now), stall_timeout.total_seconds()
@@ -87,7 +87,7 @@ class OwnState:
         )
 
 
-def _rounds(syncs: list[SyncHandle], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
+def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
     """By encoder: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
     rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
     in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
