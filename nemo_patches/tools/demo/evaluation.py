@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nemo.collections.asr.modules import ConformerEncoder
 
 from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.jobs import EVALUATION_BATCHES, LongestCall, RankJob, StaysAway, ValidationBatch
+from nemo_patches.tools.demo.jobs import EVALUATION_BATCHES, EncoderCall, Notice, RankJob
 from nemo_patches.tools.demo.nest import FEATURES, conformer
 
 AWAY_AFTER, FRAMES = 2, 200  # batches; of features
@@ -28,13 +28,13 @@ def evaluate(job: RankJob, events: Connection) -> None:
                 read_a_file_that_never_comes(job, events)
             began = time.monotonic()
             encoder(audio_signal=torch.zeros(2, FEATURES, FRAMES), length=torch.tensor([FRAMES] * 2))
-            events.send(LongestCall(timedelta(seconds=time.monotonic() - began)))
-            events.send(ValidationBatch())
+            events.send(EncoderCall(timedelta(seconds=time.monotonic() - began)))
+            events.send(Notice.VALIDATED)
     deadline = time.monotonic() + LONGEST_REPORT_S
     while job.patched and not logs.warnings(job.log) and time.monotonic() < deadline:
         time.sleep(0.05)  # a real job goes on; this one would end before its line about the missing rank is written
 
 
 def read_a_file_that_never_comes(job: RankJob, events: Connection) -> None:
-    events.send(StaysAway())
+    events.send(Notice.STAYS_AWAY)
     time.sleep(job.limit.total_seconds())  # the demo kills it long before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +71,17 @@ class RankJob:
         return self.folder / f"{self.task.replace(' ', '-')}-{self.version}-rank{self.rank}.log"
 
 
+class Notice(Enum):
+    """An event without data."""
+
+    BEGINS = auto()
+    VALIDATED = auto()  # a batch
+    STALLS = auto()  # for the job's stall
+    STAYS_AWAY = auto()
+    MOVES = auto()  # the training thread runs again
+    FINISHED = auto()
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     loss: float
@@ -77,23 +89,8 @@ class TrainingStep:
 
 
 @dataclass(frozen=True)
-class ValidationBatch:
-    pass
-
-
-@dataclass(frozen=True)
-class Stalling:
-    duration: timedelta
-
-
-@dataclass(frozen=True)
-class StaysAway:
-    pass
-
-
-@dataclass(frozen=True)
-class LongestCall:
-    """An encoder call outside training."""
+class EncoderCall:
+    """A call outside training."""
 
     took: timedelta
 
@@ -107,11 +104,6 @@ class WrongRows:
 
 
 @dataclass(frozen=True)
-class Begins:
-    pass
-
-
-@dataclass(frozen=True)
 class Stands:
     """The training thread has not run for a while. collective: the one that it waits in, or empty."""
 
@@ -120,22 +112,11 @@ class Stands:
 
 
 @dataclass(frozen=True)
-class Moves:
-    """The training thread runs again."""
-
-
-@dataclass(frozen=True)
 class Failed:
     error: str  # short
 
 
-@dataclass(frozen=True)
-class Finished:
-    pass
-
-
-OfStep = TrainingStep | ValidationBatch | Stalling | StaysAway | LongestCall | WrongRows
-Event = OfStep | Begins | Stands | Moves | Failed | Finished
+Event = Notice | TrainingStep | EncoderCall | WrongRows | Stands | Failed
 
 
 @dataclass(frozen=True)
@@ -163,26 +144,26 @@ class RankOutcome:
                     longest_encoder_call=max(self.longest_encoder_call, encoder_call),
                     now=f"step {len(self.losses) + 1}/{TRAINING_STEPS}",
                 )
-            case ValidationBatch():
+            case Notice.VALIDATED:
                 count = self.validation_batches + 1
                 return replace(self, validation_batches=count, now=f"validation batch {count}")
-            case Stalling(duration):
-                return replace(self, now=f"stalls for {duration.total_seconds():g} s")
-            case StaysAway():
+            case Notice.STALLS:
+                return replace(self, now=f"stalls for {self.job.stall.total_seconds():g} s")
+            case Notice.STAYS_AWAY:
                 return replace(self, is_away=True, now="stays away")
-            case LongestCall(took):
+            case EncoderCall(took):
                 return replace(self, longest_encoder_call=max(self.longest_encoder_call, took))
             case WrongRows():
                 return replace(self, rows=event)
-            case Begins():
+            case Notice.BEGINS:
                 return replace(self, has_begun=True, now="runs")
             case Stands(where):
                 return replace(self, stands=event, now=where)
-            case Moves():
+            case Notice.MOVES:
                 return replace(self, stands=None, now="runs")
             case Failed(error):
                 return replace(self, ended=f"died: {error}", now="died")
-            case Finished():
+            case Notice.FINISHED:
                 return replace(self, completed=True, now="completed")
 
 

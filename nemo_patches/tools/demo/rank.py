@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import nemo_patches
 from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Failed, Finished, RankJob
+from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Failed, Notice, RankJob
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def run(job: RankJob, events: Connection) -> None:
             else:
                 events.send(positional_encoding.grow(job))
             print(nemo_patches.status(), file=sys.stderr)
-        events.send(Finished())
+        events.send(Notice.FINISHED)
     except Exception as error:
         traceback.print_exc()
         events.send(Failed(logs.shortened(f"{type(error).__name__}: {error}")))

@@ -17,10 +17,9 @@ from nemo_patches.tools.demo.jobs import (
     STALL_AFTER_STEPS,
     TRAINING_STEPS,
     VALIDATE_EVERY,
+    Notice,
     RankJob,
-    Stalling,
     TrainingStep,
-    ValidationBatch,
 )
 
 
@@ -60,7 +59,7 @@ def pretrain(job: RankJob, events: Connection) -> None:
 
         def stall_before_the_encoder(*_: object) -> None:
             if trainer.global_step == STALL_AFTER_STEPS:  # in one training step, and in no evaluation
-                events.send(Stalling(job.stall))
+                events.send(Notice.STALLS)
                 time.sleep(job.stall.total_seconds())
 
         model.encoder.register_forward_pre_hook(stall_before_the_encoder)
@@ -91,7 +90,7 @@ class _Reporter(pl.Callback):  # type: ignore[misc]  # Lightning's types are not
         self._events.send(TrainingStep(float(outputs["loss"]), timedelta(seconds=self._took)))
 
     def on_validation_batch_end(self, *_: object, **__: object) -> None:
-        self._events.send(ValidationBatch())
+        self._events.send(Notice.VALIDATED)
 
 
 class _RandomStateKeeper(pl.Callback):  # type: ignore[misc]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,13 @@ class Hang:
         return " ".join((ast.get_docstring(function) or "").split())
 
 
-def _speech(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"NVIDIA-NeMo/Speech#{number}" for number in numbers)
+def _issues(repository: str, *numbers: int) -> tuple[str, ...]:
+    return tuple(f"{repository}#{number}" for number in numbers)
 
 
-def _lightning(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"Lightning-AI/pytorch-lightning#{number}" for number in numbers)
-
-
-def _torch(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"pytorch/pytorch#{number}" for number in numbers)
+_speech = partial(_issues, "NVIDIA-NeMo/Speech")
+_lightning = partial(_issues, "Lightning-AI/pytorch-lightning")
+_torch = partial(_issues, "pytorch/pytorch")
 
 
 def _of(rank: int, what: str) -> str:

@@ -27,10 +27,6 @@ class Rank:
         return self.job.rank
 
     @property
-    def size(self) -> int:
-        return self.job.world_size
-
-    @property
     def folder(self) -> Path:
         return self.job.folder
 
@@ -40,7 +36,7 @@ class Rank:
 
     def trainer(self, **settings: Any) -> Any:
         """For one epoch of training, unless the settings say otherwise."""
-        return cpu_trainer(self.size, **{"max_epochs": 1, "limit_val_batches": 0, **settings})
+        return cpu_trainer(self.job.world_size, **{"max_epochs": 1, "limit_val_batches": 0, **settings})
 
     def read_audio(self) -> None:
         """From a mount that does not answer: a FIFO that nobody writes to."""

@@ -20,7 +20,7 @@ from nemo.utils import logging as nemo_logging
 from nemo_patches.stall import stacks
 from nemo_patches.tools.demo.hangs.gallery import Hang
 from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.jobs import Begins, Moves, RankJob, Stands
+from nemo_patches.tools.demo.jobs import Notice, RankJob, Stands
 
 STANDS_AFTER_S, LOOK_EVERY_S = 3.0, 0.25
 RUNS_S = 0.02  # CPU time between two looks; a thread that has used more moves
@@ -33,7 +33,7 @@ def play(job: RankJob, hang: Hang, events: Connection) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     run = _as_users_code(hang, job.folder / f"job-{job.rank}")
     os.setpgid(0, 0)  # with its data loader's workers, which end with it
-    events.send(Begins())
+    events.send(Notice.BEGINS)
     with _watched(events):
         run(Rank(job))
 
@@ -73,7 +73,7 @@ def _watch(thread: int, events: Connection, over: threading.Event) -> None:
             place, since = now_at, time.monotonic()
             if stands:
                 stands = False
-                events.send(Moves())
+                events.send(Notice.MOVES)
         elif not stands and time.monotonic() - since > STANDS_AFTER_S:
             stands = True
             events.send(_standing(thread))
