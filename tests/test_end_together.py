@@ -38,7 +38,10 @@ class MemoryRounds:
     def __init__(self, job: Job, rank: int, key: str) -> None:
         self.job, self.rank, self.key = job, rank, key
         self.done = self.issued = 0
-        self.closed = False
+        self.over = ""
+
+    def close(self, why: str) -> None:
+        self.over = self.over or why
 
     def issue(self, value: int) -> None:
         with self.job.changed:
