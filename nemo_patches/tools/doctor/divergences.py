@@ -10,17 +10,29 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import islice
 
 from nemo_patches.tools.doctor import batch_data
-from nemo_patches.tools.doctor.batch_data import Branching, DataFlow
-from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings, dotted
-from nemo_patches.tools.doctor.finding import Severity
+from nemo_patches.tools.doctor.batch_data import Branching, DataFlow, Test
+from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.finding import Severity, at
 from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
-from nemo_patches.tools.doctor.ways import Decisions, End, Event, Function, Way, suppressing, text_of
+from nemo_patches.tools.doctor.syntax import (
+    LOOPS,
+    Function,
+    dotted,
+    last_part,
+    nodes,
+    own_nodes,
+    text_of,
+    words,
+)
+from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way, suppressing
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
@@ -74,6 +86,11 @@ class Divergence:
         if not more:
             return first + (f" ({why})" if why else "")
         return ", ".join([first, *more[:-1]]) + f" and {more[-1]}"
+
+    @property
+    def places(self) -> tuple[Value, ...]:
+        """Where the collectives are, and the cause."""
+        return (*(at(each.name, each.line) for each in self.collectives), at(self.cause, self.line))
 
     @property
     def are(self) -> str:
@@ -165,34 +182,29 @@ class _Scope:
 
     def decides(self, call: ast.Call) -> bool:
         """Whether a call is one of a helper that decides by what it is given."""
-        name = dotted(call.func)
-        function = self.helpers.get(name)
-        if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
-            return False
-        self._open.append(name)
-        try:
-            return _Function(self, function, "").decides
-        finally:
-            self._open.pop()
+        with self._opened(dotted(call.func)) as helper:
+            return helper is not None and helper.decides
 
     def _of_helper(self, name: str) -> tuple[Collective, ...]:
+        with self._opened(name) as helper:
+            if helper is None:
+                return ()
+            if name not in self._summaries:
+                self._summaries[name] = helper.summary()
+            return self._summaries[name]
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[_Function | None]:
+        """A helper while it is read; None for another name, and for one that calls itself, or many others in turn."""
         function = self.helpers.get(name)
         if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
-            return ()
-        if name not in self._summaries:
-            self._open.append(name)
-            try:
-                self._summaries[name] = self._summary(function)
-            finally:
-                self._open.pop()
-        return self._summaries[name]
-
-    def _summary(self, function: Function) -> tuple[Collective, ...]:
-        if _first_rank_only(function, self.surroundings) or _is_generator(function):
-            return ()
-        reading = _Function(self, function, "")
-        events = reading.follow(reading.of_rank(RANKS[0])).events if reading.rank_tests else reading.follow({}).events
-        return tuple(each.collective for each in events[:_MOST_OF_ONE_HELPER] if not each.collective.guess)
+            yield None
+            return
+        self._open.append(name)
+        try:
+            yield _Function(self, function, "")
+        finally:
+            self._open.pop()
 
 
 def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
@@ -200,14 +212,10 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
     if not isinstance(function, Function):
         return ""
     for node in function.decorator_list:
-        if surroundings.names.origin(node).rpartition(".")[2] == "rank_zero_only":
+        if last_part(surroundings.names.origin(node)) == "rank_zero_only":
             return f"@{ast.unparse(node)}"
     prepares = function.name == "prepare_data" and surroundings.lightning
     return "prepare_data" if prepares else ""
-
-
-def _is_generator(function: Function) -> bool:
-    return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(function))
 
 
 @dataclass(frozen=True)
@@ -227,10 +235,15 @@ class _Function:
     @property
     def decides(self) -> bool:
         """Whether what it returns is read off its arguments."""
-        returned = [
-            node.value for node in batch_data.own_nodes(self.node) if isinstance(node, ast.Return) and node.value
-        ]
+        returned = [node.value for node in own_nodes(self.node) if isinstance(node, ast.Return) and node.value]
         return bool(self._flow.tests) or any(map(self._flow.is_data, returned))
+
+    def summary(self) -> tuple[Collective, ...]:
+        """Those that it makes as a helper, on the first rank where ranks differ."""
+        if _first_rank_only(self.node, self.scope.surroundings) or any(nodes(self.node, ast.Yield, ast.YieldFrom)):
+            return ()
+        events = self.follow(self.of_rank(RANKS[0])).events
+        return tuple(each.collective for each in events[:_MOST_OF_ONE_HELPER] if not each.collective.guess)
 
     @cached_property
     def _ranks(self) -> RankTests:
@@ -239,10 +252,11 @@ class _Function:
     @cached_property
     def rank_tests(self) -> list[ast.If | ast.While | ast.IfExp | ast.BoolOp]:
         """Those on the rank."""
-        found: list[ast.If | ast.While | ast.IfExp | ast.BoolOp] = []
-        for node in batch_data.own_nodes(self.node):
-            if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.BoolOp)) and self._ranks.about_rank(_test(node)):
-                found.append(node)
+        found = [
+            node
+            for node in own_nodes(self.node)
+            if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.BoolOp)) and self._ranks.about_rank(_test(node))
+        ]
         return sorted(found, key=lambda each: (each.lineno, each.col_offset))
 
     def of_rank(self, rank: int) -> Decisions:
@@ -300,12 +314,10 @@ class _Function:
         ways = [self.follow(self.of_rank(rank)) for rank in RANKS]
         for other in ways[1:]:
             yield from self._compared(ways[0], other, self.rank_tests, True)
-        for text, nodes in _by_text(self._open_rank_tests).items():
-            yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
-            yield from self._compared(yes, no, nodes, True, text)
+        yield from self._decided_either_way(self._open_rank_tests, True)
 
     @property
-    def _open_rank_tests(self) -> list[tuple[ast.expr, Branching]]:
+    def _open_rank_tests(self) -> list[Test]:
         """Those that a rank's number does not decide, such as rank == source."""
         return [
             (_test(node), node)
@@ -314,13 +326,19 @@ class _Function:
         ]
 
     def _by_data(self) -> Iterator[Divergence]:
-        tests = [(each.test, each.node) for each in self._flow.tests]
-        for text, nodes in _by_text(tests).items():
-            yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
-            for each in self._compared(yes, no, nodes, False, text):
-                left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
-                if left:
-                    yield replace(each, collectives=left)
+        for each in self._decided_either_way(self._flow.tests, False):
+            left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
+            if left:
+                yield replace(each, collectives=left)
+
+    def _decided_either_way(self, tests: Iterable[Test], by_rank: bool) -> Iterator[Divergence]:
+        """The same test in several places is decided the same way."""
+        by_text: dict[str, list[Branching]] = {}
+        for test, node in tests:
+            by_text.setdefault(text_of(test), []).append(node)
+        for text, branches in islice(by_text.items(), _MOST_TESTS):
+            yes, no = (self.follow({id(node): decided for node in branches}) for decided in (True, False))
+            yield from self._compared(yes, no, branches, by_rank, text)
 
     def _is_open(self, collective: Collective, divergence: Divergence) -> bool:
         """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
@@ -363,7 +381,7 @@ class _Function:
             inside = [each for each in missing if _inside(each.collective.line, node)]
             missing = [each for each in missing if each not in inside]
             if inside:
-                loop = isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension))
+                loop = isinstance(node, LOOPS)
                 yield divergence(Kind.LOOP if loop else Kind.BRANCH, inside, node)
         for each in sorted({*way.exits} ^ {*other.exits}, key=lambda one: ("=" in one.text, one.line)):
             around = next((one for one in nodes if _inside(each.line, one)), None)
@@ -372,7 +390,7 @@ class _Function:
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
-        for inner in batch_data.own_nodes(self.node):
+        for inner in own_nodes(self.node):
             node = inner if isinstance(inner, ast.Try) else suppressing(inner)
             if node is None or _only_collectives(node.body, self.scope):
                 continue
@@ -393,7 +411,7 @@ class _Function:
 
 def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
     """Whether nothing is tried but collectives and what torch makes for them: their errors are all ranks'."""
-    calls = [each for statement in body for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    calls = [call for statement in body for call in nodes(statement, ast.Call)]
     origins = [scope.surroundings.names.origin(each.func) for each in calls]
     return any(map(scope.agrees, calls)) and all(
         scope.agrees(call) or origin.startswith("torch.") or origin in _HARMLESS
@@ -406,15 +424,15 @@ def _of_one_rank(handler: ast.ExceptHandler) -> bool:
     if handler.type is None:
         return True
     types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(dotted(each).rpartition(".")[2] not in _OF_ALL_RANKS for each in types)
+    return any(last_part(dotted(each)) not in _OF_ALL_RANKS for each in types)
 
 
-_OF_ALL_RANKS = frozenset(
-    [
-        *("AssertionError", "AttributeError", "ConnectionError", "FileNotFoundError", "ImportError", "KeyError"),
-        *("KeyboardInterrupt", "LookupError", "ModuleNotFoundError", "NameError", "NotImplementedError", "OSError"),
-        *("StopIteration", "SystemExit", "TimeoutError", "TypeError", "UnicodeDecodeError", "Empty", "Full"),
-    ]
+_OF_ALL_RANKS = words(
+    """
+    AssertionError AttributeError ConnectionError FileNotFoundError ImportError KeyError
+    KeyboardInterrupt LookupError ModuleNotFoundError NameError NotImplementedError OSError
+    StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
+    """
 )
 _HARMLESS = ("float", "getattr", "int", "len")
 
@@ -442,17 +460,9 @@ def _of(events: Iterable[Event]) -> tuple[Collective, ...]:
     return tuple(dict.fromkeys(each.collective for each in events))
 
 
-def _by_text(tests: Iterable[tuple[ast.expr, Branching]]) -> dict[str, list[Branching]]:
-    """The same test in several places is decided the same way."""
-    found: dict[str, list[Branching]] = {}
-    for test, node in tests:
-        found.setdefault(text_of(test), []).append(node)
-    return dict(islice(found.items(), _MOST_TESTS))
-
-
 def _test(node: Branching) -> ast.expr:
     """What decides a branch, or how often a loop goes round."""
-    if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+    if isinstance(node, LOOPS):
         return node.iter
     return node.values[0] if isinstance(node, ast.BoolOp) else node.test
 

@@ -75,6 +75,11 @@ def _finding(
 note, warning, error = (partial(_finding, severity) for severity in Severity)
 
 
+def at(name: str, line: int) -> Value:
+    """What a rule read in code."""
+    return Value(name, "", f"line {line}", line)
+
+
 def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
     """A warning that the job comes to no step at all."""
     return warning(f"{what}: the job stops at its start", read, instead)

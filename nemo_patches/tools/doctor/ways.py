@@ -6,11 +6,10 @@ import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
 
-from nemo_patches.tools.doctor.collectives import BACKWARD, Collective, Surroundings, dotted
+from nemo_patches.tools.doctor.collectives import BACKWARD, Collective, Surroundings
+from nemo_patches.tools.doctor.syntax import COMPREHENSIONS, DEFINITIONS, Function, dotted, last_part, nodes, text_of
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 Decisions = Mapping[int, "bool | str"]  # by the id of a node: how its test is decided, or what is left of it
 
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
@@ -18,10 +17,7 @@ _LOOPS = ("for ", "while ")  # how their guards begin
 _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
-@lru_cache(maxsize=20_000)
-def text_of(node: ast.AST) -> str:
-    """The text of an expression; each is asked for on every way through its function."""
-    return ast.unparse(node)
+Guards = tuple[str, ...]  # the texts of the open tests around something
 
 
 @dataclass(frozen=True)
@@ -30,8 +26,8 @@ class Event:
     not come to."""
 
     collective: Collective
-    guards: tuple[str, ...]
-    after: frozenset[tuple[str, ...]]
+    guards: Guards
+    after: frozenset[Guards]
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -53,7 +49,7 @@ class Exit:
 
     text: str
     line: int
-    guards: tuple[str, ...]
+    guards: Guards
 
 
 @dataclass
@@ -71,29 +67,26 @@ class Way:
     events: list[Event] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     raised: bool = False
-    _left: list[tuple[str, ...]] = field(default_factory=list)  # the tests under which it has been left before
-    _left_turn: list[tuple[str, ...]] = field(default_factory=list)  # the same of a loop's turn
-    _left_loop: list[tuple[str, ...]] = field(default_factory=list)
+    _left: dict[End, tuple[Guards, ...]] = field(default_factory=lambda: dict.fromkeys(End, ()))  # under which, before
     _unsynced: int = 0  # blocks of no_sync around it
     _failing: int = 0  # blocks that raise around it
     _caught_as: str = ""  # the name of the error in its handler
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
     def walk(self) -> None:
-        """Follow it to its end."""
         self._block(self.node.body, ())
 
     # --- statements
 
-    def _block(self, body: Iterable[ast.stmt], guards: tuple[str, ...]) -> End | None:
+    def _block(self, body: Iterable[ast.stmt], guards: Guards) -> End | None:
         for statement in body:
             end = self._statement(statement, guards)
             if end is not None:
                 return end
         return None
 
-    def _statement(self, node: ast.stmt, guards: tuple[str, ...]) -> End | None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    def _statement(self, node: ast.stmt, guards: Guards) -> End | None:
+        if isinstance(node, DEFINITIONS):
             return None
         if isinstance(node, ast.If):
             self._expression(node.test, guards)
@@ -136,7 +129,7 @@ class Way:
             self._set(node, guards)
         return None
 
-    def _set(self, node: ast.Assign, guards: tuple[str, ...]) -> None:
+    def _set(self, node: ast.Assign, guards: Guards) -> None:
         """Keep in mind which names of a training_step hold nothing that a backward pass could begin at."""
         number = isinstance(node.value, ast.Constant) and node.value.value is not None
         nothing = not number and self._without_gradient(node.value)
@@ -147,7 +140,7 @@ class Way:
             self._nothing -= set(map(dotted, node.targets))
 
     def _either(
-        self, node: ast.AST, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], guards: tuple[str, ...]
+        self, node: ast.AST, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], guards: Guards
     ) -> End | None:
         decided = self._decided(node, test, guards)
         if isinstance(decided, bool):
@@ -158,7 +151,7 @@ class Way:
             return None
         return yes if no is End.RAISE else no
 
-    def _decided(self, node: ast.AST, test: ast.expr, guards: tuple[str, ...]) -> bool | str:
+    def _decided(self, node: ast.AST, test: ast.expr, guards: Guards) -> bool | str:
         """Whether a test holds, or its text where it is open.
 
         One that is asked again in its branch is not open, nor what a handler asks of its error, the one looked for.
@@ -173,44 +166,41 @@ class Way:
             return decided in guards
         return decided
 
-    def _taken(self, body: list[ast.stmt], guards: tuple[str, ...]) -> End | None:
+    def _taken(self, body: list[ast.stmt], guards: Guards) -> End | None:
         """The block that is taken on this way: where it raises, whatever else holds, the rank ends."""
-        before = len(self._left) + len(self._left_turn) + len(self._left_loop)
+        before = self._left
         end = self._block(body, guards)
-        left = len(self._left) + len(self._left_turn) + len(self._left_loop) > before
-        self.raised = self.raised or (end is End.RAISE and not left)
+        self.raised = self.raised or (end is End.RAISE and self._left == before)
         return end
 
-    def _branch(self, body: list[ast.stmt], guards: tuple[str, ...]) -> End | None:
+    def _branch(self, body: list[ast.stmt], guards: Guards) -> End | None:
         """A block that may not be run: where it ends the function or the turn, what follows is come to without it."""
         end = self._block(body, guards)
-        if end is End.RETURN:
-            self._left.append(guards)
-        elif end is End.CONTINUE:
-            self._left_turn.append(guards)
-        elif end is End.BREAK:
-            self._left_loop.append(guards)
+        if end is not None and end is not End.RAISE:
+            self._leave(end, guards)
         return end
 
-    def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While, guards: tuple[str, ...]) -> End | None:
+    def _leave(self, end: End, guards: Guards) -> None:
+        self._left = {**self._left, end: (*self._left[end], guards)}
+
+    def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While, guards: Guards) -> End | None:
         if self.decisions.get(id(loop)) is False:
             return self._block(loop.orelse, guards)
-        first, left = len(self.events), len(self._left)
-        outer = self._left_turn, self._left_loop
-        self._left_turn, self._left_loop = [], []
+        first, outer = len(self.events), self._left
+        self._left = {**outer, End.CONTINUE: (), End.BREAK: ()}
         end = self._block(loop.body, (*guards, text))
-        ways_out = [*self._left_loop, *self._left[left:]]
+        returned = self._left[End.RETURN]
+        ways_out = {*self._left[End.BREAK], *returned[len(outer[End.RETURN]) :]}
         if end in (End.BREAK, End.RETURN):
-            ways_out.append(("once",))
-        for index in range(first, len(self.events)):  # the next turn is not come to, either
-            event = self.events[index]
-            self.events[index] = replace(event, after=event.after | frozenset(ways_out))
-        self._left_turn, self._left_loop = outer
+            ways_out.add(("once",))
+        # The next turn is not come to, either.
+        self.events[first:] = [replace(each, after=each.after | ways_out) for each in self.events[first:]]
+        self._left = {**outer, End.RETURN: returned}
         if end is End.RETURN:
-            self._left.append((*guards, text))
+            self._leave(end, (*guards, text))
         return self._block(loop.orelse, guards)
 
-    def _try(self, node: ast.Try, guards: tuple[str, ...]) -> End | None:
+    def _try(self, node: ast.Try, guards: Guards) -> End | None:
         if self.caught is not None and self.caught[0].body is node.body:
             end = self._error(node, *self.caught[1:], guards)
         else:
@@ -222,15 +212,13 @@ class Way:
         last = self._block(node.finalbody, guards)
         return last if last is not None else end
 
-    def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool, guards: tuple[str, ...]) -> End | None:
+    def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool, guards: Guards) -> End | None:
         """The handler, after all collectives of the block, or only those of its first call."""
-        first, exits, nothing = len(self.events), len(self.exits), set(self._nothing)
-        ways_out = [list(each) for each in (self._left, self._left_turn, self._left_loop)]
+        first, exits, nothing, left = len(self.events), len(self.exits), set(self._nothing), self._left
         self._failing += 1
         self._block(node.body, guards)
         self._failing -= 1
-        self._left, self._left_turn, self._left_loop = ways_out
-        self._nothing = nothing
+        self._left, self._nothing = left, nothing
         del self.exits[exits:]
         if early:
             last = _first_call(node.body)
@@ -240,7 +228,7 @@ class Way:
         self._caught_as = outer
         return end
 
-    def _return(self, node: ast.Return, value: ast.expr | None, guards: tuple[str, ...]) -> End:
+    def _return(self, node: ast.Return, value: ast.expr | None, guards: Guards) -> End:
         if isinstance(value, ast.IfExp) and self._runs_backward:
             self._expression(value.test, guards)
             decided = self._decided(value, value.test, guards)
@@ -270,19 +258,19 @@ class Way:
 
     def _ends_in_backward(self, value: ast.expr | None) -> bool:
         """Whether backward raises at once on what a step returns: a new tensor that requires no gradient."""
-        made = [each for each in ast.walk(value) if isinstance(each, ast.Call)] if value is not None else []
+        made = list(nodes(value, ast.Call)) if value is not None else []
         return bool(made) and not any(keyword.arg == "requires_grad" for each in made for keyword in each.keywords)
 
     @property
     def _runs_backward(self) -> bool:
         """Whether Lightning runs a backward pass on what the function returns."""
         surroundings = self.surroundings
-        step = self.name.rpartition(".")[2] == "training_step"
+        step = last_part(self.name) == "training_step"
         return step and surroundings.node is not None and not surroundings.manual
 
     # --- expressions
 
-    def _expression(self, node: ast.AST, guards: tuple[str, ...]) -> None:
+    def _expression(self, node: ast.AST, guards: Guards) -> None:
         """Its calls, in the order in which they are made."""
         if id(node) in self.silent:
             return
@@ -291,7 +279,7 @@ class Way:
         if len(self.events) == before and not self.decisions and self.caught is None:
             self.silent.add(id(node))
 
-    def _calls_in(self, node: ast.AST, guards: tuple[str, ...]) -> None:
+    def _calls_in(self, node: ast.AST, guards: Guards) -> None:
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp):
@@ -310,7 +298,7 @@ class Way:
                 for each in node.values[1:]:
                     self._expression(each, (*guards, decided) if isinstance(decided, str) else guards)
             return
-        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+        if isinstance(node, COMPREHENSIONS):
             inner = guards
             for generator in node.generators:
                 self._expression(generator.iter, guards)
@@ -332,8 +320,8 @@ class Way:
             if read is not None:
                 self._add(read, guards)
 
-    def _add(self, collective: Collective, guards: tuple[str, ...]) -> None:
-        after = frozenset([*self._left, *self._left_turn, *self._left_loop])
+    def _add(self, collective: Collective, guards: Guards) -> None:
+        after = frozenset(guards for left in self._left.values() for guards in left)
         self.events.append(Event(collective, guards, after))
 
 
@@ -342,7 +330,7 @@ def _first_call(body: list[ast.stmt]) -> int:
     for statement in body:
         if isinstance(statement, (ast.With, ast.AsyncWith)):
             return _first_call(statement.body)
-        if any(isinstance(each, ast.Call) for each in ast.walk(statement)):
+        if any(nodes(statement, ast.Call)):
             return statement.end_lineno or statement.lineno
     return 0
 
@@ -361,7 +349,7 @@ def suppressing(node: ast.AST) -> ast.Try | None:
 
 
 def _asks_for(test: ast.expr, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(test))
+    return any(each.id == name for each in nodes(test, ast.Name))
 
 
 def _ends_process(node: ast.expr) -> bool:
@@ -369,4 +357,4 @@ def _ends_process(node: ast.expr) -> bool:
 
 
 def _calls(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Call) and dotted(each.func).endswith(name) for each in ast.walk(node))
+    return any(dotted(each.func).endswith(name) for each in nodes(node, ast.Call))
