@@ -15,7 +15,8 @@ from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.yaml_text import LOADER, Keys
+from nemo_patches.tools.doctor.trees import Keys
+from nemo_patches.tools.doctor.yaml_text import LOADER
 
 NOT_SET = "not set"
 _REFERENCES = Path(__file__).with_name("references.yaml")

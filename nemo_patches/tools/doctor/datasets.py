@@ -13,7 +13,7 @@ from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 # What a multi_config decides for all its sets, whatever these say (nemo/collections/common/data/lhotse/dataloader.py).
 # Keys that count for all sets of a multi_config; any other NeMo takes from the set alone.

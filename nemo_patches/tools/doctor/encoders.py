@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 FLAG = "sync_max_audio_length"
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 
 class Severity(IntEnum):

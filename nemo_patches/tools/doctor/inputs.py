@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.yaml_text import Keys
 
 
 class Reads(Enum):
@@ -98,7 +97,7 @@ class SetEntry:
 
     def entry(self, index: int) -> SetEntry:
         """One of its input_cfg."""
-        keys = (*_keys(self.own("input_cfg")), str(index))
+        keys = (*self.own("input_cfg").keys, str(index))
         return SetEntry(self.config, lambda key: self.config.get((*keys, key)), self.get)
 
 
@@ -213,10 +212,6 @@ def _given(place: SetEntry, key: str) -> bool | None:
     path = place.own(key)
     if path.known:
         return path.value is not None
-    node = place.config.source.nodes.get(_keys(path))
+    node = place.config.source.nodes.get(path.keys)
     text = str(getattr(node, "value", ""))
     return True if "${" in text and not (text.startswith("${") and text.endswith("}")) else None
-
-
-def _keys(value: Value) -> Keys:
-    return tuple(value.key.split("."))

@@ -17,7 +17,7 @@ from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Rule, note
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 RULE = "NP005"
 _NOT_ASSUMED = ("NP0", "NP101", "NP120")  # on reading, on each encoder there is, on how keys are written
@@ -140,11 +140,11 @@ def _unknown(job: Job) -> Iterator[_Unknown]:
     for target in encoders.unknown_in(config):
         if not str(target.value).startswith("nemo."):
             why = f"{target.key} is a class of your own, and may be a ConformerEncoder with another name"
-            yield _Unknown(target, why, ((tuple(target.key.split(".")), _ENCODER),), instead=f"_target_: {_ENCODER}")
+            yield _Unknown(target, why, ((target.keys, _ENCODER),), instead=f"_target_: {_ENCODER}")
 
 
 def _of(config: Config, value: Value, may_be: Sequence[Any], seen: set[str]) -> Iterator[_Unknown]:
-    keys = tuple(value.key.split("."))
+    keys = value.keys
     if value.known or value.key in seen:
         return
     seen.add(value.key)
@@ -158,7 +158,7 @@ def _of(config: Config, value: Value, may_be: Sequence[Any], seen: set[str]) -> 
 def _entries(config: Config, dataset: Dataset) -> Iterator[Keys]:
     """The paths of the entries of its input_cfg, those of groups too."""
     value = dataset.get("input_cfg")
-    waiting = [(tuple(value.key.split(".")), value.value)]
+    waiting = [(value.keys, value.value)]
     while waiting:
         keys, entries = waiting.pop(0)
         for index, entry in enumerate(entries if isinstance(entries, list) else ()):

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import yaml
 
+from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.trees import Keys
+
 # libyaml where PyYAML was built with it, ten times as fast.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -24,10 +27,8 @@ _PLAIN_TAGS = frozenset(
 
 _ARE = {"mapping": "a NeMo config is", "sequence": "NeMo reads the inputs of an input_cfg"}
 
-Keys = tuple[str, ...]  # the path of a value: names of mappings' keys, and indices of sequences
 
-
-class ConfigError(Exception):
+class ConfigError(DoctorError):
     """The config cannot be read. The text says which file, where in it, and why."""
 
 

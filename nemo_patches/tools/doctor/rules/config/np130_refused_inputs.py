@@ -15,7 +15,7 @@ from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 WORST = WARNING
 BAD = """\
@@ -56,9 +56,8 @@ def _of_list(job: Job, inputs: Value) -> Findings:
         yield stops(f"{inputs.key} is {what}", inputs, "a list of inputs, each with a type")
     if not isinstance(inputs.value, list):
         return
-    keys = tuple(inputs.key.split("."))
     for index, entry in enumerate(inputs.value):
-        yield from _of_entry(job, (*keys, str(index)), entry)
+        yield from _of_entry(job, (*inputs.keys, str(index)), entry)
     weights = [entry.get("weight") for entry in inputs.value if isinstance(entry, dict)]
     without = [str(index) for index, weight in enumerate(weights) if weight is None]
     if without and len(without) < len(weights):
