@@ -113,7 +113,7 @@ class Difference:
 
 
 def reference(name: str) -> Mapping[str, Any]:
-    """The settings of a config by its name in references.yaml, or of a file. Raises DoctorError, ConfigError."""
+    """The settings of a config by its name in references.yaml, or of a file. Raises DoctorError."""
     references: dict[str, dict[str, Any]] = yaml.load(_REFERENCES.read_text("utf-8"), Loader=LOADER)
     if name in references:
         return references[name]

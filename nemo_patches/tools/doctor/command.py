@@ -27,7 +27,7 @@ def carry_out(request: Request) -> int:
     try:
         code = _carry_out(request)
         return 0 if request.exit_zero and code == 1 else code
-    except (DoctorError, ConfigError) as error:
+    except DoctorError as error:
         _complain(str(error))
         return 2
 

@@ -40,6 +40,10 @@ class Value:
         return tuple(self.key.split("."))
 
     @property
+    def text(self) -> str:
+        return "null" if self.value is None else repr(self.value)
+
+    @property
     def known(self) -> bool:
         """False for ???, for what a resolver gives, and for an interpolation that leads nowhere."""
         return self.value is not UNKNOWN
@@ -80,8 +84,9 @@ class Config:
     files: Mapping[Keys, YamlText] = field(default_factory=dict)
     unread: Mapping[Keys, Unread] = field(default_factory=dict)
 
-    def get(self, keys: Keys, default: Any = None) -> Value:
+    def get(self, path: Keys | str, default: Any = None) -> Value:
         """The value at a path; `default`, what NeMo or Lightning takes instead, where the config does not have it."""
+        keys = tuple(path.split(".")) if isinstance(path, str) else path
         node: Any = self.tree
         for key in keys:
             if node is UNKNOWN:

@@ -135,7 +135,7 @@ class Dataset:
     def shuffle(self) -> Value:
         """Whether it is shuffled. NeMo's models for CTC, RNNT and SSL do that to a training set that does not say."""
         model = self.training and self.keys[0] == "model"
-        return self.get("shuffle", model and not self.config.get(("model", "transf_decoder")).given)
+        return self.get("shuffle", model and not self.config.get("model.transf_decoder").given)
 
     @property
     def own_orders(self) -> tuple[Value, ...]:

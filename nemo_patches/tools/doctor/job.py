@@ -13,16 +13,17 @@ from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.trees import Keys
 
 # Of NeMo's training scripts: where the whole model comes from.
 CHECKPOINTS = (
-    ("init_from_nemo_model",),
-    ("init_from_pretrained_model",),
-    ("init_from_ptl_ckpt",),
-    ("restore_from",),
-    ("model", "restore_from_path"),
-    ("model", "nemo_model"),
-    ("model", "pretrained_model"),
+    "init_from_nemo_model",
+    "init_from_pretrained_model",
+    "init_from_ptl_ckpt",
+    "restore_from",
+    "model.restore_from_path",
+    "model.nemo_model",
+    "model.pretrained_model",
 )
 _LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
@@ -78,23 +79,16 @@ class Job:
         parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
         if not self.has_trainer:
             return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
-        ranks = (
-            "as many ranks as there are devices" if self.ranks is None else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        )
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else "as many ranks as there are devices"
         strategy = "null" if self.strategy.value is None else self.strategy.value
         how = "with nemo_patches" if self.patched else "as stock NeMo"
-        return "; ".join(
-            (
-                f"judged {how}",
-                f"strategy {strategy}",
-                ranks,
-                *parts,
-            )
-        )
+        return "; ".join((f"judged {how}", f"strategy {strategy}", ranks, *parts))
+
+    def get(self, path: Keys | str, default: Any = None) -> Value:
+        return self.config.get(path, default)
 
     def trainer(self, key: str, default: Any = None) -> Value:
-        """A key of the trainer's section."""
-        return self.config.get(("trainer", key), default)
+        return self.get(("trainer", key), default)
 
     def limit(self, role: str) -> Limit:
         """The limit of the sets of one role; overfit_batches and fast_dev_run come first, as in Lightning."""
@@ -162,7 +156,7 @@ class Job:
         """The strategy: its name, or with _target_ its class."""
         strategy = self.trainer("strategy", "auto")
         if isinstance(strategy.value, dict):
-            return self.config.get(("trainer", "strategy", "_target_"))
+            return self.get("trainer.strategy._target_")
         return strategy
 
     @cached_property
@@ -174,7 +168,7 @@ class Job:
     @cached_property
     def broadcast_buffers(self) -> Value:
         """Whether DDP broadcasts rank 0's buffers at every training step; its default is true."""
-        return self.config.get(("trainer", "strategy", "broadcast_buffers"), True)
+        return self.get("trainer.strategy.broadcast_buffers", True)
 
     @cached_property
     def overwrites_buffers(self) -> bool:
@@ -187,7 +181,7 @@ class Job:
 
         DDPStrategy wants a timedelta; in YAML, that is a mapping with _target_: datetime.timedelta.
         """
-        timeout = self.config.get(("trainer", "strategy", "timeout")).value
+        timeout = self.get("trainer.strategy.timeout").value
         if not isinstance(timeout, dict) or timeout.get("_target_") != "datetime.timedelta":
             return None
         parts = {key: value for key, value in timeout.items() if key != "_target_"}
@@ -206,14 +200,14 @@ class Job:
     @property
     def asr_encoder(self) -> bool:
         """Whether the model's encoder is one of NeMo's ASR collection, by its class."""
-        return str(self.config.get(("model", "encoder", "_target_")).value).startswith("nemo.collections.asr.")
+        return str(self.get("model.encoder._target_").value).startswith("nemo.collections.asr.")
 
     @cached_property
     def checkpoints(self) -> tuple[Value, ...]:
         """Where the model comes from, if its encoder is not in the config: its checkpoint's own config has it."""
-        if self.config.get(("model", "encoder", "_target_")).given:
+        if self.get("model.encoder._target_").given:
             return ()
-        values = [self.config.get(keys) for keys in CHECKPOINTS]
+        values = map(self.get, CHECKPOINTS)
         return tuple(value for value in values if value.given and value.value not in (None, ""))
 
     @cached_property

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 import nemo_patches
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import gloo_probe
@@ -33,6 +35,7 @@ _DEBUG_SERVER_NEEDS = ("jinja2", "tabulate")  # it imports them when it starts, 
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "NEMO_PATCHES_")
 _NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURM_NNODES")
 _GIBIBYTE = 1 << 30
+OFF = ("0", "n", "no", "false", "f")  # as torch reads a switch, in lower case
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,13 @@ class Machine:
 def fact(name: str, value: object) -> Value:
     """What a rule read that is in no config."""
     return Value(name, value, "this machine")
+
+
+def parsed(version: str) -> Version | None:
+    try:
+        return Version(version)
+    except InvalidVersion:
+        return None
 
 
 def size(number: int) -> str:

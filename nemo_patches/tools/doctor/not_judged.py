@@ -14,9 +14,10 @@ from typing import Any
 from nemo_patches.tools.doctor import encoders
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Rule, note
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, note
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.suppressions import Pair
 from nemo_patches.tools.doctor.trees import Keys
 
 RULE = "NP005"
@@ -63,7 +64,7 @@ _OTHERS: dict[Keys, tuple[Any, ...]] = {
 _PATHS = ("manifest_filepath", "tarred_audio_filepaths", "shar_path")  # one that a variable gives is there
 _ENCODER = "nemo.collections.asr.modules.ConformerEncoder"
 
-Check = Callable[[Job], Iterable[tuple[Rule, Finding]]]
+Check = Callable[[Job], Iterable[Pair]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def findings(job: Job, check: Check) -> Findings:
     yield from _no_trainer(job)
 
 
-def _serious(pairs: Iterable[tuple[Rule, Finding]]) -> set[tuple[str, str]]:
+def _serious(pairs: Iterable[Pair]) -> set[tuple[str, str]]:
     return {
         (rule.identifier, finding.what)
         for rule, finding in pairs
@@ -197,7 +198,7 @@ def _no_manifest(job: Job) -> Findings:
 
 
 def _no_trainer(job: Job) -> Findings:
-    section = job.config.get(("trainer",))
+    section = job.get("trainer")
     if section.given and not job.has_trainer:
         what = f"not judged: every rule on ranks: {section.key} does not say how Lightning's Trainer is made"
-        yield note(what, job.config.get(("trainer", "_target_")), "trainer: with Trainer's keys")
+        yield note(what, job.get("trainer._target_"), "trainer: with Trainer's keys")

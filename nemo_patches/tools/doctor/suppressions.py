@@ -12,7 +12,6 @@ from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Finding, Findings, Rule, note, warning
-from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 PROJECT_FILE = ".nemo-patches.yaml"
 RULE = "NP004"
@@ -70,10 +69,7 @@ def of_project(folder: Path = Path()) -> tuple[Suppression, ...]:
     path = folder / PROJECT_FILE
     if not path.exists():
         return ()
-    try:
-        config = reading.load(path)
-    except ConfigError as error:
-        raise DoctorError(str(error)) from None
+    config = reading.load(path)
     entries = config.tree.get("ignore")
     if set(config.tree) != {"ignore"} or not isinstance(entries, list):
         raise DoctorError(f"{path}: found {', '.join(config.tree)}; allowed is a list, ignore, of {', '.join(_KEYS)}")
@@ -93,23 +89,17 @@ def _entry(path: Path, config: reading.Config, index: int, entry: object) -> Sup
     return Suppression(given["rule"].upper(), given["reason"], files=given.get("files", "*"), place=line)
 
 
-def applied(path: Path, suppressions: Sequence[Suppression], findings: Iterable[Pair]) -> Applied:
+def applied(
+    path: Path, suppressions: Sequence[Suppression], findings: Iterable[Pair]
+) -> tuple[tuple[Pair, ...], frozenset[Suppression]]:
     """The findings without those that are answered, and which suppressions have answered one."""
-    left, used = [], set()
+    left, used = [], set[Suppression]()
     for rule, finding in findings:
         answers = {each for each in suppressions if each.reason and each.holds_for(path, rule, finding)}
         used |= answers
         if not answers:
             left.append((rule, finding))
-    return Applied(tuple(left), frozenset(used))
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What is left of the findings of one config, and the suppressions that were needed."""
-
-    findings: tuple[Pair, ...]
-    used: frozenset[Suppression]
+    return tuple(left), frozenset(used)
 
 
 def faults(own: Sequence[Suppression], used: Collection[Suppression], known: Collection[str]) -> Findings:

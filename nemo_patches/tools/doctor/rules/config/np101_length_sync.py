@@ -25,7 +25,7 @@ model:
 """
 
 # Where a checkpoint's own config brings the encoder along, with its flag.
-_CHECKPOINTS = (("model", "pretrained_asr"), ("init_from_nemo_model",), ("init_from_pretrained_model",))
+_CHECKPOINTS = ("model.pretrained_asr", "init_from_nemo_model", "init_from_pretrained_model")
 
 
 def check(job: Job) -> Findings:
@@ -41,16 +41,15 @@ def check(job: Job) -> Findings:
             target,
             "`nemo-patches status` tells what would be patched; a subclass has its base's length sync",
         )
-    for keys in _CHECKPOINTS:
-        value = job.config.get(keys)
+    for value in map(job.get, _CHECKPOINTS):
         if value.given and value.value is not None:
             yield note(
                 f"the encoder that {value.key} brings has the {FLAG} of that checkpoint's own config",
                 value,
                 "print(encoder.sync_max_audio_length) on every rank tells it",
             )
-    audio = job.config.get(("model", "audio_encoder"))
-    if isinstance(audio.value, dict) and job.config.get(("model", "punct_head")).given:
+    audio = job.get("model.audio_encoder")
+    if isinstance(audio.value, dict) and job.get("model.punct_head").given:
         yield note(
             "PunctuationCapitalizationLexicalAudioModel reduces the audio's length in samples over all ranks, at every "
             "call, and has no switch for it",

@@ -31,7 +31,7 @@ _AS_A_DURATION = (
 
 def check(job: Job) -> Findings:
     """Only where the config sets it, as a strategy's keyword; a number stops the job on one rank, too."""
-    value = job.config.get(("trainer", "strategy", "timeout"))
+    value = job.get("trainer.strategy.timeout")
     if not value.known or value.value is None:
         return
     timeout, strategy = job.group_timeout, str(job.strategy.value).rpartition(".")[2]
