@@ -110,11 +110,9 @@ def _validation_never_comes(job: Job) -> Findings:
         and isinstance(limit.batches, int)
         and batches > limit.batches > 0
     ):
-        yield _refused(
-            f"val_check_interval is {batches}, and an epoch has {limit.batches} batches",
-            (interval, limit.read, epochs),
-            "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs",
-        )
+        what = f"val_check_interval is {batches}, and an epoch has {limit.batches} batches"
+        instead = "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs"
+        yield _refused(what, (interval, limit.read, epochs), instead)
 
 
 def _share_of_no_length(job: Job) -> Findings:
