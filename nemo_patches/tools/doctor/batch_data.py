@@ -199,7 +199,7 @@ class DataFlow:
         self._draw(target, iterated)
 
     def _draw(self, target: ast.expr, iterated: ast.expr) -> None:
-        """The loop's variables."""
+        """Set the levels of a loop's variables."""
         if isinstance(iterated, ast.Call) and iterated.args:
             name = last_part(dotted(iterated.func))
             if name == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
@@ -239,7 +239,7 @@ class DataFlow:
     # --- expressions
 
     def _expression(self, node: ast.expr, alone: bool = False) -> None:
-        """What an expression's own tests, loops and collectives say."""
+        """Collect what an expression has of tests, loops and collectives."""
         for inner in ast.walk(node):
             if isinstance(inner, ast.IfExp):
                 self._test(inner, inner.test)
@@ -263,7 +263,6 @@ class DataFlow:
                 self._agreed.add(name)
 
     def level(self, node: ast.expr) -> Level:
-        """Of an expression."""
         if isinstance(node, (ast.Name, ast.Attribute)):
             name = dotted(node)
             if name in self._levels:

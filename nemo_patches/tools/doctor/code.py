@@ -38,7 +38,7 @@ _FEWEST_COPIED = 2  # methods that no other class has
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a class, in the surroundings that say what its calls are."""
+    """A method of a class. surroundings: what its calls are judged by."""
 
     name: str
     node: ast.FunctionDef
@@ -82,8 +82,6 @@ class Method:
 
 @dataclass(frozen=True)
 class Copy:
-    """The class of NeMo that a class is a copy of, and its methods."""
-
     of: str
     methods: Mapping[str, Method]
 
@@ -105,7 +103,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Code:
-    """One file of Python. comments: by line, with what is before them on it."""
+    """One Python file. comments: by line, each with the text before it on that line."""
 
     path: Path
     classes: tuple[Class, ...]
@@ -115,7 +113,6 @@ class Code:
 
     @property
     def headline(self) -> str:
-        """One line on what the rules go by."""
         bases = sorted({each.base or each.copy.of for each in self.classes if each.base or each.copy})  # type: ignore[union-attr]
         compared = f"compared with the installed NeMo's {', '.join(bases)}" if bases else "no class of NeMo's in it"
         return f"{len(self.classes)} class{'es' * (len(self.classes) != 1)}; " + (
@@ -170,7 +167,7 @@ def _tree(path: Path, content: bytes) -> ast.Module:
 
 @cache
 def _module(path: Path) -> ast.Module:
-    """One of NeMo's, which several of the files that are examined may need."""
+    """Parse a module of NeMo's; cached, as several examined files may need it."""
     return _tree(path, _content(path))
 
 

@@ -144,7 +144,6 @@ class Surroundings:
 
     @cached_property
     def metrics(self) -> frozenset[str]:
-        """Attributes that hold a metric of torchmetrics."""
         return frozenset(
             dotted(target)
             for each in self._inner
@@ -176,7 +175,6 @@ class Surroundings:
         return self._log(name, call) if name in _LOGS else self._of_model(name, call)
 
     def _of_model(self, name: str, call: ast.Call) -> Collective | None:
-        """Of a metric, the model or an encoder."""
         owner, _, last = name.rpartition(".")
         line, holder = call.lineno, last_part(owner)
         if last == COMPUTE and not call.args and (owner in self.metrics or _sounds_like_metric(holder)):

@@ -85,7 +85,7 @@ class Config:
     unread: Mapping[Keys, Unread] = field(default_factory=dict)
 
     def get(self, path: Keys | str, default: Any = None) -> Value:
-        """The value at a path; `default`, what NeMo or Lightning takes instead, where the config does not have it."""
+        """The value at a path; `default` (what NeMo or Lightning assumes) where the config has none."""
         keys = tuple(path.split(".")) if isinstance(path, str) else path
         node: Any = self.tree
         for key in keys:
@@ -100,7 +100,6 @@ class Config:
         return Value(".".join(keys), node, self.origin(keys), self.source.line(keys))
 
     def origin(self, keys: Keys) -> str:
-        """Where the value at a path comes from."""
         for depth in range(len(keys) - 1, 0, -1) if self.files else ():
             if (file := self.files.get(keys[:depth])) is not None:
                 return f"{file.path}:{file.line(keys[depth:])}"
@@ -202,7 +201,6 @@ class _Refused(Exception):
 
 
 def _override(tree: dict[str, Any], override: Override) -> Keys:
-    """Apply one override in place, and return the path that it is for."""
     if override.package is not None or "/" in override.key_or_group:
         raise _Refused(" chooses a file of a group, and those are not read")
     keys = tuple(override.key_or_group.split("."))

@@ -50,7 +50,6 @@ class Dataset:
 
     @property
     def where(self) -> str:
-        """Its path in the config."""
         return ".".join(self.keys)
 
     def get(self, key: str, default: Any = None) -> Value:
@@ -64,7 +63,6 @@ class Dataset:
 
     @property
     def training(self) -> bool:
-        """Whether it is trained on."""
         return self.role == "training"
 
     @property
@@ -177,7 +175,6 @@ class Dataset:
         return defaults[key] if key in defaults else self.get(key, False)
 
     def longest(self) -> Longest:
-        """The longest input that the encoder can get from it."""
         unpadded = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
         padding = self.config.get((*self.keys, "random_padding"))  # of NeMo's end-of-utterance sets
         if not isinstance(padding.value, dict) or unpadded.seconds is None:

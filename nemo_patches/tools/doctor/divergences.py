@@ -49,8 +49,6 @@ _MOST_TESTS = 100  # of one function on the rank, and as many on its data; NeMo'
 
 
 class Kind(Enum):
-    """What makes ranks differ."""
-
     BRANCH = "a test around the collective"
     EXIT = "a return, continue or break before it"
     ERROR = "an error that is caught"
@@ -108,12 +106,11 @@ class Divergence:
 
     @property
     def severity(self) -> Severity:
-        """Of a finding about it."""
         return Severity.NOTE if self.guess else Severity.WARNING
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
-    """Of all functions of a file, and of what the file itself runs."""
+    """The divergences of all functions of a file, and of its module-level code."""
     names = Names(tree)
     found: list[Divergence] = []
     module = _Scope(Surroundings(names), {each.name: each for each in tree.body if isinstance(each, Function)})
@@ -141,7 +138,7 @@ def _functions(parent: ast.AST, prefix: str, scope: _Scope) -> Iterator[tuple[st
 
 
 def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
-    """Methods of its bases in the same file, the nearest first."""
+    """The methods of its base classes in the same file; a nearer base wins."""
     classes = {each.name: each for each in scope.surroundings.names.tree.body if isinstance(each, ast.ClassDef)}
     found: dict[str, Function] = {}
     waiting, seen = [node], {node.name}
@@ -220,7 +217,7 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
 
 @dataclass(frozen=True)
 class _Function:
-    """One function, or what a module itself runs."""
+    """One function, or the module-level code."""
 
     scope: _Scope
     node: Function | ast.Module
@@ -251,7 +248,6 @@ class _Function:
 
     @cached_property
     def rank_tests(self) -> list[ast.If | ast.While | ast.IfExp | ast.BoolOp]:
-        """Those on the rank."""
         found = [
             node
             for node in own_nodes(self.node)
@@ -260,17 +256,16 @@ class _Function:
         return sorted(found, key=lambda each: (each.lineno, each.col_offset))
 
     def of_rank(self, rank: int) -> Decisions:
-        """How the tests on the rank are decided on one."""
+        """How each test on the rank is decided on this one."""
         return {id(node): self._ranks.decided(_test(node), rank) for node in self.rank_tests}
 
     def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
-        """The collectives on the way through it."""
         way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, self._silent, caught)
         way.walk()
         return way
 
     def divergences(self) -> Iterator[Divergence]:
-        """Of this function: each exit and handler once, and each collective once in a branch and once in a loop."""
+        """The divergences of all functions of a file, and of its module-level code."""
         if not self._interesting:
             return
         said: set[tuple[object, ...]] = set()
@@ -347,7 +342,7 @@ class _Function:
         return (loop and (agreed or collective.pairs_with == LOG)) or (not loop and bool(collective.guess))
 
     def _guessed(self, collective: Collective) -> Collective:
-        """Of a log at the epoch's end counts only whether a rank has ever made it."""
+        """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a guess."""
         at_once = self.name.endswith("training_step") if collective.on_step is None else collective.on_step
         if collective.pairs_with != LOG or at_once or self.name.endswith("_end"):
             return collective
@@ -438,7 +433,7 @@ _HARMLESS = ("float", "getattr", "int", "len")
 
 
 def _difference(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
-    """Those that one way has more often than the other, by their line."""
+    """The events that one way has more often than the other, by line."""
     left = []
     for one, two in ((events, others), (others, events)):
         too_many = Counter(each.key for each in one) - Counter(each.key for each in two)

@@ -90,16 +90,13 @@ class Encoder:
 
     @property
     def where(self) -> str:
-        """Its path in the config."""
         return ".".join(self.keys)
 
     @property
     def name(self) -> str:
-        """Its class, as sentences name it."""
         return self.cls.name if self.cls else "encoder from a checkpoint"
 
     def get(self, key: str, default: Any = None) -> Value:
-        """A keyword of it."""
         return self.config.get((*self.keys, key), default)
 
     @property

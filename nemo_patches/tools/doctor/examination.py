@@ -80,7 +80,6 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
 
 
 def named(identifier: str) -> Rule:
-    """One rule. Raises DoctorError where there is none of that name."""
     for rule in all_rules():
         if rule.identifier == identifier.upper():
             return rule
@@ -130,7 +129,7 @@ def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppressio
 def _answered(
     report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], complete: bool
 ) -> Examination:
-    """Without the findings that suppressions answer; if complete, with what is wrong with its own suppressions."""
+    """Drop the findings that suppressions answer; if complete, add what is wrong with the suppressions."""
     left, used = suppressions.applied(Path(report.name), (*own, *project), report.findings)
     suppressed = len(report.findings) - len(left)
     if complete:
@@ -141,7 +140,7 @@ def _answered(
 
 
 def of_project(project: Sequence[Suppression], reports: Sequence[Examination]) -> Examination | None:
-    """What is wrong with the project's own suppressions; None where nothing is."""
+    """A report on the project's unused suppressions; None if there are none."""
     paths = [Path(each.name) for each in reports if not each.error]
     used = frozenset[Suppression]().union(*(each.used for each in reports))
     unused = [(named(suppressions.RULE), finding) for finding in suppressions.unused(project, used, paths)]
@@ -149,7 +148,6 @@ def of_project(project: Sequence[Suppression], reports: Sequence[Examination]) -
 
 
 def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:
-    """Worst first."""
     return tuple(sorted(findings, key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0)))
 
 

@@ -40,12 +40,11 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
 
 
 def can_be_made(config: Config, change: Change | None) -> bool:
-    """Whether `fixed` would make a change."""
     return change is not None and not fixed(config, [change])[1]
 
 
 def diff(path: Path, before: str, after: str) -> str:
-    """A unified diff, empty where there is none."""
+    """A unified diff; empty if nothing changed."""
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), f"{path} (fixed)"
     )
@@ -113,7 +112,7 @@ def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
 
 
 def _inserted(source: YamlText, change: Change) -> str:
-    """Before the first key of the mapping, which is the one place whose indentation is certain."""
+    """Insert before the first key of the mapping: the only place whose indentation is certain."""
     mapping = source.nodes.get(change.keys[:-1])
     if not isinstance(mapping, yaml.MappingNode) or not mapping.value:
         raise _CannotBeMade("there is no section for it")

@@ -91,12 +91,10 @@ class SetEntry:
     outer: Callable[[str], Value]
 
     def get(self, key: str) -> Value:
-        """Its own value, or else the one that is handed down."""
         own = self.own(key)
         return own if own.given else self.outer(key)
 
     def entry(self, index: int) -> SetEntry:
-        """One of its input_cfg."""
         keys = (*self.own("input_cfg").keys, str(index))
         return SetEntry(self.config, lambda key: self.config.get((*keys, key)), self.get)
 
@@ -198,12 +196,12 @@ def _repeated(repeats: bool | None, place: SetEntry, *unless: str) -> bool | Non
 
 
 def _order_of_files(place: SetEntry) -> tuple[Draw, ...]:
-    """Drawn with shuffle; not certain to matter, as there may be one file."""
+    """The draw of shuffle; it may not matter, as there may be only one file."""
     return (Draw(place.get("shard_seed"), certain=False),) if _on(place.get("shuffle")) is not False else ()
 
 
 def _on(switch: Value) -> bool | None:
-    """A switch as NeMo takes it, null as off."""
+    """A switch as NeMo reads it: null is off."""
     return bool(switch.value) if switch.known else None
 
 

@@ -32,8 +32,6 @@ _PATH_END = re.compile(_NAME.pattern + r"(?=\]?\s*\})")
 
 
 class Unknown:
-    """A value that only the job will know."""
-
     def __repr__(self) -> str:
         return "not known before the job runs"
 
@@ -43,7 +41,7 @@ UNKNOWN = Unknown()
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was found in a tree: interpolations that lead nowhere, with why; values that a resolver would give."""
+    """broken: the interpolations that lead nowhere, and why. of_machine: the values that a resolver would give."""
 
     broken: dict[Keys, str]
     of_machine: set[Keys]
@@ -112,13 +110,13 @@ def _needed(tree: Any, texts: Sequence[str]) -> Any:
 
 
 def _names(texts: Iterable[str]) -> set[str]:
-    """The names of keys in them, and of indices also as Python writes them."""
+    """The key names in these texts; an index also as Python writes it."""
     names = {name for text in texts for name in _NAME.findall(text.replace("${", "{"))}
     return names | {str(int(name)) for name in names if len(name) < _INDEX_DIGITS and name.isdecimal()}
 
 
 def _pattern(text: str) -> str:
-    """A text with * for its interpolations."""
+    """The text with * in place of its interpolations."""
     for _ in range(_MOST_NESTED):
         text = re.sub(r"\$\{[^{}]*\}", "*", text)
     return text
@@ -129,7 +127,7 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _part(node: Any, names: set[str], ends: set[str], pattern: re.Pattern[str]) -> Any:
-    """See _needed; None for a mapping or sequence of which nothing is needed."""
+    """The needed part of a node (see _needed); None if nothing of it is needed."""
     kept: dict[str, Any] = {}
     for key, child in entries(node):
         if key in ends or pattern.match(key):
@@ -145,7 +143,7 @@ def _part(node: Any, names: set[str], ends: set[str], pattern: re.Pattern[str]) 
 
 
 def _check_interpolations(source: YamlText) -> None:
-    """Bound their number and depth before OmegaConf's parser sees them."""
+    """Bound the number and depth of interpolations before OmegaConf's parser sees them."""
     count = 0
     for keys, node in source.nodes.items():
         if not isinstance(node, yaml.ScalarNode) or "${" not in node.value:

@@ -69,12 +69,10 @@ class Job:
 
     @property
     def patched(self) -> bool:
-        """Whether every rank is to be run with nemo_patches."""
         return self.settings is not None
 
     @property
     def headline(self) -> str:
-        """One line on what the rules go by."""
         encoders, sets = len(self.encoders), len(self.datasets)
         parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
         if not self.has_trainer:
@@ -91,7 +89,7 @@ class Job:
         return self.get(("trainer", key), default)
 
     def limit(self, role: str) -> Limit:
-        """The limit of the sets of one role; overfit_batches and fast_dev_run come first, as in Lightning."""
+        """The limit for the sets of one role; as in Lightning, overfit_batches and fast_dev_run take precedence."""
         overfit, fast = self.trainer("overfit_batches", 0.0), self.trainer("fast_dev_run", False)
         if role != "test" and (overfit.number or not overfit.known):
             return Limit(as_limit(overfit), overfit)
@@ -104,12 +102,10 @@ class Job:
 
     @cached_property
     def devices(self) -> Value:
-        """Devices per node; Lightning's default is all there are."""
         return self.trainer("devices", "auto")
 
     @cached_property
     def nodes(self) -> Value:
-        """How many nodes; Lightning's default is one."""
         return self.trainer("num_nodes", 1)
 
     @cached_property
@@ -146,7 +142,6 @@ class Job:
 
     @cached_property
     def accelerator(self) -> Value:
-        """The accelerator's name."""
         return self.trainer("accelerator", "auto")
 
     # --- strategy
@@ -194,12 +189,10 @@ class Job:
 
     @cached_property
     def encoders(self) -> tuple[Encoder, ...]:
-        """Every encoder in the config whose length sync is known."""
         return tuple(encoders.found_in(self.config))
 
     @property
     def asr_encoder(self) -> bool:
-        """Whether the model's encoder is one of NeMo's ASR collection, by its class."""
         return str(self.get("model.encoder._target_").value).startswith("nemo.collections.asr.")
 
     @cached_property
@@ -212,12 +205,11 @@ class Job:
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
-        """Every training, validation and test set that will be read."""
         return tuple(dataset for dataset in datasets.found_in(self.config) if dataset.used)
 
 
 def count(devices: Any) -> int | None:
-    """Lightning's ways to say how many."""
+    """How many devices; Lightning accepts a number, a list, or a text of either."""
     if isinstance(devices, bool) or devices is UNKNOWN:
         return None
     if isinstance(devices, int):

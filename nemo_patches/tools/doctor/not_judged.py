@@ -157,7 +157,7 @@ def _of(config: Config, value: Value, may_be: Sequence[Any], seen: set[str]) -> 
 
 
 def _entries(config: Config, dataset: Dataset) -> Iterator[Keys]:
-    """The paths of the entries of its input_cfg, those of groups too."""
+    """The paths of the entries of a set's input_cfg, including those of groups."""
     value = dataset.get("input_cfg")
     waiting = [(value.keys, value.value)]
     while waiting:
@@ -178,7 +178,7 @@ def _of_type(config: Config, keys: Keys, seen: set[str]) -> Iterator[_Unknown]:
 
 
 def _no_manifest(job: Job) -> Findings:
-    """Of sets whose entries would be counted."""
+    """A note on sets whose entries would be counted if their manifest were here."""
     away, rules = [], set()
     for dataset in job.datasets:
         manifest = dataset.get("manifest_filepath")

@@ -79,7 +79,7 @@ class RankTests:
         return not any(each is _UNKNOWN for each in values) and any(each != values[0] for each in values)
 
     def _value(self, node: ast.expr, rank: int, steps: int = 0) -> Any:
-        """Of an expression on a rank; _UNKNOWN where that does not follow from the rank alone."""
+        """The value of an expression on a rank; _UNKNOWN if the rank alone does not decide it."""
         if steps > _MOST_STEPS:
             return _UNKNOWN
         if isinstance(node, ast.Constant):
@@ -108,7 +108,7 @@ class RankTests:
         return _UNKNOWN
 
     def _of_rank(self, given: Sequence[ast.expr], rank: int, steps: int, only: ast.expr | None = None) -> Any:
-        """Of what a value may be, the one that is about the rank. only: counts where none is."""
+        """The value of that alternative which depends on the rank; otherwise of `only`."""
         own = next((each for each in given if self._is_rank(each, steps + 1)), only)
         return _UNKNOWN if own is None else self._value(own, rank, steps + 1)
 

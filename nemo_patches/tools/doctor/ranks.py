@@ -81,7 +81,6 @@ class Ranks:
 
     @property
     def headline(self) -> str:
-        """One line on what the rules go by."""
         hosts = len({facts.host for facts in self.facts.values()})
         return f"{len(self.facts)} of {self.size} ranks answered, on {hosts} host{'s' * (hosts != 1)}"
 
@@ -128,7 +127,6 @@ class Ranks:
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "ranks": [
                 {
@@ -143,7 +141,6 @@ class Ranks:
 
 
 def by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
-    """The ranks of each value."""
     groups: dict[_Value, list[int]] = {}
     for rank, value in values:
         groups.setdefault(value, []).append(rank)

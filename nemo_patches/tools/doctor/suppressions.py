@@ -34,7 +34,6 @@ class Suppression:
     place: int = 0
 
     def holds_for(self, path: Path, rule: Rule, finding: Finding) -> bool:
-        """Whether it answers this finding."""
         if rule.identifier != self.rule or rule.identifier in _NEVER:
             return False
         if not self.line:
@@ -47,12 +46,11 @@ class Suppression:
 
 
 def in_text(text: str) -> list[Suppression]:
-    """Those in a config's comments."""
     return [found for number, line in enumerate(text.splitlines(), 1) for found in _in_line(number, line)]
 
 
 def in_comments(comments: Mapping[int, str]) -> list[Suppression]:
-    """Those in the comments of a file of Python, by their lines."""
+    """The suppressions in the comments of a Python file; comments: by line."""
     return [found for number, comment in comments.items() for found in _in_line(number, comment)]
 
 
@@ -92,7 +90,7 @@ def _entry(path: Path, config: reading.Config, index: int, entry: object) -> Sup
 def applied(
     path: Path, suppressions: Sequence[Suppression], findings: Iterable[Pair]
 ) -> tuple[tuple[Pair, ...], frozenset[Suppression]]:
-    """The findings without those that are answered, and which suppressions have answered one."""
+    """The findings that no suppression answers, and the suppressions that answered one."""
     left, used = [], set[Suppression]()
     for rule, finding in findings:
         answers = {each for each in suppressions if each.reason and each.holds_for(path, rule, finding)}

@@ -35,8 +35,6 @@ class Event:
 
 
 class End(Enum):
-    """How a block ends."""
-
     RETURN = "return"
     BREAK = "break"
     CONTINUE = "continue"
@@ -167,7 +165,7 @@ class Way:
         return decided
 
     def _taken(self, body: list[ast.stmt], guards: Guards) -> End | None:
-        """The block that is taken on this way: where it raises, whatever else holds, the rank ends."""
+        """Follow the block that this way takes: if it always raises, the rank ends."""
         before = self._left
         end = self._block(body, guards)
         self.raised = self.raised or (end is End.RAISE and self._left == before)
@@ -213,7 +211,7 @@ class Way:
         return last if last is not None else end
 
     def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool, guards: Guards) -> End | None:
-        """The handler, after all collectives of the block, or only those of its first call."""
+        """Follow the handler, after all collectives of the block or only those of its first call."""
         first, exits, nothing, left = len(self.events), len(self.exits), set(self._nothing), self._left
         self._failing += 1
         self._block(node.body, guards)
@@ -271,7 +269,7 @@ class Way:
     # --- expressions
 
     def _expression(self, node: ast.AST, guards: Guards) -> None:
-        """Its calls, in the order in which they are made."""
+        """Add its calls, in the order in which they are made."""
         if id(node) in self.silent:
             return
         before = len(self.events)
