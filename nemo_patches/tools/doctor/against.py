@@ -129,7 +129,7 @@ def differences(config: Config, other: Mapping[str, Any]) -> Iterator[Difference
         default = _default(tuple(key.split(".")))
         mine, theirs = own.get(key, default), other.get(key, default)
         if mine != theirs and UNKNOWN not in (mine, theirs) and _is_there(config, key):
-            yield Difference(config.get(tuple(key.split("."))), theirs, key not in other)
+            yield Difference(config.get(key), theirs, key not in other)
 
 
 def settings(config: Config) -> Iterator[tuple[str, Any]]:
@@ -163,4 +163,4 @@ def _default(keys: Keys) -> Any:
 
 def _is_there(config: Config, key: str) -> bool:
     """Whether the config has the section at all: a set or a joint that it lacks is no difference in a setting."""
-    return config.get(tuple(key.split(".")[:-1])).given
+    return config.get(key.rpartition(".")[0]).given

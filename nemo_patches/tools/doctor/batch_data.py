@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.syntax import (
     DEFINITIONS,
     IDENTITIES,
     LOOPS,
+    TRIES,
     dotted,
     last_part,
     nodes,
@@ -142,11 +143,11 @@ class DataFlow:
             self._loop(statement, statement.target, statement.iter)
             self._branches([statement.body, []])
             self._block(statement.orelse)
-        elif isinstance(statement, ast.Try) or type(statement).__name__ == "TryStar":
-            self._block(statement.body)  # type: ignore[attr-defined]
-            self._block(statement.orelse)  # type: ignore[attr-defined]
-            self._branches([*(handler.body for handler in statement.handlers), []])  # type: ignore[attr-defined]
-            self._block(statement.finalbody)  # type: ignore[attr-defined]
+        elif isinstance(statement, TRIES):
+            self._block(statement.body)
+            self._block(statement.orelse)
+            self._branches([*(handler.body for handler in statement.handlers), []])
+            self._block(statement.finalbody)
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
             for item in statement.items:
                 self._expression(item.context_expr)

@@ -15,8 +15,8 @@ from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.trees import Keys
 
-# What a multi_config decides for all its sets, whatever these say (nemo/collections/common/data/lhotse/dataloader.py).
-# Keys that count for all sets of a multi_config; any other NeMo takes from the set alone.
+# Keys that count for all sets of a multi_config; any other NeMo takes from the set alone
+# (nemo/collections/common/data/lhotse/dataloader.py).
 _OF_ALL = ("use_lhotse", "seed", "shard_seed", "shuffle", "num_workers", "pin_memory", "metadata_only", "force_finite")
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}

@@ -10,6 +10,7 @@ from typing import TypeVar
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # Python 3.10 has no except*
 IDENTITIES = (ast.Is, ast.IsNot)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
