@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import nemo_patches
-from nemo_patches.sync.events import CallBegan, CallLeft, EventBus, Group, GrowthBegan, SyncHandle
+from nemo_patches.sync.events import CallBegan, CallLeft, EventBus, Group, GrowthBegan, WatchedRounds
 from nemo_patches.sync.protocol import CAME
 from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing.recent_calls import RecentCalls
@@ -110,7 +110,7 @@ def call_alone() -> tuple[float, float]:
 
 def kept_call() -> float:
     """Seconds that keeping a call takes, with the making of its events; less those of events that nobody handles."""
-    sync: Any = SyncHandle("Encoder", "key", Group(0, 2, None), None, "")  # type: ignore[arg-type]  # nothing is sent
+    sync: Any = WatchedRounds("Encoder", "key", Group(0, 2, None), None, "")  # type: ignore[arg-type]  # nothing is sent
     encoder, waited, calls = Empty(), timedelta(milliseconds=1), 20_000
     event_bus, recent = EventBus(), RecentCalls(lambda: None, lambda: None)
 

@@ -418,9 +418,9 @@ def come_in(encoder: torch.nn.Module) -> None:
     from nemo_patches.sync import length_sync
 
     sync = length_sync.sync_of(encoder)
-    assert sync is not None and sync.handle.round is not None
+    assert sync is not None and sync.round is not None
     deadline = time.monotonic() + PATIENT
-    while not sync.handle.has_come(sync.handle.round):
+    while not sync.has_come(sync.round):
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

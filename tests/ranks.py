@@ -256,7 +256,7 @@ def come_in(encoder: torch.nn.Module) -> None:
 
     sync = length_sync.sync_of(encoder)
     assert sync is not None
-    wait_until(lambda: sync.handle.round is not None and sync.handle.has_come(sync.handle.round))
+    wait_until(lambda: sync.round is not None and sync.has_come(sync.round))
     dist.barrier()
 
 

@@ -234,7 +234,7 @@ class _Rank:
             self.write(now, records.Enter, **self._enter(event), in_ddp=in_ddp)
             self.in_ddp_since = None
             if event.found:
-                self.write(now, records.Finding, e=e, n=n, check="inputs", text=event.found)
+                self.write(now, records.CheckFinding, e=e, n=n, check="inputs", text=event.found)
             if event.stuck == "length sync":
                 yield _Pause(math.inf)
             outcome, waited, result = "", 0.0, event.length

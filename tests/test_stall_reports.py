@@ -43,8 +43,7 @@ from nemo_patches.stall.encoder_watch import EncoderWatch
 from nemo_patches.stall.found import Found
 from nemo_patches.stall.missing_rank import MissingRank
 from nemo_patches.stall.rank_survey import Look
-from nemo_patches.stall.training_notes import EncoderNotes
-from nemo_patches.sync.events import Group, Round, SyncHandle, WaitTimedOut
+from nemo_patches.sync.events import Group, Round, WaitTimedOut, WatchedRounds
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -446,13 +445,12 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     """Also where the round has come meanwhile, and the monitor's look began before the wait ended."""
     store, said = JobStore(dist.HashStore(), 0), Said()
     rounds = SideChannel(store, 0, 2, said.lines.append).rounds("an encoder")
-    sync = SyncHandle("Encoder", "encoder-1", Group(0, 2, store), rounds, "late after {waited:.2f} s with {length}")
-    notes = EncoderNotes(sync)
-    watch = EncoderWatch(notes, 0, 2, lambda: Look(0.0, 0.0, Found(2)))
+    sync = WatchedRounds("Encoder", "encoder-1", Group(0, 2, store), rounds, "late after {waited:.2f} s with {length}")
+    watch = EncoderWatch(sync, 0, 2, lambda: Look(0.0, 0.0, Found(2)))
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.gave_up_at = time.monotonic()
-    notes.timed_out = WaitTimedOut(sync, round_, None)
+    sync.timed_out = WaitTimedOut(sync, round_, None)
     assert sync.has_come(round_)  # no round of `rounds` is outstanding
     watch.look(look_began_at, 10.0, is_last=True)
     assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
@@ -465,7 +463,7 @@ def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None
     store = JobStore(server, 0)
     rounds = SideChannel(store, 0, 2, said.lines.append).rounds("an encoder")
     rounds.issued = 1
-    sync = SyncHandle("Encoder", "encoder-1", Group(0, 2, store), rounds, "late after {waited:.2f} s with {length}")
+    sync = WatchedRounds("Encoder", "encoder-1", Group(0, 2, store), rounds, "late after {waited:.2f} s with {length}")
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.issued_at -= 3600
     looks: list[Look] = []
@@ -474,7 +472,7 @@ def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None
         looks.append(Look(time.monotonic(), time.monotonic() + 60, Found(2)))
         return looks[-1]
 
-    watch = EncoderWatch(EncoderNotes(sync), 0, 2, begin_look)
+    watch = EncoderWatch(sync, 0, 2, begin_look)
     watch.look(time.monotonic(), 10.0, is_last=False)
     assert not said.lines
     looks[-1].found, looks[-1].is_done = Found(2, absent=frozenset([1])), True

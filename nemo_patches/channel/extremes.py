@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import NamedTuple
 
-from .side_channel import SideChannel
+from .side_channel import CLOSED, SideChannel
 
 _RANK_BITS, VALUE_BITS = 20, 43  # a rank and a value are one int64, and never a negative one
 _RANKS, VALUES = 1 << _RANK_BITS, 1 << VALUE_BITS
@@ -58,6 +58,7 @@ class ExtremesRounds:
             return None
         return unpacked(highest, lowest)
 
-    def close(self) -> None:
-        """Close the rounds. Takes no lock: the garbage collector may call this anywhere."""
-        self._first.closed = self.last.closed = True
+    def close(self, why: str = CLOSED) -> None:
+        """As Rounds.close."""
+        self._first.close(why)
+        self.last.close(why)

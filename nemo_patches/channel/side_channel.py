@@ -40,6 +40,7 @@ _REASONS = {
     HAS_GONE: "has gone, or the network to it was lost",
     HAS_LEFT: "has left: it ended, or destroyed its process group",
 }
+CLOSED = "closed"  # this rank needs no more of these rounds
 _SIGNAL_S = 0.5
 _SETTLED_S = CUT_OFF_S + 5.0  # after this time the children have a result, or their connection is lost
 
@@ -52,7 +53,8 @@ class Rounds:
     """One encoder's rounds, at most one outstanding: `issue`, then `wait` or `poll` until it gives the result."""
 
     def __init__(self, channel: SideChannel, key: bytes) -> None:
-        self.key, self.closed = key, False  # closed: this rank no longer uses these rounds
+        self.key = key
+        self.over = ""  # why there are no more: CLOSED, or how a round has failed; empty while there are
         self.issued = self.done = self.result = 0
         self.came_at = 0.0  # time.monotonic() of the last result
         self.arrived: dict[int, int] = {}  # values for the open round, by rank: the children's, and this rank's own
@@ -90,6 +92,10 @@ class Rounds:
     def has_come(self) -> bool:
         """Whether the outstanding round has a result; any thread may ask."""
         return self.done >= self.issued
+
+    def close(self, why: str = CLOSED) -> None:
+        """There will be no more; the first reason stays. Takes no lock: the garbage collector may call this."""
+        self.over = self.over or why
 
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody waits
@@ -166,7 +172,7 @@ class SideChannel:
         with self.lock:
             if not self.links.away:  # a neighbour may still need a last result
                 settled = time.monotonic() - _SETTLED_S
-                of_no_use = {one for one in self.by_key.values() if one.closed and one.has_come()} - self.kept
+                of_no_use = {one for one in self.by_key.values() if one.over and one.has_come()} - self.kept
                 forgotten = {one for one in of_no_use if one.came_at < settled}
                 self.by_key = {key: one for key, one in self.by_key.items() if one not in forgotten}
             return self._of(hashlib.blake2b(name.encode(), digest_size=8).digest())

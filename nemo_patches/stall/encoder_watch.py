@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from ..sync.events import Report, Round, WaitTimedOut, bus
+from ..sync.events import Report, Round, WaitTimedOut, WatchedRounds, bus
 from ..text import named
 from .answer import Answer, Question, answered
 from .found import Found
@@ -18,7 +18,6 @@ from .log_line import report
 from .missing_rank import MissingRank, Stall, StallReported
 from .rank_kinds import LATE
 from .rank_survey import Look
-from .training_notes import EncoderNotes
 
 _PATIENCE_S, _PATIENCE_PER_RANK_S = 2.6, 0.002  # for a look that is not done when its report is due
 _RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
@@ -30,15 +29,14 @@ class EncoderWatch:
 
     def __init__(
         self,
-        notes: EncoderNotes,
+        sync: WatchedRounds,
         rank: int,
         size: int,
         begin_look: Callable[[], Look],
         may_be_uneven: Callable[[], bool] = lambda: False,
     ) -> None:
         """may_be_uneven: whether the user allows ranks fewer batches of an evaluation."""
-        self._notes, self._sync = notes, notes.sync
-        self._rank, self._size = rank, size
+        self._sync, self._rank, self._size = sync, rank, size
         self._begin_look, self._may_be_uneven = begin_look, may_be_uneven
         self._patience_s = _PATIENCE_S + size * _PATIENCE_PER_RANK_S
         self._late: _LateRound | None = None
@@ -69,7 +67,7 @@ class EncoderWatch:
             round_ = pending.round if pending is not None else self._sync.round
             if round_ is None:
                 return
-            if pending is None and (self._is_over(round_) or now - round_.issued_at < timeout_s / 2):
+            if pending is None and (self._sync.is_over(round_) or now - round_.issued_at < timeout_s / 2):
                 return
             # An open incident was already reported: only a whole timeout makes another one.
             question = self._question(round_)
@@ -81,7 +79,7 @@ class EncoderWatch:
         self._step(late, time.monotonic(), timeout_s, is_last)
 
     def _take_timeout(self) -> None:
-        timed_out = self._notes.timed_out
+        timed_out = self._sync.timed_out
         if timed_out is None or timed_out is self._seen:
             return
         self._seen = timed_out
@@ -94,11 +92,8 @@ class EncoderWatch:
         """Whether the last report is of later than the last round that came in time before this one."""
         return self._said_at > round_.in_time_at
 
-    def _is_over(self, round_: Round) -> bool:
-        return self._sync.has_come(round_) or self._sync.has_failed() or self._sync.rounds.closed
-
     def _question(self, round_: Round) -> Question:
-        latest, clock = self._notes.latest
+        latest, clock = self._sync.latest_call
         call = (self._sync.title, clock) if latest == round_.call else None
         is_uneven = not round_.training and self._may_be_uneven()
         evaluation = (self._sync.title, clock[0]) if is_uneven else None
@@ -108,7 +103,7 @@ class EncoderWatch:
         came = self._sync.has_come(late.round)
         if came and not late.came_at:
             late.came_at = late.round.came_at or now
-        over = came or self._is_over(late.round)
+        over = came or self._sync.is_over(late.round)
         due_at = late.due_at(timeout_s)
         is_anybodys = came or not over or late.timed_out is not None  # else its failure is reported by itself
         due = is_anybodys and due_at <= (late.came_at or now)

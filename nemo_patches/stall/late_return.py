@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ..sync.events import Group, Round, SyncHandle
+from ..sync.events import Group, Round, WatchedRounds
 from .answer import Question
 from .found import Found
 from .log_line import report
@@ -53,12 +53,11 @@ class LateReturn:
         evaluation = (own.encoder, own.clock[0]) if self._notes.may_be_uneven and own.clock else None
         return Question(key, number, None, evaluation).kind_of(own) == ELSEWHERE
 
-    def _sync_of(self, key: str) -> SyncHandle | None:
-        syncs = (notes.sync for notes in self._notes.encoders(self._group))
-        return next((sync for sync in syncs if sync.key == key), None)
+    def _sync_of(self, key: str) -> WatchedRounds | None:
+        return next((sync for sync in self._notes.syncs(self._group) if sync.key == key), None)
 
 
-def _round_of(sync: SyncHandle, number: int) -> Round | None:
+def _round_of(sync: WatchedRounds, number: int) -> Round | None:
     """None if this rank has not come to it, or is far past it."""
     return next((round_ for round_ in list(sync.latest_rounds) if round_.number == number), None)
 

@@ -49,7 +49,7 @@ class OwnState:
         thread = stacks.training_thread(last.thread, last.native_thread)
         # A rank that has ended an evaluation waits for the others from then on, and is not missing meanwhile.
         occupation = stacks.occupation(thread) if away or not last.training else Occupation()
-        syncs = [notes.sync for notes in self._notes.encoders(self._group)]
+        syncs = self._notes.syncs(self._group)
         waits_in = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
         open_ = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
         in_order = sorted(open_, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))

@@ -24,7 +24,7 @@ from ..channel import process_hooks
 from ..channel.process_hooks import AtExit, InForkedChild
 from ..channel.side_channel import SideChannel
 from ..channel.store_client import StoreClient
-from ..sync.events import Group, bus
+from ..sync.events import Group, WatchedRounds, bus
 from ..sync.length_sync import current
 from ..text import first_line
 from .call_watchdog import CallWatchdog
@@ -41,7 +41,7 @@ from .rank_survey import Look, RankSurvey
 from .roll_call import RollCall
 from .settings import StallSettings
 from .sync_end_report import SyncEndReport
-from .training_notes import EncoderNotes, TrainingNotes
+from .training_notes import TrainingNotes
 
 SUBSCRIBER = "the stall monitor"
 _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
@@ -65,7 +65,7 @@ class StallMonitor:
             group, channel, self.progress, self.client, self._own_state.make, self._wake, self._heard
         )
         self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_late_round, self.stalls)
-        self._watches: dict[EncoderNotes, EncoderWatch] = {}
+        self._watches: dict[WatchedRounds, EncoderWatch] = {}
         self._end_report = SyncEndReport(channel, size, look, notes.end_promises)
         self._watchdog = CallWatchdog(notes)
         self.job_stall = JobStallWatch(notes, rank, size, self.progress, look)
@@ -193,18 +193,18 @@ class StallMonitor:
         self._late_return.heard(found)
 
     def _watch_encoders(self, now: float, timeout_s: float, is_last: bool) -> None:
-        known = self._notes.encoders(self.group)
-        for notes in known:
-            if notes not in self._watches:
+        known = self._notes.syncs(self.group)
+        for sync in known:
+            if sync not in self._watches:
                 uneven = self._notes.allows_uneven
-                self._watches[notes] = EncoderWatch(notes, self.group.rank, self.group.size, self._begin_look, uneven)
+                self._watches[sync] = EncoderWatch(sync, self.group.rank, self.group.size, self._begin_look, uneven)
         forgotten = set(self._watches).difference(known)
-        for notes, watch in list(self._watches.items()):
-            if notes.sync.has_failed() and not is_last:
-                self._end_report.ended(notes.sync)
+        for sync, watch in list(self._watches.items()):
+            if sync.has_failed() and not is_last:
+                self._end_report.ended(sync)
             watch.look(now, timeout_s, is_last)
-            if notes in forgotten and not watch.busy:
-                del self._watches[notes]
+            if sync in forgotten and not watch.busy:
+                del self._watches[sync]
 
     def _answer_visitors(self) -> None:
         if self._socket is not None:

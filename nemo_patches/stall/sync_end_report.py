@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from ..channel.side_channel import SideChannel
 from ..channel.survey import Silent
-from ..sync.events import Report, SyncHandle, bus
+from ..sync.events import Report, WatchedRounds, bus
 from .answer import Answer, ended
 from .found import Found
 from .log_line import report
@@ -45,7 +45,7 @@ class SyncEndReport:
         since = timedelta(seconds=time.monotonic() - look.began)
         return Stall(self._title, 0, since, answer.missing, self._size, "")
 
-    def ended(self, sync: SyncHandle) -> None:
+    def ended(self, sync: WatchedRounds) -> None:
         """A sync has no more rounds: ask which ranks have died, unless this was asked already."""
         if self._look is None:
             self._title = sync.title

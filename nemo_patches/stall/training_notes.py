@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from ..sync import events
-from ..sync.events import Group, Report, SyncHandle, WaitTimedOut
+from ..sync.events import Group, Report, WatchedRounds
 from . import stacks
 from .rank_kinds import LENGTH_SYNC
 
@@ -22,7 +22,7 @@ FORWARD = "forward, after the length sync"
 class LastCall(NamedTuple):
     """The latest encoder call of this process under a process group."""
 
-    sync: SyncHandle | None = None  # of the encoder
+    sync: WatchedRounds | None = None  # of the encoder
     call: int = 0  # of that encoder
     clock: tuple[int, int] = (0, 0)  # of that encoder, before the call: training calls, evaluation calls since
     calls: int = 0  # of all encoders
@@ -37,16 +37,6 @@ class LastCall(NamedTuple):
         return stacks.runs(self.thread, self.place)
 
 
-class EncoderNotes:
-    """The notes of one encoder's sync. Only the training thread writes them."""
-
-    def __init__(self, sync: SyncHandle) -> None:
-        self.sync = sync
-        self.timed_out: WaitTimedOut | None = None  # the latest
-        self.latest: tuple[int, tuple[int, int]] = (0, (0, 0))  # the call that began last, and the clock before it
-        self.place = stacks.encoder_function()
-
-
 class TrainingNotes:
     """The notes of this process. Only the training thread writes them; values are replaced as a whole."""
 
@@ -57,11 +47,11 @@ class TrainingNotes:
         self.is_reverted = False  # NeMo is stock again: calls that are not seen are not a stall
         self._growing = False
         self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
-        self._encoders: dict[SyncHandle, EncoderNotes] = {}
+        self._places: dict[WatchedRounds, tuple[str, str]] = {}  # the function that called each: file and name
 
-    def encoders(self, group: Group) -> list[EncoderNotes]:
-        """The notes of one process group, including those of encoders that were just deleted."""
-        return [notes for notes in list(self._encoders.values()) if notes.sync.group is group]
+    def syncs(self, group: Group) -> list[WatchedRounds]:
+        """Those of one process group, including those of encoders that were just deleted."""
+        return [sync for sync in list(self._places) if sync.group is group]
 
     def allows_uneven(self) -> bool:
         return self.may_be_uneven
@@ -90,13 +80,12 @@ class TrainingNotes:
 
     def _call_began(self, event: events.CallBegan) -> None:
         self._growing = False  # also where a growth has raised
-        sync, notes = event.sync, self._of(event.sync)
-        notes.latest, place = (event.call, event.clock), notes.place
+        sync, place = event.sync, self._place_of(event.sync)
         calls, threads = self.last.calls + 1, (threading.get_ident(), threading.get_native_id())
         self.last = LastCall(sync, event.call, event.clock, calls, time.monotonic(), *threads, place, event.training)
 
     def _rounds_began(self, event: events.RoundsBegan) -> None:
-        self._of(event.sync)
+        self._place_of(event.sync)
 
     def _growth_began(self, _: events.GrowthBegan) -> None:
         self._growing = True
@@ -105,23 +94,22 @@ class TrainingNotes:
         self._growing = False
 
     def _wait_timed_out(self, event: events.WaitTimedOut) -> None:
-        notes = self._of(event.sync)
+        self._place_of(event.sync)
         _promise(event.report)
-        notes.timed_out = event
 
     def _sync_ended(self, event: events.SyncEnded) -> None:
         if event.report is not None:
             _promise(event.report)
             self.end_promises.put(event.report)
 
-    def _of(self, sync: SyncHandle) -> EncoderNotes:
-        notes = self._encoders.get(sync)
-        if notes is None:
+    def _place_of(self, sync: WatchedRounds) -> tuple[str, str]:
+        place = self._places.get(sync)
+        if place is None:
             # When an encoder is new, forget those that were deleted.
-            kept = {sync: notes for sync, notes in self._encoders.items() if not sync.rounds.closed}
-            notes = kept[sync] = EncoderNotes(sync)
-            self._encoders = kept
-        return notes
+            kept = {sync: place for sync, place in self._places.items() if not sync.rounds.over}
+            place = kept[sync] = stacks.encoder_function()
+            self._places = kept
+        return place
 
 
 def _promise(report: Future[Report] | None) -> None:

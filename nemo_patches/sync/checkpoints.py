@@ -64,7 +64,7 @@ class RankZero:
     def __init__(self, group_syncs: GroupSyncs) -> None:
         self._group_syncs = weakref.ref(group_syncs)
         self._channel, self._is_rank_zero = group_syncs.channel, group_syncs.group.rank == 0
-        self._rounds = PatientRounds(group_syncs, "checkpoints", "checkpoints", _LATE, "step {}".format)
+        self._rounds = PatientRounds(self, group_syncs, "checkpoints", "checkpoints", _LATE, "step {}".format)
         self._begin = group_syncs.channel.rounds("checkpoints begin")
         self._step = self._agreements = self._followed = 0
         self.ended = ""

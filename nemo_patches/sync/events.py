@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..channel.side_channel import Rounds, SideChannel
+from ..channel.side_channel import CLOSED, Rounds, SideChannel
 from ..channel.store import JobStore
 from .rank_log import raised_by_signal_handler, report
 
@@ -39,22 +39,45 @@ class Round:
         self.gave_up_at = self.came_at = 0.0  # when the call stopped waiting; when the training thread saw the result
 
 
-class SyncHandle:
-    """What a subscriber may read of one encoder's sync, on any thread. Only the training thread writes it."""
+class WatchedRounds:
+    """The rounds of one encoder, data loader or of the checkpoints, as subscribers see them.
+
+    Any thread may read them; only the training thread writes.
+    """
+
+    awaited = "length"  # what a late rank owes the others, for messages
 
     def __init__(self, title: str, key: str, group: Group, rounds: Rounds, late_text: str) -> None:
         """title: for people, "ConformerEncoder #2". key: the same on all ranks. late_text: the format of `late`."""
         self.title, self.key, self.group = title, key, group
+        self.rounds, self._late_text = rounds, late_text
         self.round: Round | None = None  # the latest that was issued
         self.latest_rounds = deque[Round](maxlen=_ROUNDS_KEPT)  # with it
-        self.ended = ""  # why there are no more rounds
+        self.latest_call: tuple[int, tuple[int, int]] = (0, (0, 0))  # the encoder's, and the clock before it
+        self.timed_out: WaitTimedOut | None = None  # the latest wait that did, to be reported with the missing ranks
         self.apart = ""  # why the latest call took no part in them: one of protocol.py's APART, or empty
-        self.in_call, self.in_time_at = False, 0.0  # a call is in its length sync; when a round last came in time
-        self.rounds, self._late_text = rounds, late_text  # rounds.closed: the encoder or its process group is gone
+        self.in_call = False  # a call is in its rounds
+        self.in_time_at = 0.0  # when a round last came in time
+        self._said: Round | None = None  # a late one that was logged here; no other until one comes in time
 
-    def issued(self, round_: Round) -> None:
-        self.latest_rounds.append(round_)
-        self.round = round_
+    @property
+    def ended(self) -> str:
+        """Why there are no more rounds, as the training thread has seen: a rank has died, or the network failed."""
+        return "" if self.rounds.over == CLOSED else self.rounds.over
+
+    def has_come(self, round_: Round) -> bool:
+        """Whether this round has completed, even if the training thread has not looked yet."""
+        return round_.came_at > 0 or self.round is not round_ or self.rounds.has_come()
+
+    def has_failed(self) -> bool:
+        """Whether a round has failed, even if the training thread has not looked yet: there will be no more."""
+        if self.rounds.over:
+            return bool(self.ended)
+        return bool(self.rounds.channel.error) and not self.rounds.has_come()
+
+    def is_over(self, round_: Round) -> bool:
+        """Whether this round has completed, or never will."""
+        return self.has_come(round_) or self.has_failed() or bool(self.rounds.over)
 
     def call_title(self, round_: Round) -> str:
         return f"{self.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"
@@ -63,13 +86,32 @@ class SyncHandle:
         """The text of a report about a call that has waited this long for this round."""
         return self._late_text.format(waited=waited_s, length=round_.length)
 
-    def has_come(self, round_: Round) -> bool:
-        """Whether a round of this encoder has completed, even if the training thread has not looked yet."""
-        return round_.came_at > 0 or self.round is not round_ or self.rounds.has_come()
+    # What follows is the training thread's.
 
-    def has_failed(self) -> bool:
-        """Whether a round has failed, so that there will be no more."""
-        return bool(self.ended or (self.rounds.channel.error and not self.rounds.closed and not self.rounds.has_come()))
+    def was_issued(self, round_: Round) -> None:
+        """After the channel's issue(): `has_come` takes the channel's rounds for the latest one's."""
+        self.latest_rounds.append(round_)
+        self.round = round_
+
+    def was_late(self, round_: Round, promise: Future[Report] | None = None) -> str:
+        """A wait for this round has timed out: publish it. Without a subscriber, log and return its text."""
+        round_.gave_up_at = time.monotonic()
+        text = f"{self.call_title(round_)}: {self.late(round_, round_.gave_up_at - round_.issued_at)}"
+        event = WaitTimedOut(self, round_, promise)
+        if bus.publish(event):
+            self.timed_out = event  # for the subscriber that has accepted the promise
+        elif self._said is None:
+            self._said = round_
+            report(logging.WARNING, text)
+        return text
+
+    def has_arrived(self, round_: Round, in_time: bool) -> None:
+        round_.came_at = time.monotonic()
+        if round_ is self._said:
+            late_s = round_.came_at - round_.issued_at
+            report(logging.WARNING, f"{self.title}: recovered: the missing {self.awaited} came {late_s:.2f} s late")
+        if in_time:
+            self.in_time_at, self._said = round_.came_at, None
 
 
 class Report(NamedTuple):
@@ -90,7 +132,7 @@ class GroupBegan(NamedTuple):
 
 
 class CallBegan(NamedTuple):
-    sync: SyncHandle
+    sync: WatchedRounds
     call: int  # of this encoder, from 1
     clock: tuple[int, int]  # before the call: training calls, evaluation calls since the last of them
     training: bool = True
@@ -99,14 +141,14 @@ class CallBegan(NamedTuple):
 class RoundsBegan(NamedTuple):
     """Rounds that belong to a data loader, to be watched and reported like an encoder's."""
 
-    sync: SyncHandle
+    sync: WatchedRounds
 
 
 class FlagIsOff(NamedTuple):
     """The first call of an encoder that has no length sync: its own `sync_max_audio_length` is false."""
 
     encoder: torch.nn.Module  # not to be kept
-    sync: SyncHandle
+    sync: WatchedRounds
 
 
 class WaitTimedOut(NamedTuple):
@@ -116,7 +158,7 @@ class WaitTimedOut(NamedTuple):
     (`set_running_or_notify_cancel`) and gives its Report soon; the call waits for it a short time.
     """
 
-    sync: SyncHandle
+    sync: WatchedRounds
     round: Round
     report: Future[Report] | None
 
@@ -124,7 +166,7 @@ class WaitTimedOut(NamedTuple):
 class SyncEnded(NamedTuple):
     """A round has failed: the encoder has no more rounds; `sync.ended` says why. report: as in WaitTimedOut."""
 
-    sync: SyncHandle
+    sync: WatchedRounds
     report: Future[Report] | None
 
 
@@ -132,7 +174,7 @@ class CallLeft(NamedTuple):
     """A call has its length."""
 
     encoder: torch.nn.Module  # not to be kept
-    sync: SyncHandle
+    sync: WatchedRounds
     outcome: str  # one of protocol.py's; empty after an exception of a signal handler
     round: int  # the latest that was issued
     waited: timedelta

@@ -28,7 +28,7 @@ from ..channel.process_hooks import InForkedChild
 from ..channel.side_channel import RoundFailed, SideChannel
 from ..channel.store import JobStore
 from . import events
-from .events import Group, Report, Round, SyncHandle, bus
+from .events import Group, Report, Round, WatchedRounds, bus
 from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError
@@ -196,45 +196,45 @@ class GroupSyncs:
         """Takes no lock: the garbage collector may call this anywhere."""
         self.group.closed = True
         for rounds in list(self.channel.by_key.values()):
-            rounds.closed = True
+            rounds.close()
         self.channel.stop("the process group was destroyed", leaves=True)
 
 
-class EncoderSync:
-    """One encoder's length sync on this rank: the protocol and its rounds. Others read its `handle`."""
+class EncoderSync(WatchedRounds):
+    """One encoder's length sync on this rank: its rounds, and the protocol that says when to issue one and to wait."""
 
     def __init__(
         self, title: str, key: str, group_syncs: GroupSyncs, late_text: str = _LATE, like: LengthProtocol | None = None
     ) -> None:
         """key: the encoder's kind and a last part."""
+        super().__init__(title, key, group_syncs.group, group_syncs.channel.rounds(key), late_text)
         self.group_syncs, self.kind = group_syncs, key.rpartition("-")[0]
-        self.rounds, self.protocol = group_syncs.channel.rounds(key), LengthProtocol(like)
-        self.handle = SyncHandle(title, key, group_syncs.group, self.rounds, late_text)
+        self.protocol = LengthProtocol(like)
         self.patience = _PATIENCE  # for the report of on_timeout="raise"
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._fallbacks, self._waited = 0, timedelta(0)
-        self._said: Round | None = None  # the late one that this module has logged; none other until one comes in time
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
-        settings, protocol, self.handle.in_call = current(), self.protocol, True
+        settings, protocol = current(), self.protocol
+        self.in_call = True
         try:
-            bus.publish(events.CallBegan(self.handle, protocol.calls + 1, protocol.clock, encoder.training))
+            number, clock, training = protocol.calls + 1, protocol.clock, encoder.training
+            self.latest_call = (number, clock)
+            bus.publish(events.CallBegan(self, number, clock, training))
             wanted = getattr(encoder, "sync_max_audio_length", True)
-            self.handle.apart = FLAG_IS_OFF if not wanted else IS_LOCAL if settings.sync == "local" else ""
+            self.apart = FLAG_IS_OFF if not wanted else IS_LOCAL if settings.sync == "local" else ""
             if not wanted and protocol.calls == 0:
-                bus.publish(events.FlagIsOff(encoder, self.handle))
-            if self.handle.apart or self.handle.ended:
+                bus.publish(events.FlagIsOff(encoder, self))
+            if self.apart or self.ended:
                 protocol.calls += 1
-                self._outcome = LOCAL if self.handle.apart else ENDED
+                self._outcome = LOCAL if self.apart else ENDED
             else:
                 result = self.take_part(length, encoder.training, settings, began_at)
         finally:
-            self.handle.in_call, waited = False, self._waited - waited_before
-            bus.publish(
-                events.CallLeft(encoder, self.handle, self._outcome, self.rounds.issued, waited, length, result)
-            )
+            self.in_call, waited = False, self._waited - waited_before
+            bus.publish(events.CallLeft(encoder, self, self._outcome, self.rounds.issued, waited, length, result))
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
@@ -250,7 +250,7 @@ class EncoderSync:
                     self._wait(settings, round_)
         except RoundFailed as error:
             self._outcome = ENDED
-            if not self.group_syncs.group.closed:  # else it was destroyed meanwhile
+            if not self.rounds.over:  # else the process group was destroyed meanwhile
                 self._end(str(error), settings, began_at)
             return length
         is_served = protocol.served or settings.sync == "overlapped"
@@ -260,14 +260,14 @@ class EncoderSync:
 
     def _issue(self, length: int, training: bool) -> Round:
         before = self.rounds.issued
-        round_ = Round(before + 1, self.protocol.calls, training, length, self.handle.in_time_at)
+        round_ = Round(before + 1, self.protocol.calls, training, length, self.in_time_at)
         try:
             if before == 0:
                 self.group_syncs.first_rounds[self] = round_.issued_at
             self.rounds.issue(self.protocol.value())
         finally:  # also where a signal handler has raised: its number is the channel's, on all ranks the same
             if self.rounds.issued > before:
-                self.handle.issued(round_)  # after issue(): `handle.has_come` takes the rounds' state for this round's
+                self.was_issued(round_)
             elif self.protocol.outstanding:
                 self.protocol.withdraw()
         return round_
@@ -279,26 +279,21 @@ class EncoderSync:
         """
         if self._finalizer is not None:
             self._finalizer.detach()
-            self.rounds.closed, self.protocol = False, LengthProtocol(self.protocol)
+            self.rounds.over, self.protocol = self.ended, LengthProtocol(self.protocol)
             self.protocol.outstanding, self.protocol.rounds = True, 1
-        self._finalizer = weakref.finalize(encoder, setattr, self.rounds, "closed", True)
+        self._finalizer = weakref.finalize(encoder, self.rounds.close)
         self._finalizer.atexit = False
 
     def counters(self) -> EncoderCounters:
         counts = (self.protocol.calls, self.protocol.rounds, self._fallbacks, self.protocol.timeouts)
-        return EncoderCounters(self.handle.title, *counts, waited=self._waited, ended=self.handle.ended)
+        return EncoderCounters(self.title, *counts, waited=self._waited, ended=self.ended)
 
     def _round_came(self, in_time: bool, settings: Settings) -> None:
-        if round_ := self.handle.round:
-            round_.came_at = time.monotonic()
+        if round_ := self.round:
+            self.has_arrived(round_, in_time)
             if (took_s := self.rounds.came_at - round_.issued_at) <= settings.timeout.total_seconds():
                 self.protocol.took(took_s)
             self.group_syncs.round_came(self, round_.issued_at)
-            if round_ is self._said:
-                late_s = round_.came_at - round_.issued_at
-                report(logging.WARNING, f"{self.handle.title}: recovered: the missing length came {late_s:.2f} s late")
-            if in_time:
-                self.handle.in_time_at, self._said = round_.came_at, None
 
     def _wait(self, settings: Settings, round_: Round) -> None:
         if (limit := self.protocol.wait_limit(settings.timeout)) is None:
@@ -314,22 +309,18 @@ class EncoderSync:
             return
         self.protocol.timed_out()
         self._outcome = TIMEOUT
-        round_.gave_up_at = time.monotonic()
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
-        text = f"{self.handle.call_title(round_)}: {self.handle.late(round_, round_.gave_up_at - round_.issued_at)}"
-        if not bus.publish(events.WaitTimedOut(self.handle, round_, promise)) and self._said is None:
-            self._said = round_  # a subscriber would have reported it, with the missing ranks
-            report(logging.WARNING, text)
+        text = self.was_late(round_, promise)
         _raise_if_chosen(promise, self.patience, text)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
-        text = f"{self.handle.title}: the length sync has ended at call {self.protocol.calls}"
-        self.handle.ended, self.rounds.closed = reason, True
+        text = f"{self.title}: the length sync has ended at call {self.protocol.calls}"
+        self.rounds.close(reason)
         if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
             report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
-        bus.publish(events.SyncEnded(self.handle, promise))
+        bus.publish(events.SyncEnded(self, promise))
         left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
         _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
 

@@ -3,73 +3,69 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
 from ..channel.extremes import Extremes, ExtremesRounds
-from .events import Round, RoundsBegan, SyncHandle, WaitTimedOut, bus
+from .events import Round, RoundsBegan, WatchedRounds, bus
 from .length_sync import GroupSyncs, current
-from .rank_log import report
 
 
-class PatientRounds:
+class PatientRounds(WatchedRounds):
     """At most one outstanding: `issue`, then `result`. Both raise RoundFailed. Only the training thread calls them."""
 
+    awaited = "word"
+
     def __init__(
-        self, group_syncs: GroupSyncs, title: str, key: str, late_text: str, place: Callable[[int], str]
+        self,
+        owner: object,
+        group_syncs: GroupSyncs,
+        title: str,
+        key: str,
+        late_text: str,
+        place: Callable[[int], str],
     ) -> None:
-        """key: the same on all ranks. late_text, place: for messages: what is waited for, and the name of a call."""
-        self._rounds, self.waited = ExtremesRounds(group_syncs.channel, key), timedelta(0)
-        self._handle = _Handle(title, key, group_syncs.group, self._rounds.last, late_text)
-        self._handle.place = place
+        """owner: closes the rounds when it is deleted. key, late_text: as in WatchedRounds. place: names a call."""
+        self._extremes = ExtremesRounds(group_syncs.channel, key)
+        super().__init__(title, key, group_syncs.group, self._extremes.last, late_text)
+        self._place = place
         self._outstanding: Round | None = None
-        weakref.finalize(self, self._rounds.close).atexit = False
-        bus.publish(RoundsBegan(self._handle))
+        self.waited = timedelta(0)
+        weakref.finalize(owner, self._extremes.close).atexit = False
+        bus.publish(RoundsBegan(self))
 
     @property
     def is_outstanding(self) -> bool:
         return self._outstanding is not None
 
+    def call_title(self, round_: Round) -> str:
+        return f"{self.title}: {self._place(round_.call)}"
+
     def issue(self, value: int, call: int) -> None:
-        round_ = Round(self._rounds.last.done + 1, call, training=True, length=0, in_time_at=self._handle.in_time_at)
-        self._rounds.issue(value)
-        self._handle.round = self._outstanding = round_  # after issue(), as EncoderSync does
+        round_ = Round(self.rounds.done + 1, call, training=True, length=0, in_time_at=self.in_time_at)
+        self._extremes.issue(value)
+        self._outstanding = round_
+        self.was_issued(round_)
 
     def result(self) -> Extremes:
         """The outstanding round's result. Waits for a late rank, and reports it."""
         assert self._outstanding is not None
-        handle, round_, began_at, said = self._handle, self._outstanding, time.monotonic(), False
-        handle.in_call = True
+        round_, began_at = self._outstanding, time.monotonic()
+        self.in_call = True
         try:
-            while (extremes := self._rounds.wait(current().timeout)) is None:
+            while (extremes := self._extremes.wait(current().timeout)) is None:
                 if not round_.gave_up_at:
-                    round_.gave_up_at = time.monotonic()
-                    late = handle.late(round_, round_.gave_up_at - round_.issued_at)
-                    if not bus.publish(WaitTimedOut(handle, round_, None)):  # else the report names the rank
-                        said = True
-                        report(logging.WARNING, f"{handle.call_title(round_)}: {late}")
+                    self.was_late(round_)
         finally:
-            handle.in_call = False
+            self.in_call = False
             self.waited += timedelta(seconds=time.monotonic() - began_at)
-        round_.came_at, self._outstanding = time.monotonic(), None
-        if not round_.gave_up_at:
-            handle.in_time_at = round_.came_at
-        if said:
-            late_s = round_.came_at - round_.issued_at
-            report(logging.WARNING, f"{handle.title}: recovered: the missing word came {late_s:.2f} s late")
+        self._outstanding = None
+        self.has_arrived(round_, in_time=not round_.gave_up_at)
+        self._said = None  # training stands still for each late round: each is worth a line
         return extremes
 
     def end(self, reason: str) -> None:
         """There will be no more."""
-        self._handle.ended = reason
-        self._rounds.close()
-
-
-class _Handle(SyncHandle):
-    place: Callable[[int], str]
-
-    def call_title(self, round_: Round) -> str:
-        return f"{self.title}: {self.place(round_.call)}"
+        self._extremes.close(reason)

@@ -79,7 +79,7 @@ class EncoderChecks:
             say_once("check barrier: does nothing, there is no other rank to wait for")
             return
         barrier = self._barrier_beside(sync)
-        if barrier.handle.ended:
+        if barrier.ended:
             return
         bounded = replace(length_sync.current(), sync="bounded", on_timeout="raise")
         try:
@@ -87,14 +87,14 @@ class EncoderChecks:
         except LengthSyncTimeout as error:
             size = sync.group_syncs.group.size
             who = described(error.missing, size) if error.missing else "who is missing, a stall report says"
-            ended = barrier.handle.ended
+            ended = barrier.ended
             why = f"the barrier has ended: {ended}" if ended else "not every rank came to this call in time"
             yield Found(BARRIER, "ended" if ended else "missing", f"{why}; {who}")
 
     def _barrier_beside(self, sync: EncoderSync) -> EncoderSync:
         """A separate sync before the length sync: a rank that waits in it has finished all its earlier work."""
         if self._barrier is None or self._barrier.group_syncs is not sync.group_syncs:
-            title, key = f"{sync.handle.title}, barrier", f"{sync.handle.key}-barrier"
+            title, key = f"{sync.title}, barrier", f"{sync.key}-barrier"
             late_text = "not every rank came within {waited:.2f} s"
             self._barrier = EncoderSync(title, key, sync.group_syncs, late_text)
             self._barrier.patience = _REPORT_PATIENCE

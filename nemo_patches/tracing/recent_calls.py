@@ -18,7 +18,7 @@ import torch
 
 from nemo_patches.stall import stacks
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.events import CallBegan, CallLeft, Group, GroupBegan, Grown, SyncHandle
+from nemo_patches.sync.events import CallBegan, CallLeft, Group, GroupBegan, Grown, WatchedRounds
 from nemo_patches.tracing import records
 from nemo_patches.tracing.encoder_facts import active_ddp
 from nemo_patches.tracing.encoder_state import EncoderState
@@ -36,7 +36,7 @@ _Row = tuple[float, int, int, bool, str, int, timedelta, int, int]
 class _Encoder(EncoderState):
     """What is known of one encoder's sync. place: the function that called it: file and name."""
 
-    def __init__(self, e: int, sync: SyncHandle) -> None:
+    def __init__(self, e: int, sync: WatchedRounds) -> None:
         super().__init__(e, sync.title, 0)
         self.sync, self.place = sync, stacks.encoder_function()
         self.reference: Callable[[], torch.nn.Module | None] = lambda: None  # weak; known from the first call's end on
@@ -57,7 +57,7 @@ class RecentCalls(Recording):
         self.thread = self.native_thread = 0  # that made the last call; the kernel's number of it
         self._open: dict[int, tuple[_Encoder, int, float]] = {}  # in its length sync, by thread: n, when it began
         self._latest: _Encoder | None = None
-        self._encoders: dict[SyncHandle, _Encoder] = {}
+        self._encoders: dict[WatchedRounds, _Encoder] = {}
         self._count = 0  # of encoders
         self._calls: deque[_Row] = deque(maxlen=MOST_CALLS)
         self._others = {kind: deque[Any](maxlen=most) for kind, most in _MOST.items()}
@@ -100,7 +100,7 @@ class RecentCalls(Recording):
         self._latest, self.thread, self.native_thread = encoder, thread, threading.get_native_id()
         self._open[thread] = encoder, max(event.call, encoder.number + 1), time.monotonic()
 
-    def _first_call(self, sync: SyncHandle) -> _Encoder:
+    def _first_call(self, sync: WatchedRounds) -> _Encoder:
         self._count += 1
         if len(self._encoders) >= _MOST_ENCODERS:  # a script may make copies without end
             self._encoders.pop(next(iter(self._encoders)))

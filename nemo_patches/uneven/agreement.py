@@ -64,7 +64,7 @@ class Agreement:
     def __init__(self, group_syncs: GroupSyncs, kind: str, number: int, contents: str) -> None:
         """contents: what is in the loader, for messages."""
         self.title = f"{kind} loader {number} ({contents})"
-        self._rounds = PatientRounds(group_syncs, self.title, f"loader {kind} {number}", _LATE, _text_of)
+        self._rounds = PatientRounds(self, group_syncs, self.title, f"loader {kind} {number}", _LATE, _text_of)
         self._place: Place | None = None  # of the latest round; None at the set-up
 
     @property

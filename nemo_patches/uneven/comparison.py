@@ -119,7 +119,7 @@ class Comparison:
         finally:
             self.is_over = True
             self._rounds.close()
-            self._by_rank.closed = True
+            self._by_rank.close()
 
     def _compare(self, sample: Sample) -> None:
         account = sample.account()

@@ -14,7 +14,7 @@ from nemo_patches.tools.doctor import code, config_files, not_judged, suppressio
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Finding, Rule, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
 from nemo_patches.tools.doctor.suppressions import Suppression
@@ -48,7 +48,7 @@ class Examination:
         """0: nothing but notes; 1: findings; 2: it cannot be read."""
         if self.error:
             return 2
-        return 1 if any(finding.severity > Severity.NOTE for _, finding in self.findings) else 0
+        return 1 if any(finding.severity > NOTE for _, finding in self.findings) else 0
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -192,7 +192,7 @@ def _checked(rule: Rule, subject: object) -> list[tuple[Rule, Finding]]:
         return [(rule, finding) for finding in rule.check(subject)]
     except Exception as error:  # one rule's fault must not hide what the others find
         what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
-        return [(named(CRASHED), Finding(Severity.WARNING, what, (), "a report of this, with what was examined"))]
+        return [(named(CRASHED), warning(what, (), "a report of this, with what was examined"))]
 
 
 def _no_rule(identifier: str) -> DoctorError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,9 @@ class Severity(IntEnum):
 
     def __str__(self) -> str:
         return self.name.lower()
+
+
+NOTE, WARNING, ERROR = Severity
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,27 @@ class Finding:
         """The line of the config, from 1; None where nothing of what was read is in the file."""
         own = (value.line for value in self.read if value.origin.startswith("line "))
         return next(own, None) or next((value.line for value in self.read if value.line), None)
+
+
+Findings = Iterator[Finding]
+
+
+def _finding(
+    severity: Severity,
+    what: str,
+    read: Value | tuple[Value, ...] = (),
+    instead: str = "",
+    change: Change | None = None,
+) -> Finding:
+    return Finding(severity, what, (read,) if isinstance(read, Value) else read, instead, change)
+
+
+note, warning, error = (partial(_finding, severity) for severity in Severity)
+
+
+def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
+    """A warning that the job comes to no step at all."""
+    return warning(f"{what}: the job stops at its start", read, instead)
 
 
 @dataclass(frozen=True)
@@ -87,8 +112,9 @@ class Rule:
         return Severity(self._module.WORST)
 
     def check(self, subject: Any) -> Iterable[Finding]:
-        """What it finds in a Job, a Code, a Machine or Ranks, as of `about`."""
-        return self._module.check(subject)  # type: ignore[no-any-return]
+        """What it finds in a Job, a Code, a Machine or Ranks, as of `about`; nothing by itself if others report it."""
+        check = getattr(self._module, "check", None)
+        return check(subject) if check else ()
 
     @property
     def folded(self) -> bool:

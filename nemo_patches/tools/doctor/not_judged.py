@@ -14,7 +14,7 @@ from typing import Any
 from nemo_patches.tools.doctor import encoders
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Rule, note
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.yaml_text import Keys
@@ -77,7 +77,7 @@ class _Unknown:
     instead: str = "a value that the doctor can read, or an override with one (key=value)"
 
 
-def findings(job: Job, check: Check) -> Iterator[Finding]:
+def findings(job: Job, check: Check) -> Findings:
     """One for each value that is not known and concerns a rule. check: what the chosen rules find in a job."""
     found = _serious(check(job))
     left = _MOST
@@ -91,7 +91,7 @@ def findings(job: Job, check: Check) -> Iterator[Finding]:
             rules -= {rule for rule, _ in found}
         if rules:
             what = f"not judged: {', '.join(sorted(rules))}: {unknown.why}"
-            severity = Severity.NOTE if unknown.open else Severity.WARNING
+            severity = NOTE if unknown.open else WARNING
             yield Finding(severity, what, (unknown.value,), unknown.instead)
     yield from _no_manifest(job)
     yield from _no_trainer(job)
@@ -101,7 +101,7 @@ def _serious(pairs: Iterable[tuple[Rule, Finding]]) -> set[tuple[str, str]]:
     return {
         (rule.identifier, finding.what)
         for rule, finding in pairs
-        if finding.severity > Severity.NOTE and not rule.identifier.startswith(_NOT_ASSUMED)
+        if finding.severity > NOTE and not rule.identifier.startswith(_NOT_ASSUMED)
     }
 
 
@@ -176,7 +176,7 @@ def _of_type(config: Config, keys: Keys, seen: set[str]) -> Iterator[_Unknown]:
         yield _Unknown(name, why, tuple((keys, entry) for entry in (*_STREAM, *_SHARED_OUT)), instead="one of NeMo's")
 
 
-def _no_manifest(job: Job) -> Iterator[Finding]:
+def _no_manifest(job: Job) -> Findings:
     """Of sets whose entries would be counted."""
     away, rules = [], set()
     for dataset in job.datasets:
@@ -193,11 +193,11 @@ def _no_manifest(job: Job) -> Iterator[Finding]:
     if away:
         names = ", ".join(str(each.value) for each in away[:3]) + (f" and {len(away) - 3} more" * (len(away) > 3))
         what = f"not judged: {', '.join(sorted(rules))}: no file on this machine: {names}"
-        yield Finding(Severity.NOTE, what, tuple(away[:3]), "on a machine with the data, entries are counted")
+        yield note(what, tuple(away[:3]), "on a machine with the data, entries are counted")
 
 
-def _no_trainer(job: Job) -> Iterator[Finding]:
+def _no_trainer(job: Job) -> Findings:
     section = job.config.get(("trainer",))
     if section.given and not job.has_trainer:
         what = f"not judged: every rule on ranks: {section.key} does not say how Lightning's Trainer is made"
-        yield Finding(Severity.NOTE, what, (job.config.get(("trainer", "_target_")),), "trainer: with Trainer's keys")
+        yield note(what, job.config.get(("trainer", "_target_")), "trainer: with Trainer's keys")

@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.finding import Finding, Findings, Rule, note, warning
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 PROJECT_FILE = ".nemo-patches.yaml"
@@ -112,23 +112,23 @@ class Applied:
     used: frozenset[Suppression]
 
 
-def faults(own: Sequence[Suppression], used: Collection[Suppression], known: Collection[str]) -> Iterator[Finding]:
+def faults(own: Sequence[Suppression], used: Collection[Suppression], known: Collection[str]) -> Findings:
     """What is wrong with the suppressions of one config, whose rules were all checked."""
     for each in own:
         read = (Value(f"ignore[{each.rule}]", each.reason, f"line {each.place}", each.place),)
         if each.rule not in known or each.rule in _NEVER:
             what = f"ignore[{each.rule}] names no rule that can be suppressed"
-            yield Finding(Severity.WARNING, what, read, "# nemo-patches: ignore[NP107] the reason")
+            yield warning(what, read, "# nemo-patches: ignore[NP107] the reason")
         elif not each.reason:
             what = f"ignore[{each.rule}] has no reason, so it suppresses nothing"
-            yield Finding(Severity.WARNING, what, read, f"# nemo-patches: ignore[{each.rule}] the reason")
+            yield warning(what, read, f"# nemo-patches: ignore[{each.rule}] the reason")
         elif each not in used:
-            yield Finding(Severity.WARNING, f"ignore[{each.rule}] suppresses nothing here", read, "the line without it")
+            yield warning(f"ignore[{each.rule}] suppresses nothing here", read, "the line without it")
 
 
-def unused(project: Sequence[Suppression], used: Collection[Suppression], paths: Sequence[Path]) -> Iterator[Finding]:
+def unused(project: Sequence[Suppression], used: Collection[Suppression], paths: Sequence[Path]) -> Findings:
     """The project's entries that answered nothing in any file which they match; a note, as others may not be given."""
     for each in project:
         if each not in used and any(map(each.matches, paths)):
             read = (Value(f"ignore {each.rule} in {each.files}", each.reason, f"line {each.place}", each.place),)
-            yield Finding(Severity.NOTE, f"{each.rule} in {each.files}: suppresses nothing in the configs given", read)
+            yield note(f"{each.rule} in {each.files}: suppresses nothing in the configs given", read)

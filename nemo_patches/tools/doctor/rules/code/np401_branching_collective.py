@@ -9,17 +9,15 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.code import Code, at
 from nemo_patches.tools.doctor.collectives import ENCODER
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """By the tests of the branches around it; a collective of a group of some ranks is left alone."""
     for each in code.divergences:
         if each.kind in (Kind.BRANCH, Kind.FIRST_RANK, Kind.NAME):

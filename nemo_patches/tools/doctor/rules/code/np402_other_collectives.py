@@ -7,15 +7,13 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.code import Code, at
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 
-WORST = Severity.NOTE
+WORST = NOTE
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Not where it calls NeMo's method by super()."""
     for each in code.classes:
         for name, method in each.methods.items():
@@ -25,4 +23,4 @@ def check(code: Code) -> Iterator[Finding]:
                 continue
             own, other = (", ".join(found.collectives) or "none" for found in (method, theirs))
             what = f"{each.name}.{name}: its collectives are {own}, those of NeMo's {each.base}: {other}"
-            yield Finding(Severity.NOTE, what, (at(name, method.node.lineno),))
+            yield note(what, at(name, method.node.lineno))

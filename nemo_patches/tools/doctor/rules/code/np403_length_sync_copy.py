@@ -7,18 +7,16 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.code import Code, Method, at
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 _CALLS = ("is_initialized", "all_reduce", "set_max_audio_length", "extend_pe")
 _METHODS = ("update_max_seq_length", "update_max_sequence_length", "set_max_audio_length")
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Against the installed NeMo's method."""
     for each in code.classes:
         for name in _METHODS:
@@ -28,7 +26,7 @@ def check(code: Code) -> Iterator[Finding]:
             missing = [call for call in _last_parts(theirs) if call not in _last_parts(own)]
             if missing:
                 what = f"{each.name}.{name} does not call {', '.join(missing)}, as NeMo's {each.base} does"
-                yield Finding(Severity.WARNING, what, (at(name, own.node.lineno),), f"super().{name}(...)")
+                yield warning(what, at(name, own.node.lineno), f"super().{name}(...)")
 
 
 def _last_parts(method: Method) -> list[str]:

@@ -7,17 +7,15 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/core/classes/common.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.code import Code, at
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 
-WORST = Severity.NOTE
+WORST = NOTE
 
 _MATTER = ("typecheck", "no_grad", "inference_mode", "property", "classmethod", "staticmethod", "rank_zero_only")
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Of the installed NeMo's methods."""
     for each in code.classes:
         for name, method in each.methods.items():
@@ -28,4 +26,4 @@ def check(code: Code) -> Iterator[Finding]:
             if missing:
                 what = f"{each.name}.{name} has no @{', @'.join(missing)}, as NeMo's {each.base} has"
                 instead = ", ".join(f"@{found}" for found in missing)
-                yield Finding(Severity.NOTE, what, (at(name, method.node.lineno),), instead)
+                yield note(what, at(name, method.node.lineno), instead)

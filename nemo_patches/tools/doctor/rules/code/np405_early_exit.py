@@ -9,19 +9,18 @@ Link: https://github.com/Lightning-AI/pytorch-lightning/issues/5243
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from nemo_patches.tools.doctor.code import Code, at
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Severity
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 _EMPTY = re.compile(r"not [\w.]+\b|len\([\w.]+\)")
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Not where what decides has been reduced over all ranks before."""
     for each in code.divergences:
         if each.kind is Kind.EXIT:
@@ -39,4 +38,4 @@ def check(code: Code) -> Iterator[Finding]:
 def _severity(each: Divergence) -> Severity:
     """A note where only a rank that has had no batch at all in an evaluation would leave."""
     at_end = each.function.endswith("_end") and not each.by_rank and _EMPTY.match(each.cause)
-    return Severity.NOTE if at_end and all(one.pairs_with != BACKWARD for one in each.collectives) else each.severity
+    return NOTE if at_end and all(one.pairs_with != BACKWARD for one in each.collectives) else each.severity

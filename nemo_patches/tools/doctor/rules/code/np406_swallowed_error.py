@@ -8,16 +8,14 @@ Link: https://github.com/pytorch/pytorch/issues/44353
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.code import Code, at
 from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Not where the handler raises in the end, nor of errors that all ranks have, such as ImportError."""
     for each in code.divergences:
         if each.kind is Kind.ERROR:

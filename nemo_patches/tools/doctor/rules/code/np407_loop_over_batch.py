@@ -7,17 +7,15 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/16192
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.code import Code, at
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Not where the ranks have agreed on something before; a note where only gradients are reduced, which no_sync
     may have put off, and at the end of an evaluation, where the turns are its batches."""
     for each in code.divergences:
@@ -25,7 +23,7 @@ def check(code: Code) -> Iterator[Finding]:
             what = f"{each.function}: {each.names} {each.are} made in each turn of a loop over `{each.cause}`"
             what += ": ranks whose batches give another number of turns wait for each other"
             only_backward = all(one.pairs_with == BACKWARD for one in each.collectives)
-            severity = Severity.NOTE if only_backward or each.function.endswith("_end") else each.severity
+            severity = NOTE if only_backward or each.function.endswith("_end") else each.severity
             read = (*(at(one.name, one.line) for one in each.collectives), at(each.cause, each.line))
             instead = "as many turns on all ranks: all_reduce their number with MAX, and fill up with padding"
             yield Finding(severity, f"{what}{each.guess}", read, instead)

@@ -8,18 +8,17 @@ Link: docs/auto-apply.md#my-encoder-is-a-class-of-my-own
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from nemo_patches.tools.doctor.code import Class, Code, Copy, Method, at
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, note, warning
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 _MOST_NAMED = 6  # methods of a finding
 _FLAGS = ("bypass_pre_encode",)  # arguments that name a branch of NeMo's
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Of classes outside of NeMo that have most of an encoder's methods."""
     for each in code.classes:
         if each.copy is not None:
@@ -42,26 +41,26 @@ def _of_class(each: Class, copy: Copy) -> Finding:
     )
     instead = f"class {each.name}({copy.of})" + (f", without {without}" if unchanged else "")
     instead += f"; or by hand what `nemo-patches diff --nemo DIR --parts nemo` changes in NeMo's {copy.of}"
-    severity = Severity.WARNING if reduces else Severity.NOTE
+    severity = WARNING if reduces else NOTE
     return Finding(severity, what, (at(each.name, each.line),), instead)
 
 
-def _differences(each: Class, base: str, own: Method, theirs: Method) -> Iterator[Finding]:
+def _differences(each: Class, base: str, own: Method, theirs: Method) -> Findings:
     where = f"{each.name}.{own.name}"
     missing = [name for name in theirs.arguments if name not in own.arguments]
     if missing and not (own.node.args.kwarg or own.node.args.vararg):
         what = f"{where} does not take {', '.join(missing)}, as NeMo's {base} does: what passes it fails"
-        yield Finding(Severity.NOTE, what, (at(own.name, own.node.lineno),), "NeMo's arguments")
+        yield note(what, at(own.name, own.node.lineno), "NeMo's arguments")
     for flag in _FLAGS:
         if _tests(theirs, flag) and not _tests(own, flag):
             what = f"{where} has no branch for {flag}, which NeMo's {base} has: its input then has another shape"
-            yield Finding(Severity.NOTE, what, (at(own.name, own.node.lineno),), f"NeMo's branch for {flag}")
+            yield note(what, at(own.name, own.node.lineno), f"NeMo's branch for {flag}")
     if not _handlers(theirs):
         for handler in _handlers(own):
             caught = ast.unparse(handler.type) if handler.type else "any error"
             what = f"{where} goes on after {caught}, which NeMo's {base} lets end the rank: this rank's output is then"
             what += " another, and what failed is not seen"
-            yield Finding(Severity.WARNING, what, (at(f"except {caught}", handler.lineno),), "raise in the handler")
+            yield warning(what, at(f"except {caught}", handler.lineno), "raise in the handler")
 
 
 def _tests(method: Method, name: str) -> bool:

@@ -13,23 +13,23 @@ from collections.abc import Iterable, Iterator
 
 from nemo_patches.tools.doctor.code import Code, at
 from nemo_patches.tools.doctor.collectives import dotted
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 
-WORST = Severity.NOTE
+WORST = NOTE
 
 _EVERY_STEP = ("forward", "forward_internal", "training_step", "update_max_seq_length", "on_train_batch_start")
 _LOOKS = frozenset(["isfinite", "isinf", "isnan"])
 _ALWAYS = ("torch.cuda.is_available", "is_cuda", "training", "is_initialized")  # tests that hold in a training
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: Code) -> Findings:
     """Not in a branch that something else than the device decides, such as a flag for debugging."""
     for each in code.classes:
         for method in each.methods.values():
             if method.name in _EVERY_STEP:
                 for line, text in _waits(method.node.body):
                     what = f"{each.name}.{method.name}: `{text}` waits for the GPU in every step"
-                    yield Finding(Severity.NOTE, what, (at(text, line),), _INSTEAD)
+                    yield note(what, at(text, line), _INSTEAD)
 
 
 _INSTEAD = "a look every some hundred steps, or `nemo-patches run --trace DIR` with the checks inputs and cuda"

@@ -6,26 +6,20 @@ Link: https://omegaconf.readthedocs.io/en/latest/usage.html#variable-interpolati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer:
   max_steps: ${model.steps}
 model: {}
 """
-GOOD = """\
-trainer:
-  max_steps: ${model.steps}
-model: {steps: 1000}
-"""
+GOOD = BAD.replace("{}", "{steps: 1000}")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """In a whole config only: a part of one, as Hydra composes them, may lead outside."""
     if "trainer" not in job.config.tree:
         return
@@ -35,4 +29,4 @@ def check(job: Job) -> Iterator[Finding]:
     for reason, values in by_reason.items():
         others = f" (and {len(values) - 1} more)" if len(values) > 1 else ""
         what = f"{values[0].key}{others}: {reason}"
-        yield Finding(Severity.WARNING, what, tuple(values[:5]), "an existing key, or the value itself")
+        yield warning(what, tuple(values[:5]), "an existing key, or the value itself")

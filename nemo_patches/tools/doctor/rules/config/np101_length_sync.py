@@ -7,13 +7,11 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/11462
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.encoders import FLAG, Encoder, unknown_in
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 FOLDED = True
 BAD = """\
 trainer: {devices: 4}
@@ -30,7 +28,7 @@ model:
 _CHECKPOINTS = (("model", "pretrained_asr"), ("init_from_nemo_model",), ("init_from_pretrained_model",))
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """One finding for each encoder, and one for each checkpoint that brings one."""
     if not job.several:
         return
@@ -38,58 +36,52 @@ def check(job: Job) -> Iterator[Finding]:
         yield from _of_class(encoder)
         yield _effective(job, encoder) if encoder.cls else _of_no_class(encoder)
     for target in unknown_in(job.config):
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             f"{target.key}: a class that the doctor does not know; it cannot tell whether it has a length sync",
-            (target,),
+            target,
             "`nemo-patches status` tells what would be patched; a subclass has its base's length sync",
         )
     for keys in _CHECKPOINTS:
         value = job.config.get(keys)
         if value.given and value.value is not None:
-            yield Finding(
-                Severity.NOTE,
+            yield note(
                 f"the encoder that {value.key} brings has the {FLAG} of that checkpoint's own config",
-                (value,),
+                value,
                 "print(encoder.sync_max_audio_length) on every rank tells it",
             )
     audio = job.config.get(("model", "audio_encoder"))
     if isinstance(audio.value, dict) and job.config.get(("model", "punct_head")).given:
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             "PunctuationCapitalizationLexicalAudioModel reduces the audio's length in samples over all ranks, at every "
             "call, and has no switch for it",
-            (audio,),
+            audio,
         )
 
 
-def _of_class(encoder: Encoder) -> Iterator[Finding]:
+def _of_class(encoder: Encoder) -> Findings:
     """What is wrong with the flag itself."""
     flag = encoder.get(FLAG)
     if not flag.given:
         return
     if encoder.cls and not encoder.cls.has_flag:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{encoder.name} does not take {FLAG}: the job stops at its start, with a TypeError",
-            (flag,),
+            flag,
             f"no {FLAG}: this class always reduces",
         )
     elif flag.known and not isinstance(flag.value, bool):
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{flag.key} is {flag.value!r}, which is no switch: Python takes it as {str(bool(flag.value)).lower()}",
-            (flag,),
+            flag,
             f"{FLAG}: true or {FLAG}: false",
         )
 
 
 def _of_no_class(encoder: Encoder) -> Finding:
-    return Finding(
-        Severity.NOTE,
+    return note(
         f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a checkpoint; of NeMo's own "
         "scripts, only those of speechlm2 in NeMo 3.0 read it there, for perception.encoder",
-        (encoder.flag,),
+        encoder.flag,
         f"encoder.{FLAG} set in the training script, after the checkpoint was loaded",
     )
 
@@ -97,20 +89,17 @@ def _of_no_class(encoder: Encoder) -> Finding:
 def _effective(job: Job, encoder: Encoder) -> Finding:
     flag, read = encoder.flag, (encoder.get("_target_"), encoder.flag, job.strategy, job.devices, job.nodes)
     if not flag.known:
-        return Finding(Severity.NOTE, f"{encoder.where} ({encoder.name}): {FLAG} is {flag.value!r}", read)
+        return note(f"{encoder.where} ({encoder.name}): {FLAG} is {flag.value!r}", read)
     if not encoder.syncs:
-        return Finding(Severity.NOTE, f"{encoder.where} ({encoder.name}): off, no length is communicated", read)
+        return note(f"{encoder.where} ({encoder.name}): off, no length is communicated", read)
     value = "no switch, always on" if encoder.cls and not encoder.cls.has_flag else "on"
     value += ", NOT SET" if not flag.given and value == "on" else ""
     if job.settings is not None:
         seconds = job.settings.timeout.total_seconds()
         wait = f"waits for {job.all_ranks} at most {seconds:g} s (sync={job.settings.sync})"
-        return Finding(
-            Severity.NOTE, f"{encoder.where} ({encoder.name}): {value}; with nemo_patches a call {wait}", read
-        )
+        return note(f"{encoder.where} ({encoder.name}): {value}; with nemo_patches a call {wait}", read)
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
-    return Finding(
-        Severity.NOTE,
+    return note(
         f"{encoder.where} ({encoder.name}): {value}; every call, in validation too, waits for {job.all_ranks}, "
         f"until the process group's timeout ({limit:g} min)",
         read,

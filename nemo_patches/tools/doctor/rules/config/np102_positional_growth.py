@@ -8,16 +8,15 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset, Longest
 from nemo_patches.tools.doctor.encoders import FLAG, Encoder, Frames
-from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, Change, Finding, Findings, error, note, stops, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.ERROR
+WORST = ERROR
 BAD = """\
 trainer: {devices: 4, strategy: ddp}
 model:
@@ -25,13 +24,7 @@ model:
   preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
   encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, sync_max_audio_length: false}
 """
-GOOD = """\
-trainer: {devices: 4, strategy: ddp}
-model:
-  train_ds: {manifest_filepath: a.json, batch_size: 8, max_duration: 60}
-  preprocessor: {_target_: nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor}
-  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, pos_emb_max_len: 6016}
-"""
+GOOD = BAD.replace("sync_max_audio_length: false", "pos_emb_max_len: 6016")
 
 _POSITIONAL = ("rel_pos", "abs_pos", "rel_pos_local_attn")
 
@@ -48,7 +41,7 @@ class _Inputs:
     read: tuple[Value, ...]
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """For each encoder that can grow, where several ranks' buffers are broadcast; a room that is none, on any rank."""
     for encoder in job.encoders:
         yield from _no_room(encoder)
@@ -59,17 +52,15 @@ def check(job: Job) -> Iterator[Finding]:
             yield from _of(job, encoder, int(encoder.room.number), _inputs(job, encoder))
 
 
-def _no_room(encoder: Encoder) -> Iterator[Finding]:
+def _no_room(encoder: Encoder) -> Findings:
     """What the encoder cannot make positional encodings of."""
     attention = encoder.get("self_attention_model", "rel_pos").value
     if not encoder.room.known or not encoder.cls or not encoder.cls.positional or attention not in _POSITIONAL:
         return
     room = 1.0 if encoder.room.value is True else encoder.room.number
     if room is None or room < 0 or (not room and attention == "rel_pos"):
-        what = f"{encoder.room.key} is {encoder.room.value!r}, which is no number of frames: the job stops at its start"
-        yield Finding(
-            Severity.WARNING, what, (encoder.room,), "pos_emb_max_len: as many frames as the longest input has"
-        )
+        what = f"{encoder.room.key} is {encoder.room.value!r}, which is no number of frames"
+        yield stops(what, encoder.room, "pos_emb_max_len: as many frames as the longest input has")
 
 
 def _inputs(job: Job, encoder: Encoder) -> _Inputs:
@@ -92,7 +83,7 @@ def _inputs(job: Job, encoder: Encoder) -> _Inputs:
     return _Inputs(frames, tuple(beyond), tuple(unlimited), tuple(untold), most, tuple(read))
 
 
-def _of(job: Job, encoder: Encoder, room: int, inputs: _Inputs) -> Iterator[Finding]:
+def _of(job: Job, encoder: Encoder, room: int, inputs: _Inputs) -> Findings:
     name = f"{encoder.where} ({encoder.name})"
     if inputs.beyond and inputs.frames:
         yield _reachable(job, encoder, f"{name}: {_beyond(inputs, inputs.frames, room)}", inputs)
@@ -101,7 +92,7 @@ def _of(job: Job, encoder: Encoder, room: int, inputs: _Inputs) -> Iterator[Find
             yield from _open(encoder, f"{name}: {_left_open(inputs, room)}", inputs)
     elif not encoder.syncs:
         what = f"{name}: {FLAG} is off, and safe: no input has more than {inputs.most} frames, the room is {room}"
-        yield Finding(Severity.NOTE, what, inputs.read)
+        yield note(what, inputs.read)
 
 
 def _reachable(job: Job, encoder: Encoder, what: str, inputs: _Inputs) -> Finding:
@@ -111,26 +102,26 @@ def _reachable(job: Job, encoder: Encoder, what: str, inputs: _Inputs) -> Findin
         instead += f"; and a max_duration for {_names(inputs.unlimited)}"
     if job.patched:
         what += "With nemo_patches each rank grows its own, which is safe"
-        return Finding(Severity.NOTE, what, inputs.read, instead, change)
+        return note(what, inputs.read, instead, change)
     if not encoder.syncs:
         what += f"With {FLAG} off each rank grows by its own input, and DDP then overwrites rows or aborts the job"
-        return Finding(Severity.ERROR, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches", change)
+        return error(what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches", change)
     if not encoder.flag.known:
         what += f"{FLAG} is {encoder.flag.value}: if off, DDP overwrites rows or aborts the job; if on, so does"
         what += " a call more on one rank"
-        return Finding(Severity.WARNING, what, inputs.read, instead, change)
+        return warning(what, inputs.read, instead, change)
     what += "All ranks grow alike as long as each makes the same calls; with a call more on one rank"
     what += f", or {FLAG} off," if encoder.cls and encoder.cls.has_flag else ""
-    return Finding(Severity.NOTE, f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)
+    return note(f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)
 
 
-def _open(encoder: Encoder, what: str, inputs: _Inputs) -> Iterator[Finding]:
+def _open(encoder: Encoder, what: str, inputs: _Inputs) -> Findings:
     instead = "a max_duration that fits, also where the limit seems implied by the data"
     if not encoder.syncs:
         what += f"; with {FLAG} off a longer input on one rank makes DDP overwrite rows or abort the job"
-        yield Finding(Severity.WARNING, what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches")
+        yield warning(what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches")
     elif inputs.unlimited and encoder.cls and encoder.cls.has_flag:
-        yield Finding(Severity.NOTE, f"{what}: keep {FLAG} on", inputs.read, instead)
+        yield note(f"{what}: keep {FLAG} on", inputs.read, instead)
 
 
 def _beyond(inputs: _Inputs, frames: Frames, room: int) -> str:

@@ -7,12 +7,10 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Change, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:
@@ -25,7 +23,7 @@ model:
 """
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """For sets that are no stream: those Lightning leaves alone."""
     switch = job.trainer("use_distributed_sampler", True)
     if not job.several or switch.value is not True:
@@ -37,8 +35,7 @@ def check(job: Job) -> Iterator[Finding]:
     # Without Lightning's, every rank would read all of a set that is not Lhotse's; and a job that stopped at its start
     # would run with entries that are read twice, where each rank has an order of its own.
     safe = all(dataset.lhotse and not dataset.own_orders for dataset in job.datasets)
-    yield Finding(
-        Severity.WARNING,
+    yield warning(
         f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks the job stops at its start",
         (switch, *(dataset.get("use_lhotse") for dataset in sampled)),
         "trainer.use_distributed_sampler: false, and a whole number as shard_seed (NP122)",

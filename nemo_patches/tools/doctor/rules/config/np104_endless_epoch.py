@@ -8,26 +8,20 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:
   train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
 """
-GOOD = """\
-trainer: {devices: 4, limit_train_batches: 1000}
-model:
-  train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
-"""
+GOOD = BAD.replace("devices: 4", "devices: 4, limit_train_batches: 1000")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """On any number of ranks."""
     limit, interval = job.limit("training"), job.trainer("val_check_interval", 1.0)
     if not job.has_trainer or not limit.open:
@@ -42,8 +36,7 @@ def check(job: Job) -> Iterator[Finding]:
             what = f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is no whole number: no epoch ends"
         else:
             continue
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             what,
             (limit.read, interval, job.trainer("max_steps", -1), dataset.get("use_lhotse"), *job.checkpoints),
             "trainer.limit_train_batches: the batches of one epoch, the same for all ranks; and max_steps",

@@ -8,12 +8,10 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, Findings
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.ERROR
+WORST = ERROR
 BAD = """\
 trainer: {devices: 4}
 model:
@@ -26,7 +24,7 @@ model:
 """
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Lhotse distributes non-streamed sets, evenly if the seed is fixed (NP122); a limit ends all ranks alike."""
     limit = job.limit("training")
     if not job.several or not limit.open:
@@ -41,9 +39,9 @@ def check(job: Job) -> Iterator[Finding]:
         dynamic = [size for size in sizes if size.value is not None]
         stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
         ends = f"ends on each of {job.ranks_text} after its own number of batches"
-        severity = Severity.ERROR if dataset.tarred else Severity.WARNING
+        severity = ERROR if dataset.tarred else WARNING
         if not dynamic:
-            ends, severity = f"ends, and each of {job.ranks_text} reads all of it in an epoch", Severity.NOTE
+            ends, severity = f"ends, and each of {job.ranks_text} reads all of it in an epoch", NOTE
         yield Finding(
             severity,
             f"{dataset.where} is {stream} that {ends}",

@@ -11,27 +11,23 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 8}
 model:
   train_ds: {is_tarred: true, tarred_audio_filepaths: 'audio_{0..99}.tar', manifest_filepath: a.json}
 """
-GOOD = """\
-trainer: {devices: 8}
-model:
-  train_ds: {is_tarred: true, tarred_audio_filepaths: 'audio_{0..95}.tar', manifest_filepath: a.json}
-"""
+GOOD = BAD.replace("0..99", "0..95")
 
 _OPEN, _CLOSE = r"(?:\{|\(|\[|<|_OP_)", r"(?:\}|\)|\]|>|_CL_)"
 _RANGE = re.compile(rf"{_OPEN}(\d+)\.\.(\d+){_CLOSE}")
 _CHOICE = re.compile(rf"{_OPEN}([^{{}}()\[\]<>]*,[^{{}}()\[\]<>]*?){_CLOSE}")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Each list of tar files by itself, as each is shared out by itself; only where they are shared out."""
     if not job.several or not job.ranks:
         return
@@ -44,8 +40,7 @@ def check(job: Job) -> Iterator[Finding]:
             if left:
                 per_rank = count // job.ranks
                 nobody = "no rank gets any" if not per_rank else f"each gets {per_rank}, and {left} are never read"
-                yield Finding(
-                    Severity.WARNING,
+                yield warning(
                     f"{dataset.where}: {count} tar files for {job.ranks_text}: {nobody}",
                     (files, job.devices, job.nodes, dataset.get("tarred_shard_strategy", "scatter")),
                     "a number of ranks that divides the number of tar files",

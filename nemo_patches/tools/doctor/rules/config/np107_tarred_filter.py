@@ -7,25 +7,19 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 8}
 model:
   train_ds: {is_tarred: true, manifest_filepath: a.json, max_duration: 20}
 """
-GOOD = """\
-trainer: {devices: 8, limit_train_batches: 1000}
-model:
-  train_ds: {is_tarred: true, manifest_filepath: a.json, max_duration: 20}
-"""
+GOOD = BAD.replace("devices: 8", "devices: 8, limit_train_batches: 1000")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Not where limit_train_batches says how many batches every rank has."""
     limit = job.limit("training")
     if not job.several or not limit.open:
@@ -37,8 +31,7 @@ def check(job: Job) -> Iterator[Finding]:
         given = [value for value in limits if value.number]
         if given and dataset.get("tarred_shard_strategy", "scatter").value == "scatter":
             names = " and ".join(value.key for value in given)
-            yield Finding(
-                Severity.WARNING,
+            yield warning(
                 f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with "
                 "fewer batches than the others",
                 (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit.read),

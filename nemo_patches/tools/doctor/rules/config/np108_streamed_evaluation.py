@@ -8,12 +8,10 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, WARNING, Finding, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.ERROR
+WORST = ERROR
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false}
 model:
@@ -27,7 +25,7 @@ model:
 """
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Not where the trainer's limit for that role is a whole number."""
     if not job.has_trainer:
         return
@@ -44,16 +42,16 @@ def check(job: Job) -> Iterator[Finding]:
         limited = f"trainer.{key}: a whole number"
         if dataset.endless:
             what = f"Lhotse repeats {dataset.where} for ever, and {key} is no whole number: {dataset.role} never ends"
-            severity = Severity.ERROR if dataset.role == "validation" else Severity.WARNING
+            severity = ERROR if dataset.role == "validation" else WARNING
             instead = f"{dataset.key('force_finite')}: true, also of its entries, {once}; or {limited}"
             yield Finding(severity, what, read, instead)
         elif job.several and dataset.nemo and dataset.tarred:
             what = f"{dataset.where} is a stream that ends on each of {job.ranks_text} after its own number of batches"
             instead = f"{limited}; or a set without tar files, from one input"
-            yield Finding(Severity.WARNING, what, read, instead)
+            yield warning(what, read, instead)
         elif dataset.lhotse and dataset.tarred and dataset.endless is False:
             workers = dataset.get("num_workers", 0)
             if job.several or (workers.number or 0) > 1:
                 readers = f"each of {job.ranks_text}" + (", and each worker," if (workers.number or 0) > 1 else "")
                 what = f"{dataset.where} is a stream: {readers} reads all of it, in its own number of batches"
-                yield Finding(Severity.WARNING, what, (*read, forced, workers), once)
+                yield warning(what, (*read, forced, workers), once)

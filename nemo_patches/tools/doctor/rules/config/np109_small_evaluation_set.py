@@ -7,25 +7,19 @@ Link: https://lightning.ai/docs/pytorch/stable/common/evaluation_intermediate.ht
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:
   validation_ds: {manifest_filepath: three_lines.json, batch_size: 8, max_duration: 20}
 """
-GOOD = """\
-trainer: {devices: 4}
-model:
-  validation_ds: {manifest_filepath: four_lines.json, batch_size: 8, max_duration: 20}
-"""
+GOOD = BAD.replace("manifest_filepath: three_lines.json", "manifest_filepath: four_lines.json")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Where the manifest is a file on this machine, of which no more lines are read than there are ranks."""
     if not job.several or not job.ranks:
         return
@@ -33,8 +27,7 @@ def check(job: Job) -> Iterator[Finding]:
         manifest = dataset.get("manifest_filepath")
         count = None if dataset.training else dataset.entries(job.ranks)
         if count is not None and count < job.ranks:
-            yield Finding(
-                Severity.WARNING,
+            yield warning(
                 f"{dataset.where}: {count} entries for {job.ranks_text}: some are counted more than once",
                 (manifest, job.devices, job.nodes),
                 "a larger set, or fewer ranks for evaluation",

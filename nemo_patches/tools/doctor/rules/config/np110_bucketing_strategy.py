@@ -7,12 +7,10 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/4348
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:
@@ -21,17 +19,10 @@ model:
     tarred_audio_filepaths: [['short_{0..3}.tar'], ['long_{0..3}.tar']]
     bucketing_strategy: fully_randomized
 """
-GOOD = """\
-trainer: {devices: 4}
-model:
-  train_ds:
-    is_tarred: true
-    tarred_audio_filepaths: [['short_{0..3}.tar'], ['long_{0..3}.tar']]
-    bucketing_strategy: synced_randomized
-"""
+GOOD = BAD.replace("bucketing_strategy: fully_randomized", "bucketing_strategy: synced_randomized")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """The strategy is only used where there are several buckets; batch sizes differ, too, with bucketing_batch_size."""
     if not job.several:
         return
@@ -43,7 +34,7 @@ def check(job: Job) -> Iterator[Finding]:
         sizes = dataset.get("bucketing_batch_size")
         other = ", and other batch sizes" if sizes.value is not None else ""
         yield Finding(
-            Severity.WARNING if other else Severity.NOTE,
+            WARNING if other else NOTE,
             f"{dataset.where}: in one step ranks have inputs of different buckets{other}, and wait for the slowest",
             (strategy, sizes, files),
             "bucketing_strategy: synced_randomized",

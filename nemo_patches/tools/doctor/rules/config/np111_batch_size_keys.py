@@ -8,29 +8,24 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 model:
   train_ds: {use_lhotse: true, manifest_filepath: a.json, bucket_batch_size: [16, 8]}
 """
-GOOD = """\
-model:
-  train_ds: {use_lhotse: true, manifest_filepath: a.json, bucket_batch_size: [16, 8], bucket_duration_bins: [10, 20]}
-"""
+GOOD = BAD.replace("[16, 8]", "[16, 8], bucket_duration_bins: [10, 20]")
 
 _OF_LHOTSE = ("batch_duration", "quadratic_duration", "bucket_batch_size", "bucket_duration_bins", "batch_tokens")
 _SIZES_OF_LHOTSE = ("batch_size", "batch_duration", "bucket_batch_size", "batch_tokens")
 _COUNTS = ("batch_size", "batch_tokens")  # whole numbers
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """For each set by itself."""
     for dataset in job.datasets:
         yield from _no_size(dataset)
@@ -42,7 +37,7 @@ def check(job: Job) -> Iterator[Finding]:
         size = dataset.get("batch_size")
         if dataset.nemo and not size.given and job.asr_encoder and not _has_own_keys(dataset):
             what = f"{dataset.where}: no batch_size: the job stops when it makes this set's data loader"
-            yield Finding(Severity.WARNING, what, (size,), "batch_size")
+            yield warning(what, size, "batch_size")
 
 
 def _has_own_keys(dataset: Dataset) -> bool:
@@ -60,7 +55,7 @@ def _has_own_keys(dataset: Dataset) -> bool:
     return False
 
 
-def _no_size(dataset: Dataset) -> Iterator[Finding]:
+def _no_size(dataset: Dataset) -> Findings:
     for key in ("batch_size", "batch_duration", "batch_tokens"):
         size = dataset.get(key)
         read = dataset.lhotse or (dataset.nemo and key == "batch_size")
@@ -68,35 +63,35 @@ def _no_size(dataset: Dataset) -> Iterator[Finding]:
             continue
         whole = isinstance(size.value, int) and not isinstance(size.value, bool)
         if (size.number is not None and size.number <= 0) or (key in _COUNTS and isinstance(size.value, float)):
-            what = f"{size.key} is {size.value}, which is no size of a batch: the job stops at its start"
-            yield Finding(Severity.WARNING, what, (size,), "a whole number, 1 or more" if not whole else "1 or more")
+            what = f"{size.key} is {size.value}, which is no size of a batch"
+            yield stops(what, size, "a whole number, 1 or more" if not whole else "1 or more")
 
 
-def _bins(dataset: Dataset) -> Iterator[Finding]:
+def _bins(dataset: Dataset) -> Findings:
     """Lhotse asserts their order where it buckets; NeMo 3.0 does so wherever there are bins."""
     bins = dataset.get("bucket_duration_bins")
     if not isinstance(bins.value, list):
         return
     if not bins.value:
-        what = f"{bins.key} is empty: the job stops at its start"
-        yield Finding(Severity.WARNING, what, (bins,), "bucket_duration_bins: null, to have them estimated")
+        what = f"{bins.key} is empty"
+        yield stops(what, bins, "bucket_duration_bins: null, to have them estimated")
         return
     try:
         ascending = sorted(bins.value) == bins.value
     except TypeError:  # numbers and pairs, or what is not known
         return
     if not ascending:
-        what = f"{bins.key} are not in ascending order: the job stops at its start"
-        yield Finding(Severity.WARNING, what, (bins,), f"bucket_duration_bins: {sorted(bins.value)}")
+        what = f"{bins.key} are not in ascending order"
+        yield stops(what, bins, f"bucket_duration_bins: {sorted(bins.value)}")
 
 
-def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
+def _of_nemo(dataset: Dataset) -> Findings:
     ignored = [value for value in map(dataset.get, _OF_LHOTSE) if value.given and value.value is not None]
     size = dataset.get("batch_size")
     if ignored:
         names = " and ".join(value.key for value in ignored)
-        yield Finding(
-            Severity.NOTE,  # kept for when it is on, or of a model that has no other data loader
+        yield note(
+            # kept for when it is on, or of a model that has no other data loader
             f"{names}: only Lhotse reads that, and use_lhotse is not true: unless this model has no other data loader, "
             "batch_size alone counts",
             (*ignored, dataset.get("use_lhotse", False), size),
@@ -105,15 +100,14 @@ def _of_nemo(dataset: Dataset) -> Iterator[Finding]:
     adaptive, files = dataset.get("bucketing_batch_size"), dataset.get("tarred_audio_filepaths").value
     buckets = isinstance(files, list) and len(files) > 1 and isinstance(files[0], list)
     if dataset.tarred and buckets and adaptive.value is not None and adaptive.known and size.known and size.value != 1:
-        yield Finding(
-            Severity.WARNING,
-            f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1: the job stops at its start",
+        yield stops(
+            f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1",
             (adaptive, size),
             "batch_size: 1",
         )
 
 
-def _of_lhotse(dataset: Dataset) -> Iterator[Finding]:
+def _of_lhotse(dataset: Dataset) -> Findings:
     sizes = [dataset.get(key) for key in _SIZES_OF_LHOTSE]
     multimodal = dataset.get("use_multimodal_sampling", False)
     counting = [
@@ -126,8 +120,7 @@ def _of_lhotse(dataset: Dataset) -> Iterator[Finding]:
         given = tuple(value for value in sizes if value.given)
         others = [value.key for value in given if value.value is not None]
         why = f", as {' and '.join(others)} does not count here" if others else ""
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{dataset.where}: no key gives the size of a batch{why}: NeMo 3.0 stops the job at its start, "
             "NeMo up to 2.7 makes one batch of the whole set",
             (*(given or (sizes[0],)), *([multimodal] if multimodal.given else [])),
@@ -136,34 +129,30 @@ def _of_lhotse(dataset: Dataset) -> Iterator[Finding]:
     yield from _fixed_sizes(dataset, sizes)
     old = dataset.get("bucketing_batch_size")
     if old.given and old.value is not None:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{old.key}: Lhotse does not read that",
             (old, *(value for value in sizes if value.given)),
             "bucket_batch_size, with bucket_duration_bins",
         )
 
 
-def _fixed_sizes(dataset: Dataset, sizes: list[Value]) -> Iterator[Finding]:
+def _fixed_sizes(dataset: Dataset, sizes: list[Value]) -> Findings:
     """Of buckets."""
     fixed, bins = dataset.get("bucket_batch_size"), dataset.get("bucket_duration_bins")
     if fixed.value is not None and bins.value is None:
-        yield Finding(
-            Severity.WARNING,
-            f"{dataset.where}: bucket_batch_size without bucket_duration_bins: the job stops at its start",
+        yield stops(
+            f"{dataset.where}: bucket_batch_size without bucket_duration_bins",
             (fixed, bins),
             "bucket_duration_bins, as many as batch sizes",
         )
     elif isinstance(fixed.value, list) and isinstance(bins.value, list) and len(fixed.value) != len(bins.value):
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{dataset.where}: {len(fixed.value)} batch sizes for {len(bins.value)} buckets",
             (fixed, bins),
             "as many of bucket_batch_size as of bucket_duration_bins",
         )
     elif fixed.value is not None and any(value.value is not None for value in sizes[:2]):
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             f"{dataset.where}: bucket_batch_size counts, and batch_size and batch_duration do not",
             (fixed, *sizes[:2]),
         )

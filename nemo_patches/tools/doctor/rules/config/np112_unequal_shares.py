@@ -7,25 +7,19 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#use-distribut
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false}
 model:
   train_ds: {manifest_filepath: a.json, batch_size: 8}
 """
-GOOD = """\
-trainer: {devices: 4}
-model:
-  train_ds: {manifest_filepath: a.json, batch_size: 8}
-"""
+GOOD = BAD.replace(", use_distributed_sampler: false", "")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Lightning's sampler gives every rank the same number of entries, so drop_last does not matter in training."""
     if not job.several:
         return
@@ -33,7 +27,7 @@ def check(job: Job) -> Iterator[Finding]:
     for dataset in job.datasets:
         if switch.value is False and dataset.nemo and dataset.tarred is False:
             yield Finding(
-                Severity.WARNING if dataset.training else Severity.NOTE,
+                WARNING if dataset.training else NOTE,
                 f"{dataset.where}: each of {job.ranks_text} reads all of it, as use_distributed_sampler is false",
                 (switch, dataset.get("use_lhotse", False), dataset.get("is_tarred", False)),
                 "use_lhotse: true for this set, with a whole number as shard_seed"
@@ -42,8 +36,7 @@ def check(job: Job) -> Iterator[Finding]:
             )
         drop = dataset.get("drop_last", False)
         if not dataset.training and drop.value is True:
-            yield Finding(
-                Severity.NOTE,
+            yield note(
                 f"{dataset.where}: drop_last leaves up to a batch of entries on each rank out of the metrics; a set "
                 "that is smaller than a batch on each rank has no batch at all",
                 (drop, dataset.get("batch_size")),

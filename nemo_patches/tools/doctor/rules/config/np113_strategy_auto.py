@@ -7,25 +7,20 @@ Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Change, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.NOTE
+WORST = NOTE
 BAD = """\
 trainer: {devices: 4}
 """
-GOOD = """\
-trainer: {devices: 4, strategy: ddp}
-"""
+GOOD = BAD.replace("devices: 4", "devices: 4, strategy: ddp")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """The change is only offered where the config says that there are several."""
     if job.several and job.strategy.value == "auto":
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             f"strategy auto on {job.ranks_text} is ddp",
             (job.strategy, job.devices, job.nodes),
             "strategy: ddp, so that the config says it",

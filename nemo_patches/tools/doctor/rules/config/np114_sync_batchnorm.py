@@ -7,28 +7,22 @@ Link: https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.encoders import Encoder
-from nemo_patches.tools.doctor.finding import Change, Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Change, Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 FOLDED = True
 BAD = """\
 trainer: {devices: 2, accelerator: cpu, sync_batchnorm: true}
 model:
   encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder}
 """
-GOOD = """\
-trainer: {devices: 2, accelerator: cpu}
-model:
-  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder}
-"""
+GOOD = BAD.replace(", sync_batchnorm: true", "")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Against the normalisation of the encoders that are known."""
     switch = job.trainer("sync_batchnorm", False)
     if not job.several or switch.value is not True or not job.encoders:
@@ -36,16 +30,14 @@ def check(job: Job) -> Iterator[Finding]:
     normalisations = [_normalisation(encoder) for encoder in job.encoders]
     batch = [value for value in normalisations if value.value in ("batch_norm", "batch")]
     if batch and job.accelerator.value == "cpu":
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "sync_batchnorm on the CPU: the first training step stops with an error",
             (switch, job.accelerator, *batch),
             "sync_batchnorm: false",
             Change(("trainer", "sync_batchnorm"), False),
         )
     elif not batch and all(value.known for value in normalisations):
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             "sync_batchnorm has nothing to do: no encoder in the config has batch normalisation",
             (switch, *normalisations),
         )

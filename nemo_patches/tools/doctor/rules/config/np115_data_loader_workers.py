@@ -8,55 +8,48 @@ Link: https://github.com/pytorch/pytorch/issues/130610
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.NOTE
+WORST = NOTE
 FOLDED = True
 BAD = """\
 trainer: {devices: 4}
 model:
   train_ds: {manifest_filepath: a.json, batch_size: 8}
 """
-GOOD = """\
-trainer: {devices: 4}
-model:
-  train_ds: {manifest_filepath: a.json, batch_size: 8, num_workers: 8}
-"""
+GOOD = BAD.replace("batch_size: 8", "batch_size: 8, num_workers: 8")
 
 # NeMo's own data loaders hand on num_workers and pin_memory alone; Lhotse's decide about these by themselves.
 _NOT_READ = ("persistent_workers", "prefetch_factor")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Only notes: each is an ordinary setting that may be the cause of a stall which is there already."""
     for dataset in job.datasets:
         if job.several and dataset.training:
             workers = dataset.get("num_workers", 0)
             if workers.value == 0:
-                yield Finding(
-                    Severity.NOTE,
+                yield note(
                     f"{dataset.where}: audio is read on the training thread of each of {job.ranks_text}: all "
                     "wait for the slowest file",
-                    (workers,),
+                    workers,
                     "num_workers: 2 or more",
                 )
         ignored = [value for value in map(dataset.get, _NOT_READ) if value.given]
         if ignored and dataset.keys[0] in ("model", "data"):
             names = " and ".join(value.key for value in ignored)
-            yield Finding(Severity.NOTE, f"{names}: NeMo does not hand that on, so it has no effect", tuple(ignored))
+            yield note(f"{names}: NeMo does not hand that on, so it has no effect", tuple(ignored))
     pinned = [dataset for dataset in job.datasets if dataset.get("pin_memory", False).value is True]
     if pinned and job.accelerator.value == "cpu":
         switches = tuple(dataset.get("pin_memory") for dataset in pinned)
-        yield Finding(Severity.NOTE, "pin_memory has no effect on the CPU", switches)
+        yield note("pin_memory has no effect on the CPU", switches)
     elif job.several:
         yield from _forks_beside_a_pinning_thread(pinned)
 
 
-def _forks_beside_a_pinning_thread(pinned: list[Dataset]) -> Iterator[Finding]:
+def _forks_beside_a_pinning_thread(pinned: list[Dataset]) -> Findings:
     def forks(dataset: Dataset) -> bool:
         return (dataset.get("num_workers", 0).number or 0) > 0
 
@@ -64,8 +57,7 @@ def _forks_beside_a_pinning_thread(pinned: list[Dataset]) -> Iterator[Finding]:
     validation = [dataset for dataset in pinned if dataset.role == "validation" and forks(dataset)]
     if training and validation:
         read = [dataset.get(key) for dataset in (training[0], validation[0]) for key in ("pin_memory", "num_workers")]
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             "each validation forks workers beside the training loader's pinning thread; if a rank hangs just there, "
             "in its data loader, this is known of PyTorch, and rare",
             tuple(read),

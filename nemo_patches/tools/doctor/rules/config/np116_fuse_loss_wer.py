@@ -7,29 +7,22 @@ Link: https://github.com/NVIDIA-NeMo/Speech/issues/16003
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, WARNING, Finding, Findings
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.ERROR
+WORST = ERROR
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false}
 model:
   validation_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 16}
   joint: {fuse_loss_wer: true, fused_batch_size: 4}
 """
-GOOD = """\
-trainer: {devices: 4, use_distributed_sampler: false}
-model:
-  validation_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 4}
-  joint: {fuse_loss_wer: true, fused_batch_size: 4}
-"""
+GOOD = BAD.replace("batch_size: 16", "batch_size: 4")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Lightning's sampler gives all ranks batches of one size; Lhotse and tar files do not."""
     if not job.several:
         return
@@ -42,7 +35,7 @@ def check(job: Job) -> Iterator[Finding]:
                 yield from _of(job, dataset, job.config.get((*keys, "fuse_loss_wer")), part)
 
 
-def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Iterator[Finding]:
+def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Findings:
     if not dataset.lhotse and not (dataset.nemo and dataset.tarred):
         return
     size = dataset.get("batch_size")
@@ -53,7 +46,7 @@ def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Iterator[Find
     if not size.known and not dynamic:
         return
     yield Finding(
-        Severity.ERROR if dataset.lhotse and dataset.role == "validation" else Severity.WARNING,
+        ERROR if dataset.lhotse and dataset.role == "validation" else WARNING,
         f"{dataset.where}: ranks may have batches of different sizes, in which a joint of {part.value} at a time makes "
         f"different numbers of collectives; {dataset.role} then hangs on {job.ranks_text}",
         (switch, part, size, *dynamic, dataset.get("use_lhotse", False)),

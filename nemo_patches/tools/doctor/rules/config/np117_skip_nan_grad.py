@@ -7,29 +7,23 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.NOTE
+WORST = NOTE
 BAD = """\
 trainer: {devices: 4}
 model: {skip_nan_grad: true}
 """
-GOOD = """\
-trainer: {devices: 4}
-model: {skip_nan_grad: false}
-"""
+GOOD = BAD.replace("skip_nan_grad: true", "skip_nan_grad: false")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """In the model's section, where NeMo looks for it."""
     switch = job.config.get(("model", "skip_nan_grad"), False)
     if job.several and switch.known and switch.value:
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             f"skip_nan_grad reduces over {job.all_ranks} after every backward pass, and waits there for a missing one",
-            (switch,),
+            switch,
             "skip_nan_grad: false, unless gradients are known to be NaN at times",
         )

@@ -7,24 +7,19 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/preem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.NOTE
+WORST = NOTE
 FOLDED = True
 BAD = """\
 trainer: {devices: 4}
 exp_manager: {exp_dir: out}
 """
-GOOD = """\
-trainer: {devices: 4}
-exp_manager: {exp_dir: out, create_preemption_callback: false}
-"""
+GOOD = BAD.replace("exp_dir: out", "exp_dir: out, create_preemption_callback: false")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """exp_manager makes it together with the checkpoint callback, and on GPUs only."""
     manager = job.config.tree.get("exp_manager")
     if not job.several or not isinstance(manager, dict) or job.accelerator.value == "cpu":
@@ -32,8 +27,7 @@ def check(job: Job) -> Iterator[Finding]:
     switch = job.config.get(("exp_manager", "create_preemption_callback"), True)
     checkpoints = job.config.get(("exp_manager", "create_checkpoint_callback"), True)
     if switch.value is True and checkpoints.value is True:
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             f"the preemption callback makes {job.ranks_text} wait for each other at the end of every training batch",
             (switch, checkpoints),
             "exp_manager.create_preemption_callback: false, where no scheduler preempts the job",

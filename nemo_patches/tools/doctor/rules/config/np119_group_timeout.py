@@ -8,23 +8,18 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer:
   devices: 4
   strategy: {_target_: lightning.pytorch.strategies.DDPStrategy, timeout: 3600}
 """
-GOOD = """\
-trainer:
-  devices: 4
-  strategy: {_target_: lightning.pytorch.strategies.DDPStrategy}
-"""
+GOOD = BAD.replace(", timeout: 3600", "")
 
 _LONG = timedelta(hours=1)
 _WITH_A_TIMEOUT = ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -34,32 +29,30 @@ _AS_A_DURATION = (
 )
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Only where the config sets it, as a strategy's keyword; a number stops the job on one rank, too."""
     value = job.config.get(("trainer", "strategy", "timeout"))
     if not value.known or value.value is None:
         return
     timeout, strategy = job.group_timeout, str(job.strategy.value).rpartition(".")[2]
     if isinstance(value.value, (int, float, str)) and strategy in _WITH_A_TIMEOUT:
-        what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta: the job stops at its start"
-        yield Finding(Severity.WARNING, what, (value,), _AS_A_DURATION)
+        what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta"
+        yield stops(what, value, _AS_A_DURATION)
     elif not job.several or not job.ddp:
         return
     elif timeout is not None and job.settings is not None and timeout <= job.settings.timeout:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"the process group gives up after {timeout.total_seconds():g} s, before a wait of nemo_patches "
             f"({job.settings.timeout.total_seconds():g} s) ends and the missing rank is named",
-            (value,),
+            value,
             f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}",
         )
     elif timeout is not None and timeout > _LONG and not job.patched:
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             f"a hang lasts {timeout.total_seconds() / 3600:g} h on {job.ranks_text} before PyTorch ends the job",
-            (value,),
+            value,
             "nemo_patches, which says within seconds which rank is missing; or a shorter timeout",
         )
     elif timeout is not None:
         what = f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job stops at its start there"
-        yield Finding(Severity.NOTE, what, (value,), _AS_A_DURATION)
+        yield note(what, value, _AS_A_DURATION)

@@ -7,17 +7,17 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from difflib import get_close_matches
 
 from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.encoders import CLASS_NAMES, class_of
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {gpus: 4}
 model:
@@ -34,7 +34,7 @@ _AS_CLOSE = 0.88
 _AS_CLOSE_CLASS = 0.95
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """In the sections whose keys are known, and of classes whose name is nearly an encoder's."""
     for keys, section in job.config.mappings():
         if keys and keys[-1] in ROLES:
@@ -50,7 +50,7 @@ def check(job: Job) -> Iterator[Finding]:
             yield from _close_class(job.config.get((*keys, "_target_")))
 
 
-def _of_trainer(job: Job, section: Collection[str]) -> Iterator[Finding]:
+def _of_trainer(job: Job, section: Collection[str]) -> Findings:
     for key in section:
         if key in known_keys.TRAINER:
             continue
@@ -60,28 +60,28 @@ def _of_trainer(job: Job, section: Collection[str]) -> Iterator[Finding]:
         of_1 = " of Lightning 1" if key in known_keys.TRAINER_1 else ""
         hint = f", and looks like {close[0]}" if close and not of_1 else ""
         what = f"{value.key} is not known{of_1 and ' any more'}{hint}: Lightning's trainer stops the job at its start"
-        yield Finding(Severity.WARNING, what, (value,), instead)
+        yield warning(what, value, instead)
 
 
 def _close(
     job: Job, keys: tuple[str, ...], section: Collection[str], known: frozenset[str], consequence: str
-) -> Iterator[Finding]:
+) -> Findings:
     for key in section:
         close = [] if key in known else get_close_matches(key, known - set(section), 1, _AS_CLOSE)
         if close and not key.startswith(f"{close[0]}_") and not key.endswith(f"_{close[0]}"):
             value = job.config.get((*keys, key))
             what = f"{value.key} is not known, and looks like {close[0]}: {consequence}"
-            yield Finding(Severity.WARNING, what, (value,), f"{close[0]}: {value.value}")
+            yield warning(what, value, f"{close[0]}: {value.value}")
 
 
-def _close_class(target: Value) -> Iterator[Finding]:
+def _close_class(target: Value) -> Findings:
     if not isinstance(target.value, str):
         if target.known:
-            what = f"{target.key} is no name of a class: the job stops at its start"
-            yield Finding(Severity.WARNING, what, (target,), "the full name of a class, as package.module.Class")
+            what = f"{target.key} is no name of a class"
+            yield stops(what, target, "the full name of a class, as package.module.Class")
         return
     module, _, name = target.value.rpartition(".")
     close = get_close_matches(name, CLASS_NAMES, 1, _AS_CLOSE_CLASS)
     if close and name not in CLASS_NAMES and module.startswith("nemo.collections.asr.modules"):
         what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close[0]}"
-        yield Finding(Severity.WARNING, what, (target,), f"_target_: {module}.{close[0]}")
+        yield warning(what, target, f"_target_: {module}.{close[0]}")

@@ -7,29 +7,23 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.NOTE
+WORST = NOTE
 BAD = """\
 trainer: {devices: 4}
 model: {streaming_mode: true, sortformer_modules: {}}
 """
-GOOD = """\
-trainer: {devices: 4}
-model: {streaming_mode: false, sortformer_modules: {}}
-"""
+GOOD = BAD.replace("streaming_mode: true", "streaming_mode: false")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """A model that has Sortformer's modules."""
     switch = job.config.get(("model", "streaming_mode"), False)
     if job.several and switch.value is True and job.config.get(("model", "sortformer_modules")).given:
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             f"streaming_mode reduces the longest input over {job.all_ranks}, beside the encoder's length sync",
-            (switch,),
+            switch,
             "the same number of batches on every rank",
         )

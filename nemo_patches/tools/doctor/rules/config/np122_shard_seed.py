@@ -9,27 +9,21 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false}
 model:
   train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_duration: 360}
 """
-GOOD = """\
-trainer: {devices: 4, use_distributed_sampler: false}
-model:
-  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_duration: 360, shard_seed: 0}
-"""
+GOOD = BAD.replace("batch_duration: 360", "batch_duration: 360, shard_seed: 0")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Not what is repeated for ever and no stream: there ranks take their shares of what never ends."""
     if not job.several:
         return
@@ -40,7 +34,7 @@ def check(job: Job) -> Iterator[Finding]:
             continue  # NP005
         if dataset.inputs.unknown:
             what = f"{dataset.where}: its shard_seed is not judged, as {dataset.inputs.unknown}"
-            yield Finding(Severity.NOTE, what, (dataset.shard_seed,))
+            yield note(what, dataset.shard_seed)
         elif dataset.own_orders:
             yield _of_shares(job, dataset)
         elif dataset.tarred and dataset.training:
@@ -53,8 +47,7 @@ def _of_shares(job: Job, dataset: Dataset) -> Finding:
     uneven = ", and a rank may have one batch fewer, for which the others wait" if dynamic else ""
     others = [dataset.get(key).value for key in ("input_cfg", "cuts_path", "shar_path")]
     untold = others == [None] * 3 and not dataset.get("manifest_filepath").known  # as in most of NeMo's recipes
-    return Finding(
-        Severity.WARNING,
+    return warning(
         f"{dataset.where}: each of {job.ranks_text} takes its share of an order of its own (shard_seed trng): some "
         f"entries are read twice and others never{uneven}",
         (*dataset.own_orders, dataset.shuffle, *dynamic, dataset.get("use_lhotse")),
@@ -63,7 +56,7 @@ def _of_shares(job: Job, dataset: Dataset) -> Finding:
     )
 
 
-def _of_a_stream(job: Job, dataset: Dataset) -> Iterator[Finding]:
+def _of_a_stream(job: Job, dataset: Dataset) -> Findings:
     """Only where every order is known to be the same on all ranks."""
     workers = dataset.get("num_workers", 0)
     seeds = list(dict.fromkeys(draw.seed for draw in dataset.inputs.draws))
@@ -72,8 +65,7 @@ def _of_a_stream(job: Job, dataset: Dataset) -> Iterator[Finding]:
     without_workers = any(not _is_whole(seed) for seed in seeds)
     set_own, others = dataset.shard_seed, [seed.key for seed in seeds if seed.key != dataset.shard_seed.key]
     also = f", also as {' and '.join(others)}" if others else ""
-    yield Finding(
-        Severity.WARNING,
+    yield warning(
         f"{dataset.where} is a stream, and each of {job.ranks_text} reads it in the same order: all train on the "
         "same batches",
         (*(seeds or (dataset.shuffle,)), *((workers,) if without_workers else ())),

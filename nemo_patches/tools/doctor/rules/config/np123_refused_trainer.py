@@ -8,28 +8,25 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from difflib import get_close_matches
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 from nemo_patches.tools.doctor.known_keys import ACCELERATORS, CLIPPING, PRECISIONS, PROFILERS, STRATEGIES
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4, strategy: null, limit_train_batches: 100, val_check_interval: 1000}
 """
-GOOD = """\
-trainer: {devices: 4, strategy: ddp, limit_train_batches: 1000, val_check_interval: 1000}
-"""
+GOOD = BAD.replace("strategy: null, limit_train_batches: 100", "strategy: ddp, limit_train_batches: 1000")
 
 _TIME = re.compile(r"\d+:\d+:\d+:\d+")
 _SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval", "overfit_batches")
 _OF_ROLE = {"training": ("limit_train_batches", "val_check_interval"), "validation": ("limit_val_batches",)}
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """On any number of ranks; only what the config has."""
     if not job.has_trainer:
         return
@@ -40,62 +37,62 @@ def check(job: Job) -> Iterator[Finding]:
     yield from _share_of_no_length(job)
 
 
-def _names(job: Job) -> Iterator[Finding]:
+def _names(job: Job) -> Findings:
     strategy, accelerator, precision = (job.trainer(key) for key in ("strategy", "accelerator", "precision"))
     name = strategy.value.lower() if isinstance(strategy.value, str) else strategy.value
     if isinstance(name, dict):
         if "_target_" not in name:
-            yield _refused((strategy,), "strategy is a mapping without _target_", "strategy: ddp, or a _target_ in it")
+            yield _refused("strategy is a mapping without _target_", strategy, "strategy: ddp, or a _target_ in it")
     elif strategy.given and strategy.known and name not in ("auto", *STRATEGIES):
-        yield _refused((strategy,), f"there is no strategy {_text(strategy)}", _one_of(strategy, ("auto", *STRATEGIES)))
+        yield _refused(f"there is no strategy {_text(strategy)}", strategy, _one_of(strategy, ("auto", *STRATEGIES)))
     elif job.accelerator.value == "cpu" and str(name).startswith("fsdp"):
-        yield _refused((strategy, job.accelerator), f"{_text(strategy)} needs GPUs", "strategy: ddp")
+        yield _refused(f"{_text(strategy)} needs GPUs", (strategy, job.accelerator), "strategy: ddp")
     if accelerator.given and accelerator.known and accelerator.value not in ACCELERATORS:
         what = f"there is no accelerator {_text(accelerator)}"
-        yield _refused((accelerator,), what, _one_of(accelerator, ACCELERATORS))
+        yield _refused(what, accelerator, _one_of(accelerator, ACCELERATORS))
     if precision.known and precision.value not in (None, *PRECISIONS) and "flash" not in str(precision.value):
-        yield _refused((precision,), f"there is no precision {_text(precision)}", _one_of(precision, PRECISIONS))
+        yield _refused(f"there is no precision {_text(precision)}", precision, _one_of(precision, PRECISIONS))
 
 
-def _numbers(job: Job) -> Iterator[Finding]:
+def _numbers(job: Job) -> Findings:
     for limit in map(job.trainer, _SHARES):
         if limit.known and as_limit(limit) is None:
             instead = "a share from 0.0 to 1.0, or a whole number of batches"
             is_time = isinstance(limit.value, dict) or ":" in _text(limit)
             lightning = "Lightning before 2.6" if is_time and "val_check" in limit.key else "Lightning"
-            yield _refused((limit,), f"{limit.key} is {_text(limit)}", instead, lightning)
+            yield _refused(f"{limit.key} is {_text(limit)}", limit, instead, lightning)
     for count in map(job.trainer, ("max_steps", "max_epochs")):
         null = count.value is None and count.key.endswith("epochs")
         if count.given and count.known and not null and (count.number is None or count.number < -1):
-            yield _refused((count,), f"{count.key} is {_text(count)}", "a whole number, or -1 for no limit")
+            yield _refused(f"{count.key} is {_text(count)}", count, "a whole number, or -1 for no limit")
     nodes, devices = job.trainer("num_nodes", 1), job.devices
     if nodes.known and (not isinstance(nodes.value, int) or nodes.value < 1):
-        yield _refused((nodes,), f"{nodes.key} is {_text(nodes)}", "a whole number, 1 or more")
+        yield _refused(f"{nodes.key} is {_text(nodes)}", nodes, "a whole number, 1 or more")
     on_cpu = job.accelerator.value == "cpu" and devices.value in (None, -1, "-1")
     if not isinstance(devices.value, bool) and (devices.value in (0, "0", []) or on_cpu):
-        yield _refused((devices, job.accelerator), f"{devices.key} is {_text(devices)}", "how many devices to use")
+        yield _refused(f"{devices.key} is {_text(devices)}", (devices, job.accelerator), "how many devices to use")
 
 
-def _others(job: Job) -> Iterator[Finding]:
+def _others(job: Job) -> Findings:
     clip, algorithm = job.trainer("gradient_clip_val"), job.trainer("gradient_clip_algorithm")
     if clip.known and not isinstance(clip.value, (int, float, type(None))):
-        yield _refused((clip,), f"{clip.key} is {_text(clip)}", "gradient_clip_val: a number")
+        yield _refused(f"{clip.key} is {_text(clip)}", clip, "gradient_clip_val: a number")
     if algorithm.known and algorithm.value is not None and str(algorithm.value).lower() not in CLIPPING:
-        yield _refused((algorithm,), f"there is no {algorithm.key} {_text(algorithm)}", _one_of(algorithm, CLIPPING))
+        yield _refused(f"there is no {algorithm.key} {_text(algorithm)}", algorithm, _one_of(algorithm, CLIPPING))
     profiler, fast, time = (job.trainer(key) for key in ("profiler", "fast_dev_run", "max_time"))
     if isinstance(profiler.value, str) and profiler.value not in PROFILERS:
-        yield _refused((profiler,), f"there is no profiler {_text(profiler)}", _one_of(profiler, PROFILERS))
+        yield _refused(f"there is no profiler {_text(profiler)}", profiler, _one_of(profiler, PROFILERS))
     if fast.number is not None and fast.number < 0:
-        yield _refused((fast,), f"{fast.key} is {_text(fast)}", "fast_dev_run: true, or how many batches")
+        yield _refused(f"{fast.key} is {_text(fast)}", fast, "fast_dev_run: true, or how many batches")
     no_time = isinstance(time.value, str) and not _TIME.fullmatch(time.value.strip())
     if time.known and (no_time or isinstance(time.value, (int, float))):
-        yield _refused((time,), f"{time.key} is {_text(time)}", "max_time: DD:HH:MM:SS, as in 00:12:00:00")
+        yield _refused(f"{time.key} is {_text(time)}", time, "max_time: DD:HH:MM:SS, as in 00:12:00:00")
     reload_ = job.trainer("reload_dataloaders_every_n_epochs", 0)
     if reload_.known and (not isinstance(reload_.value, int) or reload_.value < 0):
-        yield _refused((reload_,), f"{reload_.key} is {_text(reload_)}", "a whole number, 0 for never")
+        yield _refused(f"{reload_.key} is {_text(reload_)}", reload_, "a whole number, 0 for never")
 
 
-def _validation_never_comes(job: Job) -> Iterator[Finding]:
+def _validation_never_comes(job: Job) -> Findings:
     limit, interval = job.limit("training"), job.trainer("val_check_interval", 1.0)
     epochs, fast = job.trainer("check_val_every_n_epoch", 1), job.trainer("fast_dev_run", False)
     if not interval.known or not epochs.known:
@@ -104,9 +101,9 @@ def _validation_never_comes(job: Job) -> Iterator[Finding]:
     if epochs.value is None:
         if isinstance(batches, float) and interval.value is not None:
             what = f"val_check_interval is {_text(interval)}, and without check_val_every_n_epoch it counts batches"
-            yield _refused((interval, epochs), what, "val_check_interval: a whole number")
+            yield _refused(what, (interval, epochs), "val_check_interval: a whole number")
     elif not isinstance(epochs.value, int):
-        yield _refused((epochs,), f"{epochs.key} is {_text(epochs)}", "a whole number, or null")
+        yield _refused(f"{epochs.key} is {_text(epochs)}", epochs, "a whole number, or null")
     elif (
         fast.value is False
         and isinstance(batches, int)
@@ -114,13 +111,13 @@ def _validation_never_comes(job: Job) -> Iterator[Finding]:
         and batches > limit.batches > 0
     ):
         yield _refused(
-            (interval, limit.read, epochs),
             f"val_check_interval is {batches}, and an epoch has {limit.batches} batches",
+            (interval, limit.read, epochs),
             "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs",
         )
 
 
-def _share_of_no_length(job: Job) -> Iterator[Finding]:
+def _share_of_no_length(job: Job) -> Findings:
     """Lhotse's sampler has no length, stream or not, and Lightning takes a share of that only if it is all."""
     fast = job.trainer("fast_dev_run", False)
     for dataset in job.datasets if fast.value is False else ():
@@ -132,12 +129,12 @@ def _share_of_no_length(job: Job) -> Iterator[Finding]:
                     continue  # the limit is the epoch's length
                 what = f"Lhotse reads {dataset.where}, which has no length to take a share of: {share.key}"
                 yield _refused(
-                    (share, dataset.get("use_lhotse")), f"{what} is {_text(share)}", "a whole number, or 1.0"
+                    f"{what} is {_text(share)}", (share, dataset.get("use_lhotse")), "a whole number, or 1.0"
                 )
 
 
-def _refused(read: tuple[Value, ...], what: str, instead: str, lightning: str = "Lightning") -> Finding:
-    return Finding(Severity.WARNING, f"{what}: {lightning} stops the job at its start", read, instead)
+def _refused(what: str, read: Value | tuple[Value, ...], instead: str, lightning: str = "Lightning") -> Finding:
+    return warning(f"{what}: {lightning} stops the job at its start", read, instead)
 
 
 def _text(value: Value) -> str:

@@ -7,24 +7,19 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 model:
   train_ds: {manifest_filepath: a.json, max_duration: -1}
 """
-GOOD = """\
-model:
-  train_ds: {manifest_filepath: a.json, max_duration: null}
-"""
+GOOD = BAD.replace("max_duration: -1", "max_duration: null")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """On any number of ranks; entries are counted where the manifest is a file on this machine."""
     for dataset in job.datasets:
         yield from _no_duration_fits(dataset)
@@ -32,23 +27,23 @@ def check(job: Job) -> Iterator[Finding]:
             yield from _no_batch(job, dataset)
 
 
-def _no_duration_fits(dataset: Dataset) -> Iterator[Finding]:
+def _no_duration_fits(dataset: Dataset) -> Findings:
     longest, shortest = dataset.get("max_duration"), dataset.get("min_duration")
     if longest.number is None or dataset.get("session_len_sec").given:
         return
     if longest.number <= 0:
         what = f"{longest.key} is {longest.value}, and no entry is that short; it is no word for no limit"
-        yield Finding(Severity.WARNING, f"{dataset.where}: {what}", (longest,), "max_duration: null, for no limit")
+        yield warning(f"{dataset.where}: {what}", longest, "max_duration: null, for no limit")
     elif shortest.number is not None and shortest.number > longest.number:
         what = f"{dataset.where}: no entry has at least {shortest.value} s and at most {longest.value} s"
-        yield Finding(Severity.WARNING, what, (shortest, longest), "min_duration below max_duration")
+        yield warning(what, (shortest, longest), "min_duration below max_duration")
     padded = dataset.get("pad_min_duration")
     if dataset.lhotse and padded.number is not None and 0 < longest.number < padded.number:
         what = f"{dataset.where}: each entry is padded to {padded.value} s, and then none has at most {longest.value} s"
-        yield Finding(Severity.WARNING, what, (padded, longest), "pad_min_duration no more than max_duration")
+        yield warning(what, (padded, longest), "pad_min_duration no more than max_duration")
 
 
-def _no_batch(job: Job, dataset: Dataset) -> Iterator[Finding]:
+def _no_batch(job: Job, dataset: Dataset) -> Findings:
     size, drop = dataset.get("batch_size"), dataset.get("drop_last", False)
     if drop.value is not True or not size.number or not job.ranks or dataset.tarred is not False:
         return
@@ -61,8 +56,7 @@ def _no_batch(job: Job, dataset: Dataset) -> Iterator[Finding]:
     count = dataset.entries(enough)
     if count is not None and count < enough:
         entries = f"{count} entr{'y' if count == 1 else 'ies'} for {job.ranks} rank{'s' * (ranks > 1)}"
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{dataset.where}: {entries} in batches of {whole}, and drop_last: no rank has a batch",
             (drop, size, dataset.get("manifest_filepath"), job.devices),
             f"{dataset.where}.drop_last: false",

@@ -9,32 +9,25 @@ Link: https://github.com/NVIDIA-NeMo/Speech/issues/13739
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 exp_manager:
   checkpoint_callback_params: {monitor: val_loss, always_save_nemo: true, save_best_model: true}
 """
-GOOD = """\
-trainer: {devices: 4}
-exp_manager:
-  checkpoint_callback_params: {monitor: val_loss, always_save_nemo: false, save_best_model: true}
-"""
+GOOD = BAD.replace("always_save_nemo: true", "always_save_nemo: false")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Also without its own metric: then only which rank is first decides."""
     params = ("exp_manager", "checkpoint_callback_params")
     always, best = (job.config.get((*params, key), False) for key in ("always_save_nemo", "save_best_model"))
     makes_one = job.config.get(("exp_manager", "create_checkpoint_callback"), True).value is not False
     if job.several and makes_one and always.value is True and best.value is True and not job.ranks_agree:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{job.ranks_text} each look for the best model at every checkpoint, and who finds it waits for the others",
             (always, best),
             "always_save_nemo: false (the .nemo file is made at the end), or nemo_patches with checkpoints=agreed",

@@ -7,27 +7,22 @@ Link: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.NOTE
+WORST = NOTE
 BAD = """\
 trainer: {devices: 4, max_time: "00:03:50:00"}
 """
-GOOD = """\
-trainer: {devices: 4}
-"""
+GOOD = BAD.replace(', max_time: "00:03:50:00"', "")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """exp_manager's own limit makes a timer of the same kind."""
     for value in (job.trainer("max_time"), job.config.get(("exp_manager", "max_time_per_run"))):
         if job.several and job.has_trainer and value.value is not None and value.given:
-            yield Finding(
-                Severity.NOTE,
+            yield note(
                 f"{value.key} makes {job.ranks_text} wait for each other after every training batch, for a broadcast",
-                (value,),
+                value,
                 "max_steps or max_epochs, where the scheduler's own limit on time is enough",
             )

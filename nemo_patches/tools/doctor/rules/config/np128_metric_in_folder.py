@@ -9,26 +9,21 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/nemo_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 exp_manager:
   checkpoint_callback_params: {monitor: val_loss, filename: "{val_loss:.2f}/{epoch}"}
 """
-GOOD = """\
-trainer: {devices: 4}
-exp_manager:
-  checkpoint_callback_params: {monitor: val_loss, filename: "{val_loss:.2f}-{epoch}"}
-"""
+GOOD = BAD.replace("}/{", "}-{")
 _METRIC = re.compile(r"(?<!\$)\{\w[^{}]*\}")  # not an interpolation's
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """On one rank, too."""
     params = ("exp_manager", "checkpoint_callback_params")
     folder, name = (job.config.get((*params, key)) for key in ("dirpath", "filename"))
@@ -36,12 +31,12 @@ def check(job: Job) -> Iterator[Finding]:
     monitor = job.config.get((*params, "monitor"), "val_loss")
     if isinstance(folder.value, str) and folder.known and (metric := _METRIC.search(folder.value)):
         what = f"{metric[0]} in dirpath is not filled in: the folder is called so"
-        yield Finding(Severity.WARNING, what, (folder,), "filename, for what has a metric in its name")
+        yield warning(what, folder, "filename, for what has a metric in its name")
     elif resumes and isinstance(folder.value, str) and folder.known and str(monitor.value) in folder.value:
         what = f"dirpath has {monitor.value} in it, behind which NeMo reads each checkpoint's score: a resume stops"
-        yield Finding(Severity.WARNING, what, (folder, monitor), "another name for the folder")
+        yield warning(what, (folder, monitor), "another name for the folder")
     if isinstance(name.value, str) and name.known and (metric := _METRIC.search(name.value.rpartition("/")[0])):
         what = (
             f"{metric[0]} makes a folder for each value, and NeMo takes these for distributed checkpoints on a resume"
         )
-        yield Finding(Severity.WARNING, what, (name,), "filename without a slash")
+        yield warning(what, name, "filename without a slash")

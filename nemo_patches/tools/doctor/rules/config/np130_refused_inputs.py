@@ -8,17 +8,16 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.yaml_text import Keys
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 model:
   train_ds:
@@ -28,25 +27,17 @@ model:
     - {type: nemo, manifest_filepath: a.json, weight: 2}
     - {type: nemo, manifest_filepath: b.json}
 """
-GOOD = """\
-model:
-  train_ds:
-    use_lhotse: true
-    batch_size: 8
-    input_cfg:
-    - {type: nemo, manifest_filepath: a.json, weight: 2}
-    - {type: nemo, manifest_filepath: b.json, weight: 1}
-"""
+GOOD = BAD.replace("manifest_filepath: b.json", "manifest_filepath: b.json, weight: 1")
 
 _AS_CLOSE = 0.85  # of difflib
 _OF_PARQUET = (".parquet", ".pq")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Each list once, also those of groups, and of files that the config names."""
     for keys, unread in job.config.unread.items():
         if unread.refused:
-            yield _stops((job.config.get(keys),), unread.why, "a list of inputs in that file, and nothing around it")
+            yield stops(unread.why, job.config.get(keys), "a list of inputs in that file, and nothing around it")
     said: set[str] = set()
     for dataset in job.datasets:
         if not dataset.lhotse:
@@ -59,10 +50,10 @@ def check(job: Job) -> Iterator[Finding]:
             yield from _of_list(job, inputs)
 
 
-def _of_list(job: Job, inputs: Value) -> Iterator[Finding]:
+def _of_list(job: Job, inputs: Value) -> Findings:
     if isinstance(inputs.value, dict) or inputs.value == []:
         what = "a mapping" if inputs.value else "empty"
-        yield _stops((inputs,), f"{inputs.key} is {what}", "a list of inputs, each with a type")
+        yield stops(f"{inputs.key} is {what}", inputs, "a list of inputs, each with a type")
     if not isinstance(inputs.value, list):
         return
     keys = tuple(inputs.key.split("."))
@@ -72,45 +63,41 @@ def _of_list(job: Job, inputs: Value) -> Iterator[Finding]:
     without = [str(index) for index, weight in enumerate(weights) if weight is None]
     if without and len(without) < len(weights):
         what = f"{inputs.key}: inputs {', '.join(without)} have no weight, and others have one"
-        yield _stops((inputs,), what, "a weight for each, or for none")
+        yield stops(what, inputs, "a weight for each, or for none")
     numbers = [weight for weight in weights if isinstance(weight, (int, float))]
     if len(weights) > 1 and any(number <= 0 for number in numbers):
         what = f"{inputs.key}: a weight of {min(numbers)}: NeMo 3.0 stops the job at its start"
-        yield Finding(Severity.WARNING, what, (inputs,), "weights above zero; or without that input")
+        yield warning(what, inputs, "weights above zero; or without that input")
 
 
-def _of_entry(job: Job, keys: Keys, entry: Any) -> Iterator[Finding]:
+def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
     here = job.config.get(keys)
     if isinstance(entry, str):
         instead = f"{{type: group, input_cfg: {entry}}}"
-        yield _stops((here,), f"{here.key} is {entry}, and a list of files is no list of inputs", instead)
+        yield stops(f"{here.key} is {entry}, and a list of files is no list of inputs", here, instead)
     if not isinstance(entry, dict):
         return
     name = job.config.get((*keys, "type"))
     if name.value is None:
-        yield _stops((here,), f"{here.key} has no type", "type: nemo, nemo_tarred, lhotse or lhotse_shar")
+        yield stops(f"{here.key} has no type", here, "type: nemo, nemo_tarred, lhotse or lhotse_shar")
     elif isinstance(name.value, str) and name.value not in DATA_TYPES:
         close = get_close_matches(name.value, DATA_TYPES, 1, _AS_CLOSE)
         if close:
-            yield _stops((name,), f"{name.key}: there is no type {name.value}, and it looks like {close[0]}", close[0])
+            yield stops(f"{name.key}: there is no type {name.value}, and it looks like {close[0]}", name, close[0])
     if name.value == "group":
         inner = job.config.get((*keys, "input_cfg"))
         if inner.value is None:
-            yield _stops((here,), f"{here.key} is a group without an input_cfg", "an input_cfg with its inputs")
+            yield stops(f"{here.key} is a group without an input_cfg", here, "an input_cfg with its inputs")
         yield from _of_list(job, inner)
     elif name.known and name.value != "parquet":
         yield from _parquet(job.config.get((*keys, "manifest_filepath")), f"its type is {name.value}")
 
 
-def _parquet(manifest: Value, why: str) -> Iterator[Finding]:
+def _parquet(manifest: Value, why: str) -> Findings:
     paths = manifest.value if isinstance(manifest.value, list) else [manifest.value]
     if any(isinstance(path, str) and path.endswith(_OF_PARQUET) for path in paths):
         what = (
             f"{manifest.key} is a Parquet file, and {why}: NeMo reads it as JSON, and the job stops at its first batch"
         )
         instead = "an input_cfg with {type: parquet, manifest_filepath: ...}, of NeMo 3.0"
-        yield Finding(Severity.WARNING, what, (manifest,), instead)
-
-
-def _stops(read: tuple[Value, ...], what: str, instead: str) -> Finding:
-    return Finding(Severity.WARNING, f"{what}: the job stops at its start", read, instead)
+        yield warning(what, manifest, instead)

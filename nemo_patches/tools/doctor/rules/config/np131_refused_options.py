@@ -7,22 +7,17 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import ROLES, Dataset
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 model:
   train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8, shard_seed: random}
 """
-GOOD = """\
-model:
-  train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8, shard_seed: randomized}
-"""
+GOOD = BAD.replace("shard_seed: random", "shard_seed: randomized")
 
 _SEEDS = ("trng", "randomized")
 _WORDS = {
@@ -33,7 +28,7 @@ _USED_WITH = {"pad_direction": "pad_min_duration", "truncate_offset_type": "trun
 _FUSIONS = ("zip", "round_robin", "randomized_round_robin")
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """On any number of ranks."""
     said: set[str] = set()
     for dataset in job.datasets:
@@ -46,37 +41,33 @@ def check(job: Job) -> Iterator[Finding]:
             yield from _of_fusion(job, keys)
 
 
-def _of(dataset: Dataset) -> Iterator[Finding]:
+def _of(dataset: Dataset) -> Findings:
     for key in ("seed", "shard_seed"):
         seed = dataset.get(key, "trng")
         if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
-            yield _refused((seed,), f"{seed.key} is {_text(seed)}", f"{key}: a whole number, {' or '.join(_SEEDS)}")
+            yield stops(f"{seed.key} is {_text(seed)}", seed, f"{key}: a whole number, {' or '.join(_SEEDS)}")
     for key, words in _WORDS.items():
         word, used = dataset.get(key, words[0]), dataset.get(_USED_WITH[key])
         if word.known and word.value not in words and used.value is not None:
-            yield _refused((word, used), f"{word.key} is {_text(word)}", f"{key}: one of {', '.join(words)}")
+            yield stops(f"{word.key} is {_text(word)}", (word, used), f"{key}: one of {', '.join(words)}")
     to_map, to_iterable = dataset.get("force_map_dataset", False), dataset.get("force_iterable_dataset", False)
     if to_map.value is True and to_iterable.value is True:
         what = f"{to_map.key} and {to_iterable.key} exclude each other"
-        yield _refused((to_map, to_iterable), what, "one of them")
+        yield stops(what, (to_map, to_iterable), "one of them")
     shuffle = dataset.get("shuffle", False)
     if shuffle.given and shuffle.value is None:
-        yield _refused((shuffle,), f"{shuffle.key} is null", "shuffle: true or false")
+        yield stops(f"{shuffle.key} is null", shuffle, "shuffle: true or false")
 
 
-def _of_fusion(job: Job, keys: tuple[str, ...]) -> Iterator[Finding]:
+def _of_fusion(job: Job, keys: tuple[str, ...]) -> Findings:
     fusion = job.config.get((*keys, "sampler_fusion"), "round_robin")
     if fusion.known and fusion.value not in _FUSIONS:
-        yield _refused((fusion,), f"{fusion.key} is {_text(fusion)}", f"one of {', '.join(_FUSIONS)}")
+        yield stops(f"{fusion.key} is {_text(fusion)}", fusion, f"one of {', '.join(_FUSIONS)}")
     weights = job.config.get((*keys, "sampler_weights"))
     if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
         sets = [dataset.keys[-1] for dataset in job.datasets if dataset.outer == keys]
         if without := [name for name in sets if name not in weights.value]:
-            yield _refused((weights,), f"{weights.key} has no {' and no '.join(without)}", "a weight for each set")
-
-
-def _refused(read: tuple[Value, ...], what: str, instead: str) -> Finding:
-    return Finding(Severity.WARNING, f"{what}: the job stops at its start", read, instead)
+            yield stops(f"{weights.key} has no {' and no '.join(without)}", weights, "a weight for each set")
 
 
 def _text(value: Value) -> str:

@@ -9,14 +9,13 @@ Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
 from nemo_patches.tools.doctor.job import Job, count
 from nemo_patches.tools.doctor.known_keys import DDP_STRATEGY, STRATEGY_CLASSES
 
-WORST = Severity.WARNING
+WORST = WARNING
 BAD = """\
 trainer:
   devices: 8
@@ -25,21 +24,14 @@ trainer:
     data_parallel_size: 2
     tensor_parallel_size: 2
 """
-GOOD = """\
-trainer:
-  devices: 8
-  strategy:
-    _target_: lightning.pytorch.strategies.ModelParallelStrategy
-    data_parallel_size: 4
-    tensor_parallel_size: 2
-"""
+GOOD = BAD.replace("data_parallel_size: 2", "data_parallel_size: 4")
 
 _OURS = "lightning.pytorch.strategies."
 _NOT_TAKEN = ("pytorch_lightning.", "lightning.fabric.", "lightning_fabric.", "torch.")
 _AS_CLOSE = 0.85  # of difflib
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job) -> Findings:
     """Of a strategy with a _target_, on any number of ranks."""
     target = job.config.get(("trainer", "strategy", "_target_"))
     if not job.has_trainer or not isinstance(target.value, str):
@@ -47,32 +39,32 @@ def check(job: Job) -> Iterator[Finding]:
     module, _, name = target.value.rpartition(".")
     if target.value.startswith(_NOT_TAKEN) or not module:
         instead = f"_target_: {_OURS}{name if name in STRATEGY_CLASSES else 'DDPStrategy'}"
-        what = f"{target.key}: {target.value} is no strategy of lightning.pytorch: the job stops at its start"
-        yield Finding(Severity.WARNING, what, (target,), instead)
+        what = f"{target.key}: {target.value} is no strategy of lightning.pytorch"
+        yield stops(what, target, instead)
     elif module.startswith("lightning.pytorch.") and name not in STRATEGY_CLASSES:
         close = get_close_matches(name, STRATEGY_CLASSES, 1, _AS_CLOSE)
-        what = f"{target.key}: lightning.pytorch has no strategy {name}: the job stops at its start"
-        yield Finding(Severity.WARNING, what, (target,), f"_target_: {_OURS}{close[0] if close else 'DDPStrategy'}")
+        what = f"{target.key}: lightning.pytorch has no strategy {name}"
+        yield stops(what, target, f"_target_: {_OURS}{close[0] if close else 'DDPStrategy'}")
     elif not module.startswith(("lightning.pytorch.", "nemo.")):
         what = f"{target.key}: NeMo 3.0 makes no {target.value} from a config, and stops the job at its start"
-        yield Finding(Severity.NOTE, what, (target,), "a strategy made in the training script")
+        yield note(what, target, "a strategy made in the training script")
     if name == "DDPStrategy":
         yield from _keywords(job)
     elif name == "ModelParallelStrategy":
         yield from _sizes(job)
 
 
-def _keywords(job: Job) -> Iterator[Finding]:
+def _keywords(job: Job) -> Findings:
     section = job.config.get(("trainer", "strategy")).value
     for key in section if isinstance(section, dict) else ():
         if key not in DDP_STRATEGY and not key.startswith("_"):  # Hydra's own: _target_, _recursive_
             value = job.config.get(("trainer", "strategy", key))
             close = get_close_matches(key, DDP_STRATEGY, 1, _AS_CLOSE)
-            what = f"{value.key}: DDPStrategy takes no {key}: the job stops at its start"
-            yield Finding(Severity.WARNING, what, (value,), f"{close[0]}: {value.value}" if close else "no such key")
+            what = f"{value.key}: DDPStrategy takes no {key}"
+            yield stops(what, value, f"{close[0]}: {value.value}" if close else "no such key")
 
 
-def _sizes(job: Job) -> Iterator[Finding]:
+def _sizes(job: Job) -> Findings:
     """What auto is: as many as nodes, and as devices of a node."""
     data, tensor = (
         job.config.get(("trainer", "strategy", f"{kind}_parallel_size"), "auto") for kind in ("data", "tensor")
@@ -86,8 +78,7 @@ def _sizes(job: Job) -> Iterator[Finding]:
         what = (
             f"{int(sizes[0] or 0)} (data_parallel_size) times {int(sizes[1] or 0)} (tensor_parallel_size) is {product}"
         )
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{what}, and there {'is' if job.ranks == 1 else 'are'} {job.ranks} rank{'s' * (job.ranks > 1)}: the job "
             "stops at its start",
             (data, tensor, job.devices, job.nodes),

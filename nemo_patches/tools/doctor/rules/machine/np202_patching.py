@@ -7,16 +7,14 @@ Link: docs/design.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
 from nemo_patches.tools.doctor.machine import Machine, fact
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "patching"
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """By what `nemo-patches status` finds."""
     status = machine.status
     if status is None:
@@ -26,20 +24,17 @@ def check(machine: Machine) -> Iterator[Finding]:
         fact("sitecustomize that it runs after its own", status.chained or "none"),
     )
     for sentence in status.misspelt:
-        yield Finding(Severity.WARNING, sentence, read, "see `nemo-patches status`")
+        yield warning(sentence, read, "see `nemo-patches status`")
     for reason in status.reasons:
         if "is not supported" not in reason:  # NP201 says that
-            yield Finding(Severity.WARNING, f"not all would be patched: {reason}", read, "see `nemo-patches status`")
+            yield warning(f"not all would be patched: {reason}", read, "see `nemo-patches status`")
     if status.reasons:
         return
     after = f"; after its own it runs the sitecustomize {status.chained}" if status.chained else ""
     if status.auto_apply == "on":
-        yield Finding(
-            Severity.NOTE, f"every Python process of this environment patches NeMo when it imports it{after}", read
-        )
+        yield note(f"every Python process of this environment patches NeMo when it imports it{after}", read)
     else:
-        yield Finding(
-            Severity.NOTE,
+        yield note(
             "nothing patches NeMo here by itself: the training script must call nemo_patches.apply(), or be started "
             "with `nemo-patches run --`",
             read,

@@ -8,23 +8,20 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.machine import Machine
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "Gloo"
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """By a group of one rank, made in a process of its own."""
     if not machine.gloo.problem or "torch" not in machine.versions:
         return
     interface = machine.variable("GLOO_SOCKET_IFNAME")
-    yield Finding(
-        Severity.WARNING,
+    yield warning(
         f"Gloo does not work here: {machine.gloo.problem}",
-        (interface,),
+        interface,
         "GLOO_SOCKET_IFNAME: the name of an interface of this machine (ip -brief addr)" if interface.given else "",
     )

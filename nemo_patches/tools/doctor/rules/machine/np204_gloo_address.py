@@ -10,22 +10,21 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#common-environment-v
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
 
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings
 from nemo_patches.tools.doctor.machine import Machine, fact
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "Gloo's address"
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """Of no concern to a job on one host, so without a sign of several hosts it is a note."""
     address = machine.gloo.address
     if not address or not ipaddress.ip_address(address).is_loopback:
         return
     yield Finding(
-        Severity.WARNING if machine.several_hosts else Severity.NOTE,
+        WARNING if machine.several_hosts else NOTE,
         f"Gloo takes {address}, which ranks on other hosts cannot reach"
         + ("" if machine.several_hosts else "; of no concern to a job on this host alone"),
         (machine.variable("GLOO_SOCKET_IFNAME"), fact("Gloo's address", address)),

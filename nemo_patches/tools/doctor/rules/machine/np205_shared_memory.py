@@ -7,25 +7,22 @@ Link: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.machine import Machine, fact, size
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "/dev/shm"
 
 _ENOUGH_BYTES = 1 << 30
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """The free space in it, whatever uses the rest."""
     free = machine.shared_memory
     if free is not None and free < _ENOUGH_BYTES:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             f"{size(free)} are free in /dev/shm; a data loader with several workers may need more than "
             f"{size(_ENOUGH_BYTES)}",
-            (fact("/dev/shm, free", size(free)),),
+            fact("/dev/shm, free", size(free)),
             "docker run --shm-size=16g, or --ipc=host; or num_workers: 0",
         )

@@ -8,12 +8,10 @@ Link: docs/design.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings
 from nemo_patches.tools.doctor.machine import Machine, fact
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "open files"
 
 _FILES_PER_RANK = (
@@ -24,7 +22,7 @@ _FEW_RANKS = 512
 _TOO_FEW = "a rank may need more by itself"
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """The soft limit, which a process may raise to the hard one."""
     soft, hard = machine.open_files
     if soft is None:
@@ -35,7 +33,7 @@ def check(machine: Machine) -> Iterator[Finding]:
         return
     wanted = _OTHER_FILES + _FILES_PER_RANK * (ranks or _FEW_RANKS)
     yield Finding(
-        Severity.WARNING if ranks or not enough_for else Severity.NOTE,
+        WARNING if ranks or not enough_for else NOTE,
         (
             f"{soft} open files are enough for about {enough_for} ranks"
             if enough_for

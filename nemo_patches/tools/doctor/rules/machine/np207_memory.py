@@ -7,18 +7,16 @@ Link: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
 from nemo_patches.tools.doctor.machine import Machine, fact, size
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "memory limit"
 
 _NEARLY_FULL = 0.9
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """The page cache does not count as used: the kernel gives that back."""
     memory = machine.memory
     if memory is None:
@@ -30,9 +28,7 @@ def check(machine: Machine) -> Iterator[Finding]:
     )
     if memory.used > _NEARLY_FULL * memory.limit:
         what = f"{size(memory.used)} of {size(memory.limit)} memory are in use before anything has started"
-        yield Finding(Severity.WARNING, what, read, "a higher limit, or end what uses it")
+        yield warning(what, read, "a higher limit, or end what uses it")
         return
     killed = f"; {memory.killed} processes were killed at it so far (dmesg names them)" if memory.killed else ""
-    yield Finding(
-        Severity.NOTE, f"a limit of {size(memory.limit)} on memory, all ranks of this host together{killed}", read
-    )
+    yield note(f"a limit of {size(memory.limit)} on memory, all ranks of this host together{killed}", read)

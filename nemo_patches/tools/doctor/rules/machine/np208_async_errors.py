@@ -8,12 +8,10 @@ Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error, note
 from nemo_patches.tools.doctor.machine import Machine
 
-WORST = Severity.ERROR
+WORST = ERROR
 TOPIC = "what NCCL's watchdog does"
 
 _NAME, _OLD_NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
@@ -21,21 +19,20 @@ _DEFAULT = "3"
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """The new name of a variable counts where both are set."""
     new, old = machine.variable(_NAME, _DEFAULT), machine.variable(_OLD_NAME)
     counts = old if old.given and not new.given else new
     values = map(machine.variable, _BLOCKING)
     blocking = next((value for value in values if value.given and value.value != "0"), None)
     if counts.value == "0" and blocking is None:  # a blocking wait raises when its time is over
-        yield Finding(
-            Severity.ERROR,
+        yield error(
             f"{counts.key}=0: a collective that times out is only logged, and the job hangs for ever",
-            (counts,),
+            counts,
             f"{_NAME} not set at all, or 3, the default of torch 2.2 and later",
         )
     elif old.given:
-        yield Finding(Severity.NOTE, f"{_OLD_NAME} is the old name of {_NAME}, which torch warns about", (old, new))
+        yield note(f"{_OLD_NAME} is the old name of {_NAME}, which torch warns about", (old, new))
     if blocking is not None:
         what = f"{blocking.key}: every wait for NCCL blocks the host, which is slower"
-        yield Finding(Severity.NOTE, what, (blocking,), f"{blocking.key} not set")
+        yield note(what, blocking, f"{blocking.key} not set")

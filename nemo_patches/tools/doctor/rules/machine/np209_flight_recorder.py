@@ -7,14 +7,12 @@ Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from packaging.version import InvalidVersion, Version
 
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
 from nemo_patches.tools.doctor.machine import Machine
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "flight recorder"
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first counts where torch knows it
@@ -23,18 +21,18 @@ _ON_BY_DEFAULT = Version("2.13")  # read in its source; between that and 2.5 bot
 _SET = f"{_SIZES[1]}=2000 and {_DUMP}=1, which every torch 2 reads"
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """A switched off recorder, wherever that is; what is only not set, where there are GPUs."""
     sizes, dump = [machine.variable(name) for name in _SIZES], machine.variable(_DUMP)
     length = next((value for value in sizes if value.given), sizes[1])
     if length.given and str(length.value).lstrip("-").strip("0") == "":
-        yield Finding(Severity.WARNING, f"{length.key}=0 switches the flight recorder off", (length,), _SET)
+        yield warning(f"{length.key}=0 switches the flight recorder off", length, _SET)
     elif dump.given and str(dump.value).lower() in ("0", "n", "no", "false", "f"):
         what = f"{_DUMP}={dump.value}: what the flight recorder has is not written when a collective times out"
-        yield Finding(Severity.WARNING, what, (dump,), _SET)
+        yield warning(what, dump, _SET)
     elif machine.gpus and not (length.given and dump.given) and not _on_by_default(machine):
         what = "whether the flight recorder is on depends on torch's version, and the job does not say it"
-        yield Finding(Severity.NOTE, f"{what}: set {_SET}", (length, dump), _SET)
+        yield note(f"{what}: set {_SET}", (length, dump), _SET)
 
 
 def _on_by_default(machine: Machine) -> bool:

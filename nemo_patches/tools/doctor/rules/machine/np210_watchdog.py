@@ -7,28 +7,26 @@ Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
 from nemo_patches.tools.doctor.machine import Machine
 
-WORST = Severity.WARNING
+WORST = WARNING
 TOPIC = "the watchdog's own watch"
 
 _MONITORING, _HEARTBEAT = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _LONG_S = 3600
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """On by default, with 480 s in torch 2.5 and later, 600 before."""
     monitoring, heartbeat = machine.variable(_MONITORING, "1"), machine.variable(_HEARTBEAT, "480")
     if str(monitoring.value).lower() in ("0", "n", "no", "false", "f"):
         what = f"{_MONITORING}={monitoring.value}: a watchdog that hangs is never ended, nor is its job"
-        yield Finding(Severity.WARNING, what, (monitoring,), f"{_MONITORING} not set, and a longer {_HEARTBEAT}")
+        yield warning(what, monitoring, f"{_MONITORING} not set, and a longer {_HEARTBEAT}")
     elif heartbeat.given and not str(heartbeat.value).isdigit():
-        what = f"{_HEARTBEAT}={heartbeat.value!r} is no number of seconds: the job stops at its start"
-        yield Finding(Severity.WARNING, what, (heartbeat,), f"{_HEARTBEAT}=480")
+        what = f"{_HEARTBEAT}={heartbeat.value!r} is no number of seconds"
+        yield stops(what, heartbeat, f"{_HEARTBEAT}=480")
     elif heartbeat.given and int(str(heartbeat.value)) > _LONG_S:
         hours = int(str(heartbeat.value)) / 3600
         what = f"{_HEARTBEAT}={heartbeat.value}: a watchdog that hangs is ended after {hours:.3g} h"
-        yield Finding(Severity.NOTE, what, (heartbeat,), f"{_HEARTBEAT}=480")
+        yield note(what, heartbeat, f"{_HEARTBEAT}=480")

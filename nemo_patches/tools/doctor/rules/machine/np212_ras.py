@@ -8,29 +8,27 @@ Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from packaging.version import InvalidVersion, Version
 
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.machine import Machine, fact
 
-WORST = Severity.NOTE
+WORST = NOTE
 TOPIC = "NCCL's RAS"
 
 _SWITCH = "NCCL_RAS_ENABLE"
 _SINCE = Version("2.24")
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """A switch that is off, wherever that is; an NCCL without it, by its package's version."""
     switch = machine.variable(_SWITCH)
     if switch.given and str(switch.value).strip() == "0":
         what = f"{_SWITCH}=0: when a job hangs, ncclras cannot be asked which rank does not answer"
-        yield Finding(Severity.NOTE, what, (switch,), f"no {_SWITCH}; it costs one idle thread for each process")
+        yield note(what, switch, f"no {_SWITCH}; it costs one idle thread for each process")
     elif machine.nccl and _older(machine.nccl):
         what = f"NCCL {machine.nccl} has no RAS, which tells which ranks of a job that hangs do not answer"
-        yield Finding(Severity.NOTE, what, (fact("NCCL", machine.nccl),), f"NCCL {_SINCE} or later")
+        yield note(what, fact("NCCL", machine.nccl), f"NCCL {_SINCE} or later")
 
 
 def _older(version: str) -> bool:

@@ -8,18 +8,16 @@ Link: https://github.com/pytorch/pytorch/pull/167395
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.machine import Machine, fact
 
-WORST = Severity.NOTE
+WORST = NOTE
 TOPIC = "packages of torch's debug server"
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+def check(machine: Machine) -> Findings:
     """Nothing where this torch has no such server: then no script can start it."""
     if machine.debug_server_lacks:
         missing = " and ".join(machine.debug_server_lacks)
         what = f"torch's debug server needs {missing}: a script that starts it fails on rank 0 alone"
-        yield Finding(Severity.NOTE, what, (fact("not installed", missing),), f"pip install {missing}, on every host")
+        yield note(what, fact("not installed", missing), f"pip install {missing}, on every host")

@@ -7,21 +7,18 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.text import named
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error
 from nemo_patches.tools.doctor.ranks import Ranks
 
-WORST = Severity.ERROR
+WORST = ERROR
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """All of them in one finding."""
     missing = [rank for rank in range(ranks.size) if rank not in ranks.facts]
     if missing:
-        yield Finding(
-            Severity.ERROR,
+        yield error(
             f"no answer from {named(missing)} of {ranks.size} within {ranks.timeout.total_seconds():g} s",
             (),
             "look at its stderr and its host; if it only starts slowly, NEMO_PATCHES_TIMEOUT=60 for this command",

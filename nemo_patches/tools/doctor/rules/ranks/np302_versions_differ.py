@@ -7,15 +7,13 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.ranks import Ranks, differing
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """One finding for each package."""
     for name, values in differing(ranks, lambda facts: facts.versions):
-        yield Finding(Severity.WARNING, f"{name} differs: {values}", (), "the same environment on every host")
+        yield warning(f"{name} differs: {values}", (), "the same environment on every host")

@@ -7,18 +7,16 @@ Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.ranks import Ranks, differing
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """One finding for each setting or variable."""
     instead = "the same environment on every rank (srun --export=ALL, or set it in the launch script)"
     for name, values in differing(ranks, lambda facts: facts.settings):
-        yield Finding(Severity.WARNING, f"nemo_patches' {name} differs: {values}", (), instead)
+        yield warning(f"nemo_patches' {name} differs: {values}", (), instead)
     for name, values in differing(ranks, lambda facts: facts.environment):
-        yield Finding(Severity.WARNING, f"{name} differs: {values}", (), instead)
+        yield warning(f"{name} differs: {values}", (), instead)

@@ -7,23 +7,21 @@ Link: docs/design.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.text import named
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, WARNING, Finding, Findings, note, warning
 from nemo_patches.tools.doctor.ranks import Ranks
 
-WORST = Severity.ERROR
+WORST = ERROR
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """By what `nemo-patches status` finds on each."""
     instead = "`nemo-patches status` on that host, in the job's environment"
     for reasons, which in ranks.grouped(lambda facts: "; ".join(facts.unpatched)).items():
         if reasons:
             some = len(which) < len(ranks.facts)
             yield Finding(
-                Severity.ERROR if some else Severity.WARNING,
+                ERROR if some else WARNING,
                 f"NeMo would not be patched on {named(which) if some else 'any rank'}: {reasons}",
                 (),
                 instead,
@@ -34,7 +32,7 @@ def check(ranks: Ranks) -> Iterator[Finding]:
         what = (
             f"{named(off)}: NeMo is not patched there by itself, as on the others; then the training script must do it"
         )
-        yield Finding(Severity.WARNING, what, (), "`nemo-patches run --`, or PYTHONPATH, on every host")
+        yield warning(what, (), "`nemo-patches run --`, or PYTHONPATH, on every host")
     elif off:
         what = "no rank patches NeMo by itself: the training script must call nemo_patches.apply()"
-        yield Finding(Severity.NOTE, what, ())
+        yield note(what)

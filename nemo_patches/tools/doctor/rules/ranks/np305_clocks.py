@@ -6,17 +6,15 @@ Link: docs/diagnose.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.ranks import Ranks
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 _MUCH_S = 1.0
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """Against rank 0's, one finding for each host."""
     said = set()
     for rank, facts in sorted(ranks.facts.items()):
@@ -25,4 +23,4 @@ def check(ranks: Ranks) -> Iterator[Finding]:
             said.add(facts.host)
             ahead = "ahead of" if offset > 0 else "behind"
             what = f"the clock of {facts.host} (rank {rank}) is {abs(offset):.1f} s {ahead} that of rank 0"
-            yield Finding(Severity.WARNING, what, (), "NTP or chrony on every host")
+            yield warning(what, (), "NTP or chrony on every host")

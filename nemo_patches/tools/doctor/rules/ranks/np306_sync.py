@@ -8,40 +8,40 @@ Link: docs/design.md
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 from nemo_patches.text import named
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.ranks import Ranks
 
-WORST = Severity.WARNING
+WORST = WARNING
 
 _SLOW = timedelta(milliseconds=100)
 # Which the side channel goes by, too.
 _INTERFACE = "GLOO_SOCKET_IFNAME: on each host the interface that leads to the others (ip -brief addr)"
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """Of the ranks that answered."""
     unmeasured = [rank for rank in sorted(ranks.facts) if rank not in ranks.measured]
     if unmeasured:
-        yield Finding(Severity.WARNING, f"{named(unmeasured)} did not come through the measurement", (), _INTERFACE)
+        yield warning(f"{named(unmeasured)} did not come through the measurement", (), _INTERFACE)
     problems: dict[str, list[int]] = {}
     for rank, measured in sorted(ranks.measured.items()):
         if measured.problem:
             problems.setdefault(measured.problem, []).append(rank)
     for problem, which in problems.items():
-        yield Finding(Severity.WARNING, f"no sync on {named(which)}: {problem}", (), _INTERFACE)
+        yield warning(f"no sync on {named(which)}: {problem}", (), _INTERFACE)
     measured_ranks = sorted(ranks.measured.items())
     yield from _slow("sync", {rank: measured.syncs for rank, measured in measured_ranks}, _INTERFACE)
     requests = {rank: measured.requests for rank, measured in measured_ranks}
     yield from _slow("request to the store", requests, "fewer hops to the store's host, or a less busy one")
 
 
-def _slow(what: str, times: Mapping[int, tuple[float, ...]], instead: str) -> Iterator[Finding]:
+def _slow(what: str, times: Mapping[int, tuple[float, ...]], instead: str) -> Findings:
     medians = {rank: statistics.median(durations) for rank, durations in times.items() if durations}
     slow = [rank for rank, median in medians.items() if median > _SLOW.total_seconds()]
     if slow:
         worst = 1000 * max(medians.values())
-        yield Finding(Severity.WARNING, f"{named(slow)}: a {what} takes up to {worst:.0f} ms (median)", (), instead)
+        yield warning(f"{named(slow)}: a {what} takes up to {worst:.0f} ms (median)", (), instead)

@@ -7,22 +7,20 @@ Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.text import named
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error, warning
 from nemo_patches.tools.doctor.ranks import Ranks, differing
 
-WORST = Severity.ERROR
+WORST = ERROR
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """By local rank, as Lightning gives each its device."""
     for identity, which in ranks.grouped(
         lambda facts: f"{facts.host} {facts.device_id}" * bool(facts.device_id)
     ).items():
         if identity and len(which) > 1:
             what = f"{named(which)} have the same GPU, {ranks.facts[which[0]].device} of {ranks.facts[which[0]].host}"
-            yield Finding(Severity.ERROR, what, (), "as many processes per host as GPUs, and LOCAL_RANK by launcher")
+            yield error(what, (), "as many processes per host as GPUs, and LOCAL_RANK by launcher")
     for name, values in differing(ranks, lambda facts: {"the device": facts.device.partition(" ")[2] or facts.device}):
-        yield Finding(Severity.WARNING, f"{name} differs: {values}", (), "hosts of one kind")
+        yield warning(f"{name} differs: {values}", (), "hosts of one kind")

@@ -7,17 +7,15 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, WARNING, Finding, Findings
 from nemo_patches.tools.doctor.ranks import Ranks, differing
 
-WORST = Severity.ERROR
+WORST = ERROR
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """Where the command was given a config."""
     instead = "the same config and the same manifests on every host"
     for name, values in differing(ranks, lambda facts: facts.loaders):
-        severity = Severity.ERROR if name.endswith(", batches") else Severity.WARNING
+        severity = ERROR if name.endswith(", batches") else WARNING
         yield Finding(severity, f"{name} differs: {values}", (), instead)

@@ -7,16 +7,14 @@ Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nemo_patches.text import named
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error
 from nemo_patches.tools.doctor.ranks import Ranks
 
-WORST = Severity.ERROR
+WORST = ERROR
 
 
-def check(ranks: Ranks) -> Iterator[Finding]:
+def check(ranks: Ranks) -> Findings:
     """Ranks that never came first: for these the others wait."""
     if ranks.smoke is None:
         return
@@ -24,14 +22,14 @@ def check(ranks: Ranks) -> Iterator[Finding]:
     absent = sorted(set(ranks.facts) - set(ranks.smoke))
     if absent:
         what = f"{named(absent)} answered, and did not come through the collectives of the job's backend"
-        yield Finding(Severity.ERROR, what, (), instead)
+        yield error(what, (), instead)
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank, each in sorted(ranks.smoke.items()):
         if each.at:
             groups.setdefault((each.backend, each.at, each.problem), []).append(rank)
     for (backend, at, problem), which in groups.items():
-        yield Finding(Severity.ERROR, f"{named(which)}: {at} over {backend}: {problem}", (), instead)
+        yield error(f"{named(which)}: {at} over {backend}: {problem}", (), instead)
     backends = sorted({each.backend for each in ranks.smoke.values()})
     if len(backends) > 1:
         what = f"ranks without a GPU of their own: {', '.join(backends)} differ between ranks, and no group can be made"
-        yield Finding(Severity.ERROR, what, (), "one GPU for each rank, or none at all")
+        yield error(what, (), "one GPU for each rank, or none at all")
