@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import CHECKOUT, python
-from simulated_traces import (
+from simulated_job import (
     PHASES,
     STEP,
     Call,
@@ -26,13 +26,10 @@ from simulated_traces import (
     Gradients,
     Killed,
     LocalBackward,
-    Setup,
     evaluation,
-    file_name,
-    header,
     steps,
-    write,
 )
+from simulated_traces import Setup, file_name, header, write
 
 from nemo_patches.stall.rank_kinds import ELSEWHERE, GONE, SILENT
 from nemo_patches.tools.diagnose import command
@@ -733,9 +730,9 @@ def test_encoders_that_are_called_in_another_order(odd: str, found: bool, tmp_pa
 
 def test_a_skipped_call_is_told_by_its_number(tmp_path: Path) -> None:
     """Rank 2 leaves its 7th call out, and makes no 12th: nothing but the length sync holds the others back."""
-    calls = [Call(pause=12)] * 12
+    calls = [Call(pause=20)] * 12  # where they are in step again before the end, nothing tells which call it was
     report = report_on(
-        Scenario(four(calls[:6], [Call(pause=24), *calls[8:], *OUT], [*calls[6:], *OUT]), "", ()), tmp_path
+        Scenario(four(calls[:6], [Call(pause=40), *calls[8:], *OUT], [*calls[6:], *OUT]), "", ()), tmp_path
     )
     first = report.findings[0]
     assert (first.id, first.ranks, first.call) == (ids.ENDED, (2,), 7)
