@@ -29,10 +29,13 @@ def _show(report: Diagnosis) -> None:
     raise SystemExit(report.exit_code)
 
 
-def _traces(given: str | list[list[Any]], **more: Any) -> None:
-    """Of a scenario, or of what each rank does."""
+def _traces(given: str | list[list[Any]], stray: str = "", **more: Any) -> None:
+    """Of a scenario, or of what each rank does. stray: another file in the folder."""
+    folder = Path(mkdtemp(dir="."))
+    if stray:
+        (folder / stray).write_text("x")
     scenario = test_diagnose.SCENARIOS[given] if isinstance(given, str) else test_diagnose.Scenario(given, "", ())
-    _show(test_diagnose.report_on(replace(scenario, **more), Path(mkdtemp(dir="."))))
+    _show(test_diagnose.report_on(replace(scenario, **more), folder))
 
 
 def _public(wanted: str) -> None:

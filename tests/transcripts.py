@@ -55,7 +55,9 @@ def _played(lines: list[str], names: Mapping[str, Any], kept: Callable[[str, str
         if line.startswith("cat > "):
             end = lines.index(".", number)
             content = "".join(f"{each}\n" for each in lines[number + 1 : end])
-            Path(line.split()[2]).write_text(content)
+            file = Path(line.split()[2])
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(content)
             yield content + ".\n"
         elif lines[number].startswith(">>> "):
             yield from _printed(partial(eval, line, dict(names)), partial(kept, line))
