@@ -28,7 +28,7 @@ def _switch(name: str, help_: str, *more: str) -> Any:
 
 @dataclass(frozen=True)
 class Request:
-    """They, as they were given; in the order of the command's help."""
+    """What the user gave; the fields are in the order of the command's help."""
 
     arguments: tuple[str, ...] = _given(typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ())
     patched: bool = _switch("--patched", "Judge the job as with nemo_patches on every rank, not as stock NeMo.")
@@ -68,7 +68,7 @@ class Request:
 
 
 def parameters() -> Iterator[Parameter]:
-    """Of the function that typer makes the command of."""
+    """The parameters of the function that typer makes the command of."""
     types = get_type_hints(Request)
     for each in fields(Request):
         several = isinstance(each.default, tuple)
@@ -81,7 +81,7 @@ def parameters() -> Iterator[Parameter]:
 
 
 def made(given: dict[str, Any]) -> Request:
-    """Of what typer hands over for these parameters."""
+    """Build the request from the values that typer passes for these parameters."""
     several = {each.name for each in fields(Request) if isinstance(each.default, tuple)}
     values: Any = {name: tuple(value or ()) if name in several else value for name, value in given.items()}
     return Request(**values)
