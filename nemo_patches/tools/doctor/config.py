@@ -126,6 +126,21 @@ class Config:
             waiting += [((*keys, key), child) for key, child in entries(node) if isinstance(child, (dict, list))]
 
 
+@dataclass(frozen=True)
+class Section:
+    """A mapping at a path of a config, be it there or not."""
+
+    config: Config
+    keys: Keys
+
+    @property
+    def where(self) -> str:
+        return ".".join(self.keys)
+
+    def get(self, path: str, default: Any = None) -> Value:
+        return self.config.get((*self.keys, *path.split(".")), default)
+
+
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config. Raises ConfigError for a file that cannot be read, or an override that does not fit it.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.tools.doctor import inputs
-from nemo_patches.tools.doctor.config import Config, Value
+from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.trees import Keys
@@ -40,26 +40,20 @@ class Longest:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """One data set. keys: its path in the config; outer: the path where keys are looked up that it does not have."""
+class Dataset(Section):
+    """One data set. outer: the path of the section in which keys are looked up that the set does not have."""
 
-    config: Config
-    keys: Keys
     role: str
     outer: Keys | None = None
 
-    @property
-    def where(self) -> str:
-        return ".".join(self.keys)
-
-    def get(self, key: str, default: Any = None) -> Value:
+    def get(self, path: str, default: Any = None) -> Value:
         """A key of it; of a multi_config, some count only where they are set for all, others only in the set."""
-        own = self.config.get((*self.keys, key), default)
-        if self.outer is not None and self.config.get((*self.outer, "multi_config")).value is True:
-            return self.config.get((*self.outer, key), default) if key in _OF_ALL else own
-        if not own.given and self.outer is not None:
-            return self.config.get((*self.outer, key), default)
-        return own
+        own = super().get(path, default)
+        if self.outer is None:
+            return own
+        outer = Section(self.config, self.outer)
+        counts_outside = path in _OF_ALL if outer.get("multi_config").value is True else not own.given
+        return outer.get(path, default) if counts_outside else own
 
     @property
     def training(self) -> bool:
@@ -176,10 +170,10 @@ class Dataset:
 
     def longest(self) -> Longest:
         unpadded = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
-        padding = self.config.get((*self.keys, "random_padding"))  # of NeMo's end-of-utterance sets
+        padding = super().get("random_padding")  # of NeMo's end-of-utterance sets
         if not isinstance(padding.value, dict) or unpadded.seconds is None:
             return unpadded
-        padded = self.config.get((*self.keys, "random_padding", "max_total_duration"))
+        padded = super().get("random_padding.max_total_duration")
         seconds = None if padded.number is None else max(unpadded.seconds, padded.number)
         return Longest(seconds, (*unpadded.read, padded))
 
@@ -208,19 +202,18 @@ class Dataset:
         crop = self.get("audio_duration")
         seconds = _smallest([limit, crop])
         read = [limit, *([crop] if crop.given else [])]
-        augmentor = self.config.get((*self.keys, "augmentor")).value
+        augmentor = super().get("augmentor").value
         if augmentor is UNKNOWN or self.get("is_code_switched").value is True:
             return Longest(None, tuple(read))
         if isinstance(augmentor, dict):
             for name in _STRETCHING:
                 if isinstance(augmentor.get(name), dict) and seconds is not None:
-                    keys = (*self.keys, "augmentor", name)
-                    rate = self.config.get((*keys, "min_speed_rate"), _SLOWEST)
+                    rate = super().get(f"augmentor.{name}.min_speed_rate", _SLOWEST)
                     read.append(rate)
                     seconds = seconds / min(1.0, rate.number) if rate.number and rate.number > 0 else None
             if isinstance(augmentor.get("silence"), dict):
                 for end in ("max_start_silence_secs", "max_end_silence_secs"):
-                    added = self.config.get((*self.keys, "augmentor", "silence", end), 0)
+                    added = super().get(f"augmentor.silence.{end}", 0)
                     read.append(added)
                     seconds = None if seconds is None or added.number is None else seconds + added.number
         return Longest(seconds, tuple(read))
