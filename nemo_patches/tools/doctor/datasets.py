@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ _OF_ALL = ("use_lhotse", "seed", "shard_seed", "shuffle", "num_workers", "pin_me
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
 _OF_LHOTSE = ("batch_duration", "quadratic_duration", "num_buckets", "bucket_duration_bins", "bucket_buffer_size")
+_OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
 _INPUTS = ("input_cfg", "manifest_filepath", "cuts_path", "shar_path", "tarred_audio_filepaths")
 
 # NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the slowest speed.
@@ -52,7 +53,7 @@ class Dataset(Section):
         if self.outer is None:
             return own
         outer = Section(self.config, self.outer)
-        counts_outside = path in _OF_ALL if outer.get("multi_config").value is True else not own.given
+        counts_outside = path in _OF_ALL if outer.get("multi_config").on else not own.given
         return outer.get(path, default) if counts_outside else own
 
     @property
@@ -62,7 +63,7 @@ class Dataset(Section):
     @property
     def used(self) -> bool:
         """Whether it has any input: NeMo leaves out a set whose manifest is null."""
-        return any(self.get(key).value is not None for key in _INPUTS)
+        return bool(self._given(_INPUTS))
 
     @property
     def reader(self) -> str:
@@ -73,7 +74,7 @@ class Dataset(Section):
         switch = self.get("use_lhotse")
         if switch.given:
             return "" if not switch.known else "lhotse" if switch.value else "nemo"
-        if any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")):
+        if self._given(_OF_LHOTSE_ALONE):
             return "lhotse"
         if self.keys[0] == "data":
             return "lhotse"
@@ -95,13 +96,13 @@ class Dataset(Section):
         place = SetEntry(self.config, self.get, self._handed_down)
         given = inputs.of_set(place, one_by_one=self.keys[0] != "data" and not self.training)
         if (shuffle := self.shuffle).value is not False and shuffle.value is not None:
-            given = replace(given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.value is True)))
+            given = replace(given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.on)))
         to_map, to_iterable = (self._handed_down(f"force_{kind}_dataset") for kind in ("map", "iterable"))
         for switch, stream in ((to_iterable, True), (to_map, False)):
             if switch.value:  # not known counts as well
                 given = replace(given, stream=stream if switch.known else None)
                 given = given if switch.known else replace(given, unknown=f"{switch.key} is not known")
-        if to_map.value is True and to_iterable.value is True:
+        if to_map.on and to_iterable.on:
             given = replace(given, unknown=f"{to_map.key} and {to_iterable.key} exclude each other")
         return given
 
@@ -141,12 +142,25 @@ class Dataset(Section):
         """Where a key of it counts: in the section that holds the set, for some of a multi_config."""
         return self.get(name).key
 
+    @property
+    def dynamic(self) -> list[Value]:
+        """What makes its batches differ in size."""
+        return self._given(("batch_duration", "bucket_batch_size"))
+
+    @property
+    def has_buckets(self) -> bool:
+        files = self.get("tarred_audio_filepaths").value
+        return isinstance(files, list) and len(files) > 1 and isinstance(files[0], list)
+
+    def _given(self, keys: Iterable[str]) -> list[Value]:
+        return [value for value in map(self.get, keys) if value.value is not None]
+
     def entries(self, at_most: int) -> int | None:
         """How many its manifest has, counted up to a number; None where it is no file of lines on this machine."""
         manifest = self.get("manifest_filepath").value
         if not isinstance(manifest, str) or at_most > _MOST_ENTRIES:
             return None
-        if any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")):
+        if self._given(_OF_LHOTSE_ALONE):
             return None  # Lhotse reads that in its place
         count = 0
         try:
@@ -186,7 +200,7 @@ class Dataset(Section):
         ]
         seconds = _smallest(limits)
         read = [limits[0], *(limit for limit in limits[1:] if limit.given)]
-        if self.get("concatenate_samples").value is True:
+        if self.get("concatenate_samples").on:
             factor = self.get("concatenate_duration_factor", 1.0)
             read.append(factor)
             seconds = None if seconds is None or factor.number is None else seconds * max(1.0, factor.number)
@@ -203,7 +217,7 @@ class Dataset(Section):
         seconds = _smallest([limit, crop])
         read = [limit, *([crop] if crop.given else [])]
         augmentor = super().get("augmentor").value
-        if augmentor is UNKNOWN or self.get("is_code_switched").value is True:
+        if augmentor is UNKNOWN or self.get("is_code_switched").on:
             return Longest(None, tuple(read))
         if isinstance(augmentor, dict):
             for name in _STRETCHING:

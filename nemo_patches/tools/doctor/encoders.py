@@ -140,7 +140,7 @@ class Encoder(Section):
         if samples < 1:
             return None
         read = (hop if hop.number else stride, pad_to)
-        return Frames(rate.number, samples, exact.value is not True, int(pad_to.number), read)
+        return Frames(rate.number, samples, not exact.on, int(pad_to.number), read)
 
     def _spectrogram(self, holder: Keys) -> Frames | None:
         """From AudioToSpectrogram, which the audio models have for an encoder."""

@@ -169,7 +169,7 @@ class Job:
     @cached_property
     def overwrites_buffers(self) -> bool:
         """Whether ranks whose buffers differ in shape would overwrite each other's."""
-        return self.several and self.ddp and self.broadcast_buffers.value is not False
+        return self.several and self.ddp and not self.broadcast_buffers.off
 
     @cached_property
     def group_timeout(self) -> timedelta | None:
