@@ -60,7 +60,7 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    status: status.Report | None = None
+    status: status.EnvironmentStatus | None = None
     gloo: Gloo = field(default_factory=Gloo)
     gpus: int = 0
     shared_memory: int | None = None
@@ -181,7 +181,7 @@ def gloo(limit: timedelta = GLOO_LIMIT) -> Gloo:
     return Gloo(errors[-1] if errors else f"the process that tried it ended with code {done.returncode}")
 
 
-def _status() -> status.Report | None:
+def _status() -> status.EnvironmentStatus | None:
     try:
         return status.examine()
     except status.StatusError:  # NeMo or torch is not there
