@@ -177,13 +177,18 @@ def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
 def _is_behind(one: Account, hearing: Hearing) -> bool:
     """Whether ranks that waited in vain had reached a later encoder call: they waited for this one."""
     waited = hearing.having(*CONSEQUENCES)
-    pairs = [(call, other.calls.get(name)) for name, call in one.calls.items() for other in waited]
-    return any(theirs is not None and not own.unsure and own.position < theirs.position for own, theirs in pairs)
+    pairs = [
+        (call.ending, other.calls[name].ending)
+        for name, call in one.calls.items()
+        for other in waited
+        if name in other.calls
+    ]
+    return any(not own.unsure and own.position < theirs.position for own, theirs in pairs)
 
 
 def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
     """Order by encoder calls, if they are known for all of these ranks: ranks make them in step."""
-    numbers = [call.number for fact in facts if (call := hearing[fact.rank].last_call) is not None]
+    numbers = [call.ending.call for fact in facts if (call := hearing[fact.rank].last_call) is not None]
     if len(numbers) < len(facts):
         return facts
     return [fact for fact, number in zip(facts, numbers, strict=True) if number == min(numbers)]
@@ -191,7 +196,7 @@ def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
 
 def _was_caught(first: Account, others: list[Account]) -> bool:
     """Whether the process ended in good order after its exception, as all others did."""
-    is_in_call = first.last_call is not None and first.last_call.raised
+    is_in_call = first.last_call is not None and first.last_call.ending.raised
     return first.fate.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
 
 
