@@ -40,6 +40,8 @@ from nemo_patches.tools.diagnose.verdicts import (
     who,
 )
 
+_MOST_RANKS = 1 << 20  # whatever world size a file claims
+
 
 def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
@@ -70,7 +72,7 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
     """Which ranks are the reason that the job ended or hangs, as far as the evidence shows; or that it goes on."""
     accounts = accounts_of(evidence)
     most = max([*accounts, *(rank for ranks in evidence.groups.values() for rank in ranks)], default=-1) + 1
-    hearing = Hearing(accounts, evidence, max(evidence.world_size, most), stuck_after_s)
+    hearing = Hearing(accounts, evidence, min(max(evidence.world_size, most), _MOST_RANKS), stuck_after_s)
     causes = _causes(hearing)
     hang = by_calls(hearing)
     if not evidence.traces_alone and all(one.id in OF_ALL for one in hang.findings):
@@ -121,7 +123,7 @@ def _not_enough(evidence: Evidence) -> Finding:
     if not evidence.facts:
         return finding(ids.NOT_ENOUGH, f"Nothing is recognised.{looked_for}")
     told = {fact.rank for fact in evidence.facts}
-    unseen = sorted(set(range(evidence.world_size)) - told)
+    unseen = sorted(set(range(min(evidence.world_size, _MOST_RANKS))) - told)
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
     text = f"Of {who(told)} something is told, and nothing that decides{of_others}."
     for fact in evidence.facts:
