@@ -12,7 +12,7 @@ ENVIRONMENTS = $(NEMO_VERSIONS:%=.venv/nemo-%/ready)
 MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 # A release without an environment of its own runs in this one's: only NeMo itself is older there, not what it needs.
 MATRIX_HOST = 2.7.3
-UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-deps --upgrade --target
+UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-compile --no-deps --upgrade --target
 
 # One diff of NeMo's own files for each series, made from its last release, and one of each of our folders, the same for
 # all; `make patches` makes them all anew, and CI compares.
@@ -20,9 +20,12 @@ PATCHES = 1.23.0 2.0.0 $(MATRIX)
 RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
+# Each test starts processes, and each would compile the tests and all of ours anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
-.PHONY: lint clean
+.PHONY: lint golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -37,6 +40,7 @@ help:
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
+	@echo "make golden     tests/golden anew: all that each command prints, for its inputs there"
 	@echo "make benchmark  ratios against stock"
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
@@ -55,11 +59,12 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	mkdir -p docs/pictures
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
-# First what does not wait, beside the checks and the installation of what else is needed; then the tests that wait (marker
-# "alone"), four files at a time, beside those of the wheel and of the other NeMo.
+# First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
+# that wait (marker "alone"), four files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
-test: .venv/nemo-$(FIRST)/ready
+test:
+	$(MAKE) -j2 .venv/nemo-$(FIRST)/ready .venv/docs/ready $(OTHERS:%=.venv/nemo-%/nemo)
 	$(MAKE) -j2 test-together-$(FIRST) lint check-patches docs $(ENVIRONMENTS)
 	$(MAKE) -j2 test-alone-$(FIRST) test-others
 
@@ -175,6 +180,10 @@ $(filter-out $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/
 	TEST_NEMO=$* PYTHONPATH=$(CURDIR)/.venv/unpacked/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
 		.venv/nemo-$(MATRIX_HOST)/bin/python -m pytest -q -m matrix
 
+# Each command's words, as they are now; look at the difference before you commit it.
+golden: .venv/nemo-$(DEMO_NEMO)/ready
+	RENEW_GOLDEN=1 .venv/nemo-$(DEMO_NEMO)/bin/python -m pytest -q tests/test_golden.py tests/doctor/test_doctor_golden.py
+
 lint: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	@echo "== ruff and mypy"
 	$(dir $<)bin/ruff check .
@@ -195,11 +204,20 @@ benchmark-start-up: .venv/nemo-$(DEMO_NEMO)/ready .venv/start-up/ready
 	@touch $@
 
 # torch first, alone: a later requirement then finds it there and downloads no other build.
+define install_nemo
+	@echo "== making the virtual environment .venv/nemo-$1 with torch and nemo_toolkit[asr]==$1 (some minutes, once)"
+	$(PYTHON) -m venv .venv/nemo-$1
+	.venv/nemo-$1/bin/python -m pip install -q -c constraints.txt torch
+	.venv/nemo-$1/bin/python -m pip install -q -c constraints.txt "nemo_toolkit[asr]==$1"
+endef
+
+# Without our own package, which two environments cannot install at once: it is built in the checkout.
+.venv/nemo-%/nemo: constraints.txt pyproject.toml
+	$(call install_nemo,$*)
+	@touch $@
+
 .venv/nemo-%/ready: constraints.txt pyproject.toml
-	@echo "== making the virtual environment .venv/nemo-$* with torch and nemo_toolkit[asr]==$* (some minutes, once)"
-	$(PYTHON) -m venv .venv/nemo-$*
-	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt torch
-	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt "nemo_toolkit[asr]==$*"
+	$(call install_nemo,$*)
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 

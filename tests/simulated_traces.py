@@ -90,7 +90,7 @@ class Trace(Listener):
         )
         self.in_ddp_since = None
         if call.found:
-            self.write(now, records.Finding, e=e, n=n, check="inputs", text=call.found)
+            self.write(now, records.CheckFinding, e=e, n=n, check="inputs", text=call.found)
 
     def synced(self, rank: Rank, now: float, call: Call, sync: Sync) -> None:
         encoder = rank.encoders[call.encoder]

@@ -182,6 +182,7 @@ def _state_here() -> str:
     return str(nemo_patches.status()).splitlines()[0]
 
 
+@pytest.mark.one_nemo
 def test_a_spawned_process_is_not_patched_and_both_say_so() -> None:
     (result,) = run_ranks(without_group, 1, state_in_a_spawned_process, group=False)
     parent, child = result.value
@@ -447,6 +448,7 @@ def test_an_error_of_ours_is_said_once_and_never_reaches_training() -> None:
         assert f"rank {rank}/2" in line
 
 
+@pytest.mark.one_nemo
 def test_importing_the_encoders_without_nemo_says_so(tmp_path: Path) -> None:
     program = "import sys; sys.modules['nemo'] = None; import nemo_patches; nemo_patches.apply()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -51,6 +51,7 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.one_nemo
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(

@@ -133,6 +133,7 @@ if is_connected:
     with client.asking() as part:
         part.add("key", 1)
 print("connected", flush=True)
+print("imported", file=sys.stderr, flush=True)  # a vendored NeMo has had its say by now
 os.read(0, 1)  # the server is stopped
 
 def ask():
@@ -173,7 +174,7 @@ def test_an_answer_while_the_interpreter_finalizes_does_not_abort_it(thread: str
         write(ending)
         _, error = ending.communicate(timeout=LIMIT)
         assert ending.returncode == 7, error
-        assert error == ""
+        assert error.rpartition("imported\n")[2] == ""
     finally:
         server.kill()
         server.communicate(timeout=LIMIT)

@@ -215,28 +215,36 @@ def applied_while_a_thread_imports() -> bool:
     """The thread has Python's lock of a module that apply() wants, and imports an encoder meanwhile."""
     start()
     first_import()  # so that our hook is in force
-    asr_model, begun = METRIC_TARGETS[0].module, threading.Event()
+    asr_model, begun, imported = METRIC_TARGETS[0].module, threading.Event(), threading.Event()
 
     def wants_metrics() -> bool:
         frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
         return any(frame.f_code.co_name == "import_chosen" for frame, _ in frames)
 
-    class Slow:
-        @staticmethod
-        def find_spec(name: str, *_: Any) -> None:
-            if name == asr_model:
-                begun.set()
-                wait_until(wants_metrics)
-                first_import(CONV)
+    class Slow(SourceFileLoader):
+        """Waits in the module's code: in a finder it would hold Python's one lock of all imports."""
 
-    sys.modules.pop(asr_model)
-    sys.meta_path.insert(0, Slow)
+        def exec_module(self, module: ModuleType) -> None:
+            begun.set()
+            wait_until(wants_metrics)
+            first_import(CONV)
+            imported.set()
+            super().exec_module(module)
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+            slow = importlib.util.spec_from_file_location(name, file, loader=Slow(name, file))
+            return slow if name == asr_model else None
+
+    file = str(sys.modules.pop(asr_model).__file__)
+    sys.meta_path.insert(0, Finder)
     thread = threading.Thread(target=importlib.import_module, args=(asr_model,))
     thread.start()
     begun.wait(60)
     nemo_patches.apply(metrics="deferred")
     thread.join()
-    return is_patched(sys.modules[CONV])
+    return imported.is_set() and is_patched(sys.modules[CONV])
 
 
 def test_apply_does_not_wait_for_a_thread_that_imports_and_waits_for_it() -> None:

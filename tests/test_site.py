@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from interpreters import CHECKOUT
 
-pytestmark = pytest.mark.wheel
+pytestmark = [pytest.mark.wheel, pytest.mark.one_nemo]
 
 _spec = spec_from_file_location("other_hosts", CHECKOUT / "docs" / "programs" / "other_hosts.py")
 assert _spec and _spec.loader

@@ -217,7 +217,7 @@ def test_what_is_seen_of_a_hang_and_the_verdict(hang: Hang, tmp_path: Path) -> N
     with jobs.running(hang.scenario, hang.size, tmp_path, *reaching) as pids:
         _, facts = looked_at(pids, lambda facts: all(waits(facts, rank) for rank in hang.waiting))
     for rank in range(hang.size):
-        assert of(facts, rank, Member) == Member(hang.size, pids[rank], whole_job_here=True)
+        assert of(facts, rank, Member) == Member(hang.size, pids[rank])
     for rank, title in hang.waiting.items():
         assert of(facts, rank, Place).seat.startswith(title), facts
         assert waits(facts, rank)

@@ -391,7 +391,7 @@ def test_the_one_file_for_containers_tells_the_same(alone: Path, tmp_path: Path)
     assert not evidence.problems
     assert evidence.world_size == 8
     told = [fact.value for fact in evidence.facts]
-    assert told[:2] == [Member(8, pid, "node1:29500", "", False), Fate(fates.RUNS)]
+    assert told[:2] == [Member(8, pid), Fate(fates.RUNS)]
     assert "program.py" in told[2].where  # type: ignore[union-attr]
     assert isinstance(told[3], Motion)
     assert told[3].by.startswith("i of train (program.py) went from ")

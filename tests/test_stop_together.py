@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import nemo_patches
 from nemo_patches.lightning import StopTogether
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.one_nemo]
 BY_THE_CLOCK = tuple(map(int, pl.__version__.split(".")[:2])) >= (2, 6)  # whether Lightning can validate so
 
 
@@ -409,7 +409,6 @@ def tarred_alone(rank: int, size: int, folder: str) -> None:
     torch.distributed.barrier()
 
 
-@pytest.mark.one_nemo
 def test_stock_hangs_or_dies_in_the_reproductions(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         runs = [pool.submit(run_ranks, one_that_hangs, 2, *more, dies=(0, 1)) for more in ((1, 0), (0, 2))]
@@ -496,7 +495,6 @@ def write_audio(folder: Path, name: str, lengths_s: list[float]) -> list[Path]:
     return files
 
 
-@pytest.mark.one_nemo
 def test_lhotses_default_shuffling_and_filtered_shards_end_together(tmp_path: Path) -> None:
     results = run_ranks(nemos_loaders, 3, str(tmp_path))
     own, together, shards = results[0].value

@@ -79,7 +79,9 @@ def first_call(**settings: Any) -> torch.nn.Module:
 
 
 @pytest.mark.names_ranks
-@pytest.mark.parametrize("late_step", [0, pytest.param(3, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "late_step", [pytest.param(0, marks=pytest.mark.one_nemo), pytest.param(3, marks=pytest.mark.matrix)]
+)
 def test_a_rank_ten_seconds_late(late_step: int) -> None:
     results = run_ranks(late_once, 3, late_step, 10.0)
     calls_before = 2 if late_step else 0  # in_step's
@@ -154,10 +156,8 @@ def incidents(rank: int, size: int, seed: int) -> dict[str, Life]:
     return lives
 
 
-@pytest.mark.parametrize(
-    ("size", "seed"),
-    [(2, 1), *(pytest.param(size, seed, marks=pytest.mark.one_nemo) for size, seed in ((3, 2), (4, 3)))],
-)
+@pytest.mark.one_nemo
+@pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2), (4, 3)])
 def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(size: int, seed: int) -> None:
     results = run_ranks(incidents, size, seed)
     for result in results:
@@ -214,6 +214,7 @@ def overlapped_and_local(rank: int, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.apply_only
+@pytest.mark.one_nemo
 def test_overlapped_and_local_never_wait() -> None:
     results = run_ranks(overlapped_and_local, 2)
     for rank, result in enumerate(results):
@@ -291,6 +292,7 @@ def copies(rank: int, size: int, kept: bool) -> Any:
     return alone, steps
 
 
+@pytest.mark.one_nemo
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_copy_that_one_rank_alone_has_called_does_not_shift_the_others(kept: bool) -> None:
     results = run_ranks(copies, 2, kept)

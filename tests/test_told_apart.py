@@ -10,7 +10,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.tools.diagnose.rank_end import error_of, is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.rank_end import Error, error_of, frames_in
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import LONGEST_MESSAGE, Failed, failed
 
@@ -72,13 +72,13 @@ OWN = [
 
 @pytest.mark.parametrize(("kind", "message", "raised"), WAITED)
 def test_a_rank_that_waited(kind: str, message: str, raised: str) -> None:
-    assert is_of_a_collective(kind, message, raised)
-    assert not is_of_the_start(kind, message, raised)
+    assert Error(kind, message, frames_in(raised)).is_of_a_collective
+    assert not Error(kind, message, frames_in(raised)).is_of_the_start
 
 
 @pytest.mark.parametrize(("kind", "message", "raised"), OWN)
 def test_an_exception_of_its_own(kind: str, message: str, raised: str) -> None:
-    assert not is_of_a_collective(kind, message, raised)
+    assert not Error(kind, message, frames_in(raised)).is_of_a_collective
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_an_exception_of_its_own(kind: str, message: str, raised: str) -> None:
     ],
 )
 def test_the_start_up(kind: str, message: str, raised: str) -> None:
-    assert is_of_a_collective(kind, message, raised)
-    assert is_of_the_start(kind, message, raised)
+    assert Error(kind, message, frames_in(raised)).is_of_a_collective
+    assert Error(kind, message, frames_in(raised)).is_of_the_start
 
 
 WORKER = (

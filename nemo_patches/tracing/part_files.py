@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.records import Encoder, Failed, Finding, Header, Kept, Raised, Record, Sigterm, encode
+from nemo_patches.tracing.records import CheckFinding, Encoder, Failed, Header, Kept, Raised, Record, Sigterm, encode
 from nemo_patches.tracing.signal_stack import StackOnSignal
 
 MOST_ENCODERS = 64  # at the head of a part; a script may make copies without end
@@ -76,7 +76,7 @@ class PartFiles:
             self._encoders[record.e] = record
             if len(self._encoders) > MOST_ENCODERS:
                 self._encoders.pop(min(self._encoders))
-        kept = [Kept(record.t, line.decode().rstrip())] if isinstance(record, Raised | Failed | Finding) else []
+        kept = [Kept(record.t, line.decode().rstrip())] if isinstance(record, Raised | Failed | CheckFinding) else []
         self._present.add(kept, 1)
         self._lines.append(line)
         self._size += len(line)

@@ -176,7 +176,9 @@ class _Call:
 
     def _act_on(self, findings: list[Found]) -> None:
         for found in findings:
-            finding = records.Finding(self._writer.now(), self._state.e, self._state.number, found.check, found.text)
+            finding = records.CheckFinding(
+                self._writer.now(), self._state.e, self._state.number, found.check, found.text
+            )
             self._writer.put(finding)
             assert self._state.checks is not None
             self._state.checks.say(self._state.name, self._state.number, found)

@@ -236,7 +236,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """A finding of an opt-in check, before or after a call."""
 
     k: ClassVar[str] = "finding"
@@ -348,7 +348,7 @@ Record = (
     | Missing
     | Stalled
     | Memory
-    | Finding
+    | CheckFinding
     | Kept
     | Lost
     | Stopped

@@ -1,4 +1,4 @@
-"""Accounts: of each rank what its facts come to, once it is settled which of them counts."""
+"""Accounts: for each rank, which of its facts count."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _RANKED = (
 
 @dataclass
 class Account:
-    """One rank. Each is the fact that counts of its kind; all fates and seats are kept, for what contradicts."""
+    """One rank, with the fact of each kind that counts; all fates and seats are kept, to find contradictions."""
 
     rank: int
-    fate: Fact | None = None
-    place: Fact | None = None
-    motion: Fact | None = None
-    member: Fact | None = None
+    fate_fact: Fact | None = None
+    place_fact: Fact | None = None
+    motion_fact: Fact | None = None
+    member_fact: Fact | None = None
     reported: Fact | None = None
     calls: dict[str, Call] = field(default_factory=dict)
     fates: list[Fact] = field(default_factory=list)
@@ -39,53 +39,51 @@ class Account:
 
     @property
     def fate_kind(self) -> str:
-        return self.fate_value.kind
+        return self.fate.kind
 
     @property
-    def fate_value(self) -> Fate:
-        return _value_of(self.fate, _NO_FATE)
+    def fate(self) -> Fate:
+        return _value_of(self.fate_fact, _NO_FATE)
 
     @property
-    def place_value(self) -> Place:
-        return _value_of(self.place, _NO_PLACE)
+    def place(self) -> Place:
+        return _value_of(self.place_fact, _NO_PLACE)
 
     @property
-    def motion_value(self) -> Motion:
-        return _value_of(self.motion, _NO_MOTION)
+    def motion(self) -> Motion:
+        return _value_of(self.motion_fact, _NO_MOTION)
 
     @property
     def moved(self) -> bool:
-        """Whether it went on between two looks."""
-        return self.motion_value.moved
+        return self.motion.moved
 
     @property
     def still_s(self) -> float | None:
-        """For how long it has not moved, as far as is known."""
-        return self.motion_value.still_s
+        return self.motion.still_s
 
     @property
     def was_looked_at_twice(self) -> bool:
-        return self.motion is not None
+        return self.motion_fact is not None
 
     @property
-    def member_value(self) -> Member:
-        return _value_of(self.member, _NO_MEMBER)
+    def member(self) -> Member:
+        return _value_of(self.member_fact, _NO_MEMBER)
 
     @property
     def host(self) -> str:
-        return self.member.host if self.member is not None else ""
+        return self.member_fact.host if self.member_fact is not None else ""
 
     @property
     def waits(self) -> Fact | None:
-        """What shows that it waited for others, if anything does: where it is, or the error that ended it."""
-        if self.place_value.collective and not self.moved:
-            return self.place
+        """The fact that shows the rank waiting for others, if any: where it is, or the error that ended it."""
+        if self.place.collective and not self.moved:
+            return self.place_fact
         ends = (fact for fact in self.fates if fact.fate_kind in CONSEQUENCES)
         return next(ends, None)
 
     @property
     def last_call(self) -> Call | None:
-        """Of the encoder in whose call an exception ended it, else of the job's first encoder."""
+        """The call that an exception ended, else the one of the job's first encoder."""
         calls = [*(one for one in self.calls.values() if one.raised), *self.calls.values()]
         return next(iter(calls), None)
 
@@ -100,7 +98,7 @@ def _value_of(fact: Fact | None, unknown: _Value) -> _Value:
 
 @dataclass
 class Hearing:
-    """All ranks' accounts, and what contradicts among their facts, as it is found."""
+    """All ranks' accounts, and the contradictions between their facts, as they are found."""
 
     accounts: dict[int, Account]
     evidence: Evidence
@@ -113,25 +111,25 @@ class Hearing:
 
     @property
     def unseen(self) -> list[int]:
-        """Ranks of which nothing is known."""
-        told = {rank for rank, one in self.accounts.items() if one.fate or one.place or one.seats or one.calls}
+        told = {
+            rank for rank, one in self.accounts.items() if one.fate_fact or one.place_fact or one.seats or one.calls
+        }
         return [rank for rank in range(self.world_size) if rank not in told]
 
     def having(self, *kinds: str) -> list[Account]:
-        """The ranks whose fate is of one of these kinds."""
         return [one for one in self.accounts.values() if one.fate_kind in kinds]
 
     def told(self, *kinds: str) -> list[Fact]:
-        """All fates of these kinds that are told, of any rank, also those that do not count."""
+        """All facts of these kinds of fate, of any rank, also those that do not count."""
         return [fact for one in self.accounts.values() for fact in one.fates if fact.fate_kind in kinds]
 
     @property
     def waiting(self) -> list[Account]:
-        """Who stands in a collective, by what was seen of it last."""
+        """Ranks that were last seen in a collective."""
         return [
             one
             for one in self.accounts.values()
-            if one.place_value.collective and not one.moved and one.fate_kind not in (*HELD, *CAUSES)
+            if one.place.collective and not one.moved and one.fate_kind not in (*HELD, *CAUSES)
         ]
 
 
@@ -147,41 +145,39 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         elif isinstance(fact.value, Fate):
             account.fates.append(fact)
         elif isinstance(fact.value, Place):
-            account.place = _counts(account.place, fact)
+            account.place_fact = _counts(account.place_fact, fact)
         elif isinstance(fact.value, Call):
             account.calls[fact.value.encoder] = fact.value
         elif isinstance(fact.value, Motion):
-            account.motion = _counts(account.motion, fact)
+            account.motion_fact = _counts(account.motion_fact, fact)
         else:
-            account.member = _counts(account.member, fact)
+            account.member_fact = _counts(account.member_fact, fact)
     for account in accounts.values():
-        if account.rank != NOT_TOLD:  # those may be of several ranks
+        if account.rank != NOT_TOLD:  # facts without a rank may be about several ranks
             account.fates = _that_count(account.fates)
-        account.fate = min(account.fates, key=_order_of_fates, default=None)
+        account.fate_fact = min(
+            account.fates, key=lambda fact: (_RANKED.index(fact.fate_kind), not fact.own, fact.at), default=None
+        )
     return dict(sorted(accounts.items()))
 
 
 def _is_missing_by_report(fact: Fact) -> bool:
-    """Whether another rank says that this one is not where it waits."""
+    """Whether another rank reports this one missing from the collective that it waits in."""
     if isinstance(fact.value, Place):
         return not fact.own and not fact.value.collective
     return not fact.own and fact.fate_kind in _NOT_HEARD
 
 
 def _counts(before: Fact | None, fact: Fact) -> Fact:
-    """Own before hearsay, then later before earlier; of what cannot be compared, what came last."""
+    """The rank's own facts before hearsay, then later before earlier; without comparable times, the last one read."""
     if before is None or fact.own != before.own:
         return fact if before is None or fact.own else before
     return before if 0 < fact.at < before.at else fact
 
 
-def _order_of_fates(fact: Fact) -> tuple[int, bool, float]:
-    return _RANKED.index(fact.fate_kind), not fact.own, fact.at
-
-
 def _that_count(told: list[Fact]) -> list[Fact]:
-    """Without exceptions of a rank that had waited in vain before: what was raised then came of that. And without what
-    others say of a rank that is known to be there.
+    """Leave out exceptions that a rank raised after it had waited in vain, which are consequences, and hearsay about a
+    rank that is known to be there.
     """
     waited = [fact for fact in told if fact.fate_kind in CONSEQUENCES]
     is_there = any(fact.own and fact.fate_kind in _THERE for fact in told)

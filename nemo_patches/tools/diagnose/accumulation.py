@@ -1,4 +1,4 @@
-"""The verdict on gradients that ranks accumulate over unlike numbers of calls: the calls drift apart, step by step."""
+"""Gradients that ranks accumulate over different numbers of calls: the calls drift apart, step by step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nemo_patches.tools.diagnose.case import Case
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, BACKWARD_ENDED
 
-_LEAST_DRIFT = 2  # calls; under DDP, ranks that reduce the gradients of every call are never so far apart
+_LEAST_DRIFT = 2  # calls; ranks that reduce gradients at every call are never so far apart
 _LEAST_STEPS = 3
 _MOST_PER_STEP = 32
 
 
 def unlike_accumulation(case: Case) -> list[Finding]:
-    """Ranks under DDP that made more and more training calls than others, each call with its backward.
+    """Ranks under DDP that got more and more training calls ahead of others, each call with its backward.
 
-    Only gradients that are not reduced at every backward let them. How many calls the others have made when a rank
-    begins each of its steps tells over how many calls each accumulates.
+    That is possible only if gradients are not reduced at every backward. The calls that the others had made at the
+    beginning of each of a rank's steps show over how many calls each accumulates.
     """
     entered = {rank: times for rank in case.tracks if (times := _training_calls(case, rank)) is not None}
     if len(entered) < max(2, len(case.tracks)):
@@ -37,43 +37,37 @@ def unlike_accumulation(case: Case) -> list[Finding]:
     if any(len(_drifted(entered[slow], entered[rank])[1]) for rank in rest):
         return []
     odd = min(rest, fast, key=len)
-    return [
-        Finding(
-            id=ids.UNEVEN_CALLS,
-            severity=CRITICAL,
-            ranks=tuple(odd) if len(rest) != len(fast) else (),
-            text=f"{named(rest)} {_reduces(rest)} gradients after every {_calls(fewer)} of {case.name}, "
-            f"{named(fast)} after every {_calls(more)}: they accumulate them over unlike numbers of batches.",
-            next_step="Give every rank the same accumulate_grad_batches, a scheduler of it and what leaves `no_sync` "
-            "included: at each step ranks wait until the length sync gives up, and at the last one for ever.",
-            encoder=case.name,
-            call=begin + fewer + 1,
-        )
-    ]
+    reduce = "reduces its" if len(rest) == 1 else "reduce their"
+    ranks = tuple(odd) if len(rest) != len(fast) else ()
+    text = f"{named(rest)} {reduce} gradients after every {_calls(fewer)} of {case.name}, {named(fast)} after every "
+    text += f"{_calls(more)}: they accumulate them over unlike numbers of batches."
+    next_step = "Give every rank the same accumulate_grad_batches, a scheduler of it and what leaves `no_sync` "
+    next_step += "included: at each step ranks wait until the length sync gives up, and at the last one for ever."
+    return [Finding(ids.UNEVEN_CALLS, CRITICAL, ranks, text, next_step, case.name, begin + fewer + 1)]
 
 
 def _training_calls(case: Case, rank: int) -> Floats | None:
-    """When a rank entered each training call, by a clock that all share; None where its calls tell nothing."""
+    """When a rank entered each training call, by a common clock; None if its calls cannot be compared."""
     track = case.tracks[rank]
     calls = track.calls
     if not calls.n or calls.n[0] != 1 or track.damaged_at >= 0 or not track.info.ddp:
         return None
-    training = np.array(calls.training, dtype=np.int8) == 1
-    backward = np.array(calls.backward, dtype=np.int8)[training]
+    training = np.array(calls.training) == 1
+    backward = np.array(calls.backward)[training]
     if not len(backward) or not np.isin(backward[:-1], (BACKWARD, BACKWARD_ENDED)).all():
         return None
     entered: Floats = np.array(calls.entered)[training]
-    if all(case.clocks.common(other, 0.0) is not None for other in case.tracks):
-        return case.clocks.common(rank, entered)
+    if case.tracks.keys() <= case.clocks.knots.keys():
+        return case.clocks.all_common(rank, entered)
     headers = {other: case.job.traces[other].header for other in case.tracks}
     is_one_host = len({header.host for header in headers.values()}) == 1
     return entered + headers[rank].started if is_one_host else None
 
 
 def _per_step(own: Floats, theirs: Floats) -> dict[tuple[int, int], int]:
-    """Over how many calls this and the other rank may accumulate, and from which call on; empty where it is the same.
+    """Over how many calls this and the other rank may accumulate, with the call from which on; empty if alike.
 
-    Several may fit: of those that have fitted the longest, the smallest is meant, since its multiples fit as well.
+    If several fit, the smallest of those that fit the longest is meant: its multiples fit as well.
     """
     made, drifted = _drifted(own, theirs)
     found: dict[tuple[int, int], int] = {}
@@ -94,13 +88,9 @@ def _per_step(own: Floats, theirs: Floats) -> dict[tuple[int, int], int]:
 
 
 def _drifted(own: Floats, theirs: Floats) -> tuple[Whole, Whole]:
-    """How many calls the other rank had made when this one entered each; at which of them it was ahead."""
+    """How many calls the other rank had made when this one entered each of its own; where it was ahead."""
     made: Whole = np.searchsorted(theirs, own[own <= theirs[-1]])
     return made, np.flatnonzero(made - np.arange(len(made)) >= _LEAST_DRIFT)
-
-
-def _reduces(ranks: list[int]) -> str:
-    return "reduces its" if len(ranks) == 1 else "reduce their"
 
 
 def _calls(number: int) -> str:

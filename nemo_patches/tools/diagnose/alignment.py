@@ -1,7 +1,7 @@
-"""The rounds that all ranks came to, how late each rank was to each, and how far the traces' clocks are apart.
+"""The rounds that all ranks reached, how late each rank was to each, and the offsets between the traces' clocks.
 
-A round is complete on all ranks at nearly the same moment, when the last one arrives. So a rank's lag is the longest
-wait of all ranks less its own, and rounds with the same number tie the clocks together. Hosts' clocks are not compared.
+A round completes on all ranks at nearly the same moment, when the last one arrives. So a rank's lag is the longest wait
+of all ranks minus its own, and rounds with the same number tie the clocks together. Hosts' clocks are not compared.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ Floats32 = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int32]
 
-_KNOTS = 64  # moments at which two clocks are compared; between them the drift is taken for linear
+_KNOTS = 64  # moments at which two clocks are compared; between them drift is taken to be linear
 _ROUNDS_AT_A_KNOT = 16
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of one encoder that came in time on all these ranks; rows are ranks, columns are rounds."""
+    """The rounds of one encoder that completed in time on all these ranks; rows are ranks, columns are rounds."""
 
     ranks: tuple[int, ...]
     number: Whole  # of the round
     index: Indices  # of the call, within the rank's calls
-    at: Floats  # when the round came, in seconds of the rank's own trace
+    at: Floats  # when the round completed, in seconds of the rank's own trace
     waited: Floats32  # seconds
-    ahead: Floats32  # seconds from when the rank's DDP began its forward until then; NaN if not known
+    ahead: Floats32  # seconds from the begin of the DDP forward until then; NaN if not known
 
     @property
     def from_ddp(self) -> Rounds:
-        """The same, but waiting begins with DDP's forward, where that is known: on Gloo it may wait for a late rank."""
+        """The same, with waits counted from DDP's forward where known: on Gloo that may wait for a late rank, too."""
         known = ~np.isnan(self.ahead).any(axis=0)
         waited = self.waited.copy()
         waited[:, known] = self.ahead[:, known] - self.ahead[:, known].min(axis=0, initial=np.inf)
@@ -62,23 +62,26 @@ class _RoundsInTime:
 
 @dataclass(frozen=True)
 class Clocks:
-    """The traces' clocks on one scale, that of the reference rank; without the ranks that share no round with it."""
+    """The traces' clocks on the reference rank's scale, without the ranks that share no round with it."""
 
     reference: int
     knots: dict[int, tuple[Floats, Floats]]  # by rank: own time, and what to add to it
 
-    def common(self, rank: int, at: float | Floats) -> Floats | None:
+    def common(self, rank: int, at: float) -> float | None:
         """Seconds of a rank's own trace on the common scale; None where that cannot be told."""
-        if rank not in self.knots:
-            return None
-        moments, offsets = self.knots[rank]
-        own = np.asarray(at, dtype=np.float64)
-        common: Floats = own + np.interp(own, moments, offsets)
+        return float(self.all_common(rank, np.array(at))) if rank in self.knots else None
+
+    def all_common(self, rank: int, at: Floats) -> Floats:
+        """Likewise of many moments of a rank that is on the scale."""
+        common: Floats = at + np.interp(at, *self.knots[rank])
         return common
+
+    def common_or_own(self, rank: int, at: float) -> float:
+        common = self.common(rank, at)
+        return at if common is None else common
 
 
 def shared_rounds(tracks: dict[int, Track]) -> Rounds:
-    """The rounds that came in time on all the given ranks."""
     in_time = {rank: _in_time(track) for rank, track in tracks.items()}
     ranks = tuple(sorted(in_time))
     if not ranks:
@@ -94,7 +97,7 @@ def shared_rounds(tracks: dict[int, Track]) -> Rounds:
 
 
 def clocks(tracks: dict[int, Track]) -> Clocks:
-    """The clocks of the given ranks, by the rounds that each shares with the one that has the most."""
+    """The clocks of the given ranks, by the rounds that each shares with the rank that has the most."""
     in_time = {rank: _in_time(track) for rank, track in tracks.items()}
     if not in_time:
         return Clocks(-1, {})
@@ -119,20 +122,20 @@ def clocks(tracks: dict[int, Track]) -> Clocks:
 
 
 def _in_both(left: Whole, right: Whole) -> Whole:
-    """The rounds of both, each of which has every round once, in order. Nearly always they are the same."""
+    """The rounds in both; each has every round once, in order. Nearly always both are the same."""
     return left if np.array_equal(left, right) else np.intersect1d(left, right, True)
 
 
 def _in_time(track: Track) -> _RoundsInTime:
     calls = track.calls
-    index = np.flatnonzero(np.array(calls.outcome, dtype=np.int8) == CAME).astype(np.int32)
-    number = np.array(calls.round, dtype=np.int64)[index]
+    index = np.flatnonzero(np.array(calls.outcome) == CAME).astype(np.int32)
+    number = np.array(calls.round)[index]
     synced = np.array(calls.synced, dtype=np.float64)[index]
     entered, in_ddp = np.array(calls.entered), np.array(calls.in_ddp)
     believable = (in_ddp >= 0) & (in_ddp <= np.diff(entered, prepend=-np.inf))  # it began after the call before
     at: Floats = entered[index] + synced
     ahead = (np.where(believable, in_ddp, np.nan)[index] + synced).astype(np.float32)
-    waited = np.array(calls.waited, dtype=np.float32)[index]
+    waited = np.array(calls.waited)[index]
     if (np.diff(number) > 0).all():
         return _RoundsInTime(number, index, at, waited, ahead)
     number, first = np.unique(number, return_index=True)

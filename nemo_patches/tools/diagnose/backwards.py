@@ -1,4 +1,4 @@
-"""The verdict on a backward that some ranks made and some did not: who made it waits for the gradients of the rest."""
+"""A backward that only some ranks made: they wait for the gradients of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEXT_STEP = (
 
 @dataclass(frozen=True)
 class SkippedBackward:
-    """waiting: the ranks that are in the backward of that call, and wait there."""
+    """waiting: the ranks that wait in the backward of that call."""
 
     finding: Finding
     waiting: frozenset[int]
@@ -38,18 +38,18 @@ class _Backwards:
     index: Whole  # of the call
     count: Whole  # of training calls up to it
     made: npt.NDArray[np.bool_]
-    left_out: npt.NDArray[np.bool_]  # and it does not come any more
+    left_out: npt.NDArray[np.bool_]  # not made, and it cannot come any more
 
     @property
     def usual(self) -> bool:
-        """Whether most calls have a backward: where they do not, one without is no news."""
+        """Whether most calls have a backward: else one without is usual."""
         return bool(self.made.size and self.made.mean() > 0.5)
 
 
 def skipped_backward(case: Case) -> SkippedBackward | None:
-    """The first training call that is without a backward on some ranks, which went on, and has one on others.
+    """The first training call that has a backward on some ranks, and none on others, which went on without it.
 
-    Not told from ranks whose traces are damaged, nor of a call without a graph (an encoder that is frozen).
+    Ranks with damaged traces and calls without a graph (a frozen encoder) are left out.
     """
     starts = anchors(case.tracks)
     deferred = any(track.deferred for track in case.tracks.values())
@@ -72,33 +72,27 @@ def skipped_backward(case: Case) -> SkippedBackward | None:
     went_on = min(int(positions(case.tracks[rank], starts[rank] or 0)[0][-1]) for rank in ranks) - first
     in_vain = any(_in_vain_after(case.tracks[rank], ranks[rank], first) for rank in [*without, *having])
     waiting = {rank for rank in having if case.tracks[rank].calls.backward[-1] == BACKWARD}
+    severity = WARNING if went_on >= _CALLS_TO_RECOVER and not in_vain and not waiting else CRITICAL
+    call = calls[without[0]]
+    text = f"{named(without)} made no backward of training call {call} of {case.name}, and went on to the next call; "
+    text += f"{named(having)} made {'it' if len(having) == 1 else 'theirs'}{times}."
+    evidence = [
+        f"rank {rank}: call {n} has left the encoder with a graph, and no backward" for rank, n in calls.items()
+    ]
+    evidence += [f"in the backward, and not through it: {named(sorted(waiting))}"] if waiting else []
     finding = Finding(
-        id=ids.NO_BACKWARD,
-        severity=WARNING if went_on >= _CALLS_TO_RECOVER and not in_vain and not waiting else CRITICAL,
-        ranks=tuple(without),
-        text=f"{named(without)} made no backward of training call {calls[without[0]]} of {case.name}, and went on to "
-        f"the next call; {named(having)} made {'it' if len(having) == 1 else 'theirs'}{times}.",
-        next_step=_NEXT_STEP,
-        encoder=case.name,
-        call=calls[without[0]],
-        evidence=(
-            *(
-                f"rank {rank}: call {call} has left the encoder with a graph, and no backward"
-                for rank, call in calls.items()
-            ),
-            *([f"in the backward, and not through it: {named(sorted(waiting))}"] if waiting else []),
-        )[:8],
+        ids.NO_BACKWARD, severity, tuple(without), text, _NEXT_STEP, case.name, call, evidence=tuple(evidence[:8])
     )
     return SkippedBackward(finding, frozenset(waiting))
 
 
 def _backwards(track: Track, start: int, deferred: bool) -> _Backwards:
-    """deferred: some rank has made a backward after a later call, so that entering one shows nothing."""
+    """deferred: some rank made a backward after entering a later call, so entering one does not show a skipped one."""
     calls = track.calls
-    state = np.array(calls.backward, dtype=np.int8)
+    state = np.array(calls.backward)
     kinds, _ = weighted_kinds(track)
     index = np.flatnonzero((kinds == 1) & (state != NO_GRAPH) & (np.arange(len(state)) >= start))
-    numbers, made = np.array(calls.n, dtype=np.int64)[index], state[index] != NO_BACKWARD
+    numbers, made = np.array(calls.n)[index], state[index] != NO_BACKWARD
     goes_on = numbers < track.settled
     if not deferred:
         goes_on |= (numbers < track.last) & (np.cumsum(made) >= _ENOUGH_BACKWARDS)
@@ -116,7 +110,7 @@ def _in_vain_after(track: Track, of_rank: _Backwards, count: int) -> bool:
 
 
 def unlike_backwards(case: Case, hang: Finding) -> Finding:
-    """A hang outside the encoder, told by the backward of that call: some ranks wait in it, some have not begun it."""
+    """Explain a hang outside the encoder by the last backward, if some ranks wait in it and others do not."""
     last = {rank: track.calls.backward[-1] for rank, track in case.tracks.items() if track.calls.n}
     inside = sorted(rank for rank, state in last.items() if state == BACKWARD)
     if hang.id != ids.OUTSIDE or not inside or set(last) != set(case.sure) or NO_GRAPH in last.values():
@@ -125,14 +119,7 @@ def unlike_backwards(case: Case, hang: Finding) -> Finding:
     evidence = (f"in the backward, and not through it: {named(inside)}", *hang.evidence)
     if not before:
         return replace(hang, severity=CRITICAL, evidence=evidence)
-    return Finding(
-        id=ids.NO_BACKWARD,
-        severity=CRITICAL,
-        ranks=tuple(before),
-        text=f"{whom(before, 'has', 'have')} come out of {case.call(case.endings[before[0]])}, and made no backward of "
-        f"it, which {whom(inside, 'is', 'are')} in: left out, or stuck before it.",
-        next_step=_NEXT_STEP,
-        encoder=case.name,
-        call=case.endings[before[0]].call,
-        evidence=evidence,
-    )
+    first = case.endings[before[0]]
+    text = f"{whom(before, 'has', 'have')} come out of {case.call(first)}, and made no backward of it, which "
+    text += f"{whom(inside, 'is', 'are')} in: left out, or stuck before it."
+    return Finding(ids.NO_BACKWARD, CRITICAL, tuple(before), text, _NEXT_STEP, case.name, first.call, evidence=evidence)

@@ -1,7 +1,7 @@
-"""Who is missing by the encoder calls that each rank has come to, where something else shows that ranks wait.
+"""Which ranks are missing, by the encoder calls that each rank has reached, where other facts show that ranks wait.
 
-A rank is accused only if its own record is whole, and never for a round of the length sync that it has come to. If all
-have come out of the encoder, the hang is not the encoder's.
+A rank is accused only if its own record is complete, and never for a round of the length sync that it has reached. If
+all ranks have left the encoder, the hang is outside it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _Standing:
 
     @property
     def waited(self) -> bool:
-        """An error that ended it shows it."""
-        return self.kind in CONSEQUENCES and not self.account.fate_value.text.startswith(fates.SYNC_ENDED)
+        """Whether the error that ended it shows that it waited."""
+        return self.kind in CONSEQUENCES and not self.account.fate.text.startswith(fates.SYNC_ENDED)
 
     @property
     def has_no_end(self) -> bool:
-        return self.kind not in _KNOWN_ENDS or self.account.fate_value.text.startswith(fates.SYNC_ENDED)
+        return self.kind not in _KNOWN_ENDS or self.account.fate.text.startswith(fates.SYNC_ENDED)
 
     @property
     def runs(self) -> bool:
@@ -60,7 +60,7 @@ class _Standing:
 
     @property
     def in_good_order(self) -> bool:
-        return self.kind == fates.ENDED and not self.call.phase and not self.account.fate_value.exit_code
+        return self.kind == fates.ENDED and not self.call.phase and not self.account.fate.exit_code
 
 
 _Some = list[_Standing]
@@ -68,7 +68,7 @@ _Some = list[_Standing]
 
 @dataclass(frozen=True)
 class _Ranks:
-    """All ranks of which a call, or that there is none, of one encoder is known. explained: see Evidence."""
+    """All ranks whose last call of one encoder is known. explained: see Evidence."""
 
     hearing: Hearing
     all: _Some
@@ -90,8 +90,8 @@ class _Ranks:
 
     @property
     def reporting(self) -> _Some:
-        """Whose stall monitors have reported the stall that the records end in."""
-        return [one for one in self.all if one.account.motion is not None and not one.account.moved]
+        """Ranks whose stall monitors have reported the stall that the records end in."""
+        return [one for one in self.all if one.account.motion_fact is not None and not one.account.moved]
 
     def having(self, test: Callable[[_Standing], bool]) -> _Some:
         return [one for one in self.all if test(one)]
@@ -104,15 +104,15 @@ def by_calls(hearing: Hearing) -> Ruling:
         sure = [one for one in standings if not one.call.unsure]
         explained = frozenset(hearing.evidence.explained.get(encoder, ()))
         found += _of_encoder(_Ranks(hearing, standings, sure, explained), encoder)
-    # If ranks are unequal in one encoder, it is no finding that they are equal in another one.
+    # Where ranks differ in one encoder, that they are level in another one is no finding.
     unequal = [one for one in found if one.id not in OF_ALL]
     inside = [one for one in found if one.id == ids.ALL_INSIDE]
     return Ruling(tuple(unequal or inside or found[:1]))
 
 
 def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
-    """The evidence in its order: stall reports, how processes ended, rounds that came in vain. Without any, ranks that
-    stand at different calls are what a healthy job looks like that was killed at this moment.
+    """By stall reports, then by how processes ended, then by rounds that were given up. Without any of these, ranks at
+    different calls are no evidence: a healthy job that is killed looks like that.
     """
     if not any(one.call.number for one in ranks.all):
         return []
@@ -120,7 +120,7 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     if accused := [_Standing(one, _standing_call(one, encoder)) for one in reported if not _is_excused(one, ranks)]:
         return _by_reports(ranks, accused)
     if any(one.kind == fates.RAISED for one in ranks.sure):
-        return []  # who raised an exception did not wait
+        return []  # judge.py names the exception
     known = [
         one
         for one in ranks.all
@@ -143,7 +143,7 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
 
 def _by_reports(ranks: _Ranks, accused: _Some) -> list[Finding]:
     others = _at_top([one for one in ranks.all if not one.call.reported])
-    if not others:  # all report each other: who is furthest has not held the others up
+    if not others:  # all report each other: the rank that is furthest has not held the others up
         others = _at_top([one for one in ranks.all if one.call.number])
         accused = [one for one in accused if one not in others] or accused
     return _grouped(ranks, accused, others)
@@ -155,14 +155,14 @@ def _standing_call(account: Account, encoder: str) -> Call:
 
 
 def _is_reported(account: Account, encoder: str) -> bool:
-    """Whether others say that it is missing; of a rank without a trace they may say so for any encoder."""
+    """Whether others report the rank missing; if it has no trace, for whichever encoder."""
     return account.reported is not None and (not account.calls or _standing_call(account, encoder).reported)
 
 
 def _is_excused(account: Account, ranks: _Ranks) -> bool:
     """Whether a rank that others report missing has waited itself, or was ended by others."""
     has_left = account.reported is not None and account.reported.fate_kind == fates.GONE
-    # Beside one that has raised an exception and is missing as well, the launcher ended it, as far as is known.
+    # If another missing rank has raised an exception, the launcher probably ended this one.
     others = [one for one in ranks.hearing.accounts.values() if one is not account and one.reported is not None]
     raised = any(one.fate_kind == fates.RAISED for one in others)
     by_others = has_left and (account.fate_kind == fates.TERMINATED or raised)
@@ -170,10 +170,10 @@ def _is_excused(account: Account, ranks: _Ranks) -> bool:
 
 
 def _waits(one: _Standing, ranks: _Ranks) -> bool:
-    """A rank that has no end beside others that have one may have been killed while it waited in its backward; not
-    where it had reported its wait, and others waited until a time limit.
+    """Whether the rank waits. A rank in its backward without a recorded end may have been killed there, unless it had
+    reported its wait and others waited until a time limit.
     """
-    place, has_reported = one.account.place_value, one.account.motion is not None
+    place, has_reported = one.account.place, one.account.motion_fact is not None
     may_be_killed = one.call.in_backward and not place.way and one.has_no_end and not one.runs
     may_be_killed = may_be_killed and not (ranks.timed_out and has_reported)
     return one.account.moved or bool(place.collective and not may_be_killed)
@@ -201,7 +201,7 @@ def _left_in_a_collective(ranks: _Ranks, known: _Some) -> _Some:
 
 
 def _gone_first(ranks: _Ranks, rest: _Some) -> _Some:
-    """Who went before connections were closed, of the ranks that do not tell that they waited.
+    """Of the ranks that did not wait as far as is known, those that left before connections were closed.
 
     Ranks ended by SIGTERM are victims; prefer a rank without a recorded end.
     """
@@ -215,19 +215,21 @@ def _gone_first(ranks: _Ranks, rest: _Some) -> _Some:
 
 
 def _are_whole_hosts(ranks: _Ranks, some: _Some) -> bool:
-    """SIGTERM leaves no stack where a handler has been put back: of several without an end, only a host is told."""
+    """Whether these are all ranks of their hosts. Of several ranks without a recorded end only whole hosts are named:
+    SIGTERM leaves no stack where a job has replaced its handler.
+    """
     inside = {one.rank for one in some}
     hosts = [{one.account.host for one in ranks.all if (one.rank in inside) == which} for which in (True, False)]
     return not hosts[0] & hosts[1]
 
 
 def _is_early(one: _Standing, top: tuple[int, int]) -> bool:
-    """Whether an interpreter came to its end before the training did."""
-    return one.call.position < top or one.call.in_backward or bool(one.account.fate_value.exit_code)
+    """Whether the rank's interpreter ended before the training did."""
+    return one.call.position < top or one.call.in_backward or bool(one.account.fate.exit_code)
 
 
 def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
-    """The ranks that have not come to a round of the length sync which others gave up."""
+    """The ranks that have not reached a round of the length sync that others gave up."""
     waited = [one.call for one in ranks.sure if one.call.in_vain or one.call.sync_ended]
     ended = any(call.sync_ended for call in waited)
     return [
@@ -240,7 +242,7 @@ def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
 
 
 def _gone(ranks: _Ranks, known: _Some) -> _Some:
-    """The ranks that ended, or have no end, where the length sync of others has ended because a rank had gone."""
+    """The ranks that ended, or have no recorded end, where others' length sync ended because a rank had gone."""
     if not any(one.call.sync_ended for one in ranks.sure) or not ranks.are_all:
         return []
     rest = [one for one in known if not (one.call.sync_ended or one.call.raised or one.waited)]
@@ -249,8 +251,8 @@ def _gone(ranks: _Ranks, known: _Some) -> _Some:
 
 
 def _not_told_to_end(ranks: _Ranks, known: _Some) -> _Some:
-    """The one rank without an end, where SIGTERM ended all others: so a launcher does when a rank has gone."""
-    no_end = [one for one in known if one.has_no_end and one.account.member_value.notes_sigterm]
+    """The rank without a recorded end where SIGTERM ended all others: a launcher does that when a rank has gone."""
+    no_end = [one for one in known if one.has_no_end and one.account.member.notes_sigterm]
     terminated = ranks.having(lambda one: one.kind == fates.TERMINATED)
     all_else = len(no_end) + len(terminated) == ranks.hearing.world_size
     return _gone_first(ranks, no_end) if all_else and terminated else []
@@ -272,7 +274,7 @@ def _why(ranks: _Ranks, one: _Standing, others: _Some) -> str:
     reported = one.account.reported
     kind = (reported.fate_kind or ids.MISSING_RANK) if reported is not None else ""
     if kind and (one.call.unsure or (kind == fates.UNSEEN and not one.call.number)):
-        return ids.MISSING_RANK  # as the others say; more is not known of it
+        return ids.MISSING_RANK  # others report it, and more is not known
     if one.kind == fates.RAISED:
         return ids.EXCEPTION
     if one.kind == fates.ENDED:
@@ -310,7 +312,7 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     found = _finding(kind, text + ".", some, [*some, *others[:2]])
     if first.call.unsure:
         return replace(found, call=usual.call.number)
-    # The finding is about the call that these ranks have not entered.
+    # Report the call that these ranks have not entered.
     call = found.call + (not first.call.phase and first.call.position < others[0].call.position)
     if kind in (ids.ENDED, ids.MISSING_RANK) and 0 < first.call.behind_since < call:
         call = first.call.behind_since
@@ -353,7 +355,7 @@ def _went(others: _Some) -> str:
 
 
 def _finding(kind: str, text: str, some: _Some, told: _Some, severity: str = "") -> Finding:
-    """About the ranks of some. told: whose last records are evidence."""
+    """About the ranks in `some`. told: the ranks whose last records are evidence."""
     lines = [*(one.call.last for one in told[:4] if one.call.last)]
     if vain := sorted(one.rank for one in told if one.call.in_vain):
         lines.append(f"waited in vain for its round: {named(vain)}")
@@ -366,9 +368,9 @@ def _finding(kind: str, text: str, some: _Some, told: _Some, severity: str = "")
 
 
 def _level(ranks: _Ranks) -> list[Finding]:
-    """The job hangs, and no rank stands out by what the records of it say."""
+    """The job hangs, and no rank stands out by its records."""
     if len(ranks.sure) < ranks.hearing.world_size:
-        return []  # a rank that is not known may be the reason
+        return []  # a rank of which nothing is known may be the reason
     at_top = _at_top(ranks.sure)
     behind = [one for one in ranks.sure if one not in at_top and not one.waited]
     inside = [one for one in at_top if one.call.phase]
@@ -377,13 +379,13 @@ def _level(ranks: _Ranks) -> list[Finding]:
     reported = all(one in reporting for one in at_top)
     went_on = not reported and (reporting or any((one.call.since_s or LONG_S) < LONG_S for one in at_top))
     if went_on and (behind or inside):
-        return _stopped_at_once(ranks)  # so it looks in a healthy job, too: who is ahead went on a moment ago
+        return _stopped_at_once(ranks)  # a healthy job looks the same: the ranks ahead moved a moment ago
     if behind and not reported:
         return _grouped(ranks, behind, at_top)
     if inside and outside and not reported:
         return [_absent(ranks, ids.SOME_INSIDE, inside, outside)]
     if all(one.call.in_vain for one in at_top):
-        return []  # the last to come to a round does not wait in vain: some trace is not what its rank wrote
+        return []  # the last rank to reach a round does not wait in vain: some trace is incomplete
     return [_of_equals(ranks, at_top[0].call.title, inside, outside, behind)]
 
 
@@ -400,18 +402,18 @@ def _of_equals(ranks: _Ranks, call: str, inside: _Some, outside: _Some, behind: 
         text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
         return replace(_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure), phase="")
     text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
-    # A job that decodes or writes for long, and calls no encoder, looks the same, unless one was seen to wait.
+    # A job that decodes or writes for long, and calls no encoder, looks the same, unless a rank was seen to wait.
     severity = "" if ranks.hearing.evidence.saw_a_wait or ranks.timed_out else WARNING
     return _finding(ids.OUTSIDE, text, ranks.sure, ranks.sure, severity)
 
 
 def _stopped_at_once(ranks: _Ranks) -> list[Finding]:
-    """Ranks without an end, and no record that anyone waited for anyone in vain: this accuses nobody."""
+    """Ranks without a recorded end, and no record of a wait in vain: nobody is accused."""
     stopped = ranks.having(lambda one: one.has_no_end or one.kind == fates.TERMINATED)
     if not stopped or ranks.having(lambda one: one.call.in_vain or one.call.sync_ended):
         return []
     if len(stopped) < len(ranks.all) and all(one.call.unsure for one in stopped):
-        return []  # files that are not whole, of a job whose other ranks tell how they ended
+        return []  # incomplete files of a job whose other ranks have recorded their ends
     by_signal = [one.rank for one in stopped if one.kind == fates.TERMINATED]
     how = f"SIGTERM ended {named(by_signal)}" if by_signal else "no trace says how"
     who, have = named([one.rank for one in stopped]), "has" if len(stopped) == 1 else "have"
@@ -424,7 +426,7 @@ def _stopped_at_once(ranks: _Ranks) -> list[Finding]:
 
 
 def _ended_by_nobody_known(ranks: _Ranks) -> list[Finding]:
-    """Connections were closed, or SIGTERM or Ctrl-C ended ranks, and no record tells of a rank that went before."""
+    """Connections were closed, or SIGTERM or Ctrl-C ended ranks, and no record shows a rank that left before."""
     if not ranks.are_all:
         return []  # a rank of which there is no trace may have gone first
     terminated = [one.rank for one in ranks.all if one.kind == fates.TERMINATED]

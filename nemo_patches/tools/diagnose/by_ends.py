@@ -1,4 +1,4 @@
-"""What ends alone tell: ranks whose connections closed, or whose time ran out, where nobody is known to be missing."""
+"""Verdicts from how ranks ended, where no rank is known to be missing: closed connections, time-outs, launchers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_ends(hearing: Hearing) -> Ruling:
         return Ruling(tuple(replace(one, text=f"{one.text} {capital(who(ended))} {how}.") for one in found))
     if not waited and (first := _left_first(cut, hearing)):
         return Ruling(first)
-    if all(one.fate_value.text.startswith(fates.AT_START) for one in (*waited, *cut)):
+    if all(one.fate.text.startswith(fates.AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
     ends = "; ".join(
@@ -65,8 +65,8 @@ def by_ends(hearing: Hearing) -> Ruling:
 
 
 def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
-    """Where connections closed, and no time limit had passed: the rank that failed first, if none but it can be it; or
-    who else ended the job.
+    """For closed connections without a time-out: the rank that failed first, if only one comes into question, or
+    whatever else ended the job.
     """
     terminated = [
         fact for fact in _terminated(hearing) if fact.rank == NOT_TOLD or fact.fate_text == fates.FROM_OUTSIDE
@@ -88,17 +88,17 @@ def _unseen_text(hearing: Hearing) -> str:
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
-    ranks, told = who(one.rank for one in waited), waited[0].fate_value.text.removeprefix(f"{fates.AT_START}: ")
+    ranks, told = who(one.rank for one in waited), waited[0].fate.text.removeprefix(f"{fates.AT_START}: ")
     text = f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
     rank = "It" if len(waited) == 1 else who([waited[0].rank])
     return finding(ids.START_UP, f"{text}{capital(rank)} says: {told}{_unseen_text(hearing)}.", evidence=evidence)
 
 
 def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
-    """What they waited in, if that is the same for all of which it is known; and what to do then."""
+    """What they waited in, if all known seats agree, and the next step for that."""
     facts = [fact for one in waited for fact in one.seats if fact.seat and fact.seat.kind]
     if not facts:
-        fate = waited[0].fate_value if waited else Fate("")
+        fate = waited[0].fate if waited else Fate("")
         if len(_places_of(waited)) > 1:
             return "for others", ""
         at = f" in {inner(fate.where)}" if fate.where else ""
@@ -111,8 +111,8 @@ def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
 
 
 def _places_of(waited: list[Account]) -> dict[str, list[int]]:
-    """By where their errors say that they waited."""
-    return parties((inner(one.fate_value.where), one.rank) for one in waited if one.fate_value.where)
+    """Ranks by the place where they waited, as their errors say."""
+    return parties((inner(one.fate.where), one.rank) for one in waited if one.fate.where)
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
@@ -128,10 +128,10 @@ def _stuck(hearing: Hearing) -> list[Finding]:
 
 
 def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[Finding, ...]:
-    """Who failed first by the launcher's tables. of_ranks_that_waited: a code of 1 may be that of such a rank."""
+    """The first failure in the launchers' tables. of_ranks_that_waited: the exit code may be that of a waiting rank."""
     firsts = [fact for fact in first_of(hearing.told(fates.FAILED, fates.ABORTED)) if not fact.own]
     if not firsts:
-        gone = [one for one in hearing.having(fates.GONE) if one.fate and not one.fate.own]
+        gone = [one for one in hearing.having(fates.GONE) if one.fate_fact and not one.fate_fact.own]
         return () if of_ranks_that_waited else tuple(all_absent(gone, None)) or _ended_by_others(hearing)
     ranks = sorted({fact.rank for fact in firsts})
     first = firsts[0]
@@ -148,7 +148,7 @@ def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> tuple[F
 
 
 def _terminated(hearing: Hearing) -> list[Fact]:
-    """What launchers and schedulers tell of ranks, or of the job, that somebody else ended."""
+    """What launchers and schedulers say about ranks, or a job, that somebody else ended."""
     return [fact for fact in hearing.told(fates.TERMINATED) if not fact.own]
 
 

@@ -1,4 +1,4 @@
-"""Who is missing by records of which collectives each rank has entered: numbers, never clocks."""
+"""Which ranks are missing, by the numbers of the collectives that each rank has entered; clocks are not used."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, 
         )
         return [finding(ids.CROSSED, text, evidence=evidence)]
     if one.id == seats.ALL_IN and one.seat.group in hearing.evidence.partly_known:
-        return []  # that nobody is missing is not known
+        return []  # a rank of which nothing is known may be missing
     if one.id == seats.ALL_IN:
         unseen = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
         text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it{unseen}."
@@ -86,7 +86,7 @@ def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, 
 
 
 def _last_entered(account: Account) -> str:
-    """What it has entered last, of any group."""
+    """The last collective that the rank has entered, of any group."""
     facts = [(fact.at, fact.seat.number, fact) for fact in account.seats if fact.seat]
     if not facts:
         return f"rank {account.rank}: no collective of it is known"
@@ -95,7 +95,7 @@ def _last_entered(account: Account) -> str:
 
 
 def _pending(hearing: Hearing, rank: int, seat: Seat, facts: dict[tuple[str, int, int], Fact]) -> Fact | None:
-    """The earlier collective of that group in which it waits itself, if it does: one that has ended for nobody."""
+    """The earlier collective of that group that the rank itself waits in, if any: one that nobody has completed."""
     own = [fact.seat.number for fact in hearing[rank].seats if fact.seat and fact.seat.group == seat.group]
     last = facts.get((seat.group, max((number for number in own if number < seat.number), default=-1), rank))
     if last is None or not last.seat or last.seat.done is not False:
@@ -114,15 +114,15 @@ def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding
 
 
 def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) -> bool:
-    """Whether another fact shows the rank waiting, or going on; the contradiction is kept."""
+    """Whether another fact shows the rank waiting or moving; if so, keep the contradiction."""
     account = hearing[rank]
-    waits = account.motion if account.moved else account.waits
+    waits = account.motion_fact if account.moved else account.waits
     if waits is None:
         return False
-    place = account.place_value
+    place = account.place
     since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
-    what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate_value.text})"
-    what = f"it goes on ({account.motion_value.by})" if account.moved else what
+    what = f"it waits in {place.seat}{since}" if place.collective else f"it waited ({account.fate.text})"
+    what = f"it goes on ({account.motion.by})" if account.moved else what
     entered = f"rank {rank} had not entered {title_of(one.seat)}"
     hearing.contradictions.append(f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}")
     return True

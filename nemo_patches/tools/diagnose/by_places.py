@@ -1,4 +1,4 @@
-"""Who is missing by where each rank was seen: by stacks, stall reports, or what found it at its end."""
+"""Which ranks are missing, by where each rank was seen: in its stack, in stall reports, or when it ended."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_l
 def by_places(hearing: Hearing) -> Ruling:
     accounts = hearing.accounts
     waiting = hearing.waiting
-    seen = [one for one in accounts.values() if one.place or one.fate_kind in (*_OUT, fates.UNREADABLE)]
+    seen = [one for one in accounts.values() if one.place_fact or one.fate_kind in (*_OUT, fates.UNREADABLE)]
     if not seen:
         return Ruling()
     over = all(one.fate_kind in (fates.GONE, fates.ENDED) for one in accounts.values())
-    if over and not any(one.place_value.where for one in seen) and not hearing.unseen:
+    if over and not any(one.place.where for one in seen) and not hearing.unseen:
         return Ruling(text="The job has ended: none of its processes is there any more.", goes_on=True)
     moving = [one for one in seen if one.moved]
-    # Who has ended its script is missing where others wait; else it waits itself, with a collective pending.
-    others_wait = [one for one in waiting if one.place_value.activity != ENDING]
+    # A rank at the end of its script is missing where others wait; else it waits itself, with a collective pending.
+    others_wait = [one for one in waiting if one.place.activity != ENDING]
     waiting = others_wait or waiting
     unreadable = [one for one in seen if one.fate_kind == fates.UNREADABLE]
     if len(unreadable) == len(seen):
-        text = f"None of {len(seen)} ranks could be read: {unreadable[0].fate_value.text}"
+        text = f"None of {len(seen)} ranks could be read: {unreadable[0].fate.text}"
         step = "Then run this again; what is known of each process without its stack is below."
         return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence_of(seen), next_step=step),))
     if not waiting:
         return _nobody_waits(hearing, seen, moving)
-    if any(one.place_value.collective for one in moving) and len(moving) + 1 >= len(seen):
+    if any(one.place.collective for one in moving) and len(moving) + 1 >= len(seen):
         return _goes_on(moving)
-    # Who moves from one collective to the next goes on; the others wait for nobody that is known.
-    going = {one.rank for one in moving if one.place_value.collective}
+    # Ranks that move from one collective to the next go on.
+    going = {one.rank for one in moving if one.place.collective}
     unseen = set(range(hearing.world_size)) - {one.rank for one in seen}
     members = [rank for rank in range(hearing.world_size) if rank not in going and rank not in unseen]
-    kinds = {one.rank: "" if is_guess(one.place_value.collective) else one.place_value.seat for one in waiting}
+    kinds = {one.rank: "" if is_guess(one.place.collective) else one.place.seat for one in waiting}
     out = [rank for rank in members if rank not in kinds and accounts[rank] not in unreadable]
-    if out and len(set(kinds.values())) > 1:  # who is outside every collective comes first, whatever the others are in
+    if out and len(set(kinds.values())) > 1:  # a rank outside every collective comes first, whatever the others are in
         kinds = dict.fromkeys(kinds, "")
     judged = seats.judge((Seat(rank, "job", 1, kind) for rank, kind in kinds.items()), {"job": members})
     ruling = _of_places(judged[0] if judged else None, hearing, waiting, sorted(unseen))
@@ -62,16 +62,16 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
     if one is not None and one.id == seats.MISSING:
         accused = [hearing[rank] for rank in one.accused]
         if unreadable := [each for each in accused if each.fate_kind == fates.UNREADABLE]:
-            text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate_value.text}"
+            text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate.text}"
             return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence),))
         accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
-        # Who is held up where the others wait would not end their wait: not while anybody is elsewhere.
-        elsewhere = [each for each in accused if not each.place_value.collective]
+        # A rank held up in a collective is accused only if no rank is elsewhere.
+        elsewhere = [each for each in accused if not each.place.collective]
         accused = elsewhere or accused
         wait = Wait(tuple(sorted(each.rank for each in waiting)), _titles(waiting), still_s=_still_s(waiting))
         return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
     if any(hearing[rank].calls for rank in unseen):
-        return Ruling()  # something is known of it: its trace is damaged, or tells nothing of where it is
+        return Ruling()  # something is known of it, but its trace is damaged or does not say where it is
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
         text = f"{who} {are} in {title}; {not_known[0]}."
@@ -82,7 +82,7 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
 
 
 def _different(waiting: list[Account], evidence: list[str]) -> Finding:
-    by_seat = parties((each.place_value.seat, each) for each in waiting)
+    by_seat = parties((each.place.seat, each) for each in waiting)
     first, *_, last = by_seat.values()
     why = further_on(first, last)
     by_title = {title: [one.rank for one in ranks] for title, ranks in by_seat.items()}
@@ -90,12 +90,12 @@ def _different(waiting: list[Account], evidence: list[str]) -> Finding:
 
 
 def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
-    """All wait: in the same, as far as a stack tells."""
-    seat = next((one.place_value.seat for one in waiting if not is_guess(one.place_value.collective)), "")
+    """All wait, in the same collective as far as their stacks show."""
+    seat = next((one.place.seat for one in waiting if not is_guess(one.place.collective)), "")
     if steps := apart(waiting):
         text = f"Every rank waits, and they are not at the same step: {steps}."
         return finding(ids.SKIPPED, text, evidence=evidence)
-    if any(is_guess(one.place_value.collective) for one in waiting):
+    if any(is_guess(one.place.collective) for one in waiting):
         text = "Every rank waits, at least one of them for the GPU: a stack does not tell for which collective."
         step = (
             "Ask NCCL (`nemo-patches diagnose --ras HOST`), or dump the Flight Recorder: numbers tell who is missing."
@@ -107,7 +107,7 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
             "same call, and one rank is ahead."
         )
         return finding(ids.SKIPPED, text, evidence=evidence)
-    if waiting[0].place_value.collective in _OF_TWO:
+    if waiting[0].place.collective in _OF_TWO:
         text = f"Every rank waits in {seat}, which is between two ranks: each waits for the other side's call."
         step = "Look at who sends to whom there, and in which order: each recv needs a rank that comes to its send."
         return finding(ids.ALL_IN, text, evidence=evidence, next_step=step)
@@ -121,10 +121,17 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
 def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) -> Ruling:
     bad = [one for one in seen if one.fate_kind in (*HELD, fates.GONE, fates.SILENT)]
     here = [one for one in seen if one.fate_kind not in GONE_FATES]
-    stuck = [one for one in here if one.place and _is_still(one, hearing.stuck_after_s)]
+    stuck = [
+        one
+        for one in here
+        if one.place_fact
+        and one.was_looked_at_twice
+        and not one.moved
+        and (one.still_s or 0.0) >= hearing.stuck_after_s
+    ]
     evidence = evidence_of(seen)
     if not bad and len(stuck) == len(seen) > 1 and not hearing.unseen:
-        places = sorted({one.place_value.worker or one.place_value.where for one in stuck})
+        places = sorted({one.place.worker or one.place.where for one in stuck})
         least = min(one.still_s or 0.0 for one in stuck)
         where = f"all are in {places[0]}" if len(places) == 1 else f"they are in {'; '.join(places[:3])}"
         text = f"No rank is in a collective, and none has moved for {least:.0f} s: {where}."
@@ -133,9 +140,9 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
         if (
             not moving
             and all(one.fate_kind in (fates.GONE, fates.SILENT) for one in bad)
-            and not any(one.place for one in seen)
+            and not any(one.place_fact for one in seen)
         ):
-            return Ruling()  # how they ended, if anything tells it, is the better answer
+            return Ruling()  # by_ends.py has the better answer, if their ends are known
         return Ruling(tuple(all_absent(bad, None, evidence)))
     if stuck and not moving and not hearing.unseen:
         return Ruling(tuple(all_absent(stuck, None, evidence)))
@@ -144,21 +151,14 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
     return Ruling()
 
 
-def _is_still(one: Account, stuck_after_s: float) -> bool:
-    return one.was_looked_at_twice and not one.moved and (one.still_s or 0.0) >= stuck_after_s
-
-
 def _goes_on(moving: list[Account]) -> Ruling:
-    who, how = (
-        named([one.rank for one in moving]),
-        f" ({moving[0].motion_value.by})" if moving[0].motion_value.by else "",
-    )
-    text = f"No rank is stuck: {who} went on between the looks{how}."
-    return Ruling(text=text, goes_on=True)
+    who, by = named([one.rank for one in moving]), moving[0].motion.by
+    how = f" ({by})" if by else ""
+    return Ruling(text=f"No rank is stuck: {who} went on between the looks{how}.", goes_on=True)
 
 
 def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
-    """Where the waits are young, no hang yet; where each rank was seen once, a hang by this moment's look only."""
+    """Young waits are no hang yet; and a single look at each rank shows a hang for that moment only."""
     if not ruling.findings:
         return ruling
     first, *rest = ruling.findings
@@ -167,19 +167,21 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
         text = f"So far no hang: {first.text[0].lower()}{first.text[1:]} Look again if it lasts."
         return Ruling(text=text, goes_on=True, is_too_early=True)
     works = [hearing[rank] for rank in first.ranks]
-    if works and all(one.moved and one.place_value.activity == CHECKPOINT for one in works):
-        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].motion_value.by})."
+    if works and all(one.moved and one.place.activity == CHECKPOINT for one in works):
+        text = f"So far no hang: {first.text[0].lower()}{first.text[1:-1]}; it goes on ({works[0].motion.by})."
         return Ruling(text=f"{text} Look again if it lasts.", goes_on=True)
     if (
         works
-        and all(one.moved or one.place_value.activity == CHECKPOINT for one in works)
+        and all(one.moved or one.place.activity == CHECKPOINT for one in works)
         and any(one.moved for one in works)
     ):
-        by = next((one.motion_value.by for one in works if one.moved), "")
+        by = next((one.motion.by for one in works if one.moved), "")
         text = f"{first.text[:-1]}; it works{f' ({by})' if by else ''}, and may come."
         first = replace(first, text=text, severity=WARNING)
     held = any(hearing[rank].fate_kind in (*HELD, *CAUSES, fates.GONE) for rank in first.ranks)
-    is_moment = all(one.place is not None and one.place.own and not one.was_looked_at_twice for one in waiting)
+    is_moment = all(
+        one.place_fact is not None and one.place_fact.own and not one.was_looked_at_twice for one in waiting
+    )
     if is_moment and not held:
         more = "One look at each rank cannot tell a hang from a slow step; look again: who has moved is not stuck."
         first = replace(first, text=f"At the moment of these stacks: {first.text[0].lower()}{first.text[1:]} {more}")
@@ -187,12 +189,12 @@ def _aged(ruling: Ruling, waiting: list[Account], hearing: Hearing) -> Ruling:
 
 
 def _waited_by_its_end(hearing: Hearing, one: Account, waiting: Account) -> bool:
-    """Whether the error that ended it shows it waiting for others, too."""
+    """Whether the error that ended the rank shows that it waited as well; if so, keep the contradiction."""
     waits = one.waits
     if waits is None or one.fate_kind not in CONSEQUENCES:
         return False
-    cite = waiting.place.cite if waiting.place is not None else ""
-    waited = f"it waited ({one.fate_value.text})"
+    cite = waiting.place_fact.cite if waiting.place_fact is not None else ""
+    waited = f"it waited ({one.fate.text})"
     hearing.contradictions.append(
         f"contradiction: by {cite} rank {one.rank} is in no collective; by {waits.cite} {waited}"
     )
@@ -200,7 +202,7 @@ def _waited_by_its_end(hearing: Hearing, one: Account, waiting: Account) -> bool
 
 
 def _titles(waiting: list[Account]) -> str:
-    titles = sorted({one.place_value.seat for one in waiting})
+    titles = sorted({one.place.seat for one in waiting})
     others = len(titles) - 1
     return titles[0] + (f" (and {others} other place{'s' if others > 1 else ''})" if others else "")
 

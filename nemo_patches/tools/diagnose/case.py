@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
@@ -34,42 +34,40 @@ class Case:
 
     @property
     def ended_well(self) -> bool:
-        """Whether all ranks ended in good order: whatever they had waited for, they got it."""
+        """Whether all ranks ended in good order: whatever they waited for came."""
         return len(self.endings) >= self.job.world_size and all(map(self.has_gone_on, self.endings))
 
     def has_gone_on(self, rank: int) -> bool:
-        """Whether a rank came out of whatever it had waited for: it ended in good order, or went on without a trace."""
+        """Whether what a rank waited for came: it ended in good order, or went on without a trace."""
         return self.endings[rank].in_good_order or bool(self.job.traces[rank].stopped)
 
     def call(self, ending: Ending) -> str:
-        """The last call of a rank, for a person."""
         return f"{ending.kind}call {ending.call} of {self.name}" if ending.call else "its first encoder call"
 
     def behind(self, rank: int) -> float | None:
-        """Seconds by which a rank's last record is older than the newest of all; None if clocks cannot be compared."""
+        """Seconds by which a rank's last record is older than the newest one; None if clocks cannot be compared."""
         own = self._last_records.get(rank)
         return max(self._last_records.values()) - own if own is not None and len(self._last_records) > 1 else None
 
     @property
     def newest(self) -> float:
-        """When the newest record of all was made, on the common scale."""
         return max(self._last_records.values(), default=0.0)
 
     @cached_property
     def _last_records(self) -> dict[int, float]:
-        """By rank when its last record was made, on the common scale; only of ranks that are on it."""
+        """By rank, when its last record was made on the common scale, of ranks that are on it."""
         common = {rank: self.clocks.common(rank, trace.last) for rank, trace in self.job.traces.items()}
-        return {rank: float(seconds) for rank, seconds in common.items() if seconds is not None}
+        return {rank: seconds for rank, seconds in common.items() if seconds is not None}
+
+    @cached_property
+    def stall_reports(self) -> StallReports:
+        return _stall_reports(self)
 
     def last_record(self, rank: int) -> str:
-        """What a rank recorded last and when, for a person."""
-        trace = self.job.traces[rank]
-        ending = self.endings[rank]
-        behind = self.behind(rank)
+        """What a rank recorded last, and when, in words."""
+        trace, call, behind = self.job.traces[rank], self.endings[rank].call, self.behind(rank)
         age = f", {behind:.1f} s before the newest record of all" if behind is not None else ""
-        where = (
-            f"call {ending.call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if ending.call else "no call"
-        )
+        where = f"call {call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if call else "no call"
         place = f"; it was in {safe(trace.dumped.where)}" if trace.dumped is not None and trace.dumped.where else ""
         return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}{place}"
 
@@ -110,7 +108,7 @@ def cases(job: TracedJob) -> list[Case]:
 
 
 def without_encoders(job: TracedJob) -> Case:
-    """Of a job in which no rank has called an encoder: its endings."""
+    """The case of a job in which no rank has called an encoder."""
     return _case(job, "", {"": {}}, {""})
 
 
@@ -122,7 +120,7 @@ def _case(job: TracedJob, name: str, tracks: dict[str, dict[int, Track]], on_mos
         for rank in tracks[other].keys() - own.keys():
             if not ends[rank].unsure:
                 ends[rank] = replace(ends[rank], unsure=f"it has an encoder named {safe(other)}, and no {safe(name)}")
-    scale = clocks(with_calls)  # before the rounds are there: each takes memory meanwhile
+    scale = clocks(with_calls)  # before the rounds, which take much memory as well
     return Case(job, safe(name), own, shared_rounds(with_calls), scale, ends)
 
 
@@ -131,32 +129,32 @@ def outcomes_of(cases: list[Case]) -> set[int]:
     return {code for case in cases for track in case.tracks.values() for code in track.calls.outcome}
 
 
-@dataclass(frozen=True)
+@dataclass
 class StallReports:
-    """What the stall monitors reported of the stall that the traces end in."""
+    """What the stall monitors reported of the stall that the traces end in.
 
-    kinds: dict[int, str]  # of each rank that the others wait for
-    where: dict[int, str]  # likewise
-    texts: dict[int, str]  # by reporter: where all ranks were
-    waited: bool  # some rank waited in a collective, as the monitors of ranks that have not ended saw it
-    past: frozenset[int]  # ranks that only those name who have ended in good order since
-    by: dict[int, int]  # of each rank in kinds: who says it
-    waits: dict[int, tuple[str, int]]  # ranks that wait themselves: in what, and who says it
+    kinds, where, by: of each rank that others wait for its kind, its place if told, and who reports it. waits: ranks
+    that wait themselves: in what, and who reports it. texts: by reporter, where all ranks were. past: ranks reported
+    only by those that have ended in good order since. saw_a_wait: some rank waited in a collective, as the monitors of
+    ranks that have not ended saw it.
+    """
+
+    kinds: dict[int, str] = field(default_factory=dict)
+    where: dict[int, str] = field(default_factory=dict)
+    by: dict[int, int] = field(default_factory=dict)
+    waits: dict[int, tuple[str, int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    past: set[int] = field(default_factory=set)
+    saw_a_wait: bool = False
 
 
-def stall_reports(case: Case) -> StallReports:
+def _stall_reports(case: Case) -> StallReports:
     """The latest reports of each rank, if they are about the stall that the rank is in now.
 
-    Of a rank that has been recorded somewhere else since, and of one that waits in a collective, they tell nothing. A
-    rank that has ended in good order has come out of the stall that it reported.
+    Reports about a rank that has been recorded elsewhere since are left out. A rank that has ended in good order has
+    left the stall that it reported.
     """
-    kinds: dict[int, str] = {}
-    where: dict[int, str] = {}
-    texts: dict[int, str] = {}
-    waited = False
-    present: set[int] = set()
-    by: dict[int, int] = {}
-    waits: dict[int, tuple[str, int]] = {}
+    found, present = StallReports(), set[int]()
     for rank, trace in case.job.traces.items():
         if trace.mixed:
             continue
@@ -168,23 +166,24 @@ def stall_reports(case: Case) -> StallReports:
         for report in reversed(reports):  # the job's stall report looks at every rank
             for missing, kind, place, collective in _told_of_others(case, rank, report):
                 if collective:
-                    waits.setdefault(missing, (safe(collective), rank))
+                    found.waits.setdefault(missing, (safe(collective), rank))
                     continue
-                kinds.setdefault(missing, safe(kind))
-                by.setdefault(missing, rank)
+                found.kinds.setdefault(missing, safe(kind))
+                found.by.setdefault(missing, rank)
                 present.update(() if is_past else {missing})
                 if place:
-                    where.setdefault(missing, safe(place))
+                    found.where.setdefault(missing, safe(place))
             if isinstance(report, records.Stalled) and not is_past:
-                texts[rank] = safe(report.text)
-                waited |= report.waited
-    return StallReports(kinds, where, texts, waited, frozenset(kinds.keys() - present), by, waits)
+                found.texts[rank] = safe(report.text)
+                found.saw_a_wait |= report.waited
+    found.past.update(found.kinds.keys() - present)
+    return found
 
 
 def _told_of_others(
     case: Case, rank: int, report: records.Missing | records.Stalled
 ) -> Iterator[tuple[int, str, str, str]]:
-    """Ranks that a report names and that have not come since: each with its kind, place and collective."""
+    """The ranks that a report names and that have not come since, each with its kind, place and collective."""
     collectives = report.collectives if isinstance(report, records.Missing) else []
     named_ranks = zip(report.ranks, report.kinds, report.where, chain(collectives, repeat("")), strict=False)
     for missing, kind, place, collective in named_ranks:
@@ -201,7 +200,7 @@ def last_entered(job: TracedJob, rank: int) -> float:
 
 
 def _is_of_now(case: Case, rank: int, report: records.Missing) -> bool:
-    """Whether the round that a report is about has not come on this rank since."""
+    """Whether the reporting rank still lacks the round that the report is about."""
     track = case.tracks.get(rank)
     if not report.n or track is None or safe(report.name) != case.name:
         return not report.n and track is not None
@@ -212,17 +211,15 @@ def _is_of_now(case: Case, rank: int, report: records.Missing) -> bool:
 
 
 def _has_come_since(case: Case, rank: int, report: records.Missing | records.Stalled, missing: int) -> bool:
-    """Whether the rank that a report names has come to that round, or has called an encoder, after the report."""
+    """Whether the reported rank has reached that round, or called an encoder, after the report."""
     ending = case.endings.get(missing)
     if ending is None or not ending.call:
         return False
     if isinstance(report, records.Missing):
         return bool(report.n) and not ending.unsure and ending.came_to >= case.endings[rank].round
-    entered, reported = (
-        case.clocks.common(missing, last_entered(case.job, missing)),
-        case.clocks.common(rank, report.t),
-    )
-    return entered is not None and reported is not None and float(entered) > float(reported)
+    entered = case.clocks.common(missing, last_entered(case.job, missing))
+    reported = case.clocks.common(rank, report.t)
+    return entered is not None and reported is not None and entered > reported
 
 
 def _index(track: Track, n: int) -> int:

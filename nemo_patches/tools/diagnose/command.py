@@ -91,23 +91,18 @@ def _of_files(
         report = judge(
             reading.joined(parts, found.problems, found.earlier), ", ".join(safe(str(path)) for path in paths[:4])
         )
-    return _told(report, json)
-
-
-def _told(report: Diagnosis, json: bool) -> int:
-    _print(report, json)
-    return report.exit_code
+    return _print(report, json)
 
 
 def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
-    """A job that runs: by its own sockets, by NCCL, or by its processes here, with all that lies beside them."""
+    """Diagnose a running job: through its sockets (--job), NCCL's RAS (--ras), or its processes on this host."""
     if ras is not None:
         evidence = Evidence()
         nccl_ras.ask(ras, evidence)
-        return _told(judge(evidence, safe(ras)), json)
+        return _print(judge(evidence, safe(ras)), json)
     try:
         if job is not None:
-            return _told(diagnose_job(Path(job)), json)
+            return _print(diagnose_job(Path(job)), json)
         jobs = jobs_here(pids=pids_in(pids))
     except NoSocketError as error:
         try:
@@ -119,8 +114,7 @@ def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
         report = running.diagnose(ranks)
         if len(jobs) > 1 and not json:
             print(f"--- {report.folder}")
-        _print(report, json, one_line=len(jobs) > 1)
-        codes.add(report.exit_code)
+        codes.add(_print(report, json, one_line=len(jobs) > 1))
     return 1 if 1 in codes else max(codes)
 
 
@@ -128,11 +122,10 @@ def _watch(path: Path, json: bool, launch: int | None) -> int:
     code = 2
     try:
         for _, report in follow(path, launch=launch):
-            code = report.exit_code
             with _ctrl_c_afterwards():
                 if not json:
                     print(f"--- {time.strftime('%H:%M:%S')}")
-                _print(report, json, one_line=True)
+                code = _print(report, json, one_line=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
@@ -141,7 +134,7 @@ def _watch(path: Path, json: bool, launch: int | None) -> int:
 
 @contextmanager
 def _ctrl_c_afterwards() -> Iterator[None]:
-    """Keep Ctrl-C until the end: in a destructor or a weak reference's callback, and printing runs some, it is lost."""
+    """Delay Ctrl-C: raised in a destructor or a weak reference's callback, which printing may run, it would be lost."""
     pressed: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
@@ -152,14 +145,16 @@ def _ctrl_c_afterwards() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _print(report: Diagnosis, json: bool, one_line: bool = False) -> None:
+def _print(report: Diagnosis, json: bool, one_line: bool = False) -> int:
+    """Return the exit code."""
     report = _printable(report)
     if json:
         content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
         print(dumps(content, indent=None if one_line else 2))
     else:
-        # Of a terminal without a size COLUMNS may be 0, for which rich prints nothing.
+        # A terminal without a size may have COLUMNS=0, for which rich prints nothing.
         show(report, Console(width=max(Console().width, _NARROWEST) if sys.stdout.isatty() else _WIDTH))
+    return report.exit_code
 
 
 def error_as_json(error: DiagnoseError) -> str:
@@ -168,7 +163,7 @@ def error_as_json(error: DiagnoseError) -> str:
 
 
 def _printable(content: Any) -> Any:
-    """The report, or a part of it, with no text that is too long, or could steer a terminal: files may say anything."""
+    """Bound and escape every text of a report: texts come from files, and may hold control characters."""
     if isinstance(content, str):
         return safe(content, _LONGEST_TEXT)
     if isinstance(content, tuple):

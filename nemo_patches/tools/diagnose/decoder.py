@@ -29,7 +29,7 @@ def decode(block: bytes) -> list[records.Record | None]:
 
 
 def format_in(line: bytes) -> int | None:
-    """The number of the format in a header, also in one that this version cannot read; None if there is none."""
+    """The format number in a header, also of one that this version cannot read; None if there is none."""
     try:
         return _format_decoder.decode(line).format
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -77,7 +77,7 @@ def _struct(kind: Any) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """What a field is that older traces do not have; nothing for the others."""
+    """The default of a field that older traces do not have; nothing for the others."""
     if field.default_factory is not dataclasses.MISSING:
         return (msgspec.field(default_factory=field.default_factory),)
     return () if field.default is dataclasses.MISSING else (field.default,)

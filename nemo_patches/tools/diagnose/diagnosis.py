@@ -1,4 +1,4 @@
-"""The diagnosis: from a job's traces to a report with the root cause first, and what follows from it after."""
+"""The report on a job's traces: the root cause first, then what follows from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nemo_patches.tools.diagnose.faults import (
     runaway_memory,
 )
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Diagnosis, Finding, RankSummary
-from nemo_patches.tools.diagnose.folder import TracedJob
+from nemo_patches.tools.diagnose.folder import TracedJob, bounded
 from nemo_patches.tools.diagnose.judge import rule
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
 from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
@@ -37,10 +37,10 @@ from nemo_patches.tools.diagnose.sources import traces
 from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
-_MOST_LINES, _MOST_SUMMARIES = 20, 8
-_LEAST_WAITING = 0.01  # share of the time; whom less waiting is for, is chance
+_MOST_SUMMARIES = 8
+_LEAST_WAITING = 0.01  # share of the time; for whom less waiting is, is chance
 _SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
-# What judge.py tells, over the facts of all sources.
+# Decided by judge.py, over the facts of all sources.
 JUDGED = frozenset(
     {
         *(ids.EXCEPTION, ids.START_UP, ids.KILLED, ids.ENDED, ids.MISSING_RANK, ids.SILENT, ids.SOME_INSIDE),
@@ -48,13 +48,13 @@ JUDGED = frozenset(
     }
 )
 _HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD}
-# Where ranks are not at one step, who came to a round, and who to the next call, shows nothing.
+# Where ranks are at different steps, which of them reached a round or the next call shows nothing.
 _OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
 _OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 
 
 def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
-    """The report on what has been read of a job. evidence: where the facts go on which it rests."""
+    """evidence: receives the facts that the report rests on."""
     evidence = Evidence() if evidence is None else evidence
     encoders = cases(job)
     swapped = swapped_order(encoders)
@@ -95,54 +95,42 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
         findings=ordered,
         ranks=tuple(_summaries(job, encoders)),
         problems=tuple(job.problems),
-        earlier=_bounded(job.earlier),
+        earlier=tuple(bounded(job.earlier, "starts")),
         summary=tuple(_summary(case) for case in encoders[:_MOST_SUMMARIES]),
     )
 
 
 def _of_encoder(case: Case, left_out: list[Finding]) -> tuple[list[Finding], set[int]]:
-    """What its calls tell, and the ranks that are behind for a reason that one of these findings has."""
+    """The findings from its calls, and the ranks that are behind for a reason that one of them gives."""
     pairs = [] if left_out else uneven_calls(case)
     explained = _explained(case, [run for _, run in pairs])
     kinds = set(explained.values())
     findings = caught_exceptions(case)
     findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
-    # Where the ranks made unequal numbers of training calls, those of one number are not of one step.
+    # Where the ranks made unequal numbers of training calls, calls with the same number are of different steps.
     skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
     findings += [skipped.finding] if skipped else []
     waiting = (skipped.waiting if skipped else frozenset()) | _behind_by_one(case, left_out)
     if accumulation := unlike_accumulation(case):
         findings += accumulation
         waiting = frozenset(case.endings)
-    return [*findings, *sync_ended(case), *incidents(case)], set(explained) | waiting
+    return [*findings, *_sync_ended(case), *incidents(case)], set(explained) | waiting
 
 
-def sync_ended(case: Case) -> list[Finding]:
-    """Every rank's length sync has ended: no rank is to blame, the network may be."""
+def _sync_ended(case: Case) -> list[Finding]:
+    """The length sync has ended on every rank: no rank is accused, it may be the network."""
     ended = [ending for ending in case.endings.values() if ending.sync_ended]
     if not ended or len(ended) < len(case.endings) or len(ended) < case.job.world_size:
         return []
-    return [
-        Finding(
-            id=ids.SYNC_ENDED,
-            severity=WARNING,
-            ranks=tuple(ending.rank for ending in ended),
-            text=f"The length sync of {case.name} has ended on all ranks, and all went on with their own lengths.",
-            next_step="Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
-            "network was lost, or GLOO_SOCKET_IFNAME names no interface.",
-            encoder=case.name,
-            call=ended[0].call,
-        )
-    ]
-
-
-def _bounded(lines: list[str]) -> tuple[str, ...]:
-    more = len(lines) - _MOST_LINES
-    return (*lines[:_MOST_LINES], *([f"and {more} more starts"] if more > 0 else []))
+    ranks = tuple(ending.rank for ending in ended)
+    text = f"The length sync of {case.name} has ended on all ranks, and all went on with their own lengths."
+    next_step = "Look for the reason in any rank's stderr (`the length sync has ended`): a rank has gone, or the "
+    next_step += "network was lost, or GLOO_SOCKET_IFNAME names no interface."
+    return [Finding(ids.SYNC_ENDED, WARNING, ranks, text, next_step, case.name, ended[0].call)]
 
 
 def _summary(case: Case) -> str:
-    """What the length sync has done in this run, and what that cost: how a user sees that all is well."""
+    """What the length sync did in this run, and what that cost."""
     calls = [track.calls for track in case.tracks.values() if track.calls.n]
     given_up = sum(int(np.isin(np.array(of_rank.outcome), _FALLBACKS).sum()) for of_rank in calls)
     waited = [np.array(of_rank.waited, dtype=np.float64) for of_rank in calls]
@@ -156,7 +144,7 @@ def _summary(case: Case) -> str:
 
 
 def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
-    """The ranks that are behind only because they made fewer calls, and whether these are training calls."""
+    """The ranks that are behind only because they made fewer calls, each with whether these are training calls."""
     top = max((ending.position for ending in case.sure.values()), default=(0, 0))
     explained = {}
     for rank, ending in case.sure.items():
@@ -169,14 +157,13 @@ def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
 
 
 def _behind_by_one(case: Case, left_out: list[Finding]) -> frozenset[int]:
-    """The ranks that are behind only by the call that they left out."""
     top = max((ending.position[0] for ending in case.sure.values()), default=0)
     ranks = {rank for finding in left_out for rank in finding.ranks}
     return frozenset(rank for rank in ranks & case.sure.keys() if case.sure[rank].position[0] >= top - 1)
 
 
 def _not_enough(job: TracedJob, encoders: list[Case], findings: list[Finding]) -> list[Finding]:
-    """What cannot be told, and why, unless another finding explains how the traces end."""
+    """What is not known, and why, unless another finding explains how the traces end."""
     unsure: dict[int, str] = {rank: "its file cannot be read" for rank in sorted(job.suspects) if rank < job.world_size}
     for case in encoders:
         for rank, ending in case.endings.items():
@@ -201,14 +188,8 @@ def _not_enough(job: TracedJob, encoders: list[Case], findings: list[Finding]) -
 
 
 def _not_enough_records(ranks: tuple[int, ...], reason: str, evidence: tuple[str, ...]) -> Finding:
-    return Finding(
-        id=ids.NOT_ENOUGH,
-        severity=NOTE,
-        ranks=ranks,
-        text=f"Not enough records: {reason}.",
-        next_step="Copy the files again from every host; or raise the trace's bound, so that more is kept.",
-        evidence=evidence,
-    )
+    next_step = "Copy the files again from every host; or raise the trace's bound, so that more is kept."
+    return Finding(ids.NOT_ENOUGH, NOTE, ranks, f"Not enough records: {reason}.", next_step, evidence=evidence)
 
 
 def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
@@ -274,7 +255,6 @@ def _waited(trace: RankTrace) -> float | None:
 
 
 def state_of(ending: Ending | None) -> str:
-    """Where a rank is at the end, in a few words."""
     if ending is None or not ending.call:
         return "no call yet"
     if ending.unsure:

@@ -1,9 +1,9 @@
-"""The verdicts on differences between ranks: the flag, settings, versions, buffers and inputs."""
+"""Differences between ranks: the flag, settings, versions, buffers and inputs."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 
@@ -20,6 +20,11 @@ _NEXT_DUMP = (
     "`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless NEMO_PATCHES_DUMP "
     "is one that all share."
 )
+_NEXT_ALIKE = (
+    "Give every rank the same environment, config and data pipeline; ranks that differ may wait for each other, or "
+    "reduce what does not belong together."
+)
+_MOST_DIFFERENCES = 8
 _MAY_DIFFER = frozenset({"trace"})  # a folder may have another name on another host
 _TOO_FEW_CALLS = 2  # to say which kind of input is usual
 _USUAL_SHARE = 0.75  # of the calls; else several kinds are usual
@@ -27,7 +32,6 @@ _ENOUGH_BATCHES = 20  # to compare their sizes
 
 
 def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Finding]:
-    """Ranks without a file, of which nothing else tells."""
     absent = job.untold(told)
     if not absent:
         return []
@@ -49,7 +53,7 @@ def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Fi
 
 
 def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
-    """Ranks that do not sync their length, while other ranks do, and wait for them in vain at every call."""
+    """Ranks that do not sync their length, while others do and wait for them in vain at every call."""
     findings = []
     for case in cases:
         syncs: dict[int, bool] = {}
@@ -61,29 +65,23 @@ def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
         if not on or not off:
             continue
         odd = off if len(off) <= len(on) else on
+        text = f"{case.name} does not sync its length on {named(off)} (sync_max_audio_length is false, or sync=local), "
+        text += f"and does on {named(on)}, which wait in vain."
+        next_step = "Give every rank the same config and the same settings; `configured` below says whether the config "
+        next_step += "has the flag."
+        evidence = []
+        for rank in sorted(odd)[:2] + sorted(set(syncs) - set(odd))[:2]:
+            info, mode = case.tracks[rank].info, safe(job.traces[rank].header.settings.get("sync", "?"))
+            flag = f"sync_max_audio_length={info.flag}, configured {safe(info.configured)}"
+            evidence.append(f"rank {rank}: {flag}, sync={mode}")
         findings.append(
-            Finding(
-                id=ids.DIFFERENT_SYNC,
-                severity=CRITICAL,
-                ranks=tuple(odd),
-                text=f"{case.name} does not sync its length on {named(off)} (sync_max_audio_length is false, or "
-                f"sync=local), and does on {named(on)}, which wait in vain.",
-                next_step="Give every rank the same config and the same settings; `configured` below says whether the "
-                "config has the flag.",
-                encoder=case.name,
-                evidence=tuple(
-                    f"rank {rank}: sync_max_audio_length={case.tracks[rank].info.flag}, configured "
-                    f"{safe(case.tracks[rank].info.configured)}, "
-                    f"sync={safe(job.traces[rank].header.settings.get('sync', '?'))}"
-                    for rank in sorted(odd)[:2] + sorted(set(syncs) - set(odd))[:2]
-                ),
-            )
+            Finding(ids.DIFFERENT_SYNC, CRITICAL, tuple(odd), text, next_step, case.name, evidence=tuple(evidence))
         )
     return findings
 
 
 def other_than_configured(cases: list[Case]) -> list[Finding]:
-    """Encoders whose flag in force is not what the model's config says."""
+    """Encoders whose flag is not what the model's config says."""
     findings = []
     for case in cases:
         unlike = {
@@ -96,21 +94,14 @@ def other_than_configured(cases: list[Case]) -> list[Finding]:
         if not unlike:
             continue
         info = next(iter(unlike.values()))
-        findings.append(
-            Finding(
-                id=ids.NOT_AS_CONFIGURED,
-                severity=WARNING,
-                ranks=tuple(unlike),
-                text=f"{case.name} has sync_max_audio_length={str(info.flag).lower()} on {named(unlike)}, and the "
-                f"model's config says {info.configured}.",
-                next_step="Look for what changes it after the model is built: a checkpoint's config, or the script.",
-                encoder=case.name,
-            )
-        )
+        text = f"{case.name} has sync_max_audio_length={str(info.flag).lower()} on {named(unlike)}, and the model's "
+        text += f"config says {info.configured}."
+        next_step = "Look for what changes it after the model is built: a checkpoint's config, or the script."
+        findings.append(Finding(ids.NOT_AS_CONFIGURED, WARNING, tuple(unlike), text, next_step, case.name))
     return findings
 
 
-# A header leaves these out.
+# A header leaves out settings with these values.
 _DEFAULTS = {setting.name: setting.text(value) for setting, value in UnevenSettings().items()}
 _FLAGS = {"true": True, "false": False}
 
@@ -139,18 +130,7 @@ def different_ranks(job: TracedJob, cases: list[Case], without_sync: bool = Fals
             for rank, track in case.tracks.items()
         }
         differences += _differences(f"{case.name}:", about)
-    return [
-        Finding(
-            id=ids.DIFFERENT,
-            severity=WARNING,
-            ranks=ranks,
-            text=text,
-            next_step="Give every rank the same environment, config and data pipeline; ranks that differ may wait for "
-            "each other, or reduce what does not belong together.",
-            evidence=evidence,
-        )
-        for ranks, text, evidence in differences[:8]
-    ]
+    return differences[:_MOST_DIFFERENCES]
 
 
 def _compared(settings: Mapping[str, str], without_sync: bool) -> dict[str, str]:
@@ -159,7 +139,7 @@ def _compared(settings: Mapping[str, str], without_sync: bool) -> dict[str, str]
 
 
 def _usual_input(track: Track) -> dict[str, str]:
-    """The kind of input that most calls of this rank had; one odd call says nothing."""
+    """The kind of input that most calls of this rank had."""
     calls = sum(track.inputs.values())
     usual: Input | None = max(track.inputs, key=lambda kind: track.inputs[kind], default=None)
     if usual is None or calls <= _TOO_FEW_CALLS or track.inputs[usual] < _USUAL_SHARE * calls:
@@ -184,24 +164,17 @@ def different_batches(cases: list[Case]) -> list[Finding]:
         odd = [rank for rank in sizes if rank not in usual and 2 * len(alike[rank]) <= len(sizes)]
         if odd:
             theirs = {rank: str(low) if low == high else f"{low} to {high}" for rank, (low, high) in sizes.items()}
-            findings.append(
-                Finding(
-                    id=ids.DIFFERENT,
-                    severity=WARNING,
-                    ranks=tuple(odd),
-                    text=f"The batch size of {case.name} is not the same on all ranks, in nearly all training calls: "
-                    f"{theirs[odd[0]]} on {named(odd)}, {theirs[usual[0]]} on {named(usual)}.",
-                    next_step="Give every rank the same data pipeline and batch size: a rank with larger batches is "
-                    "waited for on every step, and its samples weigh less in the gradient.",
-                    encoder=case.name,
-                    evidence=tuple(f"rank {rank}: {theirs[rank]}" for rank in odd[:4] + usual[:2]),
-                )
-            )
+            text = f"The batch size of {case.name} is not the same on all ranks, in nearly all training calls: "
+            text += f"{theirs[odd[0]]} on {named(odd)}, {theirs[usual[0]]} on {named(usual)}."
+            next_step = "Give every rank the same data pipeline and batch size: a rank with larger batches is waited "
+            next_step += "for on every step, and its samples weigh less in the gradient."
+            evidence = tuple(f"rank {rank}: {theirs[rank]}" for rank in odd[:4] + usual[:2])
+            findings.append(Finding(ids.DIFFERENT, WARNING, tuple(odd), text, next_step, case.name, evidence=evidence))
     return findings
 
 
 def _usual_sizes(counts: Mapping[int, int]) -> tuple[int, int]:
-    """The range that the middle nine tenths of the batches are in: the last one of an epoch may be smaller."""
+    """The range of the middle nine tenths of the batches: the last one of an epoch may be smaller."""
     sizes = sorted(counts)
     upto = np.cumsum([counts[size] for size in sizes])  # batches of up to that size
     low, high = np.searchsorted(upto, (0.05 * upto[-1], 0.95 * upto[-1]))
@@ -212,10 +185,8 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] <= other[1] and other[0] <= one[1]
 
 
-def _differences(
-    what: str, values: Mapping[int, Mapping[str, str]]
-) -> Iterable[tuple[tuple[int, ...], str, tuple[str, ...]]]:
-    """For each name whose value differs: the ranks that have another value than most, a text, and the evidence."""
+def _differences(what: str, values: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
+    """For each name whose value differs, about the ranks that have another value than most."""
     for name in sorted({name for of_rank in values.values() for name in of_rank}):
         by_value: dict[Hashable, list[int]] = defaultdict(list)
         for rank, of_rank in values.items():
@@ -234,4 +205,4 @@ def _differences(
         evidence = tuple(
             f"{safe(str(value))}: {named(sorted(sharing))}" for value, sharing in list(by_value.items())[:6]
         )
-        yield odd, text[0].upper() + text[1:], evidence
+        yield Finding(ids.DIFFERENT, WARNING, odd, text[0].upper() + text[1:], _NEXT_ALIKE, evidence=evidence)

@@ -1,7 +1,7 @@
-"""The endings: where each rank is at the end of its trace, comparable without the ranks' clocks.
+"""Endings: where each rank is at the end of its trace, comparable without the ranks' clocks.
 
-A position is (training calls, evaluation calls since the last of them), both entered. Ranks that train together stand
-at the same one, whatever evaluations went before.
+A position is (training calls entered, evaluation calls entered since the last of them). Ranks that train together have
+the same one, whatever evaluations went before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
 from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
-from nemo_patches.tools.diagnose.rank_end import BY_HAND, ProcessEnd, error_of, is_of_a_collective, process_end
+from nemo_patches.tools.diagnose.rank_end import BY_HAND, ProcessEnd, error_of, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,
@@ -41,15 +41,15 @@ class Ending:
     call: int  # the number of its last call; 0 before the first
     training: bool | None  # None if it is not recorded
     position: Position
-    phase: str  # where it is in that call; empty if it has come out
+    phase: str  # where it is in that call; empty if it has left it
     raised: bool
     round: int  # the latest that it is known to have issued
-    in_vain: bool  # its last call gave up, or did not wait, because a round had not come
+    in_vain: bool  # its last call gave up a round, or did not wait because an earlier one had not completed
     sync_ended: bool
     ended: bool
     process: ProcessEnd
     unsure: str  # why it is not known what this rank did last; empty if it is known
-    lost_last: bool = False  # that is only because its trace lacks the last round: so a rank that was killed leaves it
+    lost_last: bool = False  # only because its trace lacks the last round, as that of a killed rank may
 
     @property
     def came_to(self) -> int:
@@ -58,7 +58,7 @@ class Ending:
 
     @property
     def at_fault(self) -> bool:
-        """Whether an exception of its own has ended it, or its last call."""
+        """Whether an exception of its own ended it, or its last call."""
         by_hand = self.process.error.partition(":")[0] in BY_HAND
         return bool(self.process.own_error) or (self.raised and not self.process.waited and not by_hand)
 
@@ -81,15 +81,15 @@ class _RecordedPhases:
 
     sync: bool
     pre: bool
-    any_left: bool  # whether any call has come out
-    dumped: bool  # a dump has the length syncs alone
+    any_left: bool  # whether the end of any call is recorded
+    dumped: bool  # a dump has only the length syncs
 
 
 def _recorded_phases(traces: dict[int, RankTrace], tracks: dict[int, Track]) -> _RecordedPhases:
     calls = [track.calls for track in tracks.values()]
     dumped = any(trace.dumped for trace in traces.values())
     return _RecordedPhases(
-        sync=dumped or any((np.array(of_rank.outcome, dtype=np.int8) != UNSYNCED).any() for of_rank in calls),
+        sync=dumped or any((np.array(of_rank.outcome) != UNSYNCED).any() for of_rank in calls),
         pre=any((~np.isnan(np.array(of_rank.pre))).any() for of_rank in calls),
         any_left=any(LEFT in of_rank.ended for of_rank in calls),
         dumped=dumped,
@@ -97,15 +97,15 @@ def _recorded_phases(traces: dict[int, RankTrace], tracks: dict[int, Track]) -> 
 
 
 def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool) -> dict[int, Ending]:
-    """The ending of every rank that has a trace, also of one that has not called this encoder."""
+    """The ending of every rank with a trace, also if it has not called this encoder."""
     phases = _recorded_phases(traces, tracks)
     starts = anchors(tracks)
-    # If every trace was stopped, the job is over; if only some were, those ranks made calls that are not recorded.
+    # If only some traces were stopped, those ranks made calls that are not recorded; if all were, the job is over.
     over = all(trace.is_over for trace in traces.values())
     by_rank = {
         rank: _ending(trace, tracks.get(rank), phases, starts.get(rank), moving, over) for rank, trace in traces.items()
     }
-    # A round that came on one rank had been issued by all: a trace that lacks it is not whole.
+    # A round that completed on one rank had been issued by all: a trace that lacks it is incomplete.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
     for rank, ending in by_rank.items():
         if not ending.unsure and not ending.sync_ended and ending.came_to < proven and not moving:
@@ -117,7 +117,7 @@ def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool
 
 
 def _latest_that_came(track: Track) -> int:
-    came = np.flatnonzero(np.array(track.calls.outcome, dtype=np.int8) == CAME)
+    came = np.flatnonzero(np.array(track.calls.outcome) == CAME)
     return int(track.calls.round[came[-1]]) if len(came) else 0
 
 
@@ -154,7 +154,7 @@ def _ending(
 
 
 def _why_unsure(trace: RankTrace, moving: bool, over: bool) -> str:
-    """Of its file as a whole; empty if that tells what the rank did last."""
+    """By the state of its file; empty if the end of the file is what the rank did last."""
     if trace.cut and not moving:
         return CUT
     stopped = f"its trace was stopped: {trace.stopped}" if trace.stopped and not over else ""
@@ -162,7 +162,7 @@ def _why_unsure(trace: RankTrace, moving: bool, over: bool) -> str:
 
 
 def _why_its_call_is_unsure(trace: RankTrace, track: Track, ended_unseen: bool) -> str:
-    """ended_unseen: the process has ended, and no error of its is known."""
+    """ended_unseen: the process has ended, and no error of it is known."""
     calls = track.calls
     if damaged_at_the_end(track):
         return trace.damage
@@ -175,13 +175,13 @@ def _why_its_call_is_unsure(trace: RankTrace, track: Track, ended_unseen: bool) 
 
 
 def _ended_in_call(trace: RankTrace, track: Track, process: ProcessEnd) -> ProcessEnd:
-    """With the exception of its last call, if that is no error of its own."""
+    """Add the exception of its last call, if another rank or a signal is the reason for it."""
     last = (track.info.e, track.calls.n[-1])
     raised = next((raised for raised in reversed(trace.raised) if (raised.e, raised.n) == last), None)
     error = error_of(raised) if raised is not None else None
     if error is None:
         return process
-    if is_of_a_collective(*error):
+    if error.is_of_a_collective:
         return replace(process, error=error.line, waited=True)
     if error.type.rpartition(".")[2] in BY_HAND:  # a signal's handler raised it, wherever it found the rank
         return replace(process, error=error.line, terminated=True)
@@ -200,9 +200,9 @@ def _phase(track: Track, phases: _RecordedPhases) -> str:
 
 
 def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
-    """By rank the index of the call from which calls are counted: the first, or, if calls are lost, one in common.
+    """By rank, the index of the call from which calls are counted: the first, or one that all share if calls are lost.
 
-    None if there is none in common, and for a rank whose trace is damaged at its end.
+    None if they share none, and for a rank whose trace is damaged at its end.
     """
     if all(not track.calls.n or (track.calls.n[0] == 1 and track.damaged_at < 0) for track in tracks.values()):
         return dict.fromkeys(tracks, 0)
@@ -216,9 +216,9 @@ def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
     for row, rank in enumerate(rounds.ranks):
         calls = tracks[rank].calls
         fit &= np.array(calls.n)[rounds.index[row]] > tracks[rank].damaged_at + 1
-        kinds.append(np.array(calls.training, dtype=np.int8)[rounds.index[row]])
+        kinds.append(np.array(calls.training)[rounds.index[row]])
     fit &= (np.stack(kinds) == kinds[0]).all(axis=0) & (kinds[0] != UNKNOWN)
-    # In evaluation, ranks that were late may be calls apart; in training they are not.
+    # In evaluation late ranks may be calls apart, in training they are not.
     for candidates in (np.flatnonzero(fit & (kinds[0] == 1)), np.flatnonzero(fit)):
         if len(candidates):
             return unknown | {rank: int(rounds.index[row, candidates[0]]) for row, rank in enumerate(rounds.ranks)}
@@ -226,12 +226,11 @@ def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
 
 
 def damaged_at_the_end(track: Track) -> bool:
-    """Whether the trace's end may not show what the rank did last."""
     return track.damaged_at >= track.last - 1
 
 
 def _position(track: Track, anchor: int | None) -> tuple[Position | None, bool | None]:
-    """The last call's position, and whether it is a training call; None for what is not known."""
+    """The last call's position, and whether it is a training call; each None if not known."""
     kinds, _ = weighted_kinds(track)
     last = None if kinds[-1] == UNKNOWN else bool(kinds[-1] == 1)
     if anchor is None:
@@ -251,10 +250,10 @@ def positions(track: Track, anchor: int) -> tuple[Whole, Whole]:
 
 
 def weighted_kinds(track: Track) -> tuple[Whole, Whole]:
-    """For each call whether it is a training call, and for how many it stands: itself and those lost before it."""
+    """For each call whether it is a training call, and its weight: 1, and 1 for each call lost before it."""
     kinds = np.array(track.calls.training, dtype=np.int64)
     known = np.flatnonzero(kinds != UNKNOWN)
-    if 0 < len(known) < len(kinds):  # a call whose beginning was not read is taken for one like its neighbour
+    if 0 < len(known) < len(kinds):  # a call whose beginning was not read gets its neighbour's kind
         kinds = kinds[known[np.clip(np.searchsorted(known, np.arange(len(kinds)), "right") - 1, 0, None)]]
-    numbers = np.array(track.calls.n, dtype=np.int64)
+    numbers = np.array(track.calls.n)
     return kinds, np.diff(numbers, prepend=numbers[0] - 1)

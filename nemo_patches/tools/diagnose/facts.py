@@ -1,4 +1,4 @@
-"""Facts: what one source tells of one rank, with where it says so. Readers return these and judge nothing."""
+"""Facts: what one source says about one rank, with its citation. Readers return facts and judge nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."  # a summary of logs
-NOT_TOLD = -1  # a Fact's rank where its source does not tell whose it is; likewise a Seat's number
+NOT_TOLD = -1  # the rank of a Fact, or the number of a Seat, that its source does not name
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Fate:
 class Place:
     """Where a rank's training thread is: it explains, and accuses nobody.
 
-    where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, as a stall report calls it; empty: in
-    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: as stall/rank_kinds.py has
-    them, or facts' own. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python
-    frames, outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the
-    same, at which line that loop begins; 0: it has come out of it; NO_LOOP (source.py): it is another one in each call;
-    none where that is not known.
+    where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, named as in a stall report; empty:
+    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: one of stall/rank_kinds.py or
+    verdicts.py. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python frames,
+    outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the same
+    names, the line at which that loop begins; 0: the thread has left it; NO_LOOP (source.py): no loop sets that
+    variable; no entry where the source is not known.
     """
 
     where: str = ""
@@ -57,17 +57,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """A rank's last encoder call. That ranks are at different ones shows by itself no wait.
+    """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
     title: "training call 71 of ConformerEncoder". number: 0 before the first. position: (training calls, evaluation
-    calls since), alike on ranks that are in step, whatever their numbers. phase: where it is in it; empty: it has come
-    out. round, came_to: of the length sync, the latest that it is known to have come to, and that it may have.
-    in_vain: it gave a round up there. sync_ended: its length sync has ended, because a rank had gone. raised: the call
-    ended so. in_backward: it is in that call's. since_s: for how long it had entered no other when it was looked at;
-    None where nobody looked. behind_since: the call from which on others gave up waiting for it; 0: none. unsure: why
-    this may not be what it did last; lost_last: that is so only because the last round is not there, as in the record
-    of a rank that was killed. reported: others that wait for a round of this encoder, or for the job, say that it is
-    missing. last: its last record, for a person.
+    calls since), equal on ranks that are in step, whatever their numbers. phase: where in the call the rank is; empty:
+    it has left it. round, came_to: the latest round of the length sync that the rank is known to have reached, and the
+    latest that it may have reached. in_vain: it gave up a round in this call. sync_ended: its length sync has ended,
+    because a rank had gone. raised: an exception ended the call. in_backward: the rank is in the backward of the call.
+    since_s: how long before the last look it had entered the call; None: nobody looked. behind_since: the call from
+    which on others gave up waiting for it; 0: none. unsure: why this may not be what the rank did last; lost_last: only
+    because the last round is missing, as in the record of a rank that was killed. reported: others that wait for a
+    round of this encoder, or for the job, report the rank missing. last: its last record, in words.
     """
 
     encoder: str
@@ -91,7 +91,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Motion:
-    """Whether it went on between two looks. by: "i of train went from 55 to 99". still_s: so long it has not."""
+    """Whether a rank moved between two looks. by: "i of train went from 55 to 99". still_s: how long it has not."""
 
     moved: bool
     by: str = ""
@@ -100,14 +100,10 @@ class Motion:
 
 @dataclass(frozen=True)
 class Member:
-    """That it is a rank of the job. world_size: 0 where not told. whole_job_here: all ranks are of this host.
-    notes_sigterm: SIGTERM would have left a line in its trace."""
+    """A process is this rank of the job. world_size: 0: unknown. notes_sigterm: SIGTERM leaves a line in its trace."""
 
     world_size: int = 0
     pid: int = 0
-    job: str = ""
-    launch: str = ""
-    whole_job_here: bool = False
     notes_sigterm: bool = False
 
 
@@ -118,8 +114,8 @@ Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member
 class Fact:
     """cite: printed as it is: "train.log:4711", "rank 3's dump", "node7, pid 4711".
 
-    at: seconds since 1970 by the clock of `host`, 0 where not told; compared only with the same host's. own: its own
-    process or the kernel says it; False: another rank, or the launcher, does.
+    at: seconds since 1970 by the clock of `host`, 0 if unknown; compared only with the same host's. own: said by the
+    rank's own process or the kernel; False: by another rank or the launcher.
     """
 
     rank: int
@@ -145,17 +141,17 @@ class Fact:
 
 @dataclass
 class Evidence:
-    """All facts of a job, and what else its sources tell.
+    """All facts of a job, and what else its sources say.
 
-    groups: by process group, as Seats name it, its ranks of which anything is known; begins: by group and rank from
-    which number on its record is whole. partly_known: groups that may have ranks of which nothing is known. patched:
-    nemo_patches is on, so a reduce of one number is not the length sync's. world_size: 0 where nothing tells it.
-    findings: of what is no hang (a source's own: stragglers, settings that differ). looked_for: what was looked for in
-    files that told nothing. saw_a_wait: a stall monitor saw some rank wait in a collective. perhaps_missing: ranks
-    whom only those report missing that have ended in good order since; or whose dumps may lie elsewhere. traces_alone:
-    there is no other source, and the ranks' calls tell all that their rounds and places do. explained: by encoder the
-    ranks that are behind for a reason that a finding has; not empty where ranks are not at one step, so that who came
-    to a round shows nothing.
+    groups: by process group, as Seats name it, the ranks of which anything is known; begins: by group and rank, the
+    number from which its record is complete. partly_known: groups that may have ranks of which nothing is known.
+    patched: nemo_patches is on, so an all-reduce of one number is not the length sync. world_size: 0 if unknown.
+    findings: a source's own, about other things than hangs (stragglers, settings that differ). looked_for: for the
+    report on files in which nothing was recognised. saw_a_wait: a stall monitor saw some rank wait in a collective.
+    perhaps_missing: ranks reported missing only by ranks that have ended in good order since, or whose dumps may lie
+    elsewhere. traces_alone: there is no other source, and the calls decide what rounds and places would. explained: by
+    encoder, the ranks that are behind for a reason that a finding gives; not empty where ranks are not at the same
+    step, so that reaching a round shows nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)

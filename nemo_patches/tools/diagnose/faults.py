@@ -1,4 +1,4 @@
-"""The verdicts on faults that a job survived: caught exceptions, findings of checks, and memory that runs away."""
+"""Faults that a job survived: caught exceptions, findings of checks, and memory that runs away."""
 
 from __future__ import annotations
 
@@ -9,16 +9,28 @@ import numpy as np
 
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.alignment import Clocks
+from nemo_patches.tools.diagnose.alignment import Clocks, clocks
 from nemo_patches.tools.diagnose.case import Case, last_entered
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import TracedJob
-from nemo_patches.tools.diagnose.rank_end import error_of, is_of_a_collective
+from nemo_patches.tools.diagnose.rank_end import error_of
 from nemo_patches.tracing import records
 
 _NEXT_INPUT = (
     "Look at this rank's batch of that call: the audio files and the manifest entries in it, and the preprocessor. "
     "A NaN goes into every rank's gradients."
+)
+_NEXT_CAUGHT = (
+    "Look for what caught it: that rank left a step out, and its memory may be in disorder (an out-of-memory error "
+    "that was swallowed)."
+)
+_NEXT_THREAD = (
+    "Look whether anything waits for that thread: a prefetcher, a pin_memory or logger thread; the process goes on "
+    "without it."
+)
+_NEXT_MEMORY = (
+    "Look at what only this rank keeps: a cache in its data loader, lists of tensors, logging done on one rank. It "
+    "ends in an out-of-memory kill."
 )
 _MOST_FINDINGS = 8
 _LEAST_SAMPLES = 8  # of memory
@@ -27,12 +39,7 @@ _IDLE_PERCENT, _BUSY_PERCENT = 5, 95
 _TIMES_OTHERS = 4.0  # a rank that runs away grows so much more than the others
 
 
-_Fault = TypeVar("_Fault", records.Raised, records.Finding)
-
-
-def _at(case: Case, rank: int, t: float) -> float:
-    common = case.clocks.common(rank, t)
-    return float(common) if common is not None else t
+_Fault = TypeVar("_Fault", records.Raised, records.CheckFinding)
 
 
 def caught_exceptions(case: Case) -> list[Finding]:
@@ -42,31 +49,21 @@ def caught_exceptions(case: Case) -> list[Finding]:
         trace, ending = case.job.traces[rank], case.endings[rank]
         if not trace.mixed and not ending.unsure:  # else the record may be another rank's
             raises += [
-                (_at(case, rank, raised.t), raised, rank)
+                (case.clocks.common_or_own(rank, raised.t), raised, rank)
                 for raised in trace.raised
                 if raised.e == track.info.e
                 and not (ending.raised and ending.call == raised.n)
-                and not is_of_a_collective(*error_of(raised))
+                and not error_of(raised).is_of_a_collective
             ]
     if not raises:
         return []
     raised, rank = _first(raises, case.clocks)
     error = error_of(raised)
     ranks = sorted({rank for _, _, rank in raises})
-    return [
-        Finding(
-            id=ids.CAUGHT,
-            severity=WARNING,
-            ranks=(rank,),
-            text=f"rank {rank} raised {safe(error.type)} in call {raised.n} of {case.name}, and training went on "
-            f"after it: {_one_line(error.message)}",
-            next_step="Look for what caught it: that rank left a step out, and its memory may be in disorder (an "
-            "out-of-memory error that was swallowed).",
-            encoder=case.name,
-            call=raised.n,
-            evidence=(*_tail(raised.traceback), f"exceptions in all: {len(raises)}, on {named(ranks)}"),
-        )
-    ]
+    evidence = (*_tail(raised.traceback), f"exceptions in all: {len(raises)}, on {named(ranks)}")
+    text = f"rank {rank} raised {safe(error.type)} in call {raised.n} of {case.name}, and training went on after it: "
+    text += _one_line(error.message)
+    return [Finding(ids.CAUGHT, WARNING, (rank,), text, _NEXT_CAUGHT, case.name, raised.n, evidence=evidence)]
 
 
 def failed_threads(job: TracedJob) -> list[Finding]:
@@ -75,18 +72,10 @@ def failed_threads(job: TracedJob) -> list[Finding]:
     for rank, trace in sorted(job.traces.items()):
         failed = next((failed for failed in trace.failed if failed.thread), None)
         if failed is not None and not trace.mixed:
-            findings.append(
-                Finding(
-                    id=ids.THREAD_FAILED,
-                    severity=WARNING,
-                    ranks=(rank,),
-                    text=f"rank {rank}'s thread {safe(failed.thread)} ended by {safe(failed.type)}: "
-                    f"{_one_line(failed.message)}",
-                    next_step="Look whether anything waits for that thread: a prefetcher, a pin_memory or logger "
-                    "thread; the process goes on without it.",
-                    evidence=tuple(_tail(failed.traceback)),
-                )
-            )
+            thread, error = safe(failed.thread), safe(failed.type)
+            text = f"rank {rank}'s thread {thread} ended by {error}: {_one_line(failed.message)}"
+            evidence = tuple(_tail(failed.traceback))
+            findings.append(Finding(ids.THREAD_FAILED, WARNING, (rank,), text, _NEXT_THREAD, evidence=evidence))
     return findings[:_MOST_FINDINGS]
 
 
@@ -98,45 +87,38 @@ def _tail(traceback: str) -> list[str]:
     return [safe(line) for line in traceback.strip().splitlines()[-4:]]
 
 
-def _first(faults: list[tuple[float, _Fault, int]], clocks: Clocks | None) -> tuple[_Fault, int]:
+def _first(faults: list[tuple[float, _Fault, int]], scale: Clocks) -> tuple[_Fault, int]:
     """The first of (time, record, rank) by time; by call and rank where the ranks' clocks cannot be compared."""
-    comparable = clocks is not None and all(clocks.common(rank, 0.0) is not None for _, _, rank in faults)
+    comparable = all(rank in scale.knots for _, _, rank in faults)
     _, record, rank = min(faults, key=lambda fault: (fault[0], fault[1].n) if comparable else (fault[1].n, fault[2]))
     return record, rank
 
 
 def check_findings(job: TracedJob, cases: list[Case]) -> list[Finding]:
     """For each check its first finding."""
-    clocks = cases[0].clocks if cases else None
-    of_check: dict[str, list[tuple[float, records.Finding, int]]] = defaultdict(list)
+    scale = cases[0].clocks if cases else clocks({})
+    of_check: dict[str, list[tuple[float, records.CheckFinding, int]]] = defaultdict(list)
     for rank, trace in job.traces.items():
         for record in trace.findings if not trace.mixed else ():
-            at = clocks.common(rank, record.t) if clocks else None
-            of_check[record.check].append((float(at) if at is not None else record.t, record, rank))
+            of_check[record.check].append((scale.common_or_own(rank, record.t), record, rank))
     findings = []
     for check, recorded in sorted(of_check.items())[:8]:
-        first, rank = _first(recorded, clocks)
+        first, rank = _first(recorded, scale)
         ranks = sorted({rank for _, _, rank in recorded})
         names = {track.info.e: track.info.name for track in job.traces[rank].tracks.values()}
         name = safe(names.get(first.e, "the encoder"))
-        findings.append(
-            Finding(
-                id=ids.BAD_INPUT if check == "inputs" else ids.CHECK_FAILED,
-                severity=CRITICAL if check == "inputs" else WARNING,
-                ranks=(rank,),
-                text=f"The check `{safe(check)}` first found something on rank {rank} in call {first.n} of {name}: "
-                f"{safe(first.text)[:300]}",
-                next_step=_NEXT_INPUT if check == "inputs" else "Look at this rank at that call.",
-                encoder=name,
-                call=first.n,
-                evidence=(f"findings in all: {len(recorded)}, on {named(ranks)}",),
-            )
-        )
+        text = f"The check `{safe(check)}` first found something on rank {rank} in call {first.n} of {name}: "
+        text += safe(first.text)[:300]
+        evidence = (f"findings in all: {len(recorded)}, on {named(ranks)}",)
+        kind, severity, next_step = ids.CHECK_FAILED, WARNING, "Look at this rank at that call."
+        if check == "inputs":
+            kind, severity, next_step = ids.BAD_INPUT, CRITICAL, _NEXT_INPUT
+        findings.append(Finding(kind, severity, (rank,), text, next_step, name, first.n, evidence=evidence))
     return findings
 
 
 def runaway_memory(job: TracedJob) -> list[Finding]:
-    """One rank's memory grows and grows, and the others' does not."""
+    """Ranks whose memory grows steadily, and much more than the others'."""
     findings = []
     for column, what in ((1, "host memory (RSS)"), (2, "GPU memory allocated"), (3, "GPU memory reserved")):
         growth: dict[int, tuple[float, float, float]] = {}
@@ -150,23 +132,15 @@ def runaway_memory(job: TracedJob) -> list[Finding]:
             others = [others_growth for other, (others_growth, _, _) in growth.items() if other != rank]
             usual = float(np.median(others)) if others else 0.0
             if others and grown > max(_RUNAWAY_BYTES, _TIMES_OTHERS * usual, 0.25 * before):
-                findings.append(
-                    Finding(
-                        id=ids.MEMORY,
-                        severity=WARNING,
-                        ranks=(rank,),
-                        text=f"Rank {rank}'s {what} grows without end, {_gib(before)} to {_gib(after)}, and the other "
-                        "ranks' does not.",
-                        next_step="Look at what only this rank keeps: a cache in its data loader, lists of tensors, "
-                        "logging done on one rank. It ends in an out-of-memory kill.",
-                        evidence=(f"{len(job.traces[rank].memory)} samples; the other ranks' growth: {_gib(usual)}",),
-                    )
-                )
+                text = f"Rank {rank}'s {what} grows without end, {_gib(before)} to {_gib(after)}, and the other ranks' "
+                text += "does not."
+                evidence = (f"{len(job.traces[rank].memory)} samples; the other ranks' growth: {_gib(usual)}",)
+                findings.append(Finding(ids.MEMORY, WARNING, (rank,), text, _NEXT_MEMORY, evidence=evidence))
     return findings
 
 
 def gpu_utilisation(job: TracedJob) -> tuple[str, ...]:
-    """Evidence, no verdict: GPUs that were idle in the stall, beside busy ones."""
+    """Evidence, no finding: GPUs that were idle in the stall, beside busy ones."""
     idle, busy = [], []
     for rank, trace in sorted(job.traces.items()):
         if trace.gpu is not None and trace.gpu.utilisation is not None and trace.gpu.t > last_entered(job, rank):

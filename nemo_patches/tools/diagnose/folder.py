@@ -28,7 +28,7 @@ _BLOCK_BYTES = 1 << 20
 _ONE_PROCESS_BYTES = 1 << 26  # up to so many, a further process is not worth its start
 _MOST_FILES = 100_000
 _MOST_RANKS = 1 << 20
-_MOST_PROBLEMS = 20
+_MOST_LINES = 20  # of problems, and of starts that are not diagnosed
 # As faulthandler writes it (tracing/signal_stack.py).
 _STACK = b"Stack (most recent call first):\n"
 _STACK_LINES = (_STACK.rstrip(), b'  File "', b"  ...", b"  <")
@@ -38,11 +38,6 @@ _COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
 
 class UnreadableError(Exception):
     """There is nothing to diagnose. The text says why."""
-
-
-def is_port(text: str) -> bool:
-    """Whether this is the number of a TCP port."""
-    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 0 < int(text) < 1 << 16
 
 
 @dataclass
@@ -80,7 +75,7 @@ class Part:
 
 
 def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
-    """The lines but for a stack that SIGTERM left among them, which goes into the trace."""
+    """Move the stack that SIGTERM's handler wrote between the lines into the trace; return the other lines."""
     if trace.sigterm_stack is None:
         if _STACK not in lines:
             return lines
@@ -98,21 +93,21 @@ def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
 
 @dataclass
 class Start:
-    """One process start of one rank: its parts in order, and what has been read of them."""
+    """One process start of one rank: its parts in order, and what has been read from them."""
 
     parts: list[Part]
     trace: RankTrace
     written: float = 0.0  # when its last part was, by the file system's clock
 
     def read_on(self) -> Start:
-        """Read what has been written since; return itself, for a process pool. What cannot be read is a gap."""
+        """Read what has been written since; return self, for a process pool. A part that cannot be read is a gap."""
         for part in list(self.parts):
             try:
                 status = part.path.stat()
                 self.written = status.st_mtime
                 if status.st_size > part.offset:
                     part.read_on(self.trace)
-            except FileNotFoundError:  # what was read of it before stays
+            except FileNotFoundError:  # what was read from it before stays
                 if part is self.parts[0] is not self.parts[-1] and not part.offset:  # found, then removed by its job
                     del self.parts[0]
                     self.trace.header = self.parts[0].header
@@ -123,7 +118,7 @@ class Start:
         pending = self.parts[-1].pending
         in_stack = self.trace.sigterm_stack is not None and not pending.startswith(b"{")
         if in_stack and self.trace.sigterm_at is None and not self.trace.after_sigterm:
-            # Nothing was written after that stack: so the file's own time is the signal's.
+            # Nothing was written after that stack, so the file's modification time is the signal's.
             self.trace.sigterm_at = max(self.written - self.trace.header.started, self.trace.last)
         self.trace.cut = (bool(pending) and not in_stack) or self.parts[-1].skips
         self._look_for_gaps()
@@ -139,13 +134,17 @@ class Start:
             self.trace.gap = f"part {last.header.part} is full, and the next one is missing"
 
     @property
+    def header(self) -> records.Header:
+        return self.trace.header
+
+    @property
     def size(self) -> int:
         return sum(part.size for part in self.parts)
 
 
 @dataclass
 class TracedJob:
-    """The latest launch in a folder, as far as its files tell."""
+    """The latest launch in a folder."""
 
     folder: Path
     world_size: int
@@ -164,7 +163,7 @@ class TracedJob:
         return [rank for rank in range(self.world_size) if rank not in self.traces]
 
     def untold(self, told: set[int]) -> tuple[int, ...]:
-        """Ranks without a file, readable or not, of which nothing else tells. told: of which something does."""
+        """Ranks without a file, readable or not, that are not in `told`: ranks known from elsewhere."""
         return tuple(rank for rank in self.absent if rank not in self.suspects | told)
 
     @property
@@ -223,7 +222,7 @@ class Folder:
             try:
                 part = _opened(path, name_match)
             except (_NotATrace, OSError) as error:
-                # A running job has removed its oldest part meanwhile; what may not be looked at "is" not there, either.
+                # A running job has removed its oldest part. lexists() is also false where access is denied.
                 if not isinstance(error, PermissionError) and not os.path.lexists(path):
                     continue
                 self._problems[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -249,7 +248,8 @@ class Folder:
             if part.header.part < start.parts[-1].header.part and start.trace.count:
                 start.trace.mixed = True  # came after later ones had been read
             start.parts = sorted([*start.parts, part], key=lambda each: each.header.part)
-            start.trace.header = start.parts[0].header if not start.trace.count else start.trace.header
+            if not start.trace.count:
+                start.trace.header = start.parts[0].header
 
     def _read_all(self, starts: list[Start]) -> None:
         unread = [start for start in starts if not start.trace.count]
@@ -257,7 +257,7 @@ class Folder:
         if processes > 1 and sum(start.size for start in unread) > _ONE_PROCESS_BYTES:
             largest_first = sorted(unread, key=lambda start: -start.size)
             try:
-                # A reader makes no cycles; the garbage collector's looks for them take a tenth of its time.
+                # A reader makes no cycles, and looking for them takes the garbage collector a tenth of the time.
                 with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), gc.disable) as pool:
                     done = list(pool.map(Start.read_on, largest_first))
             except BrokenProcessPool:  # perhaps no memory for more processes: this one reads all
@@ -268,9 +268,7 @@ class Folder:
             start.read_on()
 
     def _problem_lines(self) -> list[str]:
-        lines = [f"{safe(path.name)}: {why}" for path, why in sorted(self._problems.items())]
-        more = len(lines) - _MOST_PROBLEMS
-        return lines[:_MOST_PROBLEMS] + ([f"and {more} more files"] if more > 0 else [])
+        return bounded([f"{safe(path.name)}: {why}" for path, why in sorted(self._problems.items())], "files")
 
 
 class _NotATrace(Exception):
@@ -309,33 +307,37 @@ def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
     return Part(path, header, status.st_size)
 
 
+def bounded(lines: list[str], what: str) -> list[str]:
+    more = len(lines) - _MOST_LINES
+    return lines[:_MOST_LINES] + ([f"and {more} more {what}"] if more > 0 else [])
+
+
 def _world_size(starts: list[Start]) -> int:
-    """The world size that most of the headers have."""
-    return Counter(start.trace.header.world_size for start in starts).most_common(1)[0][0]
+    return Counter(start.header.world_size for start in starts).most_common(1)[0][0]
 
 
 def _of_the_last_job(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]:
     """The starts of the job that has begun last, and those of other jobs."""
     jobs: dict[str, list[Start]] = defaultdict(list)
     for start in starts:
-        jobs[start.trace.header.job].append(start)
-    last = max(jobs.values(), key=lambda of_job: max(start.trace.header.started for start in of_job))
+        jobs[start.header.job].append(start)
+    last = max(jobs.values(), key=lambda of_job: max(start.header.started for start in of_job))
     return last, [start for of_job in jobs.values() if of_job is not last for start in of_job]
 
 
 def _picked(starts: list[Start], launch: int | None) -> list[Start]:
     if launch is None:
         return starts
-    picked = [start for start in starts if start.trace.header.restart == launch]
+    picked = [start for start in starts if start.header.restart == launch]
     if not picked:
-        there = ", ".join(map(str, sorted({start.trace.header.restart for start in starts})))
+        there = ", ".join(map(str, sorted({start.header.restart for start in starts})))
         raise UnreadableError(f"--launch={launch}: no such launch; there are {there} (torchrun's restart count)")
     return picked
 
 
 def _why_these(latest: list[Start], earlier: list[Start], launch: int | None) -> str:
-    header = latest[0].trace.header
-    counted = earlier and all(start.trace.header.restart < header.restart for start in earlier)
+    header = latest[0].header
+    counted = earlier and all(start.header.restart < header.restart for start in earlier)
     by = "torchrun's restart count" if counted else "its hosts' clocks"
     why = "as --launch asks" if launch is not None else f"begun last by {by}; --launch N picks another"
     job = f" of job {safe(header.job)}" if header.job else ""
@@ -343,7 +345,7 @@ def _why_these(latest: list[Start], earlier: list[Start], launch: int | None) ->
 
 
 def _other_job_line(start: Start) -> str:
-    header = start.trace.header
+    header = start.header
     return f"{safe(start.parts[0].path.name)}: of another job, {safe(header.job) or 'not named'}, rank {header.rank}"
 
 
@@ -355,20 +357,20 @@ def _launches(starts: list[Start]) -> tuple[list[Start], list[Start]]:
     A rank with fewer starts than others was not part of every launch. Its last start belongs to the launch with the
     same torchrun restart count, else to the one nearest in time, by its own host's clock if possible.
     """
-    highest = max(start.trace.header.restart for start in starts)
-    last = [start for start in starts if start.trace.header.restart == highest]
-    once = len({(start.trace.rank, start.trace.header.restart) for start in starts}) == len(starts)
-    if once and {start.trace.rank for start in last} == set(range(last[0].trace.header.world_size)):
-        before = [start for start in starts if start.trace.header.restart != highest]
+    highest = max(start.header.restart for start in starts)
+    last = [start for start in starts if start.header.restart == highest]
+    once = len({(start.trace.rank, start.header.restart) for start in starts}) == len(starts)
+    if once and {start.trace.rank for start in last} == set(range(last[0].header.world_size)):
+        before = [start for start in starts if start.header.restart != highest]
         return sorted(last, key=lambda start: start.trace.rank), sorted(before, key=lambda start: start.trace.rank)
     of_rank: dict[int, list[Start]] = defaultdict(list)
-    for start in sorted(starts, key=lambda each: (each.trace.header.started, each.trace.header.restart)):
+    for start in sorted(starts, key=lambda each: (each.header.started, each.header.restart)):
         of_rank[start.trace.rank].append(start)
     most = max(map(len, of_rank.values()))
     whole = [ranks for ranks in of_rank.values() if len(ranks) == most]
     latest = []
     for ranks in of_rank.values():
-        if len(ranks) == most or _is_of_the_last(ranks[-1].trace.header, whole):
+        if len(ranks) == most or _is_of_the_last(ranks[-1].header, whole):
             latest.append(ranks[-1])
     chosen = {id(start) for start in latest}
     earlier = [start for ranks in of_rank.values() for start in ranks if id(start) not in chosen]
@@ -376,13 +378,13 @@ def _launches(starts: list[Start]) -> tuple[list[Start], list[Start]]:
 
 
 def _is_of_the_last(header: records.Header, whole: list[list[Start]]) -> bool:
-    peers = [ranks for ranks in whole if ranks[-1].trace.header.host == header.host] or whole
-    last, before = (peers[0][number].trace.header for number in (-1, -2))
+    peers = [ranks for ranks in whole if ranks[-1].header.host == header.host] or whole
+    last, before = (peers[0][number].header for number in (-1, -2))
     if last.restart != before.restart and header.restart in (last.restart, before.restart):
         return header.restart == last.restart
     return abs(header.started - last.started) < abs(header.started - before.started)
 
 
 def _earlier_line(start: Start) -> str:
-    header = start.trace.header
+    header = start.header
     return f"{safe(start.parts[0].path.name)}: an earlier start of rank {header.rank}, restart {header.restart}"

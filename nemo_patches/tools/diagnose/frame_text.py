@@ -1,4 +1,4 @@
-"""Frames of tracebacks and dumps as text: whether they are the user's own code, and how a person reads them."""
+"""Frames of tracebacks and dumps: whether they are the user's own code, and their text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 
 
 def is_library(file: str) -> bool:
-    """Whether it is no code of the user's own."""
     return _LIBRARY.search(file) is not None
 
 

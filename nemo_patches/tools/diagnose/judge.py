@@ -45,7 +45,10 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
     ruling = rule(evidence, stuck_after_s)
     hangs = tuple(replace(one, severity=WARNING) if one.because else one for one in ruling.findings)
-    findings = _ordered([*hangs, *(_following(one, hangs) for one in evidence.findings)])
+    # A finding that followed from its source's own verdict on the hang follows from the verdict over all evidence.
+    root = hangs[0].id if hangs else ""
+    others = (replace(one, because=root) if one.because else one for one in evidence.findings)
+    findings = _ordered([*hangs, *others])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
     return Diagnosis(
@@ -63,13 +66,8 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
     )
 
 
-def _following(one: Finding, hangs: tuple[Finding, ...]) -> Finding:
-    """What followed from a source's own verdict on the hang follows from the one over all evidence."""
-    return replace(one, because=hangs[0].id if hangs else "") if one.because else one
-
-
 def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
-    """Who is the reason that the job ended or hangs, as far as the evidence tells; or that it goes on."""
+    """Which ranks are the reason that the job ended or hangs, as far as the evidence shows; or that it goes on."""
     accounts = accounts_of(evidence)
     most = max([*accounts, *(rank for ranks in evidence.groups.values() for rank in ranks)], default=-1) + 1
     hearing = Hearing(accounts, evidence, max(evidence.world_size, most), stuck_after_s)
@@ -79,10 +77,10 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
         more = by_numbers(hearing)
         if not more.findings:
             more = by_places(hearing)
-        # That no rank stands out by its calls is less than who does by anything else.
+        # A rank named by other evidence outweighs that no rank stands out by its calls.
         hang = more if not hang.findings or any(one.ranks for one in more.findings) else hang
     if causes:
-        if not any(one.ranks for one in causes):  # whose it was is not told: the launcher's tables may help
+        if not any(one.ranks for one in causes):  # the rank is not known: the launcher's tables may name it
             causes += by_launcher(hearing, of_ranks_that_waited=True)
         explained = {rank for one in causes for rank in one.ranks}
         rest = [one for one in hang.findings if not set(one.ranks) <= explained]
@@ -110,7 +108,7 @@ def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _is_healthy(evidence: Evidence) -> bool:
-    """Whether all ended in good order; or a source tells of the job, and of no rank that anything is amiss with."""
+    """Whether all ended in good order, or a source knows the job and reports no trouble of any rank."""
     if not evidence.facts:
         return bool(evidence.summary)
     kinds = {fact.value.kind for fact in evidence.facts if isinstance(fact.value, Fate)}
@@ -139,15 +137,15 @@ def _not_enough(evidence: Evidence) -> Finding:
 
 
 def _causes(hearing: Hearing) -> list[Finding]:
-    """The first exception, and the ranks that have the same; else who was killed. None after others waited in vain."""
-    # A closed connection is told of by whoever comes to write first, be it the rank that closed it or another.
+    """The first exceptions and kills. Those that came after another rank had waited in vain are no causes."""
+    # Time-outs only: a closed connection may be logged before the error of the rank that closed it.
     time_outs = [fact for fact in hearing.told(fates.WAITED) if fact.at]
     facts = [
-        one.fate
+        one.fate_fact
         for one in hearing.accounts.values()
-        if one.fate is not None
+        if one.fate_fact is not None
         and one.fate_kind in CAUSES
-        and (_is_behind(one, hearing) or not any(is_before(t, one.fate) for t in time_outs))
+        and (_is_behind(one, hearing) or not any(is_before(t, one.fate_fact) for t in time_outs))
     ]
     if not facts:
         return []
@@ -158,33 +156,33 @@ def _causes(hearing: Hearing) -> list[Finding]:
 
 
 def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
-    """facts: all that tell of a cause. firsts: of which none is known to have been after another."""
+    """facts: all that show a cause. firsts: those of them that no other is known to have preceded."""
     for first in _apart_by_error([fact for fact in firsts if fact.fate_kind == fates.RAISED])[:4]:
         alike = [fact.rank for fact in facts if fact.fate_kind == fates.RAISED and _error(fact) == _error(first)]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
         one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
-        went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate not in facts])
+        went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate_fact not in facts])
         yield replace(one, severity=WARNING) if others_are_missing or went_on else one
 
 
 def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
-    """One finding of those for want of memory, and one of the others."""
+    """One finding for kills for want of memory, and one for all others."""
     of_kill = [fact for fact in firsts if fact.fate_kind == fates.KILLED]
     for for_memory in (True, False):
         if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
-            others = [one for one in hearing.accounts.values() if one.fate not in some]
+            others = [one for one in hearing.accounts.values() if one.fate_fact not in some]
             yield killed([hearing[fact.rank] for fact in some], some, others[:4])
 
 
 def _is_behind(one: Account, hearing: Hearing) -> bool:
-    """Whether ranks that waited in vain had come to a later encoder call: they waited for it."""
+    """Whether ranks that waited in vain had reached a later encoder call: they waited for this one."""
     waited = hearing.having(*CONSEQUENCES)
     pairs = [(call, other.calls.get(name)) for name, call in one.calls.items() for other in waited]
     return any(theirs is not None and not own.unsure and own.position < theirs.position for own, theirs in pairs)
 
 
 def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
-    """Where no clock tells, and encoder calls are known of all: ranks make them in step."""
+    """Order by encoder calls, if they are known for all of these ranks: ranks make them in step."""
     numbers = [call.number for fact in facts if (call := hearing[fact.rank].last_call) is not None]
     if len(numbers) < len(facts):
         return facts
@@ -192,19 +190,18 @@ def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
 
 
 def _was_caught(first: Account, others: list[Account]) -> bool:
-    """Whether a process has ended in good order after its exception, and so have all others."""
+    """Whether the process ended in good order after its exception, as all others did."""
     is_in_call = first.last_call is not None and first.last_call.raised
-    return first.fate_value.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
+    return first.fate.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
 
 
 def _error(fact: Fact) -> tuple[str, str]:
-    """What tells errors apart: the type, and the innermost frame; their words differ from rank to rank."""
+    """Type and innermost frame, by which errors are told apart: messages differ from rank to rank."""
     assert isinstance(fact.value, Fate)
     return fact.value.text.partition(":")[0], fact.value.where.partition(" < ")[0]
 
 
 def _apart_by_error(facts: list[Fact]) -> list[Fact]:
-    """The first fact of each error."""
     by_error: dict[tuple[str, str], Fact] = {}
     for fact in sorted(facts, key=lambda one: (one.at, one.rank)):
         by_error.setdefault(_error(fact), fact)

@@ -1,4 +1,4 @@
-"""The verdicts on lateness: a chronic straggler, single incidents that recovered, and unexplained timeouts."""
+"""Lateness: a chronic straggler, single incidents that recovered, and unexplained time-outs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_FINDINGS = 8
 
 @dataclass(frozen=True)
 class Waiting:
-    """For whom the ranks waited, over the rounds that all came to in time; each by rank."""
+    """For which ranks the others waited, over the rounds that completed in time on all."""
 
     caused: dict[int, float]  # share of all ranks' waiting
     lag: dict[int, float]  # seconds, the median
@@ -32,7 +32,7 @@ class Waiting:
 
 
 def waiting(rounds: Rounds) -> Waiting:
-    """Sum up the waiting; in each round it is for the rank that came last."""
+    """In each round all waiting is for the rank that came last."""
     if not rounds.number.size:
         return Waiting({}, {}, 0.0)
     in_round: Floats = rounds.waited.sum(axis=0, dtype=np.float64)
@@ -49,7 +49,7 @@ def waiting(rounds: Rounds) -> Waiting:
 
 def straggler(case: Case) -> list[Finding]:
     """The rank that the others wait for again and again, if there is one."""
-    # DDP on Gloo has some ranks, or all, wait for a late one before the encoder: they come to it as late as that one.
+    # DDP on Gloo may make ranks wait for a late one before the encoder, so that all reach it as late as that one.
     if np.isnan(case.rounds.ahead).all():
         return _last_to_most(case, case.rounds)
     return _last_to_most(case, case.rounds.from_ddp) or [
@@ -85,24 +85,17 @@ def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
         return []
     if len(rows) > 1:
         return [_together(case, [rounds.ranks[at] for at in rows], lag, waits)]
-    header = case.job.traces[rank].header
+    host = safe(case.job.traces[rank].header.host)
     latest = sorted(times.lag.items(), key=lambda item: -item[1])[:4]
-    return [
-        Finding(
-            id=ids.STRAGGLER,
-            severity=WARNING,
-            ranks=(rank,),
-            text=f"Rank {rank} is a chronic straggler: it comes last to most rounds, {lag * 1000:.0f} ms after the "
-            f"first (median), and causes {share:.0%} of all waiting; the others wait {waits:.0%} of the time.",
-            next_step=f"Compare {safe(header.host)} with the others: its disk and network, the processors left to its "
-            "data loader, the GPU's clock; and its share of the data (longer files?).",
-            encoder=case.name,
-            evidence=(
-                f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
-                *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in latest),
-            ),
-        )
-    ]
+    text = f"Rank {rank} is a chronic straggler: it comes last to most rounds, {lag * 1000:.0f} ms after the first "
+    text += f"(median), and causes {share:.0%} of all waiting; the others wait {waits:.0%} of the time."
+    next_step = f"Compare {host} with the others: its disk and network, the processors left to its data loader, the "
+    next_step += "GPU's clock; and its share of the data (longer files?)."
+    evidence = (
+        f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
+        *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in latest),
+    )
+    return [Finding(ids.STRAGGLER, WARNING, (rank,), text, next_step, case.name, evidence=evidence)]
 
 
 def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding:
@@ -111,21 +104,15 @@ def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding
     if not np.isnan(case.rounds.ahead).all():
         why = "They are late to DDP's forward already: by what they share, or because one waits for another before it."
         next_step = "Look at what these ranks share and the others do not: a host, a disk, longer files."
-    return Finding(
-        id=ids.STRAGGLER,
-        severity=WARNING,
-        ranks=(),
-        text=f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
-        f"others wait {waits:.0%} of the time. {why}",
-        next_step=next_step,
-        encoder=case.name,
-        evidence=tuple(f"rank {rank}: last with the others" for rank in ranks[:4]),
-    )
+    text = f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
+    text += f"others wait {waits:.0%} of the time. {why}"
+    evidence = tuple(f"rank {rank}: last with the others" for rank in ranks[:4])
+    return Finding(ids.STRAGGLER, WARNING, (), text, next_step, case.name, evidence=evidence)
 
 
 @dataclass(frozen=True)
 class _GivenUp:
-    """Rounds that some rank gave up, by number: the ranks that did, and those that came after, each with its call."""
+    """By round that some rank gave up: the ranks that did, and those that came later, each with its call."""
 
     gave_up: dict[int, dict[int, int]]
     came: dict[int, dict[int, int]]
@@ -135,11 +122,7 @@ def _given_up(case: Case) -> _GivenUp:
     gave_up: dict[int, dict[int, int]] = defaultdict(dict)
     came: dict[int, dict[int, int]] = defaultdict(dict)
     columns = {
-        rank: (
-            np.array(track.calls.outcome, dtype=np.int8),
-            np.array(track.calls.round, dtype=np.int64),
-            np.array(track.calls.n, dtype=np.int64),
-        )
+        rank: (np.array(track.calls.outcome), np.array(track.calls.round), np.array(track.calls.n))
         for rank, track in case.tracks.items()
     }
     for rank, (outcome, rounds, calls) in columns.items():
@@ -153,7 +136,7 @@ def _given_up(case: Case) -> _GivenUp:
 
 
 def behind_since(case: Case, rank: int) -> int:
-    """The call from which on no round came in time on all ranks any more, and others gave up on this one; 0 if none."""
+    """The first call in which others gave up on this rank, after the last round that came in time on all; 0 if none."""
     came = int(case.rounds.number[-1]) if case.rounds.number.size else 0
     given_up = {number: ranks for number, ranks in _given_up(case).gave_up.items() if number > came}
     of_others = [calls for ranks in given_up.values() for other, calls in ranks.items() if other != rank]
@@ -161,7 +144,7 @@ def behind_since(case: Case, rank: int) -> int:
 
 
 def late_calls(case: Case) -> dict[int, list[int]]:
-    """By rank its calls that came too late, and the call that it has not made and others gave up waiting for."""
+    """By rank, its calls that came too late, and the one that it has not made and that others gave up waiting for."""
     given_up = _given_up(case)
     late: dict[int, list[int]] = defaultdict(list)
     for came in given_up.came.values():
@@ -175,7 +158,7 @@ def late_calls(case: Case) -> dict[int, list[int]]:
 
 
 def late_seconds(case: Case) -> dict[tuple[int, int], float]:
-    """By rank and call how much later than the first it came to a round that others gave up; up to the end if never."""
+    """By rank and call, how much later than the first it came to a round that others gave up, or up to the end."""
     given_up, seconds = _given_up(case), dict[tuple[int, int], float]()
     for number, waited in given_up.gave_up.items():
         began = [at for rank, call in waited.items() if (at := _entered(case, rank, call)) is not None]
@@ -193,8 +176,7 @@ def late_seconds(case: Case) -> dict[tuple[int, int], float]:
 def _entered(case: Case, rank: int, call: int) -> float | None:
     """On the common scale."""
     calls = case.tracks[rank].calls
-    common = case.clocks.common(rank, calls.entered[int(np.searchsorted(np.array(calls.n), call))])
-    return None if common is None else float(common)
+    return case.clocks.common(rank, calls.entered[int(np.searchsorted(np.array(calls.n), call))])
 
 
 def incidents(case: Case) -> list[Finding]:
@@ -207,18 +189,11 @@ def incidents(case: Case) -> list[Finding]:
     if unexplained and (not findings or len(unexplained) > 1):
         first = min(unexplained)
         ranks = tuple(sorted({rank for number in unexplained for rank in gave_up[number]}))
-        findings.append(
-            Finding(
-                id=ids.TIMEOUTS,
-                severity=NOTE,
-                ranks=ranks,
-                text=f"{named(ranks)} gave up waiting in {len(unexplained)} {_rounds(len(unexplained))} and went on "
-                "with their own lengths; no trace has the rank that came to it after.",
-                next_step="Look at the stall reports on stderr of these ranks: they name the missing rank.",
-                encoder=case.name,
-                call=next(iter(gave_up[first].values())),
-            )
-        )
+        text = f"{named(ranks)} gave up waiting in {len(unexplained)} {_rounds(len(unexplained))} and went on with "
+        text += "their own lengths; no trace has the rank that came to it after."
+        next_step = "Look at the stall reports on stderr of these ranks: they name the missing rank."
+        call = next(iter(gave_up[first].values()))
+        findings.append(Finding(ids.TIMEOUTS, NOTE, ranks, text, next_step, case.name, call))
     return findings
 
 
@@ -241,15 +216,9 @@ def _late(case: Case, rank: int, times: int, given_up: _GivenUp) -> Finding:
         "",
     )
     doing = f"; it was in {where}" if where else ""
-    return Finding(
-        id=ids.LATE,
-        severity=WARNING,
-        ranks=(rank,),
-        text=f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of "
-        f"{case.name}; {named(others)} went on without it, and it recovered{doing}.",
-        next_step="Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
-        "rank writes. No number of the model was changed by it.",
-        encoder=case.name,
-        call=call,
-        evidence=(f"round {first}: gave up: {named(others)}; came later: {named(sorted(given_up.came[first]))}",),
-    )
+    text = f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of {case.name}; "
+    text += f"{named(others)} went on without it, and it recovered{doing}."
+    next_step = "Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
+    next_step += "rank writes. No number of the model was changed by it."
+    evidence = (f"round {first}: gave up: {named(others)}; came later: {named(sorted(given_up.came[first]))}",)
+    return Finding(ids.LATE, WARNING, (rank,), text, next_step, case.name, call, evidence=evidence)

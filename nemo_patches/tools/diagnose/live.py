@@ -6,15 +6,15 @@ Nothing is written. Whichever rank answers first has asked all others, as it doe
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from nemo_patches.stall.job_folder import private_folders
 from nemo_patches.stall.job_socket import ENDING, near, process_of
@@ -41,38 +41,47 @@ _HERE = "run it on a host of the job, as the same user; nemo_patches must be on 
 
 
 class NoSocketError(UnreadableError):
-    """No rank of a job with nemo_patches is meant; one of a job without it may be."""
+    """No job with nemo_patches is found there; there may be one without it."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Ranks at one place, as the job tells of them; host, pid and the like are the first one's."""
+class Group(msgspec.Struct):
+    """Ranks at one place, as stall/rank_groups.py tells of them. Older versions leave out what has a default."""
 
     ranks: tuple[int, ...]
     kind: str
     host: str
     pid: int
     calls: int
-    idle_s: float
-    still_s: float
-    goes_on_for_s: float
-    place: Place
+    idle: float
+    where: str
+    collective: str
+    caller: str = ""
+    hook: str = ""
+    activity: str = ""
+    worker_states: tuple[str, ...] = ()
+    batch: str = ""
+    still: float = -1.0
+    goes_on_for: float = 0.0
+
+    @property
+    def place(self) -> Place:
+        workers = [f"its data loader's {text}" for text in self.worker_states]
+        batch = [f"last batch {self.batch}"] if self.batch else []
+        caller = f"{self.caller}, in {self.hook}" if self.hook else self.caller
+        return Place(self.where, self.collective, caller, self.activity, details=(*workers, *batch))
 
     @property
     def is_unsettled(self) -> bool:
         """Whether it has called an encoder lately, or moved, and is away now: it may be stuck there, or not."""
-        return bool(self.place.collective or (self.place.where and self.kind == CALLING)) and self.kind in _GOES_ON
+        return bool(self.collective or (self.where and self.kind == CALLING)) and self.kind in _GOES_ON
 
     @property
     def text(self) -> str:
-        return self.place.collective or self.place.where
+        return self.collective or self.where
 
 
-@dataclass(frozen=True)
-class Told:
-    """A rank's answer."""
-
-    size: int
+class Answer(msgspec.Struct):
+    world_size: int
     level: str
     text: str
     groups: tuple[Group, ...]
@@ -84,20 +93,16 @@ def diagnose_job(folder: Path) -> Diagnosis:
     problems: list[str] = []
     for file in sockets:
         try:
-            return _report(folder, _told(_ask(file)), tuple(problems))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            problems.append(f"{file.name}: {_why(error)}")
+            return _report(folder, msgspec.json.decode(_ask(file), type=Answer), tuple(problems))
+        except OSError as error:
+            problems.append(f"{file.name}: {error.strerror or error}")
+        except (ValueError, RecursionError):
+            problems.append(f"{file.name}: what it says cannot be read")
     raise UnreadableError(f"--job={folder}: no rank of the job answers here: {'; '.join(problems)}")
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return str(error.strerror or error)
-    return "what it says cannot be read"
-
-
 def _sockets(folder: Path) -> list[Path]:
-    """Of the one job that is meant, in the order of the ranks. Raises UnreadableError."""
+    """The sockets of the one job that the folder stands for, in rank order. Raises UnreadableError."""
     if not os.path.isdir(folder):  # Path's own raises for a name that is too long
         raise UnreadableError(f"--job={folder} is no folder; wanted is the job's: {_HERE}")
     found: dict[Path, list[Path]] = {}
@@ -116,11 +121,11 @@ def _sockets(folder: Path) -> list[Path]:
 
 
 def _means(folder: Path, file: Path) -> bool:
-    """Whether the process of this socket works in the folder, or has its dumps there."""
+    """Whether the socket's process has the folder as its working directory or its dump folder."""
     process = Path(f"/proc/{process_of(file)}")
     with contextlib.suppress(OSError):
         if started_at(process_of(file)) > file.lstat().st_mtime + CLOCK_SLACK_S:
-            return False  # a process that was killed has left its socket, and another one has its number now
+            return False  # a killed process left its socket, and another process has its pid now
         if (process / "cwd").samefile(folder):
             return True
         variables = (process / "environ").read_bytes().split(b"\0")
@@ -135,7 +140,6 @@ def _rank_of(file: Path) -> int:
 
 
 def _ask(file: Path) -> bytes:
-    """Raises OSError."""
     if stat_fields(f"/proc/{process_of(file)}/stat")[:1] in (["T"], ["t"]):
         raise TimeoutError(0, "its process is stopped")
     deadline = time.monotonic() + _ANSWER_S
@@ -151,125 +155,94 @@ def _ask(file: Path) -> bytes:
     raise TimeoutError(0, "no whole answer in time")
 
 
-def _told(data: bytes) -> Told:
-    """Raises what JSON of another form raises."""
-    content = json.loads(data)
-    groups = tuple(_group(group) for group in content["groups"][:1000])
-    return Told(int(content["world_size"]), str(content["level"]), str(content["text"]), groups)
-
-
-def _group(content: dict[str, Any]) -> Group:
-    hook = str(content.get("hook", ""))
-    workers = [f"its data loader's {text}" for text in content.get("worker_states", ())]
-    batch = [f"last batch {content['batch']}"] if content.get("batch") else []
-    place = Place(
-        where=str(content["where"]),
-        collective=str(content["collective"]),
-        caller=str(content.get("caller", "")) + (f", in {hook}" if hook else ""),
-        activity=str(content.get("activity", "")),
-        details=(*workers, *batch),
-    )
-    return Group(
-        ranks=tuple(int(rank) for rank in content["ranks"]),
-        kind=str(content["kind"]),
-        host=str(content["host"]),
-        pid=int(content["pid"]),
-        calls=int(content["calls"]),
-        idle_s=float(content["idle"]),
-        still_s=float(content.get("still", -1.0)),
-        goes_on_for_s=float(content.get("goes_on_for", 0.0)),  # a job with an older nemo_patches does not say
-        place=place,
-    )
-
-
-def _report(folder: Path, told: Told, problems: tuple[str, ...]) -> Diagnosis:
-    report = judge(_evidence(told), safe(str(folder)), stuck_after_s=0.0)
-    findings = _findings(told, report.findings)
-    who = named(range(told.size)) if told.size else "the ranks"
-    fine = f"Nothing found: of {who} none is known to wait for another. {told.text}"
+def _report(folder: Path, answer: Answer, problems: tuple[str, ...]) -> Diagnosis:
+    report = judge(_evidence(answer), safe(str(folder)), stuck_after_s=0.0)
+    findings = _findings(answer, report.findings)
+    who = named(range(answer.world_size)) if answer.world_size else "the ranks"
+    fine = f"Nothing found: of {who} none is known to wait for another. {answer.text}"
     return replace(
         report,
         verdict=findings[0].text if findings else fine,
         next_step=findings[0].next_step if findings else "",
         findings=findings,
-        ranks=tuple(_summary(rank, group) for rank, group in _by_rank(told)),
+        ranks=tuple(_summary(rank, group) for rank, group in _by_rank(answer)),
         problems=problems,
-        summary=(told.text,),
-        moving=any(group.kind == CALLING for group in told.groups),
+        summary=(answer.text,),
+        moving=any(group.kind == CALLING for group in answer.groups),
         runs=True,
     )
 
 
-def _findings(told: Told, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Whether ranks wait in vain the job tells: it knows what it counts as going on, and what ends by itself."""
-    kinds = {group.kind for group in told.groups}
-    if told.level == "WARNING":
-        return judged if kinds & {WAITING, SILENT} else (finding(ids.NO_RANK_MOVES, told.text),)
-    unsettled = [group for group in told.groups if group.is_unsettled]
+def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The job decides whether ranks wait in vain: it knows which of them go on, and which waits end by themselves."""
+    kinds = {group.kind for group in answer.groups}
+    if answer.level == "WARNING":
+        return judged if kinds & {WAITING, SILENT} else (finding(ids.NO_RANK_MOVES, answer.text),)
+    unsettled = [group for group in answer.groups if group.is_unsettled]
     if unsettled:
         return (_too_early(unsettled),)
     if kinds & set(_GOES_ON):
         return ()
     if WAITING not in kinds:
-        return (_no_call(told),)
+        return (_no_call(answer),)
     return tuple(replace(one, severity=WARNING) if one.severity == CRITICAL else one for one in judged)
 
 
 def _too_early(unsettled: list[Group]) -> Finding:
     """Ranks are away from the encoder, and not for long."""
-    again = max(1, math.ceil(max(group.goes_on_for_s for group in unsettled)))
-    idle_s = [group.idle_s for group in unsettled if group.idle_s >= 0]
+    again = max(1, math.ceil(max(group.goes_on_for for group in unsettled)))
+    idle_s = [group.idle for group in unsettled if group.idle >= 0]
     since = f"the last encoder call began {min(idle_s):.0f} s ago" if idle_s else "ranks moved just now"
     text = f"Too early to tell whether the job hangs: {since}. Ask again in {again} s."
     return finding(ids.NOT_ENOUGH, text, evidence=_places(unsettled), next_step=f"Ask again in {again} s.")
 
 
-def _no_call(told: Told) -> Finding:
-    idle_s = [group.idle_s for group in told.groups if group.idle_s >= 0]
+def _no_call(answer: Answer) -> Finding:
+    idle_s = [group.idle for group in answer.groups if group.idle >= 0]
     since = f"for {min(idle_s):.0f} s" if idle_s else "so far"
     text = f"No rank has come to an encoder call {since}, and none is known to wait for another."
     step = "Ask again; ranks that are at the same places then are stuck there."
-    return finding(ids.NOT_ENOUGH, text, evidence=_places(told.groups), next_step=step)
+    return finding(ids.NOT_ENOUGH, text, evidence=_places(answer.groups), next_step=step)
 
 
 def _places(groups: Sequence[Group]) -> list[str]:
     return [f"{named(group.ranks)}: {group.kind}: {group.text}" for group in groups[:8]]
 
 
-def _evidence(told: Told) -> Evidence:
-    evidence = Evidence(world_size=told.size, runs=True)
-    for rank, group in _by_rank(told):
+def _evidence(answer: Answer) -> Evidence:
+    evidence = Evidence(world_size=answer.world_size, runs=True)
+    for rank, group in _by_rank(answer):
         is_first = rank == group.ranks[0] and group.pid
         cite = f"{group.host}, pid {group.pid}" if is_first else f"rank {rank}'s answer"
         host, pid = (group.host, group.pid) if is_first else ("", 0)
         evidence.facts += (
             Fact(rank, value, cite, host=host, own=group.kind not in _FATES)
-            for value in (Member(told.size, pid), *_values(group))
+            for value in (Member(answer.world_size, pid), *_values(group))
         )
     return evidence
 
 
 def _values(group: Group) -> Iterator[Fate | Place | Motion]:
     if group.kind in _FATES:
-        is_gone = group.kind == SILENT and group.place.where == PROCESS_GONE
+        is_gone = group.kind == SILENT and group.where == PROCESS_GONE
         yield Fate(fates.GONE if is_gone else _FATES[group.kind])
     elif group.kind in _GOES_ON:  # from one collective to the next
-        yield replace(group.place, collective=group.place.collective or LENGTH_SYNC)
+        yield replace(group.place, collective=group.collective or LENGTH_SYNC)
         yield Motion(True, f"it was {group.kind}")
     elif group.kind in (WAITING, ELSEWHERE):  # of any other nothing is known
         yield Fate(fates.RUNS)
         yield group.place
-        yield Motion(False, still_s=group.still_s if group.still_s >= 0 else None)
+        yield Motion(False, still_s=group.still if group.still >= 0 else None)
 
 
-def _by_rank(told: Told) -> list[tuple[int, Group]]:
-    return sorted(((rank, group) for group in told.groups for rank in group.ranks), key=lambda one: one[0])
+def _by_rank(answer: Answer) -> list[tuple[int, Group]]:
+    return sorted(((rank, group) for group in answer.groups for rank in group.ranks), key=lambda one: one[0])
 
 
 def _summary(rank: int, group: Group) -> RankSummary:
-    """Of all ranks of a group the first one's words, which are its own alone where it tells of a process."""
+    """The place is the first rank's, and stands for all ranks of the group; host and pid are the first rank's only."""
     is_first = rank == group.ranks[0]
     process = (group.host, group.pid) if is_first else ("", 0)
     state = f"{group.kind}: {group.text}" if group.text else group.kind
-    ago = group.idle_s if group.idle_s >= 0 else None
+    ago = group.idle if group.idle >= 0 else None
     return RankSummary(rank, *process, group.calls, state, None, ago, None, None, None)

@@ -1,4 +1,4 @@
-"""The verdicts on the order of calls of several encoders: another order, or one call of one encoder left out."""
+"""The order of calls of several encoders: it differs between ranks, or one call of one encoder was left out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ALIKE_AFTER = 16  # calls
 
 
 def swapped_order(cases: list[Case]) -> list[Finding]:
-    """The first place where two calls that follow each other are the other way round on some ranks.
+    """The first place where two successive calls are the other way round on some ranks.
 
-    Of ranks whose traces are whole from the start. A rank that makes one call more is no such case.
+    Only for ranks whose traces are complete from the start. A rank that makes one call more is no such case.
     """
     orders, at = _orders(cases)
     if at < 0:
@@ -31,7 +31,7 @@ def swapped_order(cases: list[Case]) -> list[Finding]:
         by_pair[int(order[at]), int(order[at + 1])].append(rank)
     if len(by_pair) != 2 or len({frozenset(pair) for pair in by_pair}) != 1:
         return []
-    # Where one rank calls an encoder once more, the calls after it are the other way round as well, but more.
+    # Where one rank calls an encoder once more, all calls after it are the other way round.
     counts = {tuple(np.bincount(order, minlength=len(cases)).tolist()) for order in orders.values()}
     if len(counts) > 1 and not (at + 2 < shortest and (table[:, at + 2] == table[0, at + 2]).all()):
         return []
@@ -39,26 +39,19 @@ def swapped_order(cases: list[Case]) -> list[Finding]:
     first, second = cases[more[0]], cases[more[1]]
     equal = len(odd) == len(usual)
     theirs = f"{named(sorted(odd))} called {cases[fewer[0]].name} before {cases[fewer[1]].name}"
-    in_vain = TIMEOUT in outcomes_of(cases)
-    return [
-        Finding(
-            id=ids.DIFFERENT_ORDER,
-            severity=CRITICAL if in_vain else WARNING,
-            ranks=tuple(sorted(odd + usual if equal else odd)),
-            text=f"the ranks call their encoders in different orders: {theirs}, {named(sorted(usual))} {first.name} "
-            f"before {second.name}, from encoder call {at + 1} of all on; then each waits in another length sync.",
-            next_step="Look for what makes the order depend on the rank or its batch; every rank must call its "
-            "encoders in one order.",
-            encoder=first.name,
-            call=at + 1,
-        )
-    ]
+    severity = CRITICAL if TIMEOUT in outcomes_of(cases) else WARNING
+    ranks = tuple(sorted(odd + usual if equal else odd))
+    text = f"the ranks call their encoders in different orders: {theirs}, {named(sorted(usual))} {first.name} before "
+    text += f"{second.name}, from encoder call {at + 1} of all on; then each waits in another length sync."
+    next_step = "Look for what makes the order depend on the rank or its batch; every rank must call its encoders in "
+    next_step += "one order."
+    return [Finding(ids.DIFFERENT_ORDER, severity, ranks, text, next_step, first.name, at + 1)]
 
 
 def skipped_call(cases: list[Case]) -> list[Finding]:
-    """The first call of one of several encoders that some ranks left out, told by its place among the others' calls.
+    """The first call of one of several encoders that some ranks left out, by its place among the other calls.
 
-    Nothing where it may as well be a call more of another encoder.
+    None where it may as well be an extra call of another encoder.
     """
     orders, at = _orders(cases)
     if at < 0:
@@ -86,20 +79,14 @@ def _goes_on(order: Whole, usual: Whole) -> bool:
 
 
 def _left_out(case: Case, call: int, odd: list[int], usual: list[int]) -> Finding:
-    return Finding(
-        id=ids.UNEVEN_CALLS,
-        severity=CRITICAL,
-        ranks=tuple(sorted(odd)),
-        text=f"{named(sorted(odd))} left out call {call} of {case.name}, which {named(sorted(usual))} made.",
-        next_step="Look for what decides on this rank whether that encoder is called (a condition on the batch, a "
-        "sample that could not be read): every rank must call it, or none.",
-        encoder=case.name,
-        call=call,
-    )
+    text = f"{named(sorted(odd))} left out call {call} of {case.name}, which {named(sorted(usual))} made."
+    next_step = "Look for what decides on this rank whether that encoder is called (a condition on the batch, a sample "
+    next_step += "that could not be read): every rank must call it, or none."
+    return Finding(ids.UNEVEN_CALLS, CRITICAL, tuple(sorted(odd)), text, next_step, case.name, call)
 
 
 def _orders(cases: list[Case]) -> tuple[dict[int, Whole], int]:
-    """By rank the order of its calls, as _order() tells it, and the first call in which they differ; -1 if none."""
+    """By rank its _order(), and the first call in which the orders differ; -1 if none."""
     if len(cases) < 2:
         return {}, -1
     orders = {rank: order for rank in cases[0].job.traces if (order := _order(cases, rank)) is not None}
@@ -112,7 +99,7 @@ def _orders(cases: list[Case]) -> tuple[dict[int, Whole], int]:
 
 
 def _order(cases: list[Case], rank: int) -> Whole | None:
-    """The number of the case of each call of a rank, in the order of the calls; None if its trace is not whole."""
+    """For each call of a rank, in order, the number of its case; None if its trace is incomplete."""
     tracks = [(number, case.tracks[rank]) for number, case in enumerate(cases) if rank in case.tracks]
     if any(track.calls.n and (track.calls.n[0] != 1 or track.damaged_at >= 0) for _, track in tracks):
         return None

@@ -27,7 +27,7 @@ def write(job: TracedJob, file: Path) -> None:
     encoders = cases(job)
     scale = max((case.clocks for case in encoders), key=lambda candidate: len(candidate.knots), default=clocks({}))
     calls = MOST_CALLS // max(1, sum(len(case.tracks) for case in encoders))
-    origin = min((_at(scale, rank, first) for rank, first in _firsts(job, calls)), default=0.0)
+    origin = min((scale.common_or_own(rank, first) for rank, first in _firsts(job, calls)), default=0.0)
     with file.open("w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         first = True
@@ -44,12 +44,6 @@ def _firsts(job: TracedJob, most: int) -> Iterator[tuple[int, float]]:
                 yield rank, track.calls.entered[-min(most, len(track.calls.n))]
 
 
-def _at(scale: Clocks, rank: int, own: float) -> float:
-    """Seconds on the common scale; on the rank's own if it shares no round with the others."""
-    common = scale.common(rank, own)
-    return float(common) if common is not None else own
-
-
 def _events(job: TracedJob, encoders: list[Case], scale: Clocks, origin: float, most: int) -> Iterator[Event]:
     for rank, trace in sorted(job.traces.items()):
         aligned = "" if rank in scale.knots else ", own clock"
@@ -59,7 +53,7 @@ def _events(job: TracedJob, encoders: list[Case], scale: Clocks, origin: float, 
 
         # Whole microseconds: the viewer drops slices that overlap by a nanosecond, and fractions do.
         def micro(own: float, rank: int = rank) -> int:
-            return round((_at(scale, rank, own) - origin) * 1e6)
+            return round((scale.common_or_own(rank, own) - origin) * 1e6)
 
         for thread, case in enumerate(encoders, 1):
             track = case.tracks.get(rank)
@@ -87,16 +81,14 @@ def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: in
         # The columns are of single precision, so an end may be past the next call's begin.
         moments = [min(max(micro(entered + end), begin), latest) if not math.isnan(end) else None for end in ends]
         last = max((moment for moment in moments if moment is not None), default=begin)
-        common = {"pid": rank, "tid": thread, "ts": begin, "args": details}
-        if open_:
-            yield {"name": title, "cat": "call", "ph": "B", **common}
-        else:
-            yield {"name": title, "cat": "call", "ph": "X", "dur": last - begin, **common}
+        place = {"pid": rank, "tid": thread}
+        lasts = {"ph": "B"} if open_ else {"ph": "X", "dur": last - begin}
+        yield {"name": title, "cat": "call", **lasts, **place, "ts": begin, "args": details}
         since = begin
         phases = ("length sync", "pre_encode", "first layer", "layers")
         for phase, moment in zip(phases, moments, strict=True):
             if moment is not None and moment >= since:
-                yield _slice(phase, rank, thread, since, moment - since)
+                yield {"name": phase, "cat": "phase", "ph": "X", **place, "ts": since, "dur": moment - since}
                 since = moment
         if calls.outcome[index] in (TIMEOUT, ENDED) and moments[0] is not None:
             what = "gave up waiting" if calls.outcome[index] == TIMEOUT else "the length sync has ended"
@@ -118,10 +110,6 @@ def _moments(trace: RankTrace, rank: int, micro: Any) -> Iterable[Event]:
             yield _instant(f"check {safe(finding.check)}", rank, 0, micro(finding.t), text=safe(finding.text))
     if trace.ended is not None and micro(trace.ended) >= 0:
         yield _instant("the process ended", rank, 0, micro(trace.ended))
-
-
-def _slice(name: str, rank: int, thread: int, at: int, duration: int) -> Event:
-    return {"name": name, "cat": "phase", "ph": "X", "pid": rank, "tid": thread, "ts": at, "dur": duration}
 
 
 def _instant(name: str, rank: int, thread: int, at: int, **details: object) -> Event:

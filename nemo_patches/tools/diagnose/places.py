@@ -1,6 +1,6 @@
-"""What a thread is in, told by its frames' names, so that any dump will do; no torch is needed.
+"""What a thread is in, by the names of its frames, so that any dump will do. Needs no torch.
 
-What torch's functions wait for is in stall/waits.py, which stall reports share.
+stall/waits.py, which stall reports share, knows what torch's functions wait for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORKER_FILES = ("utils/data/_utils/worker.py", "multiprocessing/")
 _LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<|\.so(\.|$)")
 _TORCH = re.compile(r"(?:^|/)torch/(.*)$")
-# py-spy's text, and others', tell a file by its path within a folder of sys.path.
+# py-spy and others print a file's path within its folder of sys.path.
 _SHORT_PACKAGES = (
     *("torch/", "nemo/", "lightning/", "pytorch_lightning/", "lightning_fabric/", "torchmetrics/", "lhotse/", "wrapt/"),
     *("multiprocessing/", "concurrent/", "asyncio/", "importlib/", "json/", "logging/", "encodings/", "hydra/"),
@@ -43,7 +43,7 @@ _SHORT_FILES = {
     *("functools.py", "pickle.py", "shutil.py", "tempfile.py", "ssl.py", "gzip.py", "tarfile.py", "zipfile.py"),
 }
 _STDLIB_WAITS = ("threading.py", "selectors.py", "queue.py", "multiprocessing/", "concurrent/futures", "asyncio/")
-# Frames that only pass a collective on: who called it stands outside them.
+# Wrappers: the caller of a collective is the first frame outside them.
 _PASSES_ON = re.compile(
     r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/)|torchmetrics/|"
     r"lightning_utilities/|accelerate/|deepspeed/comm/|wrapt/|functools\.py|contextlib\.py"
@@ -54,7 +54,7 @@ _MOST_PLACES = 3  # of the user's own, that `where` tells
 
 
 def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = False, has_gpu: bool = True) -> Place:
-    """Of one thread. calls: what the innermost line calls, where its source is known. in_futex: so the kernel says."""
+    """calls: what the innermost line calls, if its source is known. in_futex: according to the kernel."""
     if not frames:
         return Place(where=_NO_FRAME, collective=ENDING, activity=ENDING)
     python = [frame for frame in frames if not is_native(frame)]
@@ -90,14 +90,13 @@ def is_native(frame: Frame) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def is_library(frame: Frame) -> bool:
-    """Whether it is no code of the user's own."""
     is_short = not frame.file.startswith(("/", "<"))
     is_known = frame.file.startswith(_SHORT_PACKAGES) or frame.file in _SHORT_FILES
     return is_native(frame) or bool(_LIBRARY.search(frame.file)) or (is_short and is_known)
 
 
 def trunk(frames: Sequence[Frame]) -> list[Frame]:
-    """The frames but for the innermost of them, which a loop changes that polls: those of the standard library."""
+    """The frames without the innermost ones of the standard library, which change while a loop polls."""
     python = [frame for frame in frames if not is_native(frame)]
     for number, frame in enumerate(python):
         if not is_library(frame) or _in_torch(frame) or _PASSES_ON.search(frame.file) or "/nemo/" in frame.file:
@@ -130,7 +129,7 @@ def _where(frames: Sequence[Frame]) -> str:
 
 
 def _our_sync(frames: Sequence[Frame]) -> str:
-    """Whether it waits in nemo_patches' own length sync, behind frames of the standard library."""
+    """LENGTH_SYNC if it waits in nemo_patches' own length sync, behind frames of the standard library."""
     inner = next((frame for frame in frames if not any(part in frame.file for part in _STDLIB_WAITS)), None)
     is_wait = inner is not None and ("nemo_patches" in inner.file or _OUR_SYNC.search(inner.file))
     return LENGTH_SYNC if is_wait and any(_OUR_SYNC.search(frame.file) for frame in frames[:8]) else ""
@@ -150,7 +149,7 @@ def _guess(calls: Sequence[str], has_gpu: bool) -> str:
 
 
 def _caller(frames: Sequence[Frame]) -> str:
-    """Who called the collective: "the length sync (conformer_encoder.py:794)"."""
+    """The caller of the collective: "the length sync (conformer_encoder.py:794)"."""
     others = [frame for frame in frames if not _in_torch(frame)]
     caller = next((frame for frame in others if not _PASSES_ON.search(frame.file)), others[0] if others else None)
     if caller is None:
@@ -180,7 +179,7 @@ def _waits_for_lock(frames: Sequence[Frame], calls: Sequence[str], in_futex: boo
 
 
 def waits_for_work(frames: Sequence[Frame]) -> bool:
-    """Whether a data loader's worker has nothing to do: these are its frames, up to the loop that it is in."""
+    """Whether a data loader's worker is idle. frames: up to its loop."""
     return all(
         _in_torch(frame).startswith(_WORKER_FILES) or any(part in frame.file for part in _STDLIB_WAITS)
         for frame in frames

@@ -1,6 +1,6 @@
-"""A reader of pickles that hold plain data only: containers, text and numbers. Nothing in a file is ever called.
+"""A reader for pickles of plain data: containers, text and numbers. Nothing in a file is ever called.
 
-`pickle.load` runs what a file says. This one knows the instructions that build plain data, and refuses any other.
+`pickle.load` runs code from a file. This reader knows the instructions that build plain data, and refuses all others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NotPlainError(Exception):
 def load(data: bytes) -> Any:
     """The one object in a pickle. Raises NotPlainError.
 
-    What is shared in a pickle is shared in the object: who goes through it, does so in bounded steps.
+    Parts that are shared in the pickle are shared in the object, so going through it must be bounded.
     """
     if len(data) > LARGEST_BYTES:
         raise NotPlainError(f"{len(data)} bytes, more than {LARGEST_BYTES}")

@@ -20,6 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from nemo_patches.text import safe
+from nemo_patches.tools.diagnose.alignment import Floats, Whole
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Diagnosis
@@ -45,9 +46,6 @@ _MARKS = (
     ("came too late, or never", "D", _CULPRIT, 30.0),
     ("an exception", "X", "#1d1133", 46.0),
 )
-
-Lags = npt.NDArray[np.float64]
-Numbers = npt.NDArray[np.int64]
 
 
 def draw(job: TracedJob, file: Path, report: Diagnosis) -> None:
@@ -130,8 +128,10 @@ def _panel(figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: se
     )
 
 
-def _cells(case: Case, ranks: list[int], edges: Lags) -> tuple[Lags, npt.NDArray[np.bool_], Numbers]:
-    """The largest lag of each rank and column, in seconds, NaN if not known; where there are calls; 1: evaluation."""
+def _cells(case: Case, ranks: list[int], edges: Floats) -> tuple[Floats, npt.NDArray[np.bool_], Whole]:
+    """By rank and column: the largest lag in seconds, NaN if not known, and whether there are calls. By column: 1 for
+    evaluation, 0 for training, -1 for none.
+    """
     bins = len(edges) - 1
     lags = np.full((len(ranks), bins), -1.0)
     there = np.zeros((len(ranks), bins), dtype=bool)
@@ -154,13 +154,13 @@ def _cells(case: Case, ranks: list[int], edges: Lags) -> tuple[Lags, npt.NDArray
     return lags, there, kinds
 
 
-def _columns(numbers: Numbers, edges: Lags) -> Numbers:
+def _columns(numbers: Whole, edges: Floats) -> Whole:
     width = edges[1] - edges[0]
-    columns: Numbers = np.clip(((numbers - edges[0]) / width).astype(np.int64), 0, len(edges) - 2)
+    columns: Whole = np.clip(((numbers - edges[0]) / width).astype(np.int64), 0, len(edges) - 2)
     return columns
 
 
-def _mark(axes: Any, case: Case, ranks: list[int], edges: Lags) -> list[Line2D]:
+def _mark(axes: Any, case: Case, ranks: list[int], edges: Floats) -> list[Line2D]:
     """Draw at most one mark of each kind for each rank and column; return the legend's entries for what was drawn."""
     crowded = len(ranks) > _MOST_LABELS
     roomy = 3.0 if len(edges) <= _FEW_CALLS and not crowded else 1.0
@@ -212,7 +212,7 @@ def _legend_entry(text: str, marker: str, colour: str) -> Line2D:
     return Line2D([], [], marker=marker, linestyle="", color=colour, markersize=7, label=text)
 
 
-def _squares(kinds: Numbers, lags: Lags, there: npt.NDArray[np.bool_]) -> list[tuple[str, str]]:
+def _squares(kinds: Whole, lags: Floats, there: npt.NDArray[np.bool_]) -> list[tuple[str, str]]:
     """The legend's texts and colours of the squares that were drawn."""
     squares = [of_kind for number, of_kind in enumerate(_KINDS) if (kinds == number).any()]
     return squares + ([("a call, lag not known", _LAG_NOT_KNOWN)] if (there & np.isnan(lags)).any() else [])
@@ -226,8 +226,7 @@ def _how_late(case: Case, rank: int, call: int, seconds: dict[tuple[int, int], f
     return f"{seconds[rank, call]:.1f} s late" if came else f"never came, {seconds[rank, call]:.1f} s"
 
 
-def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """A rank's calls for each of _MARKS."""
+def _marked(case: Case, rank: int, late: dict[int, list[int]]) -> tuple[Whole, Whole, Whole, Whole]:
     track = case.tracks.get(rank)
     if track is None or not track.calls.n:
         none = np.zeros(0, np.int64)
@@ -295,7 +294,6 @@ def _starts(hosts: list[str]) -> list[int]:
 
 
 def _last_call(ending: Ending) -> str:
-    """Which call was a rank's last, and what is to be said of it."""
     if not ending.call:
         return "no call"
     if ending.unsure:

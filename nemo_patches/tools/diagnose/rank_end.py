@@ -14,25 +14,25 @@ from nemo_patches.tools.diagnose.frame_text import is_library, shown
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records
 
-# A rank that one of these ended was in a collective, or in the store: another rank is the reason.
+# A rank that one of these ended was in a collective, or at the store: another rank is the reason.
 _WAITED_TYPES = frozenset(
     {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "LengthSyncTimeout", "StopTogetherError"}
 )
 _RENDEZVOUS_TYPES = frozenset({"RendezvousClosedError", "RendezvousConnectionError", "RendezvousTimeoutError"})
-# What only torch's C++ says, under a RuntimeError as well; Gloo names the place: ".../gloo/transport/tcp/pair.cc:544".
+# Words of torch's C++ alone, also in a RuntimeError; Gloo names the place: ".../gloo/transport/tcp/pair.cc:544".
 _OF_TORCH = re.compile(
     r"gloo/|\bgloo\b|NCCL|monitoredBarrier|[Aa]pplication timeout|wait timeout after|Connection was likely closed|"
     r"Timed out waiting \d+ ?ms|store based barrier|client socket has timed out|waiting for clients|"
     r"the ranks (?:cannot end together any more|are out of step)",  # StopTogetherError
 )
-# What downloads say as well: there it is the rank's own error.
+# Downloads use these words, too: then it is the rank's own error.
 _OF_ANY_CONNECTION = re.compile(r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout")
 _OWN_FAULT = re.compile(
     r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate GPU|ncclInvalid|"
     r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use|ncclUnhandledCudaError|"
     r"unhandled cuda error|Error while (?:creating|attaching to) shared memory"
 )
-_CUT = re.compile(r"\s*(?:\[[^\]]*)?")  # "[/pytorch/gl": of a message of torch's, where a log ends in the middle of it
+_CUT = re.compile(r"\s*(?:\[[^\]]*)?")  # "[/pytorch/gl": a message of torch that the end of a log cuts off
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(
     r"waiting for clients|store based barrier|client socket has timed out|while trying to connect to"
@@ -43,34 +43,68 @@ _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Termina
 _SIGTERM_FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
 _FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
 _COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$|/torch/nn/parallel/distributed\.py$")
-# A checkpoint may be read from the network, there too.
+# Without torch/distributed/checkpoint, which may read from the network.
 _OF_COLLECTIVES = re.compile(r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)")
 _BACKWARD = frozenset({"_engine_run_backward"})
-STALL_EXIT = 83  # stall/job_stall.py: every rank ends so, whoever is the reason
+STALL_EXIT = 83  # stall/job_stall.py: every rank ends with it, whichever is the reason
 _INNERMOST = 12  # frames of a stack in which a collective is looked for
 _RAISED_WITHIN = 3  # innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
 _OWN_FRAMES = 3
-# torch's, of what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
+# How torch passes on what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
 _PASSED_ON = re.compile(r"Caught [\w.]{1,100} [^\n]{1,200}\.\nOriginal Traceback \(most recent call last\):\n")
+
+Frames = tuple[tuple[str, str, str], ...]  # file, line and function of each, innermost first
 
 
 class Error(NamedTuple):
-    """An exception. Of one that a data loader's worker passed on: the worker's own."""
+    """An exception; of one that a data loader's worker passed on, the worker's own."""
 
-    type: str  # without its module
+    type: str
     message: str
-    traceback: str
+    frames: Frames = ()  # none where they are not known
+    traceback: str = ""
 
     @property
     def line(self) -> str:
-        """In one line, as a person is told of it."""
         first = next(iter(self.message.strip().splitlines()), "")
         return safe(f"{self.type}: {first}" if first else self.type)
 
     @property
-    def frames(self) -> tuple[tuple[str, str, str], ...]:
-        """File, line and function, innermost first."""
-        return tuple(reversed(_FRAME.findall(self.traceback)))
+    def name(self) -> str:
+        """Its type without the module, of Python or C++: torch.distributed.DistBackendError, c10::DistBackendError."""
+        return re.split(r"[.:]", self.type)[-1]
+
+    @property
+    def is_of_a_collective(self) -> bool:
+        """Whether the rank waited for others, in a collective or at the start.
+
+        A connection's RuntimeError without frames is taken to be torch's.
+        """
+        if _OWN_FAULT.search(self.message):
+            return False
+        if self.name in _WAITED_TYPES or self.name in _RENDEZVOUS_TYPES:
+            return True
+        is_runtime_error = self.name == "RuntimeError"
+        if is_runtime_error and _OF_TORCH.search(self.message):
+            return True
+        is_cut = _CUT.fullmatch(self.message) is not None and (is_runtime_error or not self.name.endswith("Error"))
+        was_in_collective = any(_OF_COLLECTIVES.search(file) for file, _, _ in self.frames[:_RAISED_WITHIN])
+        if is_cut and was_in_collective:
+            return True
+        if not _OF_ANY_CONNECTION.search(self.message):
+            return False
+        return was_in_collective if self.frames else is_runtime_error
+
+    @property
+    def is_of_the_start(self) -> bool:
+        """Whether the rank waited at the start-up: in the rendezvous, at the store, in init_process_group."""
+        if self.name in _RENDEZVOUS_TYPES or _STARTING.search(self.message):
+            return True
+        return any("/torch/distributed/" in file and function in _STARTS for file, _, function in self.frames)
+
+
+def frames_in(traceback: str) -> Frames:
+    return tuple(reversed(_FRAME.findall(traceback)))
 
 
 @dataclass(frozen=True)
@@ -95,16 +129,19 @@ class ProcessEnd:
 
     @property
     def unknown(self) -> bool:
-        """Whether it was killed, crashed, or still runs."""
+        """Whether it was killed, crashed, or still runs, as far as is known."""
         return not (self.ordinary or self.error or self.terminated)
 
 
 def process_end(trace: RankTrace) -> ProcessEnd:
-    """How this rank's process ended."""
     failed = ending_failure(trace)
-    if trace.sigterm_stack is not None and not (failed is not None and _was_before_sigterm(failed, trace)):
+    # Older traces do not have the signal's time: if records follow it, which came first is not known.
+    failed_first = failed is not None and trace.sigterm_at is not None and failed.t <= trace.sigterm_at
+    if trace.sigterm_stack is not None and not failed_first:
         frames = [match.groups() for match in map(_SIGTERM_FRAME.fullmatch, trace.sigterm_stack) if match]
-        in_collective = _in_collective(frames)
+        in_collective = any(
+            _COLLECTIVE.search(file) or function in _BACKWARD for file, _, function in frames[:_INNERMOST]
+        )
         return ProcessEnd(terminated=True, where=_place(frames), in_collective=in_collective, at=trace.sigterm_at)
     if trace.end is not None and trace.end.exit_code == STALL_EXIT:
         return ProcessEnd(error="stall_exit", terminated=True)
@@ -112,12 +149,12 @@ def process_end(trace: RankTrace) -> ProcessEnd:
     if failed is None and not said:
         in_good_order = trace.end is not None and not trace.end.exit_code
         return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
-    error, at = (error_of(failed), failed.t) if failed is not None else (_error_in(said), trace.ended)
+    error, at = (error_of(failed), failed.t) if failed is not None else (error_in(said), trace.ended)
     if error.type in BY_HAND or _ENDED_WITH_IT.search(error.message):
         return ProcessEnd(error=error.line, terminated=True, at=at)
-    waited = is_of_a_collective(*error)
+    waited = error.is_of_a_collective
     timed_out = waited and _TIMED_OUT.search(error.line) is not None
-    starting = waited and is_of_the_start(*error)
+    starting = waited and error.is_of_the_start
     return ProcessEnd(error=error.line, waited=waited, timed_out=timed_out, starting=starting, at=at)
 
 
@@ -131,13 +168,8 @@ def ending_failure(trace: RankTrace) -> records.Failed | None:
     return None if survived else failed
 
 
-def _was_before_sigterm(failed: records.Failed, trace: RankTrace) -> bool:
-    """By one clock, of one file. Where older traces do not tell the signal's time, and records follow it: not known."""
-    return trace.sigterm_at is not None and failed.t <= trace.sigterm_at
-
-
 def error_of(record: records.Failed | records.Raised) -> Error:
-    """What was raised first: of torch's "Caught ... in DataLoader worker process 0" the worker's own exception."""
+    """The exception that was raised first: for "Caught ... in DataLoader worker process 0" the worker's own."""
     passed_on = _PASSED_ON.match(record.message)
     for text in (record.message, record.traceback) if passed_on else ():
         lines = text.splitlines()
@@ -145,61 +177,17 @@ def error_of(record: records.Failed | records.Raised) -> Error:
         after = range(frames[-1] + 1, len(lines)) if frames else range(0)
         if first := next((index for index in after if lines[index].strip(" ^~") and lines[index][0] != " "), None):
             kind, _, message = "\n".join(lines[first:]).partition(": ")
-            return Error(_without_module(kind.strip()), message, "\n".join(lines[: first + 1]))
-    return Error(record.type, record.message, record.traceback)
+            traceback = "\n".join(lines[: first + 1])
+            return Error(Error(kind.strip(), "").name, message, frames_in(traceback), traceback)
+    return Error(record.type, record.message, frames_in(record.traceback), record.traceback)
 
 
-def _error_in(line: str) -> Error:
+def error_in(line: str) -> Error:
     kind, _, message = line.partition(": ")
-    return Error(kind, message, "")
-
-
-def _without_module(kind: str) -> str:
-    """Of Python or C++: "torch.distributed.DistBackendError", "c10::DistBackendError"."""
-    return re.split(r"[.:]", kind)[-1]
-
-
-def is_of_a_collective(kind: str, message: str, traceback: str = "") -> bool:
-    """Whether an exception is that of a rank which waited for others, in a collective or at the start.
-
-    traceback: empty where it is not known; then a RuntimeError that any connection may have is taken for torch's.
-    """
-    if _OWN_FAULT.search(message):
-        return False
-    name = _without_module(kind)
-    if name in _WAITED_TYPES or name in _RENDEZVOUS_TYPES:
-        return True
-    if name == "RuntimeError" and _OF_TORCH.search(message):
-        return True
-    is_cut = _CUT.fullmatch(message) is not None and (name == "RuntimeError" or not name.endswith("Error"))
-    if is_cut and _is_in_collective(message, traceback):
-        return True
-    if not _OF_ANY_CONNECTION.search(message):
-        return False
-    if not Error(name, message, traceback).frames:
-        return name == "RuntimeError"
-    return _is_in_collective(message, traceback)
-
-
-def _is_in_collective(message: str, traceback: str) -> bool:
-    innermost = Error("", message, traceback).frames[:_RAISED_WITHIN]
-    return any(_OF_COLLECTIVES.search(file) for file, _, _ in innermost)
-
-
-def is_of_the_start(kind: str, message: str, traceback: str = "") -> bool:
-    """Whether an exception of a rank that waited is of the start-up: the rendezvous, the store, init_process_group."""
-    if _without_module(kind) in _RENDEZVOUS_TYPES or _STARTING.search(message):
-        return True
-    frames = Error(kind, message, traceback).frames
-    return any("/torch/distributed/" in file and function in _STARTS for file, _, function in frames)
+    return Error(kind, message)
 
 
 def _place(frames: list[tuple[str, ...]]) -> str:
     """The user's own code, innermost first; that of libraries where there is no other."""
     own = [frame for frame in frames if not is_library(frame[0])] or frames
     return safe(" < ".join(shown(function, file, line, folders=1) for file, line, function in own[:_OWN_FRAMES]))
-
-
-def _in_collective(frames: list[tuple[str, ...]]) -> bool:
-    innermost = frames[:_INNERMOST]
-    return any(_COLLECTIVE.search(file) or function in _BACKWARD for file, _, function in innermost)

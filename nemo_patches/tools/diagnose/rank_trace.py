@@ -1,7 +1,7 @@
 """One rank's trace in memory: its encoders' calls as columns of numbers, and some records in full.
 
-Memory is bounded, whatever a file says. A record that does not follow from those before it is left out and counted:
-such a trace is damaged, and its rank is not blamed for what may be a gap in the file.
+Memory is bounded, whatever a file holds. A record that does not follow from those before it is left out and counted:
+such a trace is damaged, and its rank is not accused for what may be a gap in the file.
 """
 
 from __future__ import annotations
@@ -26,36 +26,41 @@ CAME, SERVED, TIMEOUT, UNWAITED, LOCAL, ENDED = range(len(OUTCOMES))
 UNSYNCED = -1  # no length sync has returned
 UNKNOWN = -1  # whether a call is a training call, if its beginning was not read
 OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare call only the length sync is recorded
-NO_GRAPH, NO_BACKWARD, BACKWARD, BACKWARD_ENDED = range(4)  # how far the backward of a call has come
+NO_GRAPH, NO_BACKWARD, BACKWARD, BACKWARD_ENDED = range(4)  # the state of a call's backward
 
 CUT = "its last line is not whole"
 
-MOST_CALLS = 1 << 21  # of one encoder; older ones go
+MOST_CALLS = 1 << 21  # of one encoder; older ones are dropped
 MOST_ENCODERS = 64
 _MOST_KEPT = 256  # exceptions, stall reports and findings each: the first ones and the last
 _MOST_SAMPLES = 4096
 _MOST_INPUTS, _MOST_BATCH_SIZES = 16, 256
 _LONGEST_KEPT = 4000  # characters of a text, items of a list
 _KEPT = defaultdict(lambda: slice(_LONGEST_KEPT), traceback=slice(-_LONGEST_KEPT, None))
-_BACKWARDS_S = 1.0  # a record may be so much older than the one before: they come from several threads
+_BACKWARDS_S = 1.0  # a record may be so much older than the one before, as several threads write
 
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
 _NEVER = math.nan
 _Header, _Encoder, _Enter = structs[records.Header], structs[records.Encoder], structs[records.Enter]
 _Sync, _Grow, _PreEncoded = structs[records.Sync], structs[records.Grow], structs[records.PreEncoded]
 _FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leave], structs[records.Raised]
-_Missing, _Memory, _Finding = structs[records.Missing], structs[records.Memory], structs[records.Finding]
+_Missing, _Memory, _CheckFinding = structs[records.Missing], structs[records.Memory], structs[records.CheckFinding]
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
 _Call, _Dumped = structs[records.Call], structs[records.Dumped]
 _Failed, _Stalled, _Sigterm = structs[records.Failed], structs[records.Stalled], structs[records.Sigterm]
 _Backward, _BackwardEnded = structs[records.Backward], structs[records.BackwardEnded]
-_Lengths, _OfAPartThatIsGone = structs[records.Lengths], structs[records.Kept]
+_Lengths, _KeptRecord = structs[records.Lengths], structs[records.Kept]
 _OF_A_CALL = frozenset({_Enter, _Sync, _PreEncoded, _FirstLayer, _Leave, _Raised})
 _DATACLASSES = {struct: kind for kind, struct in structs.items()}
-# Nearly all calls have these records, in this order, with or without a backward. Runs of them are taken as columns,
-# which takes a third of the time.
+# Nearly all calls have these records in this order, with or without a backward. Taking runs of them as columns needs a
+# third of the time.
 _RUN = re.compile(rb"(?:espfl){8,}|(?:espflbd){8,}")
-_KEPT_IN = {_Missing: "missing", _Stalled: "stalled", _Failed: "failed", _Finding: "findings"}  # lists of a RankTrace
+_KEPT_IN = {
+    _Missing: "missing",
+    _Stalled: "stalled",
+    _Failed: "failed",
+    _CheckFinding: "findings",
+}  # lists of a RankTrace
 _LETTERS: dict[type[Any], int] = {type(None): ord("?"), **dict.fromkeys(_DATACLASSES, ord("?"))} | {
     _Enter: ord("e"),
     _Sync: ord("s"),
@@ -66,7 +71,7 @@ _LETTERS: dict[type[Any], int] = {type(None): ord("?"), **dict.fromkeys(_DATACLA
     _BackwardEnded: ord("d"),
     _Lengths: ord("g"),
 }
-_LATE = b"g"  # from a GPU lengths come late, and anywhere
+_LATE = b"g"  # lengths come late from a GPU, between any other records
 _Kept = TypeVar("_Kept")
 
 
@@ -132,9 +137,9 @@ class Track:
     batches: dict[int, int] = field(default_factory=dict)  # how many training calls had a batch of that size
     result: int = 0  # of the last length sync
     backwards: int | None = None  # begun, as far as they were read; None before the first beginning of a call
-    settled: int = 0  # the backward of a call before this one does not come any more: a later one has ended since
+    settled: int = 0  # calls before this one get no backward any more: that of a later call has ended
     backward_ended: bool = False  # since the last call was entered
-    deferred: bool = False  # some backward came only after a later call had been entered
+    deferred: bool = False  # some backward began only after a later call had been entered
     leapt_to: int = 0  # a call number that does not follow; believed once the next record agrees
     round_leapt_to: int = 0  # likewise, a round
     damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
@@ -145,7 +150,7 @@ class Track:
         return self.calls.n[-1] if self.calls.n else 0
 
     def count_input(self, given: tuple[Any, ...], times: int) -> None:
-        if given != self.given:  # seldom, and an Input takes as long to make as most else here
+        if given != self.given:  # seldom, and making an Input is slow
             features, dtype, device, path, group = self.given = given
             self.input = Input(features, dtype[:40], device[:40], path[:40], group is not False)
         if self.input in self.inputs or len(self.inputs) < _MOST_INPUTS:
@@ -160,7 +165,7 @@ class _Run:
     """Whole calls of one encoder that follow each other, as columns of numbers."""
 
     def __init__(self, run: Sequence[Any], size: int) -> None:
-        self.of_kind = [run[at::size] for at in range(size)]  # to read one class's fields at a time is twice as fast
+        self.of_kind = [run[at::size] for at in range(size)]  # reading one class's fields at a time is twice as fast
         self.has_backward = size > 5
         self.enters, self.syncs = self.of_kind[0], self.of_kind[1]
         self.numbers = [record.n for record in self.enters]
@@ -170,7 +175,7 @@ class _Run:
         self.times = np.array([[record.t for record in of_one] for of_one in self.of_kind])
 
     def follows(self, track: Track, last: float) -> bool:
-        """Whether nothing is odd about them after that encoder's calls so far, and the trace's last record."""
+        """Whether they follow that encoder's calls so far, and the trace's last record, with nothing odd."""
         calls, numbers, first = track.calls, self.numbers, self.enters[0]
         if any({record.e for record in of_one} != {first.e} for of_one in self.of_kind):
             return False
@@ -193,7 +198,6 @@ class _Run:
         return all(_given(record) == given for record in self.enters)
 
     def extend(self, track: Track) -> None:
-        """Add these calls."""
         calls, many = track.calls, len(self.numbers)
         track.backwards = self.enters[-1].backwards + self.has_backward
         if self.has_backward:
@@ -247,7 +251,7 @@ class RankTrace:
     failed: list[records.Failed] = field(default_factory=list)
     missing: list[records.Missing] = field(default_factory=list)
     stalled: list[records.Stalled] = field(default_factory=list)
-    findings: list[records.Finding] = field(default_factory=list)
+    findings: list[records.CheckFinding] = field(default_factory=list)
     memory: list[tuple[float, int, int, int]] = field(default_factory=list)  # t; bytes: RSS, allocated, reserved
     gpu: records.Memory | None = None  # the last sample that has its utilisation
     _skip: int = 0
@@ -259,12 +263,11 @@ class RankTrace:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be recorded."""
         return self.ended is not None or bool(self.stopped)
 
     @property
     def damage(self) -> str:
-        """What is wrong with its file, for a person; empty if nothing is."""
+        """What is wrong with its file, in words; empty if nothing is."""
         damages = [f"{self.bad_lines} lines are no records"] if self.bad_lines else []
         damages += [f"{self.odd_records} records do not follow from those before"] if self.odd_records else []
         damages += [f"{self.lost} records were not written, because the disk could not keep up"] if self.lost else []
@@ -292,7 +295,7 @@ class RankTrace:
         self.last_kind = next(kinds, self.last_kind)
 
     def _take_run(self, run: Sequence[Any], size: int) -> bool:
-        """Take whole calls of `size` records each; False, and nothing is taken, if `_take_each` is to look at them."""
+        """Take whole calls of `size` records each; if anything is odd, take nothing and return False."""
         track = self.tracks.get(run[0].e)
         whole = _Run(run, size)
         if track is None or not whole.follows(track, self.last):
@@ -304,7 +307,7 @@ class RankTrace:
     def _take_each(self, batch: Sequence[records.Record | None]) -> None:
         tracks = self.tracks
         last = self.last
-        # The open call is kept in local variables: most records are of it, and there are millions.
+        # The open call is kept in local variables: most of the millions of records are about it.
         open_e = open_n = -1
         entered, calls = 0.0, Calls()
         record: Any
@@ -347,7 +350,7 @@ class RankTrace:
         self.last = last
 
     def _begin_or_not(self, track: Track, record: Any) -> None:
-        """Take a record that is not of the call that was open last: the next call's beginning, or something odd."""
+        """Take a record that is not about the call that was open last: the next call's beginning, or an odd record."""
         calls, n = track.calls, record.n
         if type(record) is _Enter and (not calls.n or (calls.n[-1] + 1 == n and calls.ended[-1] != OPEN)):
             self._enter(track, record)
@@ -368,7 +371,7 @@ class RankTrace:
             track.count_batch(record.shape[0], 1)
 
     def _within(self, track: Track, record: Any, after: float) -> None:
-        """Take a record of the open call, made `after` so many seconds of it."""
+        """Take a record of the open call, made `after` seconds after its beginning."""
         calls, kind = track.calls, type(record)
         if kind is _Sync:
             code = _CODES.get(record.outcome)
@@ -395,7 +398,7 @@ class RankTrace:
             _keep(self.raised, _kept(record))
 
     def _whole_call(self, track: Track, record: Any) -> None:
-        """Take a call of a dump, which may begin with any."""
+        """Take a call of a dump, whose first call may have any number."""
         calls, code = track.calls, _CODES.get(record.outcome, UNSYNCED)
         unknown = bool(record.outcome) and code == UNSYNCED
         if (
@@ -414,7 +417,7 @@ class RankTrace:
             calls.round[-1] = record.round
 
     def _follows(self, track: Track, number: int) -> bool:
-        """Whether a call may have this round: it issued the next one, or none. A single leap is not believed."""
+        """Whether a call may have this round: it issued the next one, or none. A leap counts once the next agrees."""
         before = track.calls.round[-1]
         from_here = before == 0 and self.header.part > 0
         leapt, track.round_leapt_to = track.round_leapt_to, 0
@@ -436,7 +439,7 @@ class RankTrace:
                 self._odd(track)
 
     def _out_of_order(self, track: Track, record: Any) -> None:
-        """Take a record of a call that is not open: lines before it are lost, or it is another process's."""
+        """Take a record of a call that is not open: lines before it are lost, or it is from another process."""
         calls, n, last = track.calls, record.n, track.last
         if type(record) is _Sync and n == last + 1 and (not calls.n or calls.ended[-1] != OPEN):
             calls.begin(n, UNKNOWN, record.t)  # of a compiled encoder nothing else is recorded
@@ -466,9 +469,9 @@ class RankTrace:
         if kind is _Header:
             mine = self.header
             self.mixed |= (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started)
-        elif kind is _OfAPartThatIsGone:
-            self._keep_of_a_part_that_is_gone(record.record)
-        elif kind is _Encoder:  # its time is that of its first record, also at the head of a later part
+        elif kind is _KeptRecord:
+            self._take_kept(record.record)
+        elif kind is _Encoder:  # a later part repeats it with its first time
             self._encoder(record)
         else:
             if record.t < self.last - _BACKWARDS_S:
@@ -514,12 +517,13 @@ class RankTrace:
                 del self.memory[::2]
                 self._stride *= 2
 
-    def _keep_of_a_part_that_is_gone(self, line: str) -> None:
+    def _take_kept(self, line: str) -> None:
+        """Take a record of a part that is gone, which the head of a later part has kept."""
         (record,) = decode(line.replace("\n", " ").encode()) or [None]
-        kept: dict[type[Any], list[Any]] = {_Raised: self.raised, _Failed: self.failed, _Finding: self.findings}
+        kept: dict[type[Any], list[Any]] = {_Raised: self.raised, _Failed: self.failed, _CheckFinding: self.findings}
         if type(record) not in kept:
             self.bad_lines += 1
-        elif (read := _kept(record)) not in kept[type(record)]:  # else it was in the head before, or is read itself
+        elif (read := _kept(record)) not in kept[type(record)]:  # several heads may repeat it
             _keep(kept[type(record)], read)
 
     def _backward(self, kind: type[Any], record: Any) -> None:
@@ -553,7 +557,7 @@ class RankTrace:
         track.damaged_at = track.last
 
     def _stray(self) -> None:
-        """Count a record that does not follow from those before, and tells of no encoder which it may damage."""
+        """Count a record that does not follow from those before, and may damage any encoder's calls."""
         self.odd_records += 1
         self._damage_all()
 
@@ -563,7 +567,7 @@ class RankTrace:
 
 
 def _given(record: Any) -> tuple[Any, ...]:
-    """What a call was given, of its beginning."""
+    """The properties of a call's input, by the record of its beginning."""
     shape = record.shape
     return (shape[1] if len(shape) > 1 else -1, record.dtype, record.device, record.path, record.group)
 
@@ -575,7 +579,7 @@ def _keep(kept: list[_Kept], record: _Kept) -> None:
 
 
 def _kept(record: Any) -> Any:
-    """The record as a dataclass of tracing/records.py, texts and lists of bounded length: of a traceback the end."""
+    """The record as a dataclass of tracing/records.py, with bounded texts and lists; of a traceback the end."""
     fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
     bounded = {name: value[_KEPT[name]] if isinstance(value, str | list) else value for name, value in fields}
     return _DATACLASSES[type(record)](**bounded)

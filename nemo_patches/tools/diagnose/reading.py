@@ -15,11 +15,10 @@ from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
 
-STANDARD_INPUT = Path("-")
 _TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
 _FOR_OTHER_READERS = (": not a trace", ": a folder; not looked into")  # how folder.py's lines on others' files end
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
-# Beside a job's logs its code may lie, some of which looks like evidence, and its data. Given itself, a file is read.
+# Code and data may lie beside a job's logs, and some of it looks like evidence. A file that is named itself is read.
 _FOLDERS_OF_CODE = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _NO_EVIDENCE = (
     *(".py", ".pyi", ".ipynb", ".md", ".rst", ".diff", ".patch", ".sh", ".c", ".cc", ".cpp", ".cu", ".h"),
@@ -31,14 +30,14 @@ _HEAD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads one kind of file. name: for a person."""
+    """A reader of one kind of file. name: shown to the user."""
 
     name: str
     recognises: Callable[[str, bytes], bool]
     read: Callable[[list[Path], Evidence], None]
 
 
-# A file may be of several kinds: a log holds stacks, too. What no other reader recognises is a log.
+# A file may be of several kinds: a log may hold stacks. A file that no other reader recognises is a log.
 _READERS = (
     Reader("stacks", stacks.recognises, stacks.read),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
@@ -49,7 +48,7 @@ _LOGS = Reader("logs", logs.recognises, logs.read)
 
 @dataclass
 class Found:
-    """What lies there. traces: the folders that hold a trace or a dump of nemo_patches. by_reader: the other files."""
+    """Files found. traces: the folders with traces or dumps of nemo_patches. by_reader: all other files."""
 
     traces: list[Path] = field(default_factory=list)
     by_reader: dict[str, list[Path]] = field(default_factory=dict)
@@ -74,7 +73,7 @@ def find(paths: Sequence[Path]) -> Found:
 
 
 def _sort_in(file: Path, given: Path, found: Found) -> None:
-    """To the readers that recognise a file. Raises UnreadableError where it was given itself, and cannot be read."""
+    """Assign a file to its readers. Raises UnreadableError if it was named itself and is unreadable."""
     try:
         head = _head(file)
     except OSError as error:
@@ -90,7 +89,7 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
 
 
 def _files(path: Path, found: Found) -> list[Path]:
-    if path == STANDARD_INPUT or not os.path.isdir(path):  # Path's own raises for a name that is too long
+    if path == logs.STANDARD_INPUT or not os.path.isdir(path):  # Path's own raises for a name that is too long
         return [path]
 
     def note(error: OSError) -> None:
@@ -107,7 +106,7 @@ def _files(path: Path, found: Found) -> list[Path]:
 
 
 def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
-    """Without the files of earlier attempts, which torchrun --log-dir keeps: their ranks waited for other ones."""
+    """Leave out the files of earlier attempts, which torchrun --log-dir keeps."""
     attempts = {
         file: next(((up.parent, int(up.name[8:])) for up in file.parents if _ATTEMPT.fullmatch(up.name)), None)
         for file in files
@@ -121,15 +120,15 @@ def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
 
 
 def _head(file: Path) -> bytes:
-    """Nothing of a pipe (`diagnose <(COMMAND)`): what is read from one is gone."""
-    if file == STANDARD_INPUT or (os.path.exists(file) and not os.path.isfile(file)):
+    """The first bytes; none of a pipe (`diagnose <(COMMAND)`), which can be read only once."""
+    if file == logs.STANDARD_INPUT or (os.path.exists(file) and not os.path.isfile(file)):
         return b""
     with file.open("rb") as opened:
         return opened.read(_HEAD_BYTES)
 
 
 def read(found: Found) -> list[tuple[str, Evidence]]:
-    """What each reader tells of its files but for traces, which folder.py reads."""
+    """Each reader's evidence from its files. Traces are read by folder.py."""
     parts = []
     for reader in (*_READERS, _LOGS):
         if files := found.by_reader.get(reader.name):
@@ -140,7 +139,7 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
 
 
 def of_traces(job: TracedJob) -> Evidence:
-    """What a folder of traces, or of dumps, tells, beside other evidence."""
+    """The evidence of a folder of traces or dumps, for use beside other evidence."""
     evidence = Evidence()
     report = diagnose(job, evidence)
     evidence.findings += [one for one in report.findings if one.id not in (*JUDGED, ids.NOT_ENOUGH)]
@@ -149,7 +148,7 @@ def of_traces(job: TracedJob) -> Evidence:
     evidence.problems += [line for line in report.problems if not line.endswith(_FOR_OTHER_READERS)]
     evidence.earlier += report.earlier
     evidence.traces_alone = False
-    if evidence.explained:  # a finding tells it; other sources are heard on the rest
+    if evidence.explained:  # a finding explains who is behind; other sources decide the rest
         evidence.facts = [fact for fact in evidence.facts if fact.own and not isinstance(fact.value, Call | Motion)]
         evidence.explained = {}
     return evidence
@@ -158,7 +157,7 @@ def of_traces(job: TracedJob) -> Evidence:
 def joined(
     parts: Sequence[tuple[str, Evidence]], problems: Sequence[str] = (), earlier: Sequence[str] = ()
 ) -> Evidence:
-    """Of one job: what tells of another number of ranks than the newest source is listed, and not joined."""
+    """Join the evidence on one job. A source with another world size than the newest one is listed, not joined."""
     size = _world_size(parts)
     whole = Evidence(world_size=size, problems=[*problems], earlier=[*earlier])
     for name, part in parts:
@@ -185,7 +184,7 @@ def joined(
 
 
 def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
-    """That of the newest source that tells one; of those without a time, of the one that tells most."""
+    """The world size of the newest source that has one; of sources without times, the one with the most facts."""
     told = [part for _, part in parts if part.world_size]
     newest = max(
         told, key=lambda part: (max((fact.at for fact in part.facts), default=0.0), len(part.facts)), default=None
@@ -194,7 +193,7 @@ def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
 
 
 def _renamed(fact: Fact, taken: dict[str, str]) -> Fact:
-    """With its group's other name, where two sources number collectives of groups of one name."""
+    """Rename its group where two sources number the collectives of groups with the same name."""
     if fact.seat and fact.seat.group in taken:
         return replace(fact, value=fact.seat._replace(group=taken[fact.seat.group]))
     return fact

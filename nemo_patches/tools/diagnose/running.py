@@ -1,4 +1,4 @@
-"""A job that runs on this host, whatever it runs: its ranks' stacks, and all that lies beside them, judged together."""
+"""A job that runs on this host, with or without nemo_patches: its ranks' stacks and files, judged together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_SHOWN = 6
 
 
 def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
-    """Look until the ranks go on, or wait for longer than this; then read what lies beside them."""
+    """Look until the ranks move, or have waited for longer than this; then read the job's files."""
     job = look(ranks, lambda seen: is_told(seen, stuck_after_s), at_most_s=stuck_after_s + LONGER_S)
     problems: list[str] = []
     seen = _seen(job)
@@ -38,14 +38,14 @@ def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) ->
 
 
 def is_told(job: HostJob, stuck_after_s: float = STUCK_AFTER_S) -> bool:
-    """Whether another look would tell no more: the ranks go on, or have waited for longer than this."""
+    """Whether no further look is needed: the ranks move, or have waited for longer than this."""
     return not rule(_seen(job), stuck_after_s).is_too_early
 
 
 def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
-    """Nothing of a source that tells of ranks' ends which run: a log begins with earlier launches.
+    """Drop a source that reports the end of a rank that runs: a log may begin with earlier launches.
 
-    A rank that an exception has ended, and that hangs as its interpreter ends, has left its script.
+    A rank that hangs while its interpreter ends, after an exception, is no longer in its script.
     """
     in_script = {fact.rank for fact in seen.facts if isinstance(fact.value, Place) and _is_in_script(fact.value)}
     ended = [fact for fact in part.facts if fact.rank in in_script and fact.fate_kind in GONE_FATES]
@@ -86,7 +86,7 @@ def _seen(job: HostJob) -> Evidence:
 
 
 def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[str, Evidence]]:
-    """What each thing tells that lies there; one that cannot be read is a problem, and no more."""
+    """The evidence of each file and folder; one that cannot be read is listed as a problem."""
     parts: list[tuple[str, Evidence]] = []
     for one in belongings:
         if one.kind == RAS:
@@ -101,7 +101,6 @@ def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[
 
 
 def _how(job: HostJob) -> list[str]:
-    """How it was found, and what else lies there."""
     by = ", ".join(sorted({one.rank.found_by for one in job.ranks}))
     lines = [f"2 looks at {len(job.ranks)} ranks on {job.host}; ranks found by {by}."]
     if job.belongings:

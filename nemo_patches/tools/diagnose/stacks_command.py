@@ -1,23 +1,16 @@
-"""`nemo-patches stacks`: collect what this host's ranks are in, and judge nothing."""
+"""`nemo-patches stacks`: collect the stacks of this host's ranks, and judge nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
-from nemo_patches.tools.diagnose.collect.host_jobs import (
-    FORMAT,
-    WHAT,
-    HostFile,
-    HostJob,
-    jobs_here,
-    look,
-    pids_in,
-)
+from nemo_patches.tools.diagnose.accounts import Account, accounts_of
+from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, jobs_here, look, pids_in
 from nemo_patches.tools.diagnose.collect.samples import NO_PY_SPY, py_spy
-from nemo_patches.tools.diagnose.facts import Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.running import is_told
 from nemo_patches.tools.diagnose.sources.stacks import of_samples
 
@@ -41,31 +34,26 @@ def _lines(job: HostJob) -> Iterator[str]:
     by = job.ranks[0].rank.found_by
     name = f" {safe(job.name, 100)}" if job.name else ""
     yield f"job{name} on {safe(job.host, 100)}: {len(job.ranks)} ranks, found by {by}"
-    of_ranks: dict[int, list[Fact]] = {}
-    for fact in of_samples(job):
-        of_ranks.setdefault(fact.rank, []).append(fact)
-    for rank, facts in list(of_ranks.items())[:_MOST_RANKS]:
-        yield from _of_rank(rank, facts)
-    if len(of_ranks) > _MOST_RANKS:
-        yield f"  ... and {len(of_ranks) - _MOST_RANKS} more ranks; --json has them all"
+    facts = of_samples(job)
+    accounts = accounts_of(Evidence(facts))
+    for rank in list(dict.fromkeys(fact.rank for fact in facts))[:_MOST_RANKS]:
+        yield from _of_rank(accounts[rank])
+    if len(accounts) > _MOST_RANKS:
+        yield f"  ... and {len(accounts) - _MOST_RANKS} more ranks; --json has them all"
     for belonging in job.belongings:
         yield f"  also there: {belonging.kind} {safe(belonging.path, 300)}"
 
 
-def _of_rank(rank: int, facts: Sequence[Fact]) -> Iterator[str]:
-    values = [fact.value for fact in facts]
-    fate = next((value for value in values if isinstance(value, Fate)), Fate(fates.RUNS))
-    place = next((value for value in values if isinstance(value, Place)), Place())
-    motion = next((value for value in values if isinstance(value, Motion)), None)
-    pid = next((value.pid for value in values if isinstance(value, Member)), 0)
-    told = [] if fate.kind == fates.RUNS else [": ".join(filter(None, (fate.kind, fate.text)))]
+def _of_rank(account: Account) -> Iterator[str]:
+    fate, place, pid = account.fate, account.place, account.member.pid
+    told = [] if fate.kind in ("", fates.RUNS) else [": ".join(filter(None, (fate.kind, fate.text)))]
     told += [f"waits in {place.seat}"] if place.collective else []
     told += [f"in {safe(place.where)}"] if place.where else []
     told += [f"{name} = {value}" for name, value in list(place.counters.items())[:4]]
-    if motion is not None and motion.moved:
-        told.append(f"moved: {motion.by}")
-    elif motion is not None and motion.still_s is not None:
-        told.append(f"has not moved for {motion.still_s:.0f} s")
-    yield f"  rank {rank}{f' (pid {pid})' if pid else ''}: {safe('; '.join(told))}"
+    if account.moved:
+        told.append(f"moved: {account.motion.by}")
+    elif account.still_s is not None:
+        told.append(f"has not moved for {account.still_s:.0f} s")
+    yield f"  rank {account.rank}{f' (pid {pid})' if pid else ''}: {safe('; '.join(told))}"
     for detail in place.details:
         yield f"    {safe(detail)}"

@@ -1,4 +1,4 @@
-"""The verdict on uneven calls: one rank made more evaluation or training calls than another, or evaluated elsewhere."""
+"""Uneven calls: a rank made more evaluation or training calls than another, or evaluated at another step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEXT_STEP_ELSEWHERE = (
 class UnevenRun:
     """Ranks that made more training or evaluation calls in a row than others did.
 
-    elsewhere: those with fewer training calls in this row evaluated after it, and the others went on: in words.
+    elsewhere: the text, if those with fewer training calls evaluated after this row, and the others trained on.
     """
 
     training: bool
@@ -42,7 +42,7 @@ class UnevenRun:
 def uneven_calls(case: Case) -> list[tuple[Finding, UnevenRun]]:
     """For training and for evaluation calls at most one finding each, with the unevenness it is about."""
     uneven = [_told_by_counts(case, run) for run in (*_mixed_rounds(case), *_runs(case))]
-    if elsewhere := [run for run in uneven if run.elsewhere]:  # what comes after it is not compared with its like
+    if elsewhere := [run for run in uneven if run.elsewhere]:  # later runs are compared with unlike ones
         first = min(elsewhere, key=lambda run: run.call)
         uneven = [*(run for run in uneven if run.call < first.call), first]
     by_kind = [[run for run in uneven if run.training == training] for training in (True, False)]
@@ -59,23 +59,17 @@ def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
     count = len({run.call for run in uneven})
     times = f", {count} times" if count > 1 else ""
     text = f"{text}, from call {first.call} of {case.name} on{times}."
-    undecided = bool(first.elsewhere) and first.training and len(first.fewer) == len(first.more)
+    ranks, next_step = tuple(sorted(first.fewer if fewer_ranks else first.more)), _NEXT_STEPS[first.training]
     if first.elsewhere:
-        text = first.elsewhere
-    return Finding(
-        id=ids.UNEVEN_CALLS,
-        severity=CRITICAL if first.training else WARNING,
-        ranks=() if undecided else tuple(sorted(first.fewer if fewer_ranks else first.more)),
-        text=text,
-        next_step=_NEXT_STEP_ELSEWHERE if first.elsewhere else _NEXT_STEPS[first.training],
-        encoder=case.name,
-        call=first.call,
-        evidence=tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4],
-    )
+        undecided = first.training and len(first.fewer) == len(first.more)
+        ranks, text, next_step = () if undecided else ranks, first.elsewhere, _NEXT_STEP_ELSEWHERE
+    severity = CRITICAL if first.training else WARNING
+    evidence = tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4]
+    return Finding(ids.UNEVEN_CALLS, severity, ranks, text, next_step, case.name, first.call, evidence=evidence)
 
 
 def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
-    """Fewer training calls in a row are fewer in all only if the counts say so; else somebody evaluated elsewhere."""
+    """Fewer training calls in a row are fewer in all only if the totals say so; else a rank evaluated elsewhere."""
     if not run.training:
         return run
     kinds = {rank: weighted_kinds(case.tracks[rank]) for rank in run.more | run.fewer}
@@ -100,10 +94,10 @@ def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
 
 
 def _mixed_rounds(case: Case) -> list[UnevenRun]:
-    """Rounds to which some ranks came with a training and some with an evaluation call, right after all were level.
+    """Rounds in which some ranks made a training and some an evaluation call, right after all were level.
 
-    Level: the round before came in time on all ranks, and at the same position. So a rank that was late is not taken
-    for one that makes more calls.
+    Level: the round before completed in time on all ranks, at the same position. So a late rank is not mistaken for one
+    that makes more calls.
     """
     rounds, starts = case.rounds, anchors(case.tracks)
     if len(rounds.ranks) < 2 or rounds.number.size < 2 or any(starts.get(rank) is None for rank in rounds.ranks):
@@ -111,7 +105,7 @@ def _mixed_rounds(case: Case) -> list[UnevenRun]:
     kinds, trained, evaluated = [], [], []
     for row, rank in enumerate(rounds.ranks):
         index, track = rounds.index[row], case.tracks[rank]
-        kinds.append(np.array(track.calls.training, dtype=np.int8)[index])
+        kinds.append(np.array(track.calls.training)[index])
         training, evaluation = positions(track, starts[rank] or 0)
         trained.append(training[index])
         evaluated.append(evaluation[index])
@@ -131,7 +125,7 @@ def _mixed_rounds(case: Case) -> list[UnevenRun]:
 
 
 def _runs(case: Case) -> list[UnevenRun]:
-    """Runs of one kind of call that are longer on some ranks, among those whose traces are whole from the start."""
+    """Runs of one kind of call that are longer on some ranks, of those whose traces are complete from the start."""
     whole = {
         rank: track
         for rank, track in case.tracks.items()
@@ -165,7 +159,7 @@ def _runs(case: Case) -> list[UnevenRun]:
 
 
 def _runs_of(track: Track) -> list[tuple[bool, int]]:
-    """Of one rank: whether they are training calls, and how many."""
+    """Each run of one rank: whether it is of training calls, and how many."""
     kinds, weights = weighted_kinds(track)
     edges = np.flatnonzero(np.diff(kinds)) + 1
     pieces = zip(np.split(kinds, edges), np.split(weights, edges), strict=True)

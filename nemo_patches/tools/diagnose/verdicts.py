@@ -17,7 +17,7 @@ from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
 
-# Activities beside those of stall/rank_kinds.py; a stack's reader tells them.
+# Activities that only stacks show, beside those of stall/rank_kinds.py.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
 CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 
@@ -88,7 +88,7 @@ _NEXT_STEPS = {
     ids.NOT_ENOUGH: "Collect this from all ranks, while the job hangs: `nemo-patches stacks --json`, traces, "
     "dumps, every rank's stderr.",
 }
-# Of a missing rank, by what it does.
+# For a missing rank, by its activity.
 _NEXT_STEPS_AT = {
     LOADER: "Look at what its data loader waits for there: a file, a mount, a server; then at that batch. On {host}, "
     "with C frames: `py-spy dump --native --pid PID` of its worker.",
@@ -105,7 +105,7 @@ _SEVERITIES = {ids.STOPPED_AT_ONCE: WARNING, ids.NOT_ENOUGH: NOTE, ids.NOT_SEEN:
 
 @dataclass(frozen=True)
 class Wait:
-    """What the others wait in. title: for a person."""
+    """What the others wait in, in words."""
 
     ranks: tuple[int, ...]
     title: str
@@ -121,8 +121,8 @@ def finding(
     severity: str = "",
     next_step: str = "",
 ) -> Finding:
-    """One of the table. of: whose process and host the next step names."""
-    pid, host = (of.member_value.pid or "PID", of.host or "its host") if of is not None else ("PID", "its host")
+    """A finding with the table's severity and next step, unless given. of: the rank whose process the step names."""
+    pid, host = (of.member.pid or "PID", of.host or "its host") if of is not None else ("PID", "its host")
     return Finding(
         id=kind,
         severity=severity or _SEVERITIES.get(kind, CRITICAL),
@@ -134,7 +134,7 @@ def finding(
 
 
 def parties(members: Iterable[tuple[_Key, _Member]]) -> dict[_Key, list[_Member]]:
-    """By what they are in, who is in it; the smallest party first."""
+    """Members grouped by key, the smallest group first."""
     found: dict[_Key, list[_Member]] = defaultdict(list)
     for key, member in members:
         found[key].append(member)
@@ -142,12 +142,11 @@ def parties(members: Iterable[tuple[_Key, _Member]]) -> dict[_Key, list[_Member]
 
 
 def step_of(kind: str) -> str:
-    """What to do, by the table."""
     return _NEXT_STEPS[kind]
 
 
 def who(ranks: Iterable[int]) -> str:
-    """Ranks as a person reads them, of which one may not be told."""
+    """Ranks in words, also where the rank of a fact is not known."""
     ranks = sorted(set(ranks))
     told = [rank for rank in ranks if rank != NOT_TOLD]
     if not told:
@@ -156,9 +155,9 @@ def who(ranks: Iterable[int]) -> str:
 
 
 def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
-    """What NeMo makes such a collective for, as far as its kind and size tell, and what to do then; both may be empty.
+    """What NeMo uses such a collective for, by its kind and size, and the next step for that; both may be empty.
 
-    patched: nemo_patches is on, so it is not the length sync's.
+    patched: nemo_patches is on, so it is not the length sync.
     """
     kind, size = re.sub("[^a-z]", "", seat.kind.lower().rpartition(":")[2]), seat.size.strip("[]")
     if seat.group not in ("", "0"):
@@ -188,21 +187,27 @@ def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
     return "", ""
 
 
-def kind_of_absent(account: Account) -> str:
-    """The id for a rank that others wait for."""
-    return {
-        fates.STOPPED: ids.STOPPED,
-        fates.TRACED: ids.TRACED,
-        fates.RAISED: ids.EXCEPTION,
-        fates.KILLED: ids.KILLED,
-        fates.GONE: ids.KILLED,
-        fates.ENDED: ids.ENDED,
-        fates.SILENT: ids.SILENT,
-    }.get(account.fate_kind, ids.MISSING_RANK)
+_KINDS_OF_ABSENT = {  # by fate; of any other fate a rank is missing
+    fates.STOPPED: ids.STOPPED,
+    fates.TRACED: ids.TRACED,
+    fates.RAISED: ids.EXCEPTION,
+    fates.KILLED: ids.KILLED,
+    fates.GONE: ids.KILLED,
+    fates.ENDED: ids.ENDED,
+    fates.SILENT: ids.SILENT,
+}
 
 
-def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding:
-    """Ranks, all of this kind, which are not where others wait; or, where nobody waits, which hold the job up."""
+def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[str] = ()) -> list[Finding]:
+    """A finding for each kind of absent rank."""
+    by_kind: dict[str, list[Account]] = defaultdict(list)
+    for account in accused:
+        by_kind[_KINDS_OF_ABSENT.get(account.fate_kind, ids.MISSING_RANK)].append(account)
+    return [_absent(kind, accounts, wait, evidence) for kind, accounts in by_kind.items()]
+
+
+def _absent(kind: str, accounts: Sequence[Account], wait: Wait | None, evidence: Iterable[str]) -> Finding:
+    """Ranks of one kind that are not where the others wait; or, where nobody waits, that hold the job up."""
     ranks = [account.rank for account in accounts]
     text = who(ranks)
     if wait is not None and is_guess(wait.title):
@@ -212,22 +217,13 @@ def absent(kind: str, accounts: Sequence[Account], wait: Wait | None) -> Finding
         have = "has" if len(ranks) == 1 else "have"
         text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
     told = doings(accounts)
-    step = _NEXT_STEPS_AT.get(accounts[0].place_value.activity, "") if kind == ids.MISSING_RANK else ""
+    step = _NEXT_STEPS_AT.get(accounts[0].place.activity, "") if kind == ids.MISSING_RANK else ""
     text += f": {told}." if told else "."
-    return finding(kind, text, ranks, evidence_of(accounts), accounts[0], next_step=step)
-
-
-def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable[str] = ()) -> list[Finding]:
-    """A finding for each kind of absent rank."""
-    by_kind: dict[str, list[Account]] = defaultdict(list)
-    for account in accused:
-        by_kind[kind_of_absent(account)].append(account)
-    found = [absent(kind, accounts, wait) for kind, accounts in by_kind.items()]
-    return [replace(one, evidence=tuple(dict.fromkeys((*one.evidence, *evidence)))[:12]) for one in found]
+    return finding(kind, text, ranks, [*evidence_of(accounts), *evidence], accounts[0], next_step=step)
 
 
 def doings(accounts: Sequence[Account]) -> str:
-    """What is known of each; where that differs, with their ranks."""
+    """What these ranks do; where that differs, with their ranks."""
     told: dict[str, list[int]] = {}
     for account in accounts:
         if text := doing(account):
@@ -239,8 +235,8 @@ def doings(accounts: Sequence[Account]) -> str:
 
 
 def doing(account: Account) -> str:
-    """What is known of a rank that others wait for: how it ended, or where it is."""
-    fate, place = account.fate_value, account.place_value
+    """How a rank that others wait for ended, or where it is."""
+    fate, place = account.fate, account.place
     if fate.kind == fates.UNSEEN and fate.text:
         return f"there is no sign of it: {fate.text}"
     if fate.kind in _ENDS:
@@ -276,7 +272,7 @@ _ENDS = {
     fates.STUCK: "its NCCL watchdog got stuck",
 }
 _STACK_UNREAD = "its stack could not be read"
-# Of which a line of evidence tells.
+# The fates that have a line of evidence.
 _FATES = {
     **_ENDS,
     fates.WAITED: "a time-out: a consequence, it waited",
@@ -287,7 +283,7 @@ _FATES = {
 
 
 def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) -> Finding:
-    """An exception that ended ranks. first: the one that is told."""
+    """An exception that ended ranks. first: the one that the text quotes."""
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
     call = next(account.last_call for account in accounts if account.rank == first.rank)
@@ -309,11 +305,11 @@ def _at_call(call: Call | None) -> str:
 
 
 def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[Account]) -> Finding:
-    """facts: of each account the one that tells of it."""
+    """facts: for each account the one that shows the kill."""
     first = facts[0]
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
-    at = accounts[0].place_value.where
+    at = accounts[0].place.where
     how = f" ({first.value.text})" if first.value.text else ""
     was = "was" if len(ranks) == 1 else "were"
     place = f", in {inner(at)}" if at else ""
@@ -324,12 +320,11 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
 
 
 def is_for_memory(fact: Fact) -> bool:
-    """Whether it tells of a kill for want of memory."""
     return fact.fate_text.startswith(fates.FOR_MEMORY)
 
 
 def _cure_of(error: str) -> str:
-    """What helps against an error that says so itself."""
+    """The next step for an error whose message decides it."""
     return next((step for words, step in _CURES if words in error), "")
 
 
@@ -346,7 +341,7 @@ _CURES = (
 def out_of_step(
     by_title: dict[str, list[int]], evidence: Iterable[str], why: str = "", kind: str = ids.OUT_OF_STEP
 ) -> Finding:
-    """kind: the id of what explains it."""
+    """why, kind: the explanation, if any, and its id."""
     sizes = [len(ranks) for ranks in by_title.values()]
     odd = next(iter(by_title.values())) if sizes[0] < sizes[-1] else []
     is_ = "is the odd one" if len(odd) == 1 else "are the odd ones"
@@ -357,13 +352,13 @@ def out_of_step(
 
 
 def most_told(facts: Iterable[Fact]) -> Seat:
-    """Of one collective's seats the one that tells most."""
+    """Of one collective's seats, the one with the most details."""
     known = [fact.seat for fact in facts if fact.seat]
     return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
 
 
 def title_of(seat: Seat) -> str:
-    """A numbered collective, for a person, and where it was called; without a number where that is below 0."""
+    """A collective in words, and where it was called; without a number where that is below 0."""
     if seat.kind == LENGTH_SYNC and seat.caller:
         return f"the length sync of {seat.caller}"
     kind = seat.kind or "a collective"
@@ -374,7 +369,7 @@ def title_of(seat: Seat) -> str:
 
 
 def same_kind(one: str, other: str) -> bool:
-    """Whether two sources may speak of the same collective: "nccl:all_reduce", "ALLREDUCE", "all_reduce of ..."."""
+    """Whether two sources may mean the same collective: "nccl:all_reduce", "ALLREDUCE", "all_reduce of ..."."""
     first, second = (re.sub(r"[^a-z]", "", text.lower().rpartition(":")[2]) for text in (one, other))
     return bool(first and second) and (first.startswith(second) or second.startswith(first) or second in first)
 
@@ -389,39 +384,38 @@ def capital(text: str) -> str:
 
 
 def cited(fact: Fact, text: str) -> str:
-    """One line of evidence."""
     return f"{who([fact.rank])} [{fact.cite}]: {text}"
 
 
 def evidence_of(accounts: Iterable[Account]) -> list[str]:
-    """What is known of ranks, a line for those that are at one place: in no collective first, then the fewest."""
+    """Lines of evidence, one for the ranks at each place: ranks in no collective first, then the fewest."""
     groups: dict[tuple[str, str, str, bool], list[Account]] = {}
     for account in accounts:
-        fate, place = account.fate_value, account.place_value
+        fate, place = account.fate, account.place
         at = place.seat or place.where
         if fate.kind == fates.UNREADABLE:
             at = f"{fate.details} {account.still_s or 0:.0f}"
         groups.setdefault((fate.kind, fate.text, at, account.moved), []).append(account)
-    ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place_value.collective), len(group)))
+    ordered = sorted(groups.values(), key=lambda group: (bool(group[0].place.collective), len(group)))
     return [line for group in ordered for line in _of_group(group)]
 
 
 def _of_group(group: list[Account]) -> Iterable[str]:
     first, ranks = group[0], who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.fate is not None and first.fate_kind == fates.UNREADABLE:
-        told = "; ".join((_STACK_UNREAD, *first.fate_value.details))
-        yield f"{ranks} [{first.fate.cite}{others}]: {told}{_when(first)}"
-    elif first.fate is not None and first.fate_kind in _FATES:
-        text = f" ({first.fate_value.text})" if first.fate_value.text else ""
-        yield f"{ranks} [{first.fate.cite}{others}]: {_FATES[first.fate_kind]}{text}"
-    if first.place is not None:
-        yield f"{ranks} [{first.place.cite}{others}]: {_where(first, len(group))}{_when(first)}"
-        yield from (f"  {detail}" for account in group[:4] for detail in account.place_value.details)
+    if first.fate_fact is not None and first.fate_kind == fates.UNREADABLE:
+        told = "; ".join((_STACK_UNREAD, *first.fate.details))
+        yield f"{ranks} [{first.fate_fact.cite}{others}]: {told}{_when(first)}"
+    elif first.fate_fact is not None and first.fate_kind in _FATES:
+        text = f" ({first.fate.text})" if first.fate.text else ""
+        yield f"{ranks} [{first.fate_fact.cite}{others}]: {_FATES[first.fate_kind]}{text}"
+    if first.place_fact is not None:
+        yield f"{ranks} [{first.place_fact.cite}{others}]: {_where(first, len(group))}{_when(first)}"
+        yield from (f"  {detail}" for account in group[:4] for detail in account.place.details)
 
 
 def _where(account: Account, ranks: int) -> str:
-    place = account.place_value
+    place = account.place
     state = f"{_ENDS[account.fate_kind]}; " if account.fate_kind in (fates.STOPPED, fates.TRACED) else ""
     if place.collective:
         waits = "waits" if ranks == 1 else "wait"
@@ -433,8 +427,8 @@ def _where(account: Account, ranks: int) -> str:
 
 def _when(account: Account) -> str:
     if account.moved:
-        return f" (moved: {account.motion_value.by})"
-    steps = ", ".join(f"{name} = {value}" for name, value in list(account.place_value.counters.items())[:4])
+        return f" (moved: {account.motion.by})"
+    steps = ", ".join(f"{name} = {value}" for name, value in list(account.place.counters.items())[:4])
     still = f"has not moved for {account.still_s:.0f} s" if account.still_s else ""
     told = "; ".join(filter(None, (still, steps)))
     return f" ({told})" if told else ""
@@ -447,7 +441,7 @@ def _are_in(wait: Wait) -> str:
 
 
 def _waits_for(wait: Wait) -> str:
-    """Of a wait that is a guess."""
+    """For a wait that is a guess."""
     for_ = f", perhaps for {wait.title.removeprefix(PERHAPS)}"
     if wait.still_s:
         return f"{'has' if len(wait.ranks) == 1 else 'have'} waited for {wait.still_s:.0f} s{for_}"

@@ -27,10 +27,7 @@ _CALLS = 3  # a running job writes within the time of so many calls
 def once(
     path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None
 ) -> tuple[TracedJob, Diagnosis]:
-    """Read a folder and diagnose it. Where its job may be running, read it again: it has grown, or it has not.
-
-    Raises UnreadableError.
-    """
+    """Read a folder and diagnose it; if its job may be running, read it twice. Raises UnreadableError."""
     folder = Folder(path, launch)
     job = folder.read()
     if _may_grow(job):
@@ -61,7 +58,7 @@ def follow(
                 print(f"nemo-patches diagnose: {safe(last_problem)}; waiting for a trace", file=sys.stderr)
             sleep(REFRESH.total_seconds())
             continue
-        # A job that steps slowly does not write at every look.
+        # A job with slow steps does not write between all looks.
         quiet_looks = 0 if job.moving else quiet_looks + 1
         job.moving = quiet_looks * REFRESH < max(_patience(job), REFRESH * 1.5)
         _see_what_runs(job)
@@ -85,12 +82,12 @@ def _may_grow(job: TracedJob) -> bool:
 
 
 def _runs(header: Header) -> bool:
-    """Whether the process that wrote this header runs now, on this host, as far as can be told."""
+    """Whether the process that wrote this header runs on this host now."""
     if header.host != socket.gethostname():
         return False
     fields = stat_fields(f"/proc/{header.pid}/stat")
     is_there = bool(fields) and fields[0] not in "ZX"
-    return is_there and 0 < started_at(header.pid) < header.started + CLOCK_SLACK_S  # else another has its number
+    return is_there and 0 < started_at(header.pid) < header.started + CLOCK_SLACK_S  # else the pid was reused
 
 
 def _patience(job: TracedJob) -> timedelta:

@@ -1,4 +1,4 @@
-"""Who is further on, of ranks that all wait: by the counters of their loops, and by where their ways part."""
+"""Which ranks are further on, of ranks that all wait: by counters of their loops, and by where their stacks part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_patches.tools.diagnose.verdicts import capital, parties
 
 
 class Reason(NamedTuple):
-    """Why ranks are in different collectives. id: a finding's; both empty where nothing tells."""
+    """Why ranks are in different collectives. id: a finding's; both empty if not known."""
 
     id: str = ""
     text: str = ""
@@ -26,16 +26,16 @@ class _Step(NamedTuple):
 
 
 def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
-    """By a counter of a loop that both parties are in, else by the line of the function in which their ways part."""
-    one, other = few[0].place_value, many[0].place_value
+    """By a counter of a loop that both parties are in, else by their lines in the function where their stacks part."""
+    one, other = few[0].place, many[0].place
     level = next((n for n, (a, b) in enumerate(zip(one.way, other.way, strict=False)) if a != b), None)
     if level is None:
         return Reason()
     around = {_step(way).function for way in one.way[:level]}
     mine, theirs = _names(few), _names(many)
     for name, value in one.counters.items():
-        # Where the ways part within a loop, its counter tells as well: a loop that both are in.
-        # And one that no loop sets: they are in different calls of that function.
+        # A counter of the function where the stacks part decides as well if both are in its loop, or if no loop sets
+        # it: then they are in different calls of that function.
         in_loop = one.loops.get(name, 0) != 0 and one.loops.get(name) == other.loops.get(name)
         parts_there = _of(name) == _step(one.way[level]).function == _step(other.way[level]).function
         is_around = _of(name) in around or (parts_there and in_loop)
@@ -43,7 +43,7 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
             ahead, behind = (mine, many) if value > there else (theirs, few)
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
             text += "collective that the other side waits in"
-            if loop := _inner_loop(behind[0].place_value, level, around):
+            if loop := _inner_loop(behind[0].place, level, around):
                 text += f", in a loop that {ahead} left, at {loop}: fewer batches there, or one left it out."
                 return Reason(ids.SKIPPED, text)
             return Reason(ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception).")
@@ -54,21 +54,21 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     first, last = (few, many) if is_ahead else (many, few)
     near, far = sorted((step.line, their_step.line))
     place = f"in {step.function} {_names(first)} {_is(first)} at line {far}, {_names(last)} at line {near}"
-    inner = {_step(way).function for way in last[0].place_value.way[level:]}
+    inner = {_step(way).function for way in last[0].place.way[level:]}
     return _by_loops(first, last, inner, place) or Reason(ids.OUT_OF_STEP, f"Further on: {place}.")
 
 
 def _inner_loop(behind: Place, level: int, around: set[str]) -> str:
-    """ "j of evaluate (train.py) = 3": the outermost loop that it is in, below the function in which the ways part."""
+    """ "j of evaluate (train.py) = 3": its outermost loop below the function where the stacks part."""
     inner = {_step(way).function for way in behind.way[level + 1 :]} - around
     known = (f"{name} = {value}" for name, value in behind.counters.items() if behind.loops.get(name, 0) > 0)
     return next((text for text in known if _of(text.partition(" = ")[0]) in inner), "")
 
 
 def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str], place: str) -> Reason | None:
-    """first: further on in a function, by its lines. By the counters of the loops that the others are in there."""
+    """By the counters of the loops that `last` is in. first: further on in a function, by its lines."""
     ahead, behind = _names(first), _names(last)
-    theirs, mine = first[0].place_value, last[0].place_value
+    theirs, mine = first[0].place, last[0].place
     counters = {name: value for name, value in mine.counters.items() if _of(name) in inner}
     for name, value in counters.items():
         came_to, begins = theirs.counters.get(name, -1), mine.loops.get(name, 0)
@@ -82,10 +82,10 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
             text = f"Further on: {place}, {behind} still in the loop, at {name} = {value}"
             if name in theirs.counters:
                 return Reason(ids.FEWER_BATCHES, f"{text}, where {ahead} came to {came_to}: {ahead} had fewer batches.")
-            # How far it came in that function, which it has left, is not known.
+            # It has left that function, so how far it came there is not known.
             kind = ids.FEWER_BATCHES if value else ids.SKIPPED
             return Reason(kind, f"{text}: {ahead} had fewer batches, or left this call out in one of them.")
-    # The innermost loop tells most: within one epoch, its batches. What is no loop's may be an argument.
+    # The innermost loop decides: batches within an epoch. A counter that no loop sets may be an argument.
     same = [name for name, value in counters.items() if theirs.counters.get(name) == value]
     if not same:
         return None
@@ -95,10 +95,10 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
 
 
 def apart(waiting: Sequence[Account]) -> str:
-    """The counter, if there is one, in which ranks that stand at alike places differ."""
-    for name in sorted({name for one in waiting for name in one.place_value.counters if not name.startswith("rank ")}):
-        in_loop = (one for one in waiting if name in one.place_value.counters)
-        values = parties((one.place_value.counters[name], one.rank) for one in in_loop)
+    """The first counter that differs between ranks at the same place, with its values; empty if none does."""
+    for name in sorted({name for one in waiting for name in one.place.counters if not name.startswith("rank ")}):
+        in_loop = (one for one in waiting if name in one.place.counters)
+        values = parties((one.place.counters[name], one.rank) for one in in_loop)
         if len(values) > 1:
             return "; ".join(f"{named(ranks)} at {name} = {value}" for value, ranks in values.items())
     return ""
@@ -106,9 +106,9 @@ def apart(waiting: Sequence[Account]) -> str:
 
 def parting(waiting: Sequence[Account]) -> str:
     """The first frames that differ, from the outermost."""
-    ways = [one.place_value.way for one in waiting]
+    ways = [one.place.way for one in waiting]
     for level in range(min(map(len, ways), default=0)):
-        there = parties((one.place_value.way[level], one.rank) for one in waiting)
+        there = parties((one.place.way[level], one.rank) for one in waiting)
         if len(there) > 1:
             return "; ".join(f"{named(ranks)} by {frame}" for frame, ranks in there.items())
     return ""

@@ -1,4 +1,4 @@
-"""What else of a job lies on its host: logs, traces and dumps of nemo_patches, Flight Recorder dumps, NCCL's RAS."""
+"""Other evidence of a job on its host: logs, traces and dumps of nemo_patches, Flight Recorder dumps, NCCL's RAS."""
 
 from __future__ import annotations
 

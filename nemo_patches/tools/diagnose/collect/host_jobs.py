@@ -1,4 +1,4 @@
-"""Look at the jobs that run on this host, as often as it takes to tell a wait from a step."""
+"""Look at the jobs that run on this host, often enough to tell a wait from a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from nemo_patches.tools.diagnose.collect import host_ranks
 from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
@@ -19,7 +20,7 @@ from nemo_patches.tools.diagnose.collect.samples import Sample, take
 FORMAT, WHAT = 1, "stacks"
 STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
 _BETWEEN_LOOKS_S = 2.0
-LONGER_S = 5.0  # than that, and it is looked at no more
+LONGER_S = 5.0  # than that: no more looks
 
 
 class NothingToLookAtError(Exception):
@@ -96,7 +97,7 @@ def look(
     between_s: float = _BETWEEN_LOOKS_S,
     at_most_s: float = STUCK_AFTER_S + LONGER_S,
 ) -> HostJob:
-    """At the ranks of a job: twice, and again until it is enough, or has lasted too long."""
+    """Look at the ranks of a job twice, and again until `is_enough`, or for at_most_s."""
     began, host = time.monotonic(), socket.gethostname()
     first = last = take(ranks)
     while True:
@@ -109,7 +110,7 @@ def look(
 
 
 def has_settled(job: HostJob) -> bool:
-    """Without knowing what ranks wait in: each has run another part of its code meanwhile, or has long not run."""
+    """Whether each rank has run other code meanwhile, or not run for long: stacks.pyz cannot judge any waits."""
     return all(_has_settled(*rank.samples) for rank in job.ranks)
 
 
@@ -122,36 +123,28 @@ def _has_settled(first: Sample, last: Sample) -> bool:
 
 
 def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, ...]:
-    """Who was given without a rank, and was started by torch's spawn(), has it in a local of that.
+    """Number processes from --pids by torch.multiprocessing.spawn(), which has the rank in a local variable.
 
-    Who has not, if others have, is no rank: their parent, or multiprocessing's resource tracker.
+    If only some have it, the others are no ranks: their parent, or multiprocessing's resource tracker.
     """
     if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
         return sampled
     mains = [one.samples[-1].main for one in sampled]
+    numbers = [thread.spawned_as if thread is not None else None for thread in mains]
     by_number = {
-        main.spawned_as: one for one, main in zip(sampled, mains, strict=True) if main and main.spawned_as >= 0
+        number: one for number, one in zip(numbers, sampled, strict=True) if number is not None and number >= 0
     }
-    size = sum(main is not None and main.spawned_as >= 0 for main in mains)
-    if not by_number or len(by_number) < size or None in mains:
+    size = sum(number is not None and number >= 0 for number in numbers)
+    if not by_number or len(by_number) < size or None in numbers:
         return sampled
+    spawned: dict[str, Any] = {"world_size": size, "local_world_size": size, "found_by": "torch.multiprocessing.spawn"}
     return tuple(
-        replace(
-            one,
-            rank=replace(
-                one.rank,
-                rank=number,
-                world_size=size,
-                local_world_size=size,
-                found_by="torch.multiprocessing.spawn",
-            ),
-        )
-        for number, one in sorted(by_number.items())
+        replace(one, rank=replace(one.rank, rank=number, **spawned)) for number, one in sorted(by_number.items())
     )
 
 
 def main() -> None:
-    """Of stacks.pyz, for where nemo_patches is not installed: print this host's JSON."""
+    """The entry point of stacks.pyz, for hosts without nemo_patches: print this host's JSON."""
     parser = argparse.ArgumentParser(
         prog="stacks.pyz",
         description="Print where the ranks on this host are, as JSON for `nemo-patches diagnose`. Takes up to "

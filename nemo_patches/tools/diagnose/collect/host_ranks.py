@@ -1,4 +1,4 @@
-"""Which processes of this host are ranks, and of which job: by the variables that their launchers set."""
+"""Which processes of this host are ranks, and of which job, by the variables that their launchers set."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MOST_WORKERS = 64
 
 @dataclass(frozen=True)
 class HostRank:
-    """A rank's topmost Python process. job: tells it from others on this host. launch: torchrun's restart count.
-    found_by: whose variables tell that it is one. workers: Python processes below it: its data loader's, and others.
+    """A rank's topmost Python process. job: an id that differs between jobs on this host. launch: torchrun's restart
+    count. found_by: the launcher whose variables it has. workers: Python processes below it, such as its data loader's.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Process:
 
 
 def processes() -> dict[int, Process]:
-    """Of this host, as far as they may be looked at."""
+    """The processes of this host that may be looked at."""
     found = {}
     for pid in process_ids():
         fields = stat_fields(f"/proc/{pid}/stat")
@@ -62,7 +62,7 @@ def is_python(pid: int) -> bool:
 
 
 def ranks(among: Mapping[int, Process], pids: Sequence[int] = (), folder: str = "") -> list[HostRank]:
-    """pids: only these, which are ranks whatever their variables say. folder: only those that work in it."""
+    """pids: only these, which are ranks whatever their variables. folder: only those with this working directory."""
     if pids:
         found = _given(among, pids)
     else:
@@ -114,12 +114,12 @@ def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
 
 
 def _is_told(process: Process) -> bool:
-    """Whether its variables tell its rank, as those of other launchers' ranks do."""
+    """Whether its variables have its rank, as under launchers other than Lightning's."""
     return any(process.variables.get(rank, "").isdecimal() for _, rank, _, _ in _LAUNCHERS)
 
 
 def _lightnings(process: Process, among: Mapping[int, Process]) -> HostRank | None:
-    """Its launcher starts all ranks of a host but the first, which is their parent and has no variables of its own."""
+    """Lightning's launcher: the first rank of a host, which has no variables, is the parent of the others."""
     is_first = "LOCAL_RANK" not in process.variables
     parent = process.pid if is_first else process.parent
     started = [
@@ -146,7 +146,7 @@ def _job(given: Mapping[str, str]) -> str:
 
 
 def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[int]:
-    """Processes with variables of ranks that start ranks themselves: torchrun under srun, or in a pod that has RANK."""
+    """Processes with a rank's variables that are launchers themselves: torchrun under srun, or in a pod with RANK."""
     agents = set()
     for pid, rank in told.items():
         given = among[pid].variables
@@ -161,7 +161,7 @@ def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[i
 
 
 def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
-    """Its parent, that one's parent, and so on."""
+    """Its parent, its parent's parent, and so on."""
     passed = {process.pid}
     while (above := among.get(process.parent)) is not None and above.pid not in passed:
         yield above
@@ -170,7 +170,7 @@ def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
 
 
 def _is_below(process: Process, rank: HostRank, told: Mapping[int, HostRank], among: Mapping[int, Process]) -> bool:
-    """Whether it is a child of its rank, with the same variables, and no rank of its own. A shell may be between."""
+    """Whether it is a child of a rank, with that one's variables, and no rank itself. A shell may be between them."""
     other = next((told[above.pid] for above in _above(process, among) if above.pid in told), None)
     return other is not None and (other.rank == rank.rank or LIGHTNING not in (rank.found_by, other.found_by))
 

@@ -29,7 +29,7 @@ def link(path: str) -> str:
 
 
 def stat_fields(path: str) -> list[str]:
-    """What follows the name in a stat file: the state, the parent, ...; none where there is no such process."""
+    """The fields after the name in a stat file: state, parent, ...; empty if there is no such process."""
     return read(path).rpartition(")")[2].split()
 
 
@@ -38,7 +38,7 @@ def process_ids() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that its threads have started; none where the kernel does not tell."""
+    """The processes that its threads have started; empty if the kernel does not list them."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -68,7 +68,7 @@ def peer(pid: int, inode: str) -> str:
             fields = line.split()
             if len(fields) > 9 and fields[9] == inode:
                 address, _, port = fields[2].partition(":")
-                # Words of 32 bits, each as this host's processor has it: all that NeMo runs on are little-endian.
+                # 32-bit words in host byte order; all hosts that NeMo runs on are little-endian.
                 words = (bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8))
                 return f"a connection to {socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"
     return "a socket"

@@ -1,8 +1,8 @@
-"""Samples of processes from outside: what /proc tells, and their Python stacks by py-spy, which stops them for that.
+"""Samples of processes from outside: what /proc shows, and their Python stacks by py-spy.
 
-Some 0.1 s each. A write() that waits for its reader returns then with what it has written; Python's files go on, a bare
-os.write() does not. Of their variables only whole numbers leave a process, and only those with a name of _COUNTERS: how
-far its loops are.
+py-spy stops a process for some 0.1 s. A write() that waits for its reader then returns early: Python's files continue
+it, a bare os.write() does not. Of a process's variables only integers named in _COUNTERS are read: how far its loops
+are.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _PY_SPY_S = 20.0
 _NOT_ALLOWED = re.compile(r"permission denied|operation not permitted|ptrace", re.IGNORECASE)
 _AT_ONCE = 8  # processes
 _MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS, _MOST_CHILDREN = 300, 200, 32, 8
-# Of a thread that waits for a child process: files of its innermost frames.
+# Files of the innermost frames of a thread that waits for a child process.
 _OF_CHILDREN = re.compile(r"(^|/)(subprocess\.py|multiprocessing/|concurrent/futures/)")
 _STANDARD = {0: "standard input", 1: "standard output", 2: "standard error"}
 _DRIVERS = ("libcuda.so", "libamdhip64.so")
 
 
 class _SystemCalls(NamedTuple):
-    """Their numbers. of_file: whose first argument is an open file: read, recvfrom, flock and the like. of_child: wait4
-    (whose first argument is the child) and waitid.
+    """Numbers of system calls. of_file: those whose first argument is an open file: read, recvfrom, flock and the like.
+    of_child: wait4 (whose first argument is the child) and waitid.
     """
 
     of_file: frozenset[str]
@@ -82,9 +82,9 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Thread:
-    """counters: of its loops, by "i of train (train.py)". loops: by the same, where that loop begins (source.py).
-    calls: names of what the innermost line of Python calls, and "with". spawned_as: the index that
-    torch.multiprocessing.spawn() has given to this process; -1: it has not.
+    """counters: of its loops, by "i of train (train.py)". loops: by the same names, where that loop begins (source.py).
+    calls: names of what the innermost line of Python calls, and "with". spawned_as: the index from
+    torch.multiprocessing.spawn(); -1: none.
     """
 
     name: str = ""
@@ -99,14 +99,14 @@ class Thread:
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a process. Where nothing else is said, of its main thread.
+    """One look at a process; fields are about its main thread unless they say otherwise.
 
-    state: as /proc has it, or GONE. uptime_s, ended_s: of the host, when the look began and ended. slept_s: so long it
-    had not run; None where it ran, or where the kernel does not tell. undisturbed_s: so long no look had woken it.
+    state: from /proc, or GONE. uptime_s, ended_s: the host's uptime when the look began and ended. slept_s: how long
+    the thread had not run; None if it ran, or if not known. undisturbed_s: how long no look had woken it.
     waits_untimed: in a futex without a time limit. file: that its system call is at. tracer: the pid of a debugger.
-    has_gpu: it has loaded a GPU's driver, as far as is known. error: why there are no threads. workers: of one that is
-    in its data loader, or waits for a child: the processes that it has started. name: of the program. written: bytes,
-    by this thread. waits_for: the child that it waits for; -1: any; 0: none.
+    has_gpu: the process has loaded a GPU driver, or this is not known. error: why there are no threads. workers: the
+    processes that it has started, if it is in its data loader, or waits for a child. name: of the program. written:
+    bytes. waits_for: the child that it waits for; -1: any; 0: none.
     """
 
     pid: int = 0
@@ -131,12 +131,12 @@ class Sample:
 
     @property
     def main(self) -> Thread | None:
-        """The thread that has called main(): its id is the process's."""
+        """The main thread: its id is the process's."""
         return next((thread for thread in self.threads if thread.tid == self.pid), None)
 
 
 def take(ranks: Sequence[HostRank], before: Mapping[int, Sample] | None = None) -> dict[int, Sample]:
-    """One of each rank, by its pid. before: those that were taken last."""
+    """A sample of each rank, by its pid. before: the samples taken last."""
     offset = _clock_offset()
 
     def of_rank(rank: HostRank) -> Sample:
@@ -148,14 +148,14 @@ def take(ranks: Sequence[HostRank], before: Mapping[int, Sample] | None = None) 
 
 
 def py_spy() -> str:
-    """Its program; empty where there is none."""
+    """The path of py-spy; empty if it is not installed."""
     beside = (os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.path.expanduser("~/.local/bin"))
     return shutil.which("py-spy") or shutil.which("py-spy", path=os.pathsep.join(beside)) or ""
 
 
 def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sample:
     taken = _process(rank.pid, offset)
-    if last is not None and last.threads:  # py-spy has stopped it, which wakes its threads
+    if last is not None and last.threads:  # py-spy stopped it, which woke its threads
         taken = replace(taken, undisturbed_s=taken.uptime_s - last.ended_s)
     main = taken.main
     if main is None or not any("utils/data/dataloader.py" in frame.file for frame in main.frames):
@@ -165,7 +165,7 @@ def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sampl
 
 
 def _with_children(taken: Sample, offset: float | None) -> Sample:
-    """Of a process that waits for others that it has started: those, and of a shell what it has started."""
+    """Add samples of the child processes that it waits for; for a shell, of the shell's children."""
     frames = taken.main.frames[:6] if taken.main is not None else ()
     if not taken.waits_for and not any(_OF_CHILDREN.search(frame.file) for frame in frames):
         return taken
@@ -181,7 +181,7 @@ def _with_children(taken: Sample, offset: float | None) -> Sample:
 
 
 def _process(pid: int, offset: float | None) -> Sample:
-    """First what the kernel tells: py-spy wakes the threads. A stopped, traced or dead one is not disturbed at all."""
+    """/proc first: py-spy wakes the threads. A stopped, traced or dead process is not stopped by py-spy."""
     taken = _kernels(pid, offset)
     if taken.state in (GONE, ZOMBIE):
         return taken
@@ -190,13 +190,13 @@ def _process(pid: int, offset: float | None) -> Sample:
 
 
 def _clock_offset() -> float | None:
-    """Between the uptime and the scheduler's clock, which se.exec_start is by."""
+    """The uptime minus the scheduler's clock, which se.exec_start uses."""
     ran = _exec_start_s(os.getpid())
     return None if ran is None else uptime_s() - ran
 
 
 def _exec_start_s(pid: int) -> float | None:
-    """When it was last given a core."""
+    """When it was last scheduled, by the scheduler's clock."""
     found = number_in(read(f"/proc/{pid}/task/{pid}/sched"), "se.exec_start")
     return None if found is None else found / 1000
 
@@ -236,7 +236,7 @@ def _child_of_call(call: Sequence[str]) -> int:
 
 
 def _file_of_call(pid: int, call: Sequence[str]) -> str:
-    """The file, pipe or connection that its read() or write() is at, or what its open() names."""
+    """The file, pipe or connection of its read() or write(), or the path of its open()."""
     if len(call) < 3:
         return ""
     number, first, second = call[:3]
@@ -257,12 +257,12 @@ def _file_of_call(pid: int, call: Sequence[str]) -> str:
 
 
 def _threads(pid: int, is_held: bool) -> tuple[tuple[Thread, ...], str]:
-    """Its threads' stacks; or none, and why."""
+    """Its threads' stacks, or the reason why there are none."""
     program = py_spy()
     if not program:
         return (), NO_PY_SPY
     command = [program, "dump", "--json", "--locals", "--pid", str(pid)]
-    if is_held:  # it would not stop once more, or not in time
+    if is_held:  # it cannot be stopped once more, or not in time
         command.append("--nonblocking")
     try:
         for _ in range(2):  # it may meet the stack while that changes

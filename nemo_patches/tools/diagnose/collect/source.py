@@ -1,4 +1,4 @@
-"""The source of a frame, where its process sees it: which C functions its line calls, and which loop it is in."""
+"""The source of a frame, as its process sees it: which functions its line calls, and which loop it is in."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import threading
 _LARGEST = 1 << 21  # bytes
 NO_LOOP = -1
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-# Python 3.11's parser counts its depth for the whole interpreter: of two threads that parse, one gets a SystemError.
+# Python 3.11's parser counts its depth per interpreter: if two threads parse at once, one gets a SystemError.
 _parsing = threading.Lock()
 
 
 def calls(pid: int, file: str, line: int) -> tuple[str, ...]:
-    """Names of what this line calls, and "with": C functions have no frames of their own."""
+    """Names of what this line calls, and "with": C functions have no frames."""
     lines = _lines(pid, file)
     text = lines[line - 1].partition("#")[0] if 0 < line <= len(lines) else ""
     names = re.findall(r"\b([A-Za-z_]\w*)\s*\(", text)
@@ -26,10 +26,10 @@ def calls(pid: int, file: str, line: int) -> tuple[str, ...]:
 
 
 def loop_of(pid: int, file: str, line: int, variable: str) -> int | None:
-    """The line at which the loop begins that this line is in, and that sets the variable.
+    """The first line of the innermost loop around this line that sets the variable.
 
-    0: the function has such a loop, and has come out of it, or is not in it yet. NO_LOOP: it has none, so the variable
-    is another one in each call. None: there is no source.
+    0: the line is outside such a loop of its function. NO_LOOP: no loop of the function sets it, so the variable is
+    another one in each call. None: there is no source.
     """
     lines = _lines(pid, file)
     if not lines:
@@ -40,7 +40,7 @@ def loop_of(pid: int, file: str, line: int, variable: str) -> int | None:
 
 
 def _lines(pid: int, file: str) -> list[str]:
-    """It may be in a container, or have a path that begins where the process has worked."""
+    """The file's lines, within the process's root (a container) or relative to its working directory."""
     root = f"/proc/{pid}/root" if file.startswith("/") else f"/proc/{pid}/cwd"
     path = os.path.join(root, file.lstrip("/"))
     try:
@@ -62,11 +62,8 @@ def _loops(text: str, line: int, variable: str) -> tuple[tuple[int, int], ...]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0)
     ]
     function = max(functions, key=lambda node: node.lineno, default=tree)
-    return tuple(
-        (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(function)
-        if isinstance(node, _LOOPS) and any(_sets(inner, variable) for inner in ast.walk(node))
-    )
+    loops = [node for node in ast.walk(function) if isinstance(node, _LOOPS)]
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in loops if variable in _set_in(node))
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,5 +75,5 @@ def _tree(text: str) -> ast.Module | None:
         return None
 
 
-def _sets(node: ast.AST, variable: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Store)
+def _set_in(loop: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(loop) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

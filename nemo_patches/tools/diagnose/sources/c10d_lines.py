@@ -1,6 +1,6 @@
-"""What torch's process groups write: time-outs of NCCL's watchdog and of Gloo, the store's, and torch's own reports.
+"""Lines of torch's process groups: time-outs of NCCL's watchdog, Gloo and the store, and torch's own reports.
 
-It knows the wording of torch 1.10 to 2.15.
+The patterns cover torch 1.10 to 2.15.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence, Fate, Place
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, MOST_RANKS, LaunchFacts, Line, shown
 
-_MOST_APART = 200  # collectives by which the ranks of one group may be apart: what is enqueued is bounded
+_MOST_APART = 200  # collectives between the ranks of one group: what is enqueued is bounded
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 _CHECKED = "collectives checked by torch"  # the group of fingerprints, which have numbers of their own
 
-# One of which each line has that tells something here.
+# Each line that this reader understands has one of these.
 _WORDS = (
     *("NCCL", "nccl", "ollective", "arrier", "atchdog", "gloo", "pair closure", "imed out", "imeout", "store"),
     *("Duplicate GPU", "sizes: ", "group info", "Culprit", "ranks", "last enqueued", "remote p"),
@@ -65,7 +65,7 @@ _CUDA_ERROR = re.compile(
 _NCCL_GONE = re.compile(
     r"ncclRemoteError|remote process exited or there was a network error|Connection closed by remote peer"
 )
-# Start-up: each of these rank waits for others at the store.
+# At start-up: a rank waits for others at the store.
 BARRIER = re.compile(
     r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?rank:? ?(\d{1,7}),.{0,20}"
     r"key: ?(\S{1,80}?) ?\(world_size=(\d{1,7}), ?(?:worker_count|num_workers_joined)=(\d{1,7})"
@@ -83,7 +83,7 @@ _STORE_GONE = re.compile(r"got error: (?:Connection|Broken pipe|failed to recv)"
 _DUPLICATE = re.compile(r"Duplicate GPU detected : rank (\d{1,7}) and rank (\d{1,7}) both on CUDA device (\w{1,20})")
 _FRAME_OF_FAILED = re.compile(r"^#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$")
 
-# fr_trace's report of one collective, which goes over several lines.
+# fr_trace's report on one collective, over several lines.
 _OF_ANALYSIS = ("equence number", "group info", "collective: ", "ranks: {", "input sizes", "Culprit")
 _FR_BEGINS = re.compile(r"(?:collective|ranks joining collective)[,:]? ?(?:sequence number)[:,]? ?(\d{1,18})|"
                         r"[Cc]ollective sequence number: ?(\d{1,18})")  # fmt: skip
@@ -100,7 +100,7 @@ _FR_CULPRIT = re.compile(
 
 @dataclass(frozen=True)
 class _TimedOut:
-    """One rank's collective that ran out of time. number: NOT_TOLD, kind: empty, numel: -1, if the log does not say."""
+    """One rank's collective that timed out. If not known, number is NOT_TOLD, kind empty, numel -1."""
 
     rank: int
     number: int
@@ -119,7 +119,7 @@ class _TimedOut:
 
 @dataclass
 class _Analysis:
-    """The collective that fr_trace writes of."""
+    """The collective that fr_trace is reporting on."""
 
     number: str = ""
     group: str = ""
@@ -130,18 +130,20 @@ class _Analysis:
 
 
 class C10dLines:
-    """Of one launch. The rank in [Rank 3] is the group's own: where [rank7]: stands before it, that one counts."""
+    """One launch's lines. The rank in [Rank 3] is the group's: a prefix [rank7]: before it has the job's."""
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._timeouts: dict[int, _TimedOut] = {}  # the first of each rank
-        self._without_name: dict[int, _TimedOut] = {}  # where another line alone tells of a time-out
+        self._without_name: dict[int, _TimedOut] = {}  # known from other lines only, without the kind
         self._is_ambiguous = False  # a rank has time-outs with several numbers, of several groups
-        self._fell_to: dict[int, set[int]] = defaultdict(set)  # by rank, numbers below its first
+        self._later_sequences: dict[int, set[int]] = defaultdict(
+            set
+        )  # by rank, below its first: another launch, or group
         self._groups: dict[tuple[int, int], str] = {}  # of (rank, number)
         self._enqueued: dict[tuple[str, int], tuple[int, int, Line]] = {}  # by group and rank; the last, and completed
         self._analysis = _Analysis()
-        self._joined: dict[int, Line] = {}  # ranks that such reports tell to have come
+        self._joined: dict[int, Line] = {}  # ranks that had come, by these reports
         self._lagging: dict[int, tuple[str, Line]] = {}
         self._barriers: dict[str, tuple[int, int, set[int], Line]] = {}  # by key: size, came, who waits, the last line
         self._stack_of = NOT_TOLD  # the rank whose failed collective's stack is being written
@@ -197,7 +199,7 @@ class C10dLines:
         first = self._timeouts.setdefault(found.rank, found)
         self._is_ambiguous = self._is_ambiguous or first.number != found.number
         if found.number < first.number:
-            self._fell_to[found.rank].add(found.number)
+            self._later_sequences[found.rank].add(found.number)
 
     def _take_status(self, found: re.Match[str], line: Line) -> None:
         if len(self._groups) >= 4 * MOST_KEPT:
@@ -215,7 +217,7 @@ class C10dLines:
             self._enqueued[group, line.rank] = (enqueued, completed, line)
 
     def _take_signal(self, signal: re.Match[str], line: Line) -> None:
-        """Of a time-out, told with how far this rank has come in one group; the collective may be another group's."""
+        """A time-out, with how far this rank has come in one group; the collective may be of another group."""
         name, enqueued, completed = _group_of(line.text), int(signal[3]), int(signal[4])
         if len(self._enqueued) < 4 * MOST_KEPT:
             self._note_enqueued(name, line, enqueued, completed)
@@ -233,7 +235,7 @@ class C10dLines:
             self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", -1, line))
 
     def _take_fingerprints(self, line: Line) -> None:
-        """Of ranks that torch's debug wrapper has found in unlike collectives: each waits for the others."""
+        """Ranks that torch's debug wrapper found in different collectives: each waits for the others."""
         matches = list(_FINGERPRINT.finditer(line.text))[:8] if "CollectiveFingerPrint" in line.text else []
         if len(matches) < 2:
             return
@@ -242,13 +244,13 @@ class C10dLines:
             size = f"[{match[4]}]" if match[4] is not None else ""
             size += f" {match[5]}" if match[5] else ""
             kind, number = safe(match[3]), int(match[2]) if match[2] else NOT_TOLD
-            if any_size:  # torch does not allow these other sizes either, where it checks them
+            if any_size:  # stall/judge.py allows any size here, torch's check does not: make it part of the kind
                 kind, size = f"{kind} of {size}".removesuffix(" of "), ""
             self._found.add(int(match[1]), Seat(int(match[1]), _CHECKED, number, kind, size), line, own=False)
             self._found.add(int(match[1]), Fate(fates.WAITED, "torch found unlike collectives"), line, own=False)
 
     def _take_report(self, line: Line) -> None:
-        """What torch itself reports: of a desync, of monitored_barrier, and of its Flight Recorder."""
+        """torch's own reports: on a desync, by monitored_barrier, and by fr_trace."""
         text = line.text
         if "lagging ranks" in text and (never := _NEVER_JOINED.search(text)):
             self._name_missing(ranks_in(never[1]), "any collective", line)
@@ -287,7 +289,7 @@ class C10dLines:
             now.kind = safe(kind[1])
 
     def _take_culprits(self, culprits: list[re.Match[str]], line: Line) -> None:
-        """Who is not in what the first rank is in: fr_trace calls healthy ranks so, where that one is wrong."""
+        """Ranks not in the first rank's collective; if that one is wrong, fr_trace calls healthy ranks culprits."""
         now, number = self._analysis, int(self._analysis.number or NOT_TOLD)
         unlike = {int(culprit[1]): culprit for culprit in culprits}
         for rank in sorted(now.expected | unlike.keys())[:MOST_KEPT]:
@@ -310,7 +312,7 @@ class C10dLines:
             self._joined.setdefault(rank, line)
 
     def _take_duplicate(self, found: re.Match[str], line: Line) -> None:
-        """NCCL numbers a communicator's ranks; they are the job's where its own rank is as its line's prefix says."""
+        """NCCL's ranks are the communicator's; they are the job's if the first one agrees with the line's prefix."""
         first, second = int(found[1]), int(found[2])
         text = f"Duplicate GPU: ranks {first} and {second} both use CUDA device {safe(found[3])}"
         ranks = (first, second) if line.rank in (NOT_TOLD, first) else (line.rank,)
@@ -342,7 +344,7 @@ class C10dLines:
             self._found.add(line.rank, Fate(fates.WAITED, f"at the store: {shown(text)[-120:]}"), line)
 
     def _take_unique_id(self, unique: re.Match[str], line: Line) -> None:
-        """Who sets up a communicator waits for the first rank of its group to publish an id: it has not come."""
+        """A rank waits for the first rank of its group to publish the communicator's id: that one has not come."""
         of_default = _DEFAULT_KEY.search(line.text) is not None
         rank = line.rank if line.has_prefix else int(unique[1]) if of_default else NOT_TOLD
         text = f"for rank {unique[2]} of its group to set up an NCCL communicator"
@@ -363,7 +365,7 @@ class C10dLines:
             self._found.add(rank, Fate(fates.WAITED, text), line)
 
     def _take_stack(self, line: Line) -> None:
-        """Of the failed collective: who called it. "#2 all_reduce from /a/distributed_c10d.py:2501"."""
+        """The caller of the failed collective: "#2 all_reduce from /a/distributed_c10d.py:2501"."""
         if "Stack trace of the failed collective" in line.text and "not found" not in line.text:
             self._stack_of, self._stack = line.rank, []
         elif self._stack_of >= 0:
@@ -378,14 +380,14 @@ class C10dLines:
     # At the end of a launch.
 
     def finish(self, evidence: Evidence, by_file: list[set[int]]) -> None:
-        """by_file: of each file the ranks of which it tells."""
+        """by_file: for each file, the ranks that its lines are from."""
         self._finish_reports()
         self._finish_barriers()
         timeouts = list((self._timeouts or self._without_name).values())
         groups = {self._groups.get((one.rank, one.number), "") for one in timeouts} - {""}
         several_launches = any(
             self._groups.get((rank, number)) == self._groups.get((rank, self._timeouts[rank].number), "?")
-            for rank, numbers in self._fell_to.items()
+            for rank, numbers in self._later_sequences.items()
             for number in numbers
         )
         if several_launches or (self._is_ambiguous and not groups):
@@ -405,7 +407,7 @@ class C10dLines:
             self._find_silent(next(iter(by_group)), timeouts[0], evidence, by_file)
 
     def _seat(self, group: str, timeouts: list[_TimedOut], evidence: Evidence) -> None:
-        """Seats of one group, whose numbers can be compared. Who has enqueued what comes after has entered it, too."""
+        """Seats of one group, whose numbers can be compared. A rank has entered all that it has enqueued."""
         numbered = [one for one in timeouts if one.number >= 0]
         timeouts = numbered or timeouts
         highest = max(one.number for one in timeouts)
@@ -425,8 +427,8 @@ class C10dLines:
                 evidence.begins[group, fact.rank] = lowest
 
     def _find_silent(self, group: str, first: _TimedOut, evidence: Evidence, by_file: list[set[int]]) -> None:
-        """Where the log tells of most ranks that they waited, and of a few nothing at all: those."""
-        # Of another group than the default one the log does not tell the ranks.
+        """Ranks without any line, if they are few and most others waited."""
+        # The ranks of other groups than the default one are not in the log.
         if group not in DEFAULT_GROUPS or self._found.missing_lines:
             return
         told = self._found.ranks() | {rank for _, rank in self._enqueued}
@@ -459,10 +461,10 @@ class C10dLines:
     def _finish_barriers(self) -> None:
         for key, (size, came, ranks, line) in self._barriers.items():
             for rank in ranks:
-                if not self._found.has(rank, fates.WAITED):  # it waits still, as far as the log goes
+                if not self._found.has(rank, fates.WAITED):  # it still waits at the end of the log
                     place = Place(collective="the store based barrier of a process group's start")
                     self._found.add(rank, place, line, own=False)
-            # Of another group its ranks are not told; where more have come than wait, some are those of an earlier job.
+            # Other groups' ranks are not known; if more have come than wait, some are of an earlier job.
             if key.endswith(_DEFAULT_BARRIERS) and len(ranks) == came < size <= MOST_KEPT:
                 for rank in set(range(size)) - ranks:
                     text = f"to the store based barrier of the start: {came} of {size} had"
@@ -470,7 +472,7 @@ class C10dLines:
 
 
 _LineReader: TypeAlias = tuple[str, re.Pattern[str], Callable[[C10dLines, re.Match[str], Line], None]]
-# Words that such a line has, its pattern, and who takes it.
+# Words that the line has, its pattern, and the method that takes it.
 _OF_ANY_LINE: tuple[_LineReader, ...] = (
     ("Duplicate GPU", _DUPLICATE, C10dLines._take_duplicate),
     ("loo", GLOO, C10dLines._take_gloo),
@@ -486,7 +488,7 @@ _OF_A_RANKS_LINE: tuple[_LineReader, ...] = (
 
 
 def rank_in(text: str) -> int | None:
-    """The job's rank, by a line's prefix; of [PG 3 Rank 1] alone it is only the group's."""
+    """The job's rank, by a line's prefix; None for [PG 3 Rank 1] alone, which has the group's."""
     if (prefix := _RANK.search(text)) is None:
         return None
     if prefix[1]:
@@ -500,7 +502,7 @@ def _group_of(text: str) -> str:
 
 
 def ranks_in(text: str) -> list[int]:
-    """ "0, 2-4": [0, 2, 3, 4]; at most so many as are kept."""
+    """ "0, 2-4": [0, 2, 3, 4]; at most MOST_KEPT."""
     ranks: list[int] = []
     for part in text.replace(" ", "").split(","):
         first, _, last = part.partition("-")
@@ -521,9 +523,9 @@ def _numel(shape: str | None, numel: str | None) -> int:
 
 
 def _has_hosts_of(by_file: list[set[int]], silent: set[int]) -> bool:
-    """Whether the log of each rank's host is among the files, as far as these are hosts' logs, each of several ranks.
+    """Whether the silent ranks' hosts have logs among the files; True if these are not one log for each host.
 
-    A host has as many ranks as the file with the most, and its ranks' numbers follow each other.
+    A host is taken to have as many ranks as the widest range in a file, with successive numbers.
     """
     of_hosts = [ranks for ranks in by_file if ranks]
     if len(of_hosts) < 2 or any(len(ranks) < 2 for ranks in of_hosts):

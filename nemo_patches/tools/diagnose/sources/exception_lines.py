@@ -1,4 +1,4 @@
-"""Exceptions that ended ranks, as tracebacks in a log tell: the type, its message and the user's innermost frames."""
+"""Exceptions that ended ranks, from tracebacks in a log: the type, its message and the user's innermost frames."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fate
-from nemo_patches.tools.diagnose.rank_end import BY_HAND, is_of_a_collective, is_of_the_start
+from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
@@ -25,18 +25,18 @@ _ERROR = re.compile(r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$")
 _CAUSED = "The above exception was the direct cause of the following exception"
 _MEANWHILE = "During handling of the above exception, another exception occurred"
-# Beginnings of what a program writes of the error that ends it, where no prefix does. Hydra catches all; so does Ray.
+# Words before the error that ends a program, without a rank's prefix: Hydra and torch.multiprocessing catch all.
 _FATAL = re.compile(r"Error executing job with overrides|-- Process \d{1,7} terminated with the following error")
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _IGNORED = re.compile(r"Exception ignored in|Exception in thread")
-# Of launchers: their own tracebacks tell of ranks that have failed.
+# Exceptions of launchers: a rank has failed.
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
     r"ProcessRaisedException|ProcessExitedException|ActorDiedError|RayActorError|KeyboardInterrupt"
 )
-# Other ranks, or SIGTERM, bring these about; torchrun and the scheduler send it to all that are left.
+# Caused by other ranks, or by SIGTERM, which torchrun and schedulers send to all remaining ranks.
 _BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt")
-_MISMATCH = "Detected mismatch"  # of collectives, which the ranks are told to be in
+_MISMATCH = "Detected mismatch"  # of collectives
 _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
     r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError"
@@ -52,7 +52,7 @@ class _Error:
     type: str
     message: str
     line: Line
-    frames: tuple[tuple[str, str, str], ...]  # file, line, function; the innermost last
+    frames: Frames
     lines: list[str] = field(default_factory=list)  # of its message, after the first
 
     @property
@@ -60,44 +60,43 @@ class _Error:
         return "\n".join([self.message, *self.lines])
 
     @property
-    def traceback(self) -> str:
-        frames = "".join(f'  File "{file}", line {number}, in {function}\n' for file, number, function in self.frames)
-        return f"Traceback (most recent call last):\n{frames}{self.type}: {self.words}\n"
+    def as_error(self) -> Error:
+        return Error(self.type, self.words, self.frames)
 
     @property
     def text(self) -> str:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
-        if _LAST_ERROR in self.lines[:-1]:  # NCCL's; its first line says of what kind it is, and not what happened
+        if _LAST_ERROR in self.lines[:-1]:  # NCCL's first line is its kind, the line after this one what happened
             message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
         return shown(f"{kind}: {message}" if message else kind)
 
     @property
     def is_of_a_collective(self) -> bool:
-        return is_of_a_collective(self.type, self.words, self.traceback)
+        return self.as_error.is_of_a_collective
 
     @property
     def where(self) -> str:
         """The innermost frame, and the user's own that led to it."""
-        *outer, inner = self.frames or (("", "", ""),)
-        own = [frame for frame in outer if not frame_text.is_library(frame[0])][-_SHOWN_FRAMES + 1 :]
-        return " < ".join(map(_shown_frame, (inner, *reversed(own)))) if inner[0] else ""
+        own = [frame for frame in self.frames[1:] if not frame_text.is_library(frame[0])]
+        chosen = (*self.frames[:1], *own[: _SHOWN_FRAMES - 1])
+        return " < ".join(shown(frame_text.shown(function, file, number)) for file, number, function in chosen)
 
 
 @dataclass
 class _Writing:
-    """What one rank is writing of an exception. root: of a chain the one that the others followed from."""
+    """An exception that one rank is writing. root: the exception that the others in its chain followed from."""
 
     frames: deque[tuple[str, str, str]] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
     root: _Error | None = None
     last: _Error | None = None
     was_caused: bool = False  # the next exception is named as caused by the last
-    in_traceback: bool = False  # without a prefix, so that its lines hold nothing by which they are found
+    in_traceback: bool = False  # without a prefix, so its lines have none of logs.py's needles
     has_frames: bool = False  # since the last exception
-    was_over: bool = False  # the log had told of an end when it began
+    was_over: bool = False  # it began after a time-out, or an end, of others
 
 
 class ExceptionLines:
-    """Of one launch. Of lines without a prefix, in a file of many ranks, only what is known to end a process counts."""
+    """One launch's exceptions. In a file of many ranks, those without a prefix count only if they end a process."""
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
@@ -108,7 +107,7 @@ class ExceptionLines:
 
     @property
     def is_reading(self) -> bool:
-        """Whether lines may follow that hold nothing of interest by themselves."""
+        """Whether lines without any of logs.py's needles may follow."""
         return any(one.in_traceback for one in self._writing.values())
 
     def take(self, line: Line) -> None:
@@ -145,7 +144,7 @@ class ExceptionLines:
         self._take(key, line, text)
 
     def _take(self, key: int, line: Line, text: str) -> None:
-        """One line of a rank's, without its prefix."""
+        """One line of a rank, without its prefix."""
         writing = self._writing.get(key)
         if _BEGINS.search(text):
             self._begin(key, line, text)
@@ -164,7 +163,6 @@ class ExceptionLines:
         return self._writing[key]
 
     def _begin(self, key: int, line: Line, text: str) -> None:
-        """A traceback begins."""
         writing, is_workers = self._writing.get(key), "Original" in text
         if writing is not None and not is_workers and writing.last is not None and not writing.was_caused:
             self._end(key)  # of another exception
@@ -180,7 +178,7 @@ class ExceptionLines:
             writing.has_frames = True
         elif _CAUSED in text or _MEANWHILE in text:
             writing.was_caused = True
-            if _MEANWHILE in text and writing.root is writing.last and not self._is_of_a_collective(writing.root):
+            if _MEANWHILE in text and (root := writing.root) and root is writing.last and not root.is_of_a_collective:
                 writing.root = None  # of an exception while handling another one, the later ended the process
         elif (error := _ERROR.match(text)) and (writing.has_frames or (writing.last is None and _is_name(error[1]))):
             self._raise(writing, error, line)
@@ -192,18 +190,14 @@ class ExceptionLines:
             writing.in_traceback = False
 
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
-        found = _Error(error[1], error[2] or "", line, tuple(writing.frames))
+        found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
         is_workers = writing.last is not None and "Caught " in writing.last.message and not writing.was_caused
         if writing.root is None or is_workers:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
         writing.in_traceback = not line.has_prefix
 
-    def _is_of_a_collective(self, error: _Error | None) -> bool:
-        return error is not None and error.is_of_a_collective
-
     def _end(self, key: int) -> None:
-        """One is told to its end."""
         writing = self._writing.pop(key, None)
         if writing is None or writing.root is None:
             return
@@ -222,14 +216,14 @@ class ExceptionLines:
             if error is not None and _BY_OTHERS.search(error.type) and rank >= 0:
                 self._found.add(rank, Fate(fates.TERMINATED, error.text), error.line)
             return
-        details = tuple(shown(one) for one in [*error.lines[-3:]] if one.strip())
+        details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
         kind = error.type.rpartition(".")[2]
         is_cut = not error.words.strip() and any(name.startswith(kind) for name in BY_HAND)  # "KeyboardInter"
         if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(fates.TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or _MISMATCH in error.words:
             kind = fates.CUT if _CLOSED.search(error.words) else fates.WAITED
-            start = f"{fates.AT_START}: " if is_of_the_start(error.type, error.words, error.traceback) else ""
+            start = f"{fates.AT_START}: " if error.as_error.is_of_the_start else ""
             fate = Fate(kind, f"{start}{error.text}", error.where, details)
         elif writing.was_over:
             fate = Fate(fates.FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
@@ -238,7 +232,7 @@ class ExceptionLines:
         self._found.add(rank, fate, error.line)
 
     def finish(self) -> None:
-        """After the launcher's lines: what was raised last without a prefix ended a rank only if that had failed."""
+        """Call after the launcher's: an exception without a prefix ended a rank only if the launcher saw that fail."""
         for key in list(self._writing):
             self._end(key)
         for key, writing in self._stray.items():
@@ -249,7 +243,7 @@ class ExceptionLines:
                 self._found.add(rank, Fate(fates.LOGGED, writing.root.text, writing.root.where), writing.root.line)
 
     def _may_have_ended(self, rank: int) -> bool:
-        """Whether the launcher tells of an exit code, as that of an exception is one, which may be of this rank."""
+        """Whether the launcher reports an exit code that may be this rank's, as an exception leaves one."""
         facts = [(fact, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
         failed = {fact.rank for fact, kind in facts if kind == fates.FAILED and not fact.own}
         if rank == NOT_TOLD:
@@ -260,8 +254,3 @@ class ExceptionLines:
 
 def _is_name(name: str) -> bool:
     return _ERROR_NAME.search(name) is not None
-
-
-def _shown_frame(frame: tuple[str, str, str]) -> str:
-    file, number, function = frame
-    return shown(frame_text.shown(function, file, number))

@@ -31,16 +31,15 @@ _KEYS = (b'"entries"', b'"pg_config"', b'"comm_lib_version"')
 
 @dataclass(frozen=True)
 class _Dump:
-    """What one rank has recorded. groups: for each process group its ranks, if the dump tells.
+    """One rank's records. groups: the ranks of each process group in the dump.
 
-    has_lost: its ring has lost what was before. times: of each seat, seconds since 1970.
+    seats: by group, each with its time, in seconds since 1970. has_lost: the ring has lost older entries.
     """
 
     rank: int
     cite: str
     host: str
-    seats: tuple[Seat, ...]
-    times: tuple[float, ...]
+    seats: dict[str, list[tuple[Seat, float]]]
     groups: dict[str, frozenset[int]]
     has_lost: bool
 
@@ -51,7 +50,7 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """Add a seat for each collective, and that each rank is one of the job's."""
+    """Add a seat for each collective, and each rank as a member."""
     dumps: dict[int, _Dump] = {}
     if len(files) > _MOST_FILES:
         evidence.problems.append(f"{len(files)} Flight Recorder dumps; only the first {_MOST_FILES} were read")
@@ -68,40 +67,30 @@ def read(files: list[Path], evidence: Evidence) -> None:
     evidence.world_size = max(evidence.world_size, *of_all, 0)
     for dump in dumps.values():
         evidence.facts.append(Fact(dump.rank, Member(evidence.world_size), dump.cite, host=dump.host))
-    seats = {rank: _by_group(dump) for rank, dump in dumps.items()}
-    groups = _groups(dumps, seats)
+    groups = _groups(dumps)
     for name, ranks in groups:
-        # Groups of other ranks may have the same name: a rank's dump tells of its own groups alone.
+        # Groups of other ranks may have the same name: a rank's dump lists its own groups only.
         is_alone = sum(other == name for other, _ in groups) == 1
         title = name if is_alone else f"{name} of {named(ranks)}"
         # Where a ring has lost entries, and has none of this group, the rank may have entered any.
-        told = [rank for rank in ranks if seats[rank][name] or not dumps[rank].has_lost]
+        told = [rank for rank in ranks if name in dumps[rank].seats or not dumps[rank].has_lost]
         evidence.groups.setdefault(title, set()).update(told)
-        for rank in told:
-            dump = dumps[rank]
+        for dump in map(dumps.__getitem__, told):
             evidence.facts += (
-                Fact(rank, seat._replace(group=title), dump.cite, at, dump.host) for seat, at in seats[rank][name]
+                Fact(dump.rank, seat._replace(group=title), dump.cite, at, dump.host)
+                for seat, at in dump.seats.get(name, ())
             )
 
 
-def _by_group(dump: _Dump) -> dict[str, list[tuple[Seat, float]]]:
-    found: dict[str, list[tuple[Seat, float]]] = defaultdict(list)
-    for seat, at in zip(dump.seats, dump.times, strict=True):
-        found[seat.group].append((seat, at))
-    return found
-
-
-def _groups(
-    dumps: dict[int, _Dump], seats: dict[int, dict[str, list[tuple[Seat, float]]]]
-) -> list[tuple[str, list[int]]]:
-    """The groups by name, with their ranks among the dumps: those that any dump tells, else those that are in it."""
+def _groups(dumps: dict[int, _Dump]) -> list[tuple[str, list[int]]]:
+    """The groups by name, with their ranks among the dumps: as listed in any dump, else the ranks with entries."""
     groups = []
-    for name in sorted({name for of_rank in seats.values() for name in of_rank}):
+    for name in sorted({name for dump in dumps.values() for name in dump.seats}):
         told = {ranks for dump in dumps.values() if (ranks := dump.groups.get(name))}
         unknown = [
             rank
-            for rank in dumps
-            if not any(rank in ranks for ranks in told) and (name == _DEFAULT_GROUPS[0] or name in seats[rank])
+            for rank, dump in dumps.items()
+            if not any(rank in ranks for ranks in told) and (name == _DEFAULT_GROUPS[0] or name in dump.seats)
         ]
         groups += [(name, sorted(ranks & dumps.keys())) for ranks in sorted(told, key=sorted)]
         if len(told) == 1:
@@ -125,14 +114,16 @@ def _read(file: Path) -> _Dump:
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise ValueError("no Flight Recorder dump")
     rank, entries = int(in_name[1]), content["entries"]
-    found = [(seat, _time(entry)) for entry in entries[-_MOST_ENTRIES:] if (seat := _seat(rank, entry)) is not None]
+    seats: dict[str, list[tuple[Seat, float]]] = defaultdict(list)
+    for entry in entries[-_MOST_ENTRIES:]:
+        if (seat := _seat(rank, entry)) is not None:
+            seats[seat.group].append((seat, _time(entry)))
     first = entries[0].get("record_id") if entries and isinstance(entries[0], dict) else None
     return _Dump(
         rank=rank,
         cite=safe(file.name),
         host=_text(content.get("host_name")),
-        seats=tuple(seat for seat, _ in found),
-        times=tuple(at for _, at in found),
+        seats=dict(seats),
         groups={str(name)[:80]: _ranks(config) for name, config in _items(content.get("pg_config"))},
         has_lost=len(entries) > _MOST_ENTRIES or (isinstance(first, int) and first > 1),
     )

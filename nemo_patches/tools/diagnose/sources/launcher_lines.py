@@ -1,4 +1,4 @@
-"""What launchers, schedulers and the kernel write of processes that ended: torchrun, DeepSpeed, Ray, Slurm, mpirun."""
+"""Lines of launchers, schedulers and the kernel on processes that ended: torchrun, DeepSpeed, Ray, Slurm, mpirun."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
-# One of which each line has that tells something here, but for torchrun's table.
+# Each line that this reader understands, but for torchrun's table, has one of these.
 _WORDS = (
     *("emory", "oom_kill", "oom-kill", "bus error", "killed by", "return", "srun: ", "on signal"),
     *("with signal", "died", "CANCELLED", " Killed ", "terminated with code"),
 )
-CLOCK = "launchers"  # of the times in their tables, to the second: hosts' clocks, taken for alike
+CLOCK = "launchers"  # in place of a host: times in their tables are to the second, so hosts' clocks are taken to agree
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _HOST = re.compile(r"\bhost      : (\S{1,255})")
 _RANK = re.compile(r"\brank      : (\d{1,7}) \(local_rank: (\d{1,7})\)")
@@ -75,12 +75,12 @@ class _Failure:
 
 
 class LauncherLines:
-    """Of one launch. Each node's torchrun writes a table of its own, in which the failure seen first comes last."""
+    """One launch's lines. Each node's torchrun writes its own table, with the first failure last."""
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._table: list[_Failure] = []
-        self.ended: set[int] = set()  # in the table: what such a rank says after it, it says in a later launch
+        self.ended: set[int] = set()  # ranks in the table: their later lines are of a later launch
         self._in_lines: list[tuple[int, int, int, Line]] = []  # code, local rank, pid
         self._sent: set[tuple[str, int]] = set()  # files and pids that torchrun sent SIGTERM, as others had failed
         self._cancelled: set[str] = set()  # files that tell that Slurm has ended the job
@@ -221,7 +221,7 @@ def _fate_of(code: int, who: str) -> Fate | None:
 
 
 def _signed(code: str) -> int:
-    """Minus a signal's number, as torchrun has it. Of a rank that a shell script started, it has 128 and the number."""
+    """Minus the number of a signal, as in torchrun's tables. A shell script adds 128 to the number instead."""
     return 128 - int(code) if int(code) - 128 in _SIGNALS else int(code)
 
 

@@ -1,4 +1,4 @@
-"""A line of a log with where it stands, and the facts of one launch that its lines tell."""
+"""A line of a log with its position, and the facts of one launch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PID_AND_RANK = re.compile(
 
 
 class Line(NamedTuple):
-    """rank: by the line's prefix; or else torchrun's local rank, by its own prefix or the file's folder, which is the
-    job's on a single host. has_prefix: the former. number: of its file, from 1.
+    """rank: from the line's prefix if has_prefix; else torchrun's local rank, from its prefix or the file's folder,
+    which is the job's rank on a single host. number: in its file, from 1.
     """
 
     text: str
@@ -76,7 +76,7 @@ class LaunchFacts:
         self.keep(Fact(rank, value, line.cite, float(line.number), line.file, own), line.local_rank)
 
     def keep(self, fact: Fact, local_rank: int = NOT_TOLD) -> None:
-        """local_rank: of the line that tells it, where that has no other."""
+        """local_rank: of the line, if it has no other rank."""
         key = _key(fact.rank, fact.value)
         if fact.rank != local_rank and key in self.by_local_rank:
             del self.facts[key]
@@ -97,7 +97,7 @@ class LaunchFacts:
         self.facts[key] = fact
 
     def without_local_ranks(self) -> set[int]:
-        """Of a job on several hosts: what is told of local ranks is of ranks that are not told. Returns those ranks."""
+        """On several hosts a local rank is not the job's: move such facts to NOT_TOLD. Returns the local ranks."""
         hosts = {fact.host for fact in self.facts.values() if isinstance(fact.value, Member)} - {""}
         if not self.several_hosts and len(hosts) < 2:
             return set()
@@ -108,7 +108,6 @@ class LaunchFacts:
         return {fact.rank for fact in of_local} - {fact.rank for fact in self.facts.values()}
 
     def has_size(self, size: str | int) -> None:
-        """A line tells the number of ranks."""
         self.world_size = max(self.world_size, min(int(size), MOST_RANKS))
 
     def note_pid(self, text: str) -> None:
@@ -124,7 +123,7 @@ class LaunchFacts:
         return (rank, Fate, fate, "") in self.facts
 
     def ranks(self) -> set[int]:
-        """Those of which a line tells more than that they belong to the job."""
+        """Ranks of which more is known than that they belong to the job."""
         return {fact.rank for fact in self.facts.values() if not isinstance(fact.value, Member)}
 
     @property
@@ -133,7 +132,7 @@ class LaunchFacts:
 
 
 def _with_place(before: Fact, fact: Fact) -> Fact:
-    """The earlier fate, with where the later one of its kind says that it was."""
+    """The earlier fate, with the place of the later one of its kind."""
     if not (isinstance(before.value, Fate) and isinstance(fact.value, Fate)) or before.value.where:
         return before
     return replace(before, value=replace(before.value, where=fact.value.where, details=fact.value.details))

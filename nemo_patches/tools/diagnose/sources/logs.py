@@ -1,7 +1,7 @@
-"""Training logs: what the lines of torch, its launchers, Python and nemo_patches tell, as facts.
+"""Training logs: facts from the lines of torch, its launchers, Python and nemo_patches.
 
-A log may be of any size, compressed, one of many in a folder, and hold colours, prefixes, several ranks' lines mixed
-and lines that a terminal has wrapped. A fact cites its file and line.
+A log may be of any size, compressed, one of many in a folder, with colours, prefixes, several ranks' lines mixed, and
+lines that a terminal has wrapped. A fact cites its file and line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAMES = re.compile(
 _TEE = re.compile(r"\[default(\d{1,6})\]:")  # of torchrun --tee: the local rank
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
-# Of lines that tell something one holds one of these; the others follow it closely.
+# Each line of interest has one of these, or closely follows a line that has one.
 _NEEDLES = (
     *(b"[rank", b"NCCL", b"ollective", b"nemo_patches ", b"Starting with ", b"gloo", b"arrier", b"imed out"),
     *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed "),
@@ -76,7 +76,7 @@ _TELL_OF_AN_END = (
 
 
 def recognises(name: str, head: bytes) -> bool:
-    """Whether a file may be a log, by its name or its first bytes: what tells may come at its very end."""
+    """Whether a file may be a log, by its name or its first bytes: the lines of interest may be at its very end."""
     if head[:2] == b"\x1f\x8b":
         return True
     if b"\0" in head[:4096] or head.startswith(_OTHER_FORMATS):
@@ -85,7 +85,7 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """The facts of logs, also compressed ones, or of "-", standard input; of several launches in one the last counts.
+    """Add the facts of logs, also compressed ones, or of "-", standard input; of several launches the last one counts.
 
     Raises UnreadableError where there is but one file, and it cannot be read.
     """
@@ -109,7 +109,7 @@ class _Launch:
         self.launcher = LauncherLines(self.found)
         self.exceptions = ExceptionLines(self.found)
         self.stalls = StallLines(self.found)
-        self.by_file: list[set[int]] = []  # of each file the ranks of which it tells
+        self.by_file: list[set[int]] = []  # for each file, the ranks that its lines are from
 
     def begin_file(self) -> None:
         self.found.is_over = False
@@ -146,13 +146,13 @@ class _Reading:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._launch = _Launch()
-        self._before: tuple[LaunchFacts, Evidence] | None = None  # the last launch before that tells anything
-        self._launches = 0  # that have begun in the one file
+        self._before: tuple[LaunchFacts, Evidence] | None = None  # the last earlier launch with any facts
+        self._launches = 0  # begun in the one file
         self._names: dict[str, Path] = {}
-        self._runs: dict[int, Path] = {}  # by local rank, torchrun's folder, which each host has its own
+        self._runs: dict[int, Path] = {}  # by local rank, torchrun's folder, one for each host
 
     def read(self, path: Path, alone: bool) -> None:
-        """alone: no other file is read, so that a launch that begins in it ends all that was told of the one before."""
+        """alone: no other file is read, so a launch that begins in it ends the one before."""
         self._launch.begin_file()
         self._launches = 0
         name, rank = self._name_of(path), _rank_of_folder(path)
@@ -189,7 +189,7 @@ class _Reading:
             raise UnreadableError(f"{path}: {error.strerror}") from error
 
     def _name_of(self, path: Path) -> str:
-        """As it is cited: with as many of its folders as tell it from others."""
+        """Its citation: with enough of its folders to tell it from others."""
         for depth in range(2 if _rank_of_folder(path) >= 0 else 1, len(path.parts) + 1):
             name = safe("/".join(path.parts[-depth:]), 200)
             if self._names.setdefault(name, path) == path:
@@ -197,7 +197,7 @@ class _Reading:
         return safe(str(path), 200)
 
     def _begin_launch(self) -> None:
-        """Of launches that write into one log, as Slurm's requeued ones do."""
+        """For launches that write into one log, such as Slurm's requeued ones."""
         self._launches += 1
         if self._launches > 1:
             self._put_aside()
@@ -213,7 +213,7 @@ class _Reading:
             self._before = self._launch.found, told
 
     def finish(self) -> None:
-        """Give the evidence what the last launch that tells anything has told."""
+        """Add the facts of the last launch that has any."""
         earlier, self._before = self._before, None
         self._put_aside()
         found, told = self._before or earlier or (self._launch.found, Evidence())
@@ -236,7 +236,7 @@ class _Reading:
             evidence.earlier.append(text)
 
     def _lines(self, blocks: Iterable[bytes]) -> Iterator[tuple[int, str]]:
-        """The lines of the blocks that hold anything of interest, with their numbers, cleaned and of bounded length."""
+        """The lines near anything of interest, with their numbers, cleaned and bounded."""
         rest, number, follows = b"", 1, False
         for block in blocks:
             whole = rest + block
@@ -279,7 +279,7 @@ def _rank_of_folder(path: Path) -> int:
 
 
 def _pieces(line: bytes) -> Iterator[str]:
-    """What progress bars, and processes that write at once, have put into one line."""
+    """Split what progress bars, or processes that write at once, have put into one line."""
     for part in line.rstrip(b"\r").split(b"\r"):
         text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[:_LONGEST_LINE].rstrip()
         text = _QUOTED.sub("", text)

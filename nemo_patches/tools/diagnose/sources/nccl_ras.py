@@ -1,8 +1,7 @@
-"""Reader of NCCL's RAS (from 2.24): how many operations each rank has launched, and which processes do not answer it.
+"""Reader of NCCL's RAS (from 2.24): how many operations each rank has launched, and which processes do not answer.
 
-That ranks have launched different numbers of operations is usual in a job that runs; only if the same numbers come
-again later does the job hang. RAS lists the smaller group of ranks, which may be the one that waits: only where these
-are behind are they, and those that they hold up, told as seats.
+Different numbers of operations are usual in a running job; only if they stand still does the job hang. RAS lists the
+smaller group of ranks, which may be the one that waits: seats are added only if the listed ranks are behind.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member
 from nemo_patches.tools.diagnose.findings import WARNING, Finding
-from nemo_patches.tools.diagnose.folder import UnreadableError, is_port
+from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.verdicts import finding
 
 _PORT = 28028
@@ -57,7 +56,7 @@ _COUNT = re.compile(
 
 @dataclass
 class _Level:
-    """Ranks that have launched as many operations. where: by rank its GPU and process; empty where RAS lists none."""
+    """Ranks with equal numbers of operations. where: by rank, its GPU and process; empty if RAS does not list them."""
 
     operation: int
     size: int
@@ -66,7 +65,7 @@ class _Level:
 
 @dataclass
 class _Mismatch:
-    """Of one kind of operation in one communicator. levels: those that have launched the fewest first."""
+    """For one kind of operation in one communicator. levels: the fewest operations first."""
 
     communicator: str
     kind: str
@@ -80,23 +79,19 @@ class _Mismatch:
 
 @dataclass(frozen=True)
 class _Answer:
-    """states: of its groups of communicators. sizes: by the number of a group; gpus: of the whole job."""
+    """states, sizes: of its groups of communicators, sizes by their numbers. gpus: of the whole job."""
 
     text: str
     states: tuple[str, ...]
     sizes: dict[str, int]
     gpus: int
 
-    @property
-    def is_fine(self) -> bool:
-        return all(state.endswith(" OK") for state in self.states)
-
     def size_of(self, communicator: str) -> int:
-        """How many ranks a communicator has; 0 if nobody has it any more."""
+        """How many ranks a communicator has; 0 if it is gone."""
         return self.sizes.get(communicator[1:].partition("-")[0], 0)
 
     def is_of_all(self, communicator: str) -> bool:
-        """Whether its ranks are the job's; a smaller one numbers its own."""
+        """Whether its ranks are the job's; a smaller communicator has numbers of its own."""
         return self.size_of(communicator) == self.gpus
 
 
@@ -144,13 +139,14 @@ def _read(file: Path, evidence: Evidence) -> None:
 def _host_and_port(address: str) -> tuple[str, int]:
     has_port = address.count(":") == 1 or "]" in address
     host, colon, port = address.rpartition(":") if has_port else (address, "", "")
-    if (colon and not is_port(port)) or not host.strip("[]"):
+    is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
+    if (colon and not is_port) or not host.strip("[]"):
         raise UnreadableError("no address")
     return host.strip("[]"), int(port or _PORT)
 
 
 def _content(path: Path) -> bytes:
-    """Of a pipe what comes within the limit: nobody may ever write into it."""
+    """The file's content; of a pipe, into which nobody may ever write, what comes within the limit."""
     end, data = time.monotonic() + _LIMIT.total_seconds(), b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -183,21 +179,18 @@ def _answer(host: str, port: int) -> str:
 
 
 def _add(texts: list[str], cite: str, evidence: Evidence) -> None:
-    """Facts of the last of some answers of one RAS. Raises UnreadableError where it is none of RAS's."""
+    """Add the facts of the last of several answers of one RAS. Raises UnreadableError if it is no answer of RAS."""
     answer = _parsed(texts[-1] if texts else "")
     facts = len(evidence.facts)
     found = _dead(answer, cite, evidence)
     found += _silent(answer, {fact.rank for fact in evidence.facts[facts:]})
     found += _counts(texts, answer, cite, evidence)
-    if not found and len(evidence.facts) == facts and not answer.is_fine:
-        raise UnreadableError(
-            f"RAS reports {', '.join(answer.states)}, in words that are not known here: read it yourself"
-        )
+    states, is_fine = ", ".join(answer.states), all(state.endswith(" OK") for state in answer.states)
+    if not found and len(evidence.facts) == facts and not is_fine:
+        raise UnreadableError(f"RAS reports {states}, in words that are not known here: read it yourself")
     evidence.findings += found
     evidence.world_size = max(evidence.world_size, answer.gpus)
-    evidence.summary.append(
-        f"NCCL's RAS tells of {len(answer.sizes)} groups of communicators: {', '.join(answer.states)}."
-    )
+    evidence.summary.append(f"NCCL's RAS tells of {len(answer.sizes)} groups of communicators: {states}.")
 
 
 def _parsed(text: str) -> _Answer:
@@ -215,7 +208,7 @@ def _lines(block: str) -> tuple[str, ...]:
 
 
 def _dead(answer: _Answer, cite: str, evidence: Evidence) -> list[Finding]:
-    """RAS tells the processes: of which ranks, it does where as many ranks of the whole job are without data."""
+    """RAS lists dead processes. Their ranks are known if as many ranks of a communicator of the whole job lack data."""
     lines = [line for match in _DEAD.finditer(answer.text) for line in _lines(match[1])[1:]]
     if not lines:
         return []
@@ -231,7 +224,7 @@ def _dead(answer: _Answer, cite: str, evidence: Evidence) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Silent:
-    """Ranks that a communicator has no data of."""
+    """Ranks of which a communicator has no data."""
 
     communicator: str
     ranks: tuple[int, ...]
@@ -254,7 +247,7 @@ def _without_data(answer: _Answer) -> list[_Silent]:
 
 
 def _silent(answer: _Answer, known: set[int]) -> list[Finding]:
-    """known: ranks of which RAS tells more."""
+    """known: ranks that RAS has other facts on."""
     return [
         finding(
             ids.SILENT,
@@ -270,7 +263,7 @@ def _silent(answer: _Answer, known: set[int]) -> list[Finding]:
 
 
 def _counts(texts: list[str], answer: _Answer, cite: str, evidence: Evidence) -> list[Finding]:
-    """Seats where the ranks that are behind are known, else what the numbers come to."""
+    """Add seats if the ranks that are behind are known; else return findings on the numbers."""
     before = _mismatches(texts[-2]) if len(texts) > 1 else []
     now = _mismatches(answer.text)
     found = []
@@ -296,7 +289,7 @@ def _counts(texts: list[str], answer: _Answer, cite: str, evidence: Evidence) ->
 
 
 def _seat(one: _Mismatch, answer: _Answer, cite: str, evidence: Evidence) -> None:
-    """Each rank is in the operation that it has launched last: RAS does not tell what is completed."""
+    """Each rank is in the operation that it has launched last: RAS does not show completed ones."""
     listed = {rank: (level.operation, where) for level in one.levels for rank, where in level.where.items()}
     unlisted = [level.operation for level in one.levels if not level.where]
     silent = {rank for each in _without_data(answer) if each.communicator == one.communicator for rank in each.ranks}
@@ -340,7 +333,7 @@ def _is_ahead(rank: int, levels: list[_Level]) -> bool:
 
 
 def _levels(lines: tuple[str, ...]) -> list[_Level]:
-    """Those that have launched the fewest first."""
+    """The fewest operations first."""
     levels: list[_Level] = []
     for line in lines:
         if count := _COUNT.match(line):

@@ -1,7 +1,7 @@
-"""Stacks of ranks: this package's JSON of a host, and dumps that somebody has made by hand.
+"""Stacks of ranks: this package's JSON of a host, and dumps made by hand.
 
 py-spy dump (text, JSON, --native), pystack (and --native), gdb's py-bt, faulthandler in logs, and the files of
-torch.distributed.debug. Which rank it is, tells the file's name (rank3.txt, r3.log, 3.json, torchrun's 3/stderr.log), a
+torch.distributed.debug. The rank comes from the file's name (rank3.txt, r3.log, 3.json, torchrun's 3/stderr.log), a
 launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a heading, or else the order of the files.
 """
 
@@ -43,7 +43,7 @@ _RANK_IN_NAME = re.compile(
     r"(?:^|[-_.])(\d{1,7})(?=\.(?:txt|log|json|err|out|stack|dump)$)",
     re.IGNORECASE,
 )
-_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # whose number follows: slurm-4711.out
+_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # a number of something else: slurm-4711.out
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 _HEADING = re.compile(r"=+ ?Rank (\d{1,7})\b")  # of torch.distributed.debug: === Rank 3: host:port ===
 _MARK = re.compile(
@@ -64,7 +64,6 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: Sequence[Path], evidence: Evidence) -> None:
-    """Add what they tell to the evidence."""
     host_files, dumps = list[tuple[str, HostFile]](), list[_Dump]()
     for file in files:
         name = _name(file)
@@ -105,7 +104,7 @@ class _Header(msgspec.Struct):
 
 
 def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) -> list[Fact]:
-    """Of the job of which most ranks are here: ranks of two jobs have the same numbers."""
+    """The facts of the job with the most ranks here: two jobs' ranks have the same numbers."""
     by_job: dict[str, list[tuple[str, HostJob]]] = {}
     for name, file in files:
         for job in file.jobs:
@@ -122,17 +121,14 @@ def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) ->
 
 
 def of_samples(job: HostJob) -> list[Fact]:
-    """What the samples of a host's ranks tell."""
-    block = _ranks_of_host(job)
-    whole_job = len(block) > 0 and all(len(block) == one.rank.world_size for one in job.ranks)
-    facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job, whole_job)]
-    here = {one.rank.rank for one in job.ranks}
-    gone = Fate(fates.GONE, f"no process of it runs on {safe(job.host, 100)}")
-    return facts + [Fact(rank, gone, safe(job.host, 100), job.at, job.host) for rank in block if rank not in here]
+    facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job)]
+    here, host = {one.rank.rank for one in job.ranks}, safe(job.host, 100)
+    gone = Fate(fates.GONE, f"no process of it runs on {host}")
+    return facts + [Fact(rank, gone, host, job.at, job.host) for rank in _ranks_of_host(job) if rank not in here]
 
 
 def _ranks_of_host(job: HostJob) -> range:
-    """The ranks that its launcher has started there, if the variables tell: an unbroken run of them."""
+    """The ranks that its launcher has started there, an unbroken run; empty if the variables do not say."""
     sizes = {(one.rank.local_world_size, one.rank.world_size) for one in job.ranks}
     if len(sizes) != 1:
         return range(0)
@@ -144,10 +140,9 @@ def _ranks_of_host(job: HostJob) -> range:
     return range(first, min(first + local_size, world_size, _MOST_RANK))
 
 
-def _of_rank(sampled: SampledRank, job: HostJob, whole_job: bool) -> list[Fact]:
+def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
     rank, samples = sampled.rank, sampled.samples
-    member = Member(rank.world_size, rank.pid, safe(rank.job, 200), safe(rank.launch, 20), whole_job)
-    values: list[Fate | Place | Motion | Member] = [member]
+    values: list[Fate | Place | Motion | Member] = [Member(rank.world_size, rank.pid)]
     if samples:
         last, motion = samples[-1], _motion(samples)
         values.append(_fate(samples))
@@ -175,12 +170,12 @@ def _fate(samples: Sequence[Sample]) -> Fate:
 
 
 def _is_held_by_tracer(samples: Sequence[Sample]) -> bool:
-    """strace, too, is a tracer, of which a process hardly feels anything."""
+    """State t in all samples. strace is a tracer as well, but hardly stops its process."""
     return all(sample.tracer and sample.state == "t" for sample in samples)
 
 
 def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
-    """Of the last sample, with what explains it: the lock, the loader's worker, the file."""
+    """The place of the last sample, with what explains it: the lock, the loader's worker, the file."""
     last = samples[-1]
     main = last.main or Thread()
     is_in_futex = last.wait_channel.startswith("futex")
@@ -198,14 +193,14 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
     share = _share_of_core(samples)
-    runs = all(sample.state == "R" for sample in samples)  # of a busy machine it may have had little
+    runs = all(sample.state == "R" for sample in samples)  # on a busy machine its share may be small
     if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
         details.append(f"it computes ({100 * share:.0f} % of a core)")
     return replace(found, worker=worker, details=tuple(details[:_MOST_DETAILS]))
 
 
 def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> list[str]:
-    """What holds it up there, as the kernel and Python's lock tell."""
+    """What holds it up there, by the kernel and by Python's lock."""
     last, details = samples[-1], list[str]()
     stays, share = motion is not None and not motion.moved, _share_of_core(samples)
     if stays and last.state not in "Tt" and (keeper := _keeps_gil(samples)) is not None and (share or 0) < _IDLE_SHARE:
@@ -222,7 +217,7 @@ def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> li
 
 
 def _in_collective_of_thread(found: Place, last: Sample) -> Place:
-    """Of a rank whose main thread waits for another one: if that is in a collective, so is the rank."""
+    """A rank whose main thread waits for a thread that is in a collective, is in that collective."""
     for thread in last.threads:
         if thread.tid != last.pid and _is_users(thread.name, thread.frames):
             theirs = place(thread.frames, has_gpu=last.has_gpu)
@@ -232,12 +227,12 @@ def _in_collective_of_thread(found: Place, last: Sample) -> Place:
 
 
 def _children(last: Sample) -> list[str]:
-    """Of one that waits for processes that it has started: where those are."""
+    """Where the child processes are that a process waits for."""
     told = list[str]()
     for sample in last.workers:
         frames = sample.main.frames if sample.main is not None else ()
         if _inside_worker(frames) is not None or (frames and all(map(is_library, frames))):
-            continue  # a data loader's; or multiprocessing's own
+            continue  # a data loader's worker, or multiprocessing's own process
         name = f"{safe(sample.name, 30)} (pid {sample.pid})"
         if sample.state in (NO_PROCESS, ZOMBIE):
             told.append(f"its child {name} has ended")
@@ -250,7 +245,7 @@ def _children(last: Sample) -> list[str]:
 
 
 def _share_of_core(samples: Sequence[Sample]) -> float | None:
-    """That the main thread used between the samples."""
+    """The main thread's share of a core between the samples."""
     passed_s = samples[-1].uptime_s - samples[0].uptime_s
     return (samples[-1].cpu_s - samples[0].cpu_s) / passed_s if passed_s > 0 else None
 
@@ -263,7 +258,7 @@ def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
 
 
 def _workers(last: Sample) -> tuple[str, list[str]]:
-    """Of a rank that waits for its data loader: where its worker is, and where others are."""
+    """Where the workers are of a rank that waits for its data loader: the first one's text, and the others'."""
     pids_by_text: dict[str, list[int]] = {}
     died = [sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)]
     for sample in last.workers:
@@ -284,7 +279,7 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
 
 
 def _inside_worker(frames: Sequence[Frame]) -> tuple[Frame, ...] | None:
-    """The frames up to the worker's loop: a forked worker has those of its parent, too. None for no worker."""
+    """A worker's frames up to its loop: a forked worker has its parent's frames, too. None if it is no worker."""
     for number, frame in enumerate(frames):
         if frame.name.rpartition(".")[2] == "_worker_loop":
             return tuple(frames[: number + 1])
@@ -325,7 +320,8 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
     is_idle = (_share_of_core(samples) or 0.0) < _BUSY_SHARE
-    if ran and is_idle and first.main.frames[:1] != last.main.frames[:1] and not _polls(first.main.frames):
+    in_loader = any("utils/data/" in frame.file for frame in first.main.frames)  # it polls its workers
+    if ran and is_idle and first.main.frames[:1] != last.main.frames[:1] and not in_loader:
         return Motion(True, "it has run meanwhile")
     between = last.uptime_s - first.uptime_s
     still_s = between if ran else between + (first.slept_s or 0.0)
@@ -333,7 +329,7 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
 
 
 def _motion_by_kernel(first: Sample, last: Sample) -> Motion | None:
-    """Without stacks: only that it has not run is known."""
+    """Without stacks only that it has not run can be known."""
     between = last.uptime_s - first.uptime_s
     has_run = last.cpu_s > first.cpu_s or last.switches > first.switches
     return None if has_run or first.slept_s is None else Motion(False, still_s=between + first.slept_s)
@@ -347,7 +343,7 @@ def _went_on(before: Thread | _Stack, now: Thread | _Stack) -> str:
 
 
 def _ran(samples: Sequence[Sample]) -> bool:
-    """Whether the main thread has run although nobody woke it: a look at it does, but that takes no time."""
+    """Whether the main thread has run by itself: a look wakes it as well, but only for an instant."""
     woke = any(
         sample.slept_s is not None and sample.undisturbed_s is not None and sample.slept_s + 0.5 < sample.undisturbed_s
         for sample in samples[1:]
@@ -357,12 +353,8 @@ def _ran(samples: Sequence[Sample]) -> bool:
     return has_used and (woke or any(sample.state == "R" for sample in samples))
 
 
-def _polls(frames: Sequence[Frame]) -> bool:
-    return any("utils/data/" in frame.file for frame in frames)
-
-
 def _workers_slept_s(first: Sample, last: Sample, between_s: float) -> float:
-    """A rank that waits for its data loader looks for dead workers every few seconds: they tell for how long."""
+    """How long its workers have slept: a rank that waits for its data loader itself wakes every few seconds."""
     slept = [sample.slept_s for sample in first.workers if sample.slept_s is not None]
     return min(slept) + between_s if slept and first.workers and last.workers else 0.0
 
@@ -372,12 +364,11 @@ def _workers_slept_s(first: Sample, last: Sample, between_s: float) -> float:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a tool writes stacks: the line that begins a thread's, and that of a frame, each with named parts.
+    """How a tool prints stacks: the line that begins a thread, and the line of a frame, each with named groups.
 
-    library: of a frame of C. has_gil: words in a thread's state. innermost_last: of its frames. main_last: of threads.
+    has_gil: words in a thread's state. innermost_last: the order of frames. main_last: the order of threads.
     """
 
-    tool: str
     thread: re.Pattern[str]
     frame: re.Pattern[str]
     has_gil: str = ""
@@ -393,39 +384,30 @@ class _Form:
         return Frame(told["name"], file, int(number) if number.isdecimal() else 0)
 
 
-_SPY = _Form(
-    "py-spy",
+_PY_SPY = _Form(
     re.compile(r'Thread (?:0x)?(?P<tid>[0-9a-fA-F]+) \((?P<state>[^)]*)\)(?:: "(?P<name>[^"]*)")?\s*$'),
     re.compile(r"    (?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d+))?\)\s*$"),
     has_gil="gil",
 )
-_FAULT = _Form(
-    "faulthandler",
+_FAULTHANDLER = _Form(
     re.compile(r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"),
     re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+?)\s*$'),
     main_last=True,
 )
-_FORMS = (
-    _FAULT,
-    _SPY,
-    _Form(
-        "pystack",
-        re.compile(
-            r"Traceback for thread (?P<tid>\d+)(?: \((?P<name>[^)]*)\))?(?P<state>.*)\(most recent call last\):"
-        ),
-        re.compile(
-            r'\s+\((?P<language>Python|C)\) File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>.+?)'
-            r"(?: \((?P<library>[^)]*)\))?\s*$"
-        ),
-        has_gil="Has the GIL",
-        innermost_last=True,
+_PYSTACK = _Form(
+    re.compile(r"Traceback for thread (?P<tid>\d+)(?: \((?P<name>[^)]*)\))?(?P<state>.*)\(most recent call last\):"),
+    re.compile(
+        r'\s+\((?P<language>Python|C)\) File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>.+?)'
+        r"(?: \((?P<library>[^)]*)\))?\s*$"
     ),
-    _Form(
-        "gdb",
-        re.compile(r"Traceback \(most recent call first\):"),
-        re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)'),
-    ),
+    has_gil="Has the GIL",
+    innermost_last=True,
 )
+_GDB = _Form(
+    re.compile(r"Traceback \(most recent call first\):"),
+    re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)'),
+)
+_FORMS = (_FAULTHANDLER, _PY_SPY, _PYSTACK, _GDB)
 
 
 @dataclass
@@ -442,7 +424,7 @@ class _Stack:
 
 @dataclass
 class _Dump:
-    """One of one process. rank: None where nothing tells it."""
+    """One dump of one process. rank: None if not known."""
 
     rank: int | None
     pid: int
@@ -457,7 +439,7 @@ class _Dump:
 
 
 def _name(file: Path) -> str:
-    """As it is cited: of torchrun's logs, and of others that have alike names in each folder, with the folder."""
+    """Its citation: with the folder for torchrun's logs, which have the same name in each folder."""
     return f"{file.parent.name}/{file.name}" if re.match(r"std(err|out)\b", file.name) else file.name
 
 
@@ -507,7 +489,7 @@ class _SpyThread(msgspec.Struct):
 
 
 def _of_json(content: bytes, name: str) -> _Dump | None:
-    """py-spy's; None where it is another's."""
+    """py-spy's JSON; None if it is another tool's."""
     try:
         threads = msgspec.json.decode(content, type=list[_SpyThread])
     except msgspec.DecodeError:
@@ -517,7 +499,7 @@ def _of_json(content: bytes, name: str) -> _Dump | None:
     dump = _Dump(_rank_in_name(name), threads[0].pid if threads else 0, safe(name, 200))
     for thread in threads[:_MOST_THREADS]:
         frames = [Frame(frame.name, frame.filename, frame.line) for frame in thread.frames[:_MOST_FRAMES]]
-        stack = _Stack(_SPY, str(thread.os_thread_id), thread.thread_name or "", thread.owns_gil, frames)
+        stack = _Stack(_PY_SPY, str(thread.os_thread_id), thread.thread_name or "", thread.owns_gil, frames)
         for frame in reversed(thread.frames[:_MOST_FRAMES]):
             for variable in frame.locals or ():
                 stack.counters |= counter(frame.name, frame.filename, variable.name, variable.repr or "")
@@ -552,10 +534,10 @@ class _Writer:
         self.pid = 0
         self.dump: _Dump | None = None
         self.stack: _Stack | None = None
-        self.tid = ""  # gdb's: of the thread whose stack comes next
+        self.tid = ""  # from gdb's heading, for the stack that comes next
 
     def take(self, line: str) -> _Dump | None:
-        """A dump that begins with this line."""
+        """The dump that begins with this line, if one does."""
         if not line or line[0].isspace():
             stack = self.stack
             if stack is not None and len(stack.frames) < _MOST_FRAMES and (frame := stack.form.frame_in(line)):
@@ -593,7 +575,7 @@ class _Writer:
 
 
 def _of_dumps(dumps: Iterable[_Dump], evidence: Evidence) -> list[Fact]:
-    """Of each rank the last one, and whether it stands where it stood in the first one of the same process."""
+    """The facts of each rank's last dump, and whether it moved since the first one of the same process."""
     by_rank: dict[int, list[_Dump]] = {}
     unnamed = list[_Dump]()
     for dump in dumps:
@@ -631,7 +613,7 @@ def _of_dumped(rank: int, dumps: Sequence[_Dump]) -> Iterator[Fact]:
         ]
     if last.pid:
         yield Fact(rank, Member(pid=last.pid), last.cite)
-    if main.form != _FAULT:  # faulthandler writes when a process ends, too
+    if main.form != _FAULTHANDLER:  # faulthandler writes when a process ends, too
         yield Fact(rank, Fate(fates.RUNS), last.cite)
     yield Fact(rank, replace(found, details=tuple(details[:_MOST_DETAILS])), last.cite)
     before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.form == main.form), None)

@@ -38,12 +38,12 @@ _FATES = (
     *(("has left", _LEFT), ("have left", _LEFT)),
     ("not announced", Fate(fates.UNSEEN, "not patched, or not started")),
 )
-# What a group of ranks, each of which others wait for, may be in no collective with; else its text names a function.
+# A place in a group's text: these ranks are in no collective. Else the text is a collective's name.
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)")
 
 
 class StallLines:
-    """Of one launch. Where ranks were is hearsay: a rank tells of the others what they had said."""
+    """One launch's lines. Where ranks were is hearsay: a rank reports what the others had said."""
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
@@ -81,7 +81,6 @@ class StallLines:
             self._went_on(reporter, shown(text), line)
 
     def _went_on(self, rank: int, by: str, line: Line, own: bool = True) -> None:
-        """Where it was before is over."""
         self._found.add(rank, Motion(True, by), line, own)
         self._found.facts.pop((rank, Place), None)
 
@@ -90,7 +89,7 @@ class StallLines:
         first, *details = text.split(" | ")
         ranks = ranks_in(first.removeprefix("ranks ").removeprefix("rank ").partition(" of ")[0])
         if not ranks:
-            return  # it says why they are not known
+            return  # the text says why they are not known
         if reporter >= 0:
             self._found.add(reporter, Place(collective=LENGTH_SYNC), line, own=False)
         for rank in ranks:
@@ -100,7 +99,7 @@ class StallLines:
                 self._take_group(detail, line)
 
     def _take_group(self, text: str, line: Line, is_stall: bool = True) -> None:
-        """is_stall: else ranks go on, or are at what ends by itself, and what was told of them before is over."""
+        """is_stall: else the ranks go on, or will by themselves, and their earlier places are over."""
         if (group := _GROUP.match(text.strip())) is None:
             return
         ranks, rest = ranks_in(group[1]), _LAST_CALL.sub("", group[3])
@@ -126,7 +125,7 @@ class StallLines:
 
 
 def _value_of(text: str) -> Place | Motion | Fate | None:
-    """What a line tells of ranks, after their names."""
+    """The fact about ranks in the text after their names."""
     text = text.strip() if text.startswith(": ") else text
     if _GOES_ON.match(text) or " go on with" in text:
         return Motion(True, shown(text.lstrip(": ")))

@@ -1,11 +1,11 @@
-"""Reader of traces and dumps: how each rank ended, where it was, and which rounds and calls it has come to.
+"""Reader of traces and dumps: how each rank ended, where it was, and which rounds and calls it has reached.
 
-The reports of a rank's stall monitor tell of other ranks; that is hearsay.
+A rank's stall reports are about other ranks, and hearsay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
@@ -15,20 +15,13 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.by_calls import LONG_S
-from nemo_patches.tools.diagnose.case import (
-    Case,
-    StallReports,
-    last_entered,
-    outcomes_of,
-    stall_reports,
-    without_encoders,
-)
+from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, outcomes_of, without_encoders
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member, Motion, Place, Value
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
-from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_of
+from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_in, error_of
 from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
 
 _KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
@@ -36,22 +29,17 @@ _MOST_DETAILS = 4
 
 
 def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
-    """Add what the files of a launch tell of its ranks.
-
-    Ranks whose files are damaged are members, and no more.
-    """
+    """Add the facts of a launch. Ranks whose files are damaged are only members."""
     evidence.world_size = max(evidence.world_size, job.world_size)
     evidence.moving |= job.moving
     evidence.runs |= bool(job.ago)
     for rank, trace in sorted(job.traces.items()):
         header = trace.header
-        member = Member(
-            header.world_size, header.pid, safe(header.job), str(header.restart), notes_sigterm=header.notes_sigterm
-        )
-        host = safe(header.host)
-        evidence.facts.append(Fact(rank, member, _cite(job, rank), header.started + trace.last, host))
+        member = Member(header.world_size, header.pid, header.notes_sigterm)
+        at, host = header.started + trace.last, safe(header.host)
+        evidence.facts.append(Fact(rank, member, _cite(job, rank), at, host))
     for case in encoders or [without_encoders(job)]:
-        kinds = stall_reports(case).kinds
+        kinds = case.stall_reports.kinds
         one_has_gone = any(map(_was_left, case.endings.values()))
         for rank, ending in sorted(case.endings.items()):
             if not ending.unsure:
@@ -65,7 +53,7 @@ def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
 
 
 def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
-    """Ranks without a file for which the others wait: no round has come on any, or all that have a dump wait."""
+    """Ranks without a file that the others wait for: no round came on any rank, or all ranks with a dump wait."""
     absent = job.untold({fact.rank for fact in evidence.facts})
     fate = Fate(fates.UNSEEN)
     if job.has_dumps:
@@ -83,18 +71,18 @@ def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> 
 
 
 def _waiting_ranks(encoders: list[Case]) -> set[int]:
-    """Who waited at the end, by its own trace."""
+    """Ranks that waited at the end, by their own traces."""
     waiting = set()
     for case in encoders:
         ends = case.endings.values()
         waiting |= {end.rank for end in ends if end.in_vain or end.process.waited or end.phase == ids.LENGTH_SYNC}
-        reports = stall_reports(case)
-        waiting |= reports.texts.keys() if reports.waited else set()
+        reports = case.stall_reports
+        waiting |= reports.texts.keys() if reports.saw_a_wait else set()
     return waiting
 
 
 def _host_of(job: TracedJob, rank: int) -> str:
-    """The host of a rank without a file, by those of the ranks before and after it; empty if that does not tell."""
+    """The host of a rank without a file, if the ranks before and after it agree on one; else empty."""
     before = [other for other in job.traces if other < rank]
     after = [other for other in job.traces if other > rank]
     hosts = {job.traces[other].header.host for other in (max(before), min(after))} if before and after else {""}
@@ -102,7 +90,7 @@ def _host_of(job: TracedJob, rank: int) -> str:
 
 
 def _was_left(ending: Ending) -> bool:
-    """Whether a connection of it closed: another rank had gone."""
+    """Whether its connection closed, because another rank had gone."""
     return ending.sync_ended or (ending.process.waited and not ending.process.timed_out)
 
 
@@ -129,24 +117,24 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
         behind_since=behind_since(case, rank),
         unsure=ending.unsure,
         lost_last=ending.lost_last,
-        reported=rank in stall_reports(case).kinds,
+        reported=rank in case.stall_reports.kinds,
         last=case.last_record(rank),
     )
 
 
 def _fact(case: Case, rank: int, value: Value, t: float | None = None, of: int | None = None, said: str = "") -> Fact:
-    """t: by the trace of `rank`, which is the reporter's where it tells of another rank, `of`."""
+    """t: by the trace of `rank`, which is the reporter if the fact is about another rank, `of`."""
     host, at = _when(case, rank, case.job.traces[rank].last if t is None else t)
     return Fact(rank if of is None else of, value, _cite(case.job, rank, said), at, host, own=of is None)
 
 
 def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
-    """By the clock of its host; or of the reference rank's, where they share rounds."""
+    """Host and time by the clock of the reference rank's host, if the two share rounds; else by its own host's."""
     header, common = case.job.traces[rank].header, case.clocks.common(rank, t)
     reference = case.job.traces[case.clocks.reference].header if common is not None else header
     if common is None or reference.host == header.host:
         return safe(header.host), header.started + t
-    return safe(reference.host), reference.started + float(common)
+    return safe(reference.host), reference.started + common
 
 
 def _cite(job: TracedJob, rank: int, said: str = "") -> str:
@@ -155,7 +143,7 @@ def _cite(job: TracedJob, rank: int, said: str = "") -> str:
 
 
 def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterator[Fact]:
-    """How it ended and where that found it, if it did. may_have_gone: others say so."""
+    """How it ended, if it did, and where it was then. may_have_gone: others say so."""
     job, process = case.job, ending.process
     trace = job.traces[rank]
     if (fate := _fate(case, rank, ending)) is not None:
@@ -174,7 +162,7 @@ def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterato
 def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
     """How it ended; None where its trace has no end."""
     process, end = ending.process, case.job.traces[rank].end
-    code = None if end is None else end.exit_code or 0  # the interpreter does not tell every code
+    code = None if end is None else end.exit_code or 0  # not every exit code is known to the interpreter
     if ending.at_fault and (raised := _exception(case, rank)) is not None:
         t, error = raised
         frames = " < ".join(shown(function, file, line) for file, line, function in error.frames[:3])
@@ -193,7 +181,7 @@ def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
 
 
 def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
-    """What ended a rank, and when, where nobody else is the reason."""
+    """When and by which exception a rank ended, if no other rank is the reason."""
     trace, ending = case.job.traces[rank], case.endings[rank]
     track = case.tracks.get(rank)
     for raised in reversed(trace.raised):
@@ -203,8 +191,7 @@ def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
         return None
     if (failed := ending_failure(trace)) is not None:
         return failed.t, error_of(failed)
-    kind, _, message = ending.process.own_error.partition(": ")
-    return trace.last, Error(kind, message, "")
+    return trace.last, error_in(ending.process.own_error)
 
 
 def _after(case: Case, ending: Ending) -> str:
@@ -214,9 +201,9 @@ def _after(case: Case, ending: Ending) -> str:
 
 
 def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
-    """What the latest stall reports say, of the stall that the traces end in; and who waits in the backward."""
-    reports = stall_reports(case)
-    evidence.saw_a_wait |= reports.waited
+    """The latest reports on the stall that the traces end in, and the ranks that wait in the backward."""
+    reports = case.stall_reports
+    evidence.saw_a_wait |= reports.saw_a_wait
     evidence.perhaps_missing |= reports.past
     for rank in sorted(reports.texts):
         trace = case.job.traces[rank]
@@ -231,23 +218,23 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
     vain = [ending.in_vain for ending in case.sure.values()]
-    in_vain = any(vain) and not all(vain)  # else some trace is not what its rank wrote
+    in_vain = any(vain) and not all(vain)  # if all are in vain, some trace is incomplete
     for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
         if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
             where = f"the backward of {case.call(case.sure[rank])}"
             yield _fact(case, rank, Place(where, "the gradients' all-reduce"))
-    for by in sorted(reports.texts) if reports.waited and reports.kinds else ():
+    for by in sorted(reports.texts) if reports.saw_a_wait and reports.kinds else ():
         if by not in reports.kinds and by not in reports.waits:
             yield _fact(case, by, Place("", "a collective"), of=by, said="stall report")
 
 
 def _add_seats(case: Case, evidence: Evidence) -> None:
-    """The last rounds of the length sync, where some rank has waited in the latest for long, or has given it up.
+    """The last rounds of the length sync, if some rank has waited long in the latest one, or has given it up.
 
-    A round pairs by its number. That ranks are at different calls shows no wait, nor does a round that has just begun.
+    Rounds pair by number. Ranks at different calls do not show a wait, nor does a round that has just begun.
     """
     group = f"length sync of {case.name}"
-    known, reports = case.sure, stall_reports(case)
+    known, reports = case.sure, case.stall_reports
     latest = max((ending.came_to for ending in known.values()), default=0)
     if not any(ending.came_to == latest and _has_waited(case, ending, reports) for ending in known.values()):
         return
@@ -258,9 +245,8 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
         if not (ending.round or ending.phase == ids.LENGTH_SYNC) or ending.sync_ended:
             continue
         members.add(rank)
-        came = ending.round - ending.in_vain
-        for number, done, completed in _rounds(ending, came):
-            seat = Seat(rank, group, number, LENGTH_SYNC, done=done, completed=completed, caller=case.call(ending))
+        for number, done in _rounds(ending):
+            seat = Seat(rank, group, number, LENGTH_SYNC, done=done, caller=case.call(ending))
             evidence.facts.append(_fact(case, rank, seat, last_entered(case.job, rank)))
 
 
@@ -270,11 +256,11 @@ def _has_waited(case: Case, ending: Ending, reports: StallReports) -> bool:
     return ending.in_vain or (ending.phase == ids.LENGTH_SYNC and (is_long or ending.rank in reports.texts))
 
 
-def _rounds(ending: Ending, came: int) -> Iterable[tuple[int, bool, bool]]:
-    """Number, whether the rank has come out, whether it is known that all came."""
-    if came:
-        yield came, True, False
+def _rounds(ending: Ending) -> Iterator[tuple[int, bool]]:
+    """Number, and whether the rank has left it."""
+    if came := ending.round - ending.in_vain:
+        yield came, True
     if ending.in_vain:
-        yield ending.round, True, False
+        yield ending.round, True
     if ending.phase == ids.LENGTH_SYNC:
-        yield ending.round + 1, False, False
+        yield ending.round + 1, False
