@@ -193,15 +193,3 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
     assert (tmp_path / "kept.yaml").read_text() == config
     for name in modes:
         (tmp_path / name).chmod(0o755)
-
-
-def test_a_hang_of_an_unknown_name_is_refused_with_the_names_there_are(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, output, error = typed(capsys, monkeypatch, "demo", "--hang", "nest")
-    assert (code, output) == (2, "")
-    assert error.startswith("nemo-patches demo: --hang=nest is not allowed; allowed: length-sync, ")
-    assert error.count("\n") == 1 and ", nest-checkpoint, " in error
-    code, output, error = typed(capsys, monkeypatch, "demo", "--hang", "nest-checkpoint", "--devices", "2")
-    assert (code, output) == (2, "")
-    assert error == "nemo-patches demo: --devices=2 is not allowed beside --hang; allowed: --hang alone\n"

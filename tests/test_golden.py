@@ -65,3 +65,8 @@ def test_the_words_of_diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "facts_of": test_evidence.facts,
     }
     transcripts.compare("diagnose", tmp_path, {**vars(test_diagnose), **vars(test_evidence), **given})
+
+
+def test_the_words_for_what_is_typed_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    transcripts.compare("command_line", tmp_path)

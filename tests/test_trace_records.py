@@ -39,10 +39,10 @@ from nemo_patches.tracing.lengths_copy import LengthsCopies
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.records import (
     FORMAT,
+    CheckFinding,
     Encoder,
     Enter,
     Failed,
-    Finding,
     Header,
     Lengths,
     Memory,
@@ -195,7 +195,7 @@ def test_a_ring_that_has_lost_its_beginning_says_so_and_keeps_exceptions_and_fin
     writer.put(encoder(1))
     kept = [
         Raised(writer.now(), 1, 1, "ValueError", "no such audio", "Traceback \u00e9"),
-        Finding(writer.now(), 1, 2, "inputs", "2 NaN"),
+        CheckFinding(writer.now(), 1, 2, "inputs", "2 NaN"),
         Failed(writer.now(), "prefetch", "OSError", "no such file", "Traceback"),
     ]
     for record in kept:
@@ -203,7 +203,9 @@ def test_a_ring_that_has_lost_its_beginning_says_so_and_keeps_exceptions_and_fin
     written = 4
     for number in range(3, 9000):
         findings = number % 10 == 0  # more than there is room for
-        writer.put(Finding(writer.now(), 1, number, "inputs", "N" * 200) if findings else PreEncoded(0.0, 1, number))
+        writer.put(
+            CheckFinding(writer.now(), 1, number, "inputs", "N" * 200) if findings else PreEncoded(0.0, 1, number)
+        )
         written += 1
     writer.close(LIMIT)
     (line,) = said

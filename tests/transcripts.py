@@ -11,12 +11,14 @@ import difflib
 import io
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import interpreters
 import pytest
 
 from nemo_patches import cli
@@ -33,7 +35,8 @@ def compare(
     """
     file = GOLDEN / f"{name}.txt"
     before = file.read_text()
-    after = "".join(_played(before.splitlines(), names or {}, kept or (lambda *_: True)))
+    with patch.dict(os.environ, interpreters.environment(FORCE_COLOR=""), clear=True):
+        after = "".join(_played(before.splitlines(), names or {}, kept or (lambda *_: True)))
     after = after.replace(str(folder), "/folder")
     if before == after:
         return
@@ -64,7 +67,8 @@ def _typed(words: list[str]) -> object:
     variables = {}
     while "=" in words[0]:
         variables.update([words.pop(0).split("=", 1)])
-    with patch.dict(os.environ, variables), patch("sys.argv", words):
+    main = sys.modules["__main__"]  # whose package is the program's name in messages
+    with patch.dict(os.environ, variables), patch("sys.argv", words), patch.object(main, "__package__", ""):
         return cli.main()
 
 

@@ -68,15 +68,19 @@ def _descendants() -> list[int]:
 def _ran_s(pid: int) -> float:
     """What this process has used of a core, and those that it has started and that have ended; 0 if not known."""
     with contextlib.suppress(OSError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return sum(map(int, fields[11:15])) / _TICKS_PER_S
+        return sum(map(int, _stat(pid)[11:15])) / _TICKS_PER_S
     return 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after its name, from its state on. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _text(index: int, pid: int) -> str:
     who, process = f"worker {index} (pid {pid})", Path(f"/proc/{pid}")
     try:
-        state = process.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        state = _stat(pid)[0]
     except (OSError, IndexError):
         return f"{who} has ended"
     if state in _ENDED:

@@ -22,8 +22,6 @@ _OWN_ATTRIBUTES = {
     "_loader",
     "_agreement",
     "_may_be_empty",
-    "_least",
-    "_least_announced",
     "_said_left_out",
     "_left_pass",
     "_goes_on",
@@ -31,6 +29,8 @@ _OWN_ATTRIBUTES = {
     "_is_lightnings",
     "_taken_back",
     "_cut_after",
+    "agreed_length",
+    "announced_length",
     "counts",
     "limit",
     "skipped",
@@ -69,8 +69,12 @@ class EvenLoader:
         self._cut_after = 0  # after this many batches, while this rank had another one
         length = _length(loader)
         least, rank, all_have = agreement.least_length(length)
-        self._least, self._said_left_out = least, (length or 0) - (least or 0)
-        self._least_announced = agreement.least_length(_sized(loader))[0] if least is None else least
+        self._said_left_out = (length or 0) - (least or 0)
+        # The smallest length of all ranks' loaders; None if one has none, and passes are agreed on batch by batch.
+        self.agreed_length = least
+        # The same of what they announce, for an iterable dataset a guess: what follows from it is to be the same on all
+        # ranks, such as limits, and when to validate.
+        self.announced_length = agreement.least_length(_sized(loader))[0] if least is None else least
         # Whether any rank's loader continues an abandoned pass: then all check where a pass begins.
         self._goes_on = least is None and agreement.least_length(int(not self._left_pass.goes_on))[0] == 0
         if least == 0:
@@ -97,13 +101,13 @@ class EvenLoader:
             setattr(self._loader, name, value)
 
     def __len__(self) -> int:
-        if self._least is None:
+        if self.agreed_length is None:
             raise TypeError("not every rank knows its number of batches")
-        return self._least if self.limit is None else min(self._least, self.limit)
+        return self.agreed_length if self.limit is None else min(self.agreed_length, self.limit)
 
     def __iter__(self) -> Iterator[Any]:
         self.counts.passes += 1
-        batches = self._counted_out() if self._least is not None else self._agreed_on()
+        batches = self._counted_out() if self.agreed_length is not None else self._agreed_on()
         try:
             for batch in batches:
                 self.counts.batches += 1
@@ -112,25 +116,13 @@ class EvenLoader:
             self._left_pass.end()  # a thread of its sampler would keep this process from exiting
             raise
 
-    @property
-    def agreed_length(self) -> int | None:
-        """The smallest length of all ranks' loaders; None if one has none, and passes are agreed on batch by batch."""
-        return self._least
-
-    def announced_length(self) -> int | None:
-        """The least that any rank's loader says of its length, for an iterable dataset a guess; None if one says none.
-
-        The same on all ranks, since so must be what follows from it: limits, and when to validate.
-        """
-        return self._least_announced
-
     def counters(self) -> LoaderCounters:
         agreement, counts = self._agreement, self.counts
         figures = counts.passes, counts.batches, counts.passes_cut, counts.left_out
         return LoaderCounters(agreement.title, *figures, agreement.waited)
 
     def _counted_out(self) -> Iterator[Any]:
-        given, most, least, length = 0, len(self), self._least or 0, len(self._loader)
+        given, most, least, length = 0, len(self), self.agreed_length or 0, len(self._loader)
         left_out = length - least
         if most == least and left_out > max(self._said_left_out, 0):  # a sampler has made the pass longer
             self._said_left_out = left_out

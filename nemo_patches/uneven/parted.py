@@ -51,7 +51,7 @@ def judged(accounts: Sequence[Account], title: str, first: str, equal_at: int) -
     after = f"they were equal after step {equal_at}: go on from a checkpoint of then" if equal_at else ""
     to_do = f"Training goes on; {after or 'compare the configs of the ranks'}."
     if len(versions[0]) * 2 > len(accounts):
-        others = named(_minority(versions))
+        others = named(sorted(rank for ranks in versions[1:] for rank in ranks))
         rest = f"the other {len(versions[0])} ranks" + ("" if len(versions) == 2 else ", and among themselves")
         differ, of = f"of {others} differ from those of {rest}", f"A guess, as most ranks agree: {_CAUSES}, on {others}"
     elif len(accounts) == 2:
@@ -77,10 +77,6 @@ def _classes(values: Sequence[int]) -> list[list[int]]:
     for rank, value in enumerate(values):
         by_value.setdefault(value, []).append(rank)
     return sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks))
-
-
-def _minority(classes: Sequence[Sequence[int]]) -> list[int]:
-    return sorted(rank for ranks in classes[1:] for rank in ranks)
 
 
 def _listed(classes: Sequence[Sequence[int]]) -> list[str]:

@@ -134,7 +134,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         knows of itself, so that it would not validate after one that ended before."""
         if not _is_all(trainer.limit_train_batches):  # NeMo sets it for tarred data, when it makes the loader
             self._limit = trainer.limit_train_batches
-        limit, length, has_length = self._limit, even.announced_length(), even.agreed_length is not None
+        limit, length, has_length = self._limit, even.announced_length, even.agreed_length is not None
         if isinstance(limit, float) and not _is_all(limit):
             limit = _share_of(even, "limit_train_batches", limit)
         elif length is not None:
@@ -154,7 +154,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
 
 def _share_of(even: EvenLoader, name: str, fraction: float) -> int:
     """So many of its batches. name: the trainer's limit."""
-    length = even.announced_length()
+    length = even.announced_length
     if batches := int((length or 0) * fraction):
         return batches
     of = "has no length" if length is None else f"has {length} batches"

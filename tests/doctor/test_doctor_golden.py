@@ -12,9 +12,8 @@ import job_ranks
 import machines
 import pytest
 import transcripts
-from rich.console import Console
 
-from nemo_patches.tools.doctor import examination, report
+from nemo_patches.tools.doctor import examination, formats
 from nemo_patches.tools.doctor.gloo_probe import Gloo
 from nemo_patches.tools.doctor.machine import Memory
 from nemo_patches.tools.doctor.ranks import Smoke
@@ -26,12 +25,13 @@ FRAME = re.compile(r"    why: |[^:]+: (judged as|nothing$|\d+ (error|warning|not
 
 def _kept(typed: str, line: str) -> bool:
     """Of some rules, what they find, as docs/doctor.md has why; of all rules, the whole report."""
-    return not FRAME.match(line) or ("--select" not in typed and not typed.startswith(("machine", "ranks")))
+    return "--select" not in typed or not FRAME.match(line)
 
 
 def _show(about: str, subject: Any) -> None:
+    """As the annotations of GitHub, which have also of a note what to do."""
     found = examination.checked(subject, examination.chosen(), about)
-    report.show([examination.Examination(about, "judged as it is", found)], Console(width=80), fold=False)
+    print(*formats.github([examination.Examination(about, "", found)]), sep="\n")
 
 
 def _machine(**facts: Any) -> None:

@@ -84,7 +84,7 @@ class Account:
     @property
     def last_call(self) -> Call | None:
         """The call that an exception ended, else the one of the job's first encoder."""
-        calls = [*(one for one in self.calls.values() if one.raised), *self.calls.values()]
+        calls = [*(one for one in self.calls.values() if one.ending.raised), *self.calls.values()]
         return next(iter(calls), None)
 
 

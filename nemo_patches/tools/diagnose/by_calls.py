@@ -14,6 +14,7 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CONSEQUENCES, Account, Hearing
+from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Call
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import doings, evidence_of, finding
@@ -42,6 +43,10 @@ class _Standing:
         return self.account.rank
 
     @property
+    def ending(self) -> Ending:
+        return self.call.ending
+
+    @property
     def kind(self) -> str:
         return self.account.fate_kind
 
@@ -60,7 +65,7 @@ class _Standing:
 
     @property
     def in_good_order(self) -> bool:
-        return self.kind == fates.ENDED and not self.call.phase and not self.account.fate.exit_code
+        return self.kind == fates.ENDED and not self.ending.phase and not self.account.fate.exit_code
 
 
 _Some = list[_Standing]
@@ -101,7 +106,7 @@ def by_calls(hearing: Hearing) -> Ruling:
     found: list[Finding] = []
     for encoder in dict.fromkeys(name for one in hearing.accounts.values() for name in one.calls):
         standings = [_Standing(one, one.calls[encoder]) for one in hearing.accounts.values() if encoder in one.calls]
-        sure = [one for one in standings if not one.call.unsure]
+        sure = [one for one in standings if not one.ending.unsure]
         explained = frozenset(hearing.evidence.explained.get(encoder, ()))
         found += _of_encoder(_Ranks(hearing, standings, sure, explained), encoder)
     # Where ranks differ in one encoder, that they are level in another one is no finding.
@@ -114,7 +119,7 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     """By stall reports, then by how processes ended, then by rounds that were given up. Without any of these, ranks at
     different calls are no evidence: a healthy job that is killed looks like that.
     """
-    if not any(one.call.number for one in ranks.all):
+    if not any(one.ending.call for one in ranks.all):
         return []
     reported = [account for account in ranks.hearing.accounts.values() if _is_reported(account, encoder)]
     if accused := [_Standing(one, _standing_call(one, encoder)) for one in reported if not _is_excused(one, ranks)]:
@@ -124,7 +129,9 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     known = [
         one
         for one in ranks.all
-        if (not one.call.unsure or one.call.lost_last) and one.rank not in ranks.explained and not _waits(one, ranks)
+        if (not one.ending.unsure or one.ending.lost_last)
+        and one.rank not in ranks.explained
+        and not _waits(one, ranks)
     ]
     if not any(one.rank not in ranks.explained for one in ranks.sure):
         return []
@@ -134,7 +141,7 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
             return _grouped(ranks, suspects, others or suspects)
     if ranks.explained or ranks.hearing.evidence.moving:
         return []
-    if ranks.closed or ranks.having(lambda one: one.call.sync_ended and one.kind == fates.TERMINATED):
+    if ranks.closed or ranks.having(lambda one: one.ending.sync_ended and one.kind == fates.TERMINATED):
         return _ended_by_nobody_known(ranks)
     if ranks.reporting or ranks.timed_out or ranks.having(lambda one: one.runs or one.call.since_s is not None):
         return _level(ranks)
@@ -144,13 +151,13 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
 def _by_reports(ranks: _Ranks, accused: _Some) -> list[Finding]:
     others = _at_top([one for one in ranks.all if not one.call.reported])
     if not others:  # all report each other: the rank that is furthest has not held the others up
-        others = _at_top([one for one in ranks.all if one.call.number])
+        others = _at_top([one for one in ranks.all if one.ending.call])
         accused = [one for one in accused if one not in others] or accused
     return _grouped(ranks, accused, others)
 
 
 def _standing_call(account: Account, encoder: str) -> Call:
-    no_trace = Call(encoder, 0, "its first encoder call", unsure="it has no trace here")
+    no_trace = Call(encoder, "its first encoder call", Ending(account.rank, unsure="it has no trace here"))
     return account.calls.get(encoder, no_trace)
 
 
@@ -180,12 +187,12 @@ def _waits(one: _Standing, ranks: _Ranks) -> bool:
 
 
 def _top(some: Iterable[_Standing]) -> tuple[int, int]:
-    return max((one.call.position for one in some), default=(0, 0))
+    return max((one.ending.position for one in some), default=(0, 0))
 
 
 def _at_top(some: _Some) -> _Some:
     top = _top(some)
-    return [one for one in some if one.call.position == top]
+    return [one for one in some if one.ending.position == top]
 
 
 def _left_in_a_collective(ranks: _Ranks, known: _Some) -> _Some:
@@ -196,7 +203,7 @@ def _left_in_a_collective(ranks: _Ranks, known: _Some) -> _Some:
         return []
     if ranks.timed_out:
         seen = [one for one in rest if not one.has_no_end]
-        return seen if any(one.call.position < _top(waited) for one in seen) else rest
+        return seen if any(one.ending.position < _top(waited) for one in seen) else rest
     return _gone_first(ranks, rest)
 
 
@@ -225,17 +232,17 @@ def _are_whole_hosts(ranks: _Ranks, some: _Some) -> bool:
 
 def _is_early(one: _Standing, top: tuple[int, int]) -> bool:
     """Whether the rank's interpreter ended before the training did."""
-    return one.call.position < top or one.call.in_backward or bool(one.account.fate.exit_code)
+    return one.ending.position < top or one.call.in_backward or bool(one.account.fate.exit_code)
 
 
 def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
     """The ranks that have not reached a round of the length sync that others gave up."""
-    waited = [one.call for one in ranks.sure if one.call.in_vain or one.call.sync_ended]
-    ended = any(call.sync_ended for call in waited)
+    waited = [one.ending for one in ranks.sure if one.ending.in_vain or one.ending.sync_ended]
+    ended = any(ending.sync_ended for ending in waited)
     return [
         one
         for one in known
-        if any(one.call.position < call.position and one.call.came_to < call.round for call in waited)
+        if any(one.ending.position < other.position and one.ending.came_to < other.round for other in waited)
         and not one.waited
         and not (one.kind == fates.TERMINATED and ended)
     ]
@@ -243,11 +250,11 @@ def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
 
 def _gone(ranks: _Ranks, known: _Some) -> _Some:
     """The ranks that ended, or have no recorded end, where others' length sync ended because a rank had gone."""
-    if not any(one.call.sync_ended for one in ranks.sure) or not ranks.are_all:
+    if not any(one.ending.sync_ended for one in ranks.sure) or not ranks.are_all:
         return []
-    rest = [one for one in known if not (one.call.sync_ended or one.call.raised or one.waited)]
+    rest = [one for one in known if not (one.ending.sync_ended or one.ending.raised or one.waited)]
     top = _top(one for one in ranks.sure if one.rank not in ranks.explained)
-    return [one for one in _gone_first(ranks, rest) if not one.in_good_order or one.call.position < top]
+    return [one for one in _gone_first(ranks, rest) if not one.in_good_order or one.ending.position < top]
 
 
 def _not_told_to_end(ranks: _Ranks, known: _Some) -> _Some:
@@ -273,7 +280,7 @@ def _grouped(ranks: _Ranks, suspects: _Some, others: _Some) -> list[Finding]:
 def _why(ranks: _Ranks, one: _Standing, others: _Some) -> str:
     reported = one.account.reported
     kind = (reported.fate_kind or ids.MISSING_RANK) if reported is not None else ""
-    if kind and (one.call.unsure or (kind == fates.UNSEEN and not one.call.number)):
+    if kind and (one.ending.unsure or (kind == fates.UNSEEN and not one.ending.call)):
         return ids.MISSING_RANK  # others report it, and more is not known
     if one.kind == fates.RAISED:
         return ids.EXCEPTION
@@ -281,17 +288,17 @@ def _why(ranks: _Ranks, one: _Standing, others: _Some) -> str:
         return ids.ENDED
     if kind == fates.SILENT:
         return ids.SILENT
-    went_on = any(other.call.sync_ended for other in others) and not one.call.sync_ended
+    went_on = any(other.ending.sync_ended for other in others) and not one.ending.sync_ended
     not_told = one.has_no_end and any(other.kind == fates.TERMINATED for other in others)
     if (kind == fates.GONE or (not kind and (went_on or ranks.closed or not_told))) and not one.runs:
         return ids.KILLED
-    return ids.SOME_INSIDE if one.call.phase and not one.call.unsure else ids.MISSING_RANK
+    return ids.SOME_INSIDE if one.ending.phase and not one.ending.unsure else ids.MISSING_RANK
 
 
 def _usual(some: _Some) -> _Standing:
     """The first with the call number that most have."""
-    number = Counter(one.call.number for one in some).most_common(1)[0][0]
-    return next(one for one in some if one.call.number == number)
+    number = Counter(one.ending.call for one in some).most_common(1)[0][0]
+    return next(one for one in some if one.ending.call == number)
 
 
 def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
@@ -300,20 +307,20 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     is_, have = ("is", "has") if len(some) == 1 else ("are", "have")
     waits = "waits" if len(others) == 1 else "wait"
     it_does = _doing(kind, some, ranks)
-    if kind == ids.SOME_INSIDE and not any(one.call.phase for one in others):
-        text = f"{who} {is_} inside {first.call.title}, {_PHASES[first.call.phase]}, and {theirs} came out of it: "
+    if kind == ids.SOME_INSIDE and not any(one.ending.phase for one in others):
+        text = f"{who} {is_} inside {first.call.title}, {_PHASES[first.ending.phase]}, and {theirs} came out of it: "
         text += doings([one.account for one in some]) or "stuck there, or killed"
-    elif kind == ids.SOME_INSIDE or (first.call.position >= usual.call.position and not first.call.unsure):
+    elif kind == ids.SOME_INSIDE or (first.ending.position >= usual.ending.position and not first.ending.unsure):
         text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
     else:
-        there, here = usual.call.number, first.call.number + 1
-        number = f" (call {there} there, {here} here)" if there != here and not first.call.unsure else ""
+        there, here = usual.ending.call, first.ending.call + 1
+        number = f" (call {there} there, {here} here)" if there != here and not first.ending.unsure else ""
         text = f"{who} {have} not entered {usual.call.title}, which {theirs} {_went(others)}{number}: {it_does}"
     found = _finding(kind, text + ".", some, [*some, *others[:2]])
-    if first.call.unsure:
-        return replace(found, call=usual.call.number)
+    if first.ending.unsure:
+        return replace(found, call=usual.ending.call)
     # Report the call that these ranks have not entered.
-    call = found.call + (not first.call.phase and first.call.position < others[0].call.position)
+    call = found.call + (not first.ending.phase and first.ending.position < others[0].ending.position)
     if kind in (ids.ENDED, ids.MISSING_RANK) and 0 < first.call.behind_since < call:
         call = first.call.behind_since
         more = f" It has been behind since call {call}, which it skipped, or came to too late."
@@ -326,7 +333,7 @@ def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
     told = doings([one.account for one in some])
     at = ""
     if kind == ids.SOME_INSIDE:
-        inside = f"inside {first.call.title}, {_PHASES[first.call.phase]}"
+        inside = f"inside {first.call.title}, {_PHASES[first.ending.phase]}"
         return f"{inside}; {told}" if told else inside
     if kind == ids.KILLED:
         return f"it was killed or crashed {_where(first)}: no record tells of its end"
@@ -335,19 +342,19 @@ def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
     if kind == ids.MISSING_RANK and not told:
         or_killed = "" if first.account.reported is not None or first.runs else ", or was killed there"
         told = f"it is stuck before the encoder, in its data or elsewhere{or_killed}"
-    if kind == ids.MISSING_RANK and first.call.unsure:
-        at = f"; {first.call.unsure}"
+    if kind == ids.MISSING_RANK and first.ending.unsure:
+        at = f"; {first.ending.unsure}"
     return told + at
 
 
 def _where(one: _Standing) -> str:
-    if one.call.phase:
-        return f"{_PHASES[one.call.phase]} of {one.call.title}"
-    return f"after {one.call.title}" if one.call.number else "before its first encoder call"
+    if one.ending.phase:
+        return f"{_PHASES[one.ending.phase]} of {one.call.title}"
+    return f"after {one.call.title}" if one.ending.call else "before its first encoder call"
 
 
 def _went(others: _Some) -> str:
-    inside = sum(bool(one.call.phase) for one in others)
+    inside = sum(bool(one.ending.phase) for one in others)
     if not inside:
         return "went through"
     is_ = "is" if len(others) == 1 else "are"
@@ -357,14 +364,14 @@ def _went(others: _Some) -> str:
 def _finding(kind: str, text: str, some: _Some, told: _Some, severity: str = "") -> Finding:
     """About the ranks in `some`. told: the ranks whose last records are evidence."""
     lines = [*(one.call.last for one in told[:4] if one.call.last)]
-    if vain := sorted(one.rank for one in told if one.call.in_vain):
+    if vain := sorted(one.rank for one in told if one.ending.in_vain):
         lines.append(f"waited in vain for its round: {named(vain)}")
-    if gone := sorted(one.rank for one in told if one.call.sync_ended):
+    if gone := sorted(one.rank for one in told if one.ending.sync_ended):
         lines.append(f"the length sync has ended, because a rank has gone, on {named(gone)}")
     lines += evidence_of(one.account for one in told)
-    first = some[0].call
+    first = some[0]
     found = finding(kind, text, [one.rank for one in some], lines, some[0].account, severity)
-    return replace(found, encoder=first.encoder, call=first.number, phase=first.phase)
+    return replace(found, encoder=first.call.encoder, call=first.ending.call, phase=first.ending.phase)
 
 
 def _level(ranks: _Ranks) -> list[Finding]:
@@ -373,8 +380,8 @@ def _level(ranks: _Ranks) -> list[Finding]:
         return []  # a rank of which nothing is known may be the reason
     at_top = _at_top(ranks.sure)
     behind = [one for one in ranks.sure if one not in at_top and not one.waited]
-    inside = [one for one in at_top if one.call.phase]
-    outside = [one for one in at_top if not one.call.phase]
+    inside = [one for one in at_top if one.ending.phase]
+    outside = [one for one in at_top if not one.ending.phase]
     reporting = ranks.reporting
     reported = all(one in reporting for one in at_top)
     went_on = not reported and (reporting or any((one.call.since_s or LONG_S) < LONG_S for one in at_top))
@@ -384,7 +391,7 @@ def _level(ranks: _Ranks) -> list[Finding]:
         return _grouped(ranks, behind, at_top)
     if inside and outside and not reported:
         return [_absent(ranks, ids.SOME_INSIDE, inside, outside)]
-    if all(one.call.in_vain for one in at_top):
+    if all(one.ending.in_vain for one in at_top):
         return []  # the last rank to reach a round does not wait in vain: some trace is incomplete
     return [_of_equals(ranks, at_top[0].call.title, inside, outside, behind)]
 
@@ -392,8 +399,8 @@ def _level(ranks: _Ranks) -> list[Finding]:
 def _of_equals(ranks: _Ranks, call: str, inside: _Some, outside: _Some, behind: _Some) -> Finding:
     everyone = f"All {len(ranks.sure)} ranks"
     if inside and not outside and not behind:
-        phase = min((one.call.phase for one in inside), key=_PHASE_ORDER.index)
-        there = [one for one in inside if one.call.phase == phase]
+        phase = min((one.ending.phase for one in inside), key=_PHASE_ORDER.index)
+        there = [one for one in inside if one.ending.phase == phase]
         which = named([one.rank for one in there])
         which = _PHASES[phase] if len(there) == len(inside) else f"{which} {_PHASES[phase]}"
         text = f"{everyone} are inside {call}, {which}, and none has come out."
@@ -410,9 +417,9 @@ def _of_equals(ranks: _Ranks, call: str, inside: _Some, outside: _Some, behind: 
 def _stopped_at_once(ranks: _Ranks) -> list[Finding]:
     """Ranks without a recorded end, and no record of a wait in vain: nobody is accused."""
     stopped = ranks.having(lambda one: one.has_no_end or one.kind == fates.TERMINATED)
-    if not stopped or ranks.having(lambda one: one.call.in_vain or one.call.sync_ended):
+    if not stopped or ranks.having(lambda one: one.ending.in_vain or one.ending.sync_ended):
         return []
-    if len(stopped) < len(ranks.all) and all(one.call.unsure for one in stopped):
+    if len(stopped) < len(ranks.all) and all(one.ending.unsure for one in stopped):
         return []  # incomplete files of a job whose other ranks have recorded their ends
     by_signal = [one.rank for one in stopped if one.kind == fates.TERMINATED]
     how = f"SIGTERM ended {named(by_signal)}" if by_signal else "no trace says how"

@@ -7,7 +7,7 @@ the same one, whatever evaluations went before.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,17 +38,17 @@ class Ending:
     """One rank at the end of its trace, for one encoder."""
 
     rank: int
-    call: int  # the number of its last call; 0 before the first
-    training: bool | None  # None if it is not recorded
-    position: Position
-    phase: str  # where it is in that call; empty if it has left it
-    raised: bool
-    round: int  # the latest that it is known to have issued
-    in_vain: bool  # its last call gave up a round, or did not wait because an earlier one had not completed
-    sync_ended: bool
-    ended: bool
-    process: ProcessEnd
-    unsure: str  # why it is not known what this rank did last; empty if it is known
+    call: int = 0  # the number of its last call; 0 before the first
+    training: bool | None = True  # None if it is not recorded
+    position: Position = (0, 0)
+    phase: str = ""  # where it is in that call; empty if it has left it
+    raised: bool = False  # an exception ended that call
+    round: int = 0  # the latest that it is known to have issued
+    in_vain: bool = False  # that call gave up a round, or did not wait because an earlier one had not completed
+    sync_ended: bool = False  # its length sync, because a rank had gone
+    ended: bool = False
+    process: ProcessEnd = field(default_factory=ProcessEnd)
+    unsure: str = ""  # why it is not known what this rank did last; empty if it is known
     lost_last: bool = False  # only because its trace lacks the last round, as that of a killed rank may
 
     @property
@@ -129,7 +129,7 @@ def _ending(
     if track is None or not track.calls.n:
         if trace.damage and not trace.cut:
             unsure = trace.damage
-        return Ending(trace.rank, 0, True, (0, 0), "", False, 0, False, False, ended, process, unsure)
+        return Ending(trace.rank, ended=ended, process=process, unsure=unsure)
     calls = track.calls
     if not process.error:
         process = _ended_in_call(trace, track, process)

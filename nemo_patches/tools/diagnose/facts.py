@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from nemo_patches.stall.judge import Seat
+from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."  # a summary of logs
@@ -59,32 +60,18 @@ class Place:
 class Call:
     """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
-    title: "training call 71 of ConformerEncoder". number: 0 before the first. position: (training calls, evaluation
-    calls since), equal on ranks that are in step, whatever their numbers. phase: where in the call the rank is; empty:
-    it has left it. round, came_to: the latest round of the length sync that the rank is known to have reached, and the
-    latest that it may have reached. in_vain: it gave up a round in this call. sync_ended: its length sync has ended,
-    because a rank had gone. raised: an exception ended the call. in_backward: the rank is in the backward of the call.
-    since_s: how long before the last look it had entered the call; None: nobody looked. behind_since: the call from
-    which on others gave up waiting for it; 0: none. unsure: why this may not be what the rank did last; lost_last: only
-    because the last round is missing, as in the record of a rank that was killed. reported: others that wait for a
-    round of this encoder, or for the job, report the rank missing. last: its last record, in words.
+    title: "training call 71 of ConformerEncoder". in_backward: the rank is in the backward of the call. since_s: how
+    long before the last look it had entered the call; None: nobody looked. behind_since: the call from which on others
+    gave up waiting for it; 0: none. reported: others that wait for a round of this encoder, or for the job, report the
+    rank missing. last: its last record, in words.
     """
 
     encoder: str
-    number: int
     title: str
-    position: tuple[int, int] = (0, 0)
-    phase: str = ""
-    round: int = 0
-    came_to: int = 0
-    in_vain: bool = False
-    sync_ended: bool = False
-    raised: bool = False
+    ending: Ending
     in_backward: bool = False
     since_s: float | None = None
     behind_since: int = 0
-    unsure: str = ""
-    lost_last: bool = False
     reported: bool = False
     last: str = ""
 

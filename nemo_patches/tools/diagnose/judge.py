@@ -40,6 +40,8 @@ from nemo_patches.tools.diagnose.verdicts import (
     who,
 )
 
+_MOST_RANKS = 1 << 20  # whatever world size a file claims
+
 
 def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
     """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
@@ -70,7 +72,7 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
     """Which ranks are the reason that the job ended or hangs, as far as the evidence shows; or that it goes on."""
     accounts = accounts_of(evidence)
     most = max([*accounts, *(rank for ranks in evidence.groups.values() for rank in ranks)], default=-1) + 1
-    hearing = Hearing(accounts, evidence, max(evidence.world_size, most), stuck_after_s)
+    hearing = Hearing(accounts, evidence, min(max(evidence.world_size, most), _MOST_RANKS), stuck_after_s)
     causes = _causes(hearing)
     hang = by_calls(hearing)
     if not evidence.traces_alone and all(one.id in OF_ALL for one in hang.findings):
@@ -121,7 +123,7 @@ def _not_enough(evidence: Evidence) -> Finding:
     if not evidence.facts:
         return finding(ids.NOT_ENOUGH, f"Nothing is recognised.{looked_for}")
     told = {fact.rank for fact in evidence.facts}
-    unseen = sorted(set(range(evidence.world_size)) - told)
+    unseen = sorted(set(range(min(evidence.world_size, _MOST_RANKS))) - told)
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
     text = f"Of {who(told)} something is told, and nothing that decides{of_others}."
     for fact in evidence.facts:
@@ -177,13 +179,18 @@ def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
 def _is_behind(one: Account, hearing: Hearing) -> bool:
     """Whether ranks that waited in vain had reached a later encoder call: they waited for this one."""
     waited = hearing.having(*CONSEQUENCES)
-    pairs = [(call, other.calls.get(name)) for name, call in one.calls.items() for other in waited]
-    return any(theirs is not None and not own.unsure and own.position < theirs.position for own, theirs in pairs)
+    pairs = [
+        (call.ending, other.calls[name].ending)
+        for name, call in one.calls.items()
+        for other in waited
+        if name in other.calls
+    ]
+    return any(not own.unsure and own.position < theirs.position for own, theirs in pairs)
 
 
 def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
     """Order by encoder calls, if they are known for all of these ranks: ranks make them in step."""
-    numbers = [call.number for fact in facts if (call := hearing[fact.rank].last_call) is not None]
+    numbers = [call.ending.call for fact in facts if (call := hearing[fact.rank].last_call) is not None]
     if len(numbers) < len(facts):
         return facts
     return [fact for fact, number in zip(facts, numbers, strict=True) if number == min(numbers)]
@@ -191,7 +198,7 @@ def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
 
 def _was_caught(first: Account, others: list[Account]) -> bool:
     """Whether the process ended in good order after its exception, as all others did."""
-    is_in_call = first.last_call is not None and first.last_call.raised
+    is_in_call = first.last_call is not None and first.last_call.ending.raised
     return first.fate.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
 
 

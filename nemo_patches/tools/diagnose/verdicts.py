@@ -291,16 +291,17 @@ def raised(accounts: Sequence[Account], first: Fact, others: Sequence[Account]) 
     text = f"{who(ranks)} raised {first.value.text}{where} [{first.cite}]{_at_call(call)}."
     evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
     found = finding(ids.EXCEPTION, text, ranks, evidence, next_step=_cure_of(first.value.text))
-    return found if call is None else replace(found, encoder=call.encoder, call=call.number)
+    return found if call is None else replace(found, encoder=call.encoder, call=call.ending.call)
 
 
 def _at_call(call: Call | None) -> str:
     """Where in its encoder calls an exception found a rank."""
     if call is None:
         return ""
-    if call.raised:
-        return f", in call {call.number} of {call.encoder}"
-    after = f"outside the encoder, after call {call.number}" if call.number else "before its first call"
+    number = call.ending.call
+    if call.ending.raised:
+        return f", in call {number} of {call.encoder}"
+    after = f"outside the encoder, after call {number}" if number else "before its first call"
     return f", {after} of {call.encoder}"
 
 

@@ -134,13 +134,12 @@ class DataFlow:
         elif isinstance(statement, ast.If):
             self._test(statement, statement.test)
             self._branches([statement.body, statement.orelse])
-        elif isinstance(statement, ast.While):
-            self._test(statement, statement.test)
-            self._branches([statement.body, []])
-            self._block(statement.orelse)
-        elif isinstance(statement, (ast.For, ast.AsyncFor)):
-            self._expression(statement.iter)
-            self._loop(statement, statement.target, statement.iter)
+        elif isinstance(statement, (ast.While, ast.For, ast.AsyncFor)):
+            if isinstance(statement, ast.While):
+                self._test(statement, statement.test)
+            else:
+                self._expression(statement.iter)
+                self._loop(statement, statement.target, statement.iter)
             self._branches([statement.body, []])
             self._block(statement.orelse)
         elif isinstance(statement, TRIES):

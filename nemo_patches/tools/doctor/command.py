@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,15 +47,15 @@ def _carry_out(request: Request) -> int:
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
     _refuse(request, paths, overrides)
+    run = _Run(request, rules, paths, overrides)
     if request.ranks:
-        _of_ranks(rules, request, paths, overrides)
-    reports = [_from(each, severity) for each in _reports(rules, request, paths, overrides)]
+        run.of_ranks()
+    reports = [_from(each, severity) for each in run.reports()]
     written = _print(reports, request, rules)
     if passed_over and not request.quiet:
         _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
     if written:  # what is left counts
-        left_over = _examined(rules, request, paths, overrides, suppressions.of_project())
-        reports = [_from(each, severity) for each in left_over]
+        reports = [_from(each, severity) for each in run.examined(suppressions.of_project())]
         left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
         _complain(f"{left} finding{'s' * (left != 1)} left" if left else "nothing but notes left")
     return max(each.exit_code for each in reports)
@@ -80,47 +80,67 @@ def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -
         raise DoctorError("found --write and -; allowed is --fix alone, as the standard input cannot be written")
 
 
-def _reports(
-    rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], overrides: Sequence[str]
-) -> list[Examination]:
-    if not paths:
-        return [examination.examine_machine(rules)]
-    project = suppressions.of_project()
-    reports = _examined(rules, request, paths, overrides, project)
-    if request.against is not None:
-        other = against.reference(request.against)
-        reports = [_compared(each, request.against, other) for each in reports]
-    if not overrides and not request.patched and (unused := examination.of_project(project, reports)):
-        reports.append(unused)
-    return reports
+@dataclass(frozen=True)
+class _Run:
+    """What one command examines, and with which rules."""
 
+    request: Request
+    rules: tuple[Rule, ...]
+    paths: Sequence[Path]
+    overrides: Sequence[str]
 
-def _examined(
-    rules: tuple[Rule, ...],
-    request: Request,
-    paths: Sequence[Path],
-    overrides: Sequence[str],
-    project: Sequence[suppressions.Suppression],
-) -> list[Examination]:
-    patched = examination.as_patched() if request.patched else None
-    return [
-        examination.examine_code(path, rules, project)
-        if path.suffix == ".py"
-        else examination.examine(path, overrides, rules, patched, project)
-        for path in paths
-    ]
+    def reports(self) -> list[Examination]:
+        if not self.paths:
+            return [examination.examine_machine(self.rules)]
+        project = suppressions.of_project()
+        reports = self.examined(project)
+        if self.request.against is not None:
+            other = against.reference(self.request.against)
+            reports = [_compared(each, self.request.against, other) for each in reports]
+        if not self.overrides and not self.request.patched and (unused := examination.of_project(project, reports)):
+            reports.append(unused)
+        return reports
 
+    def examined(self, project: Sequence[suppressions.Suppression]) -> list[Examination]:
+        patched = examination.as_patched() if self.request.patched else None
+        return [
+            examination.examine_code(path, self.rules, project)
+            if path.suffix == ".py"
+            else examination.examine(path, self.overrides, self.rules, patched, project)
+            for path in self.paths
+        ]
 
-def _loaders(paths: Sequence[Path], overrides: Sequence[str], ranks: int) -> dict[str, str]:
-    """What the config makes of this rank's data loaders; why it cannot be read is told to rank 0 like a setting."""
-    try:
-        return {
-            name: text
-            for path in paths
-            for name, text in loaders.settings(Job(reading.load(path, overrides)), ranks).items()
-        }
-    except ConfigError as error:
-        return {"the config": str(error)}
+    def of_ranks(self) -> NoReturn:
+        """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
+        from nemo_patches.tools.doctor import exchange, rank_place
+
+        here, code = rank_place.place(), 0
+        try:
+            job_ranks = exchange.examine(here, self._loaders(here.size), self.request.nccl)
+            if job_ranks is not None:
+                ranks_report = Examination(
+                    f"{here.size} ranks",
+                    job_ranks.headline,
+                    examination.checked(job_ranks, self.rules, "ranks"),
+                    lines=tuple(job_ranks.lines()),
+                    details=job_ranks.as_json(),
+                )
+                _print([ranks_report], self.request, self.rules)
+                code = ranks_report.exit_code
+        except DoctorError as error:
+            _complain(str(error))
+            code = 0 if here.rank else 2
+        exchange.leave(code)
+
+    def _loaders(self, ranks: int) -> dict[str, str]:
+        """What the config makes of this rank's data loaders; why it cannot be read is told to rank 0 like a setting."""
+        found: dict[str, str] = {}
+        try:
+            for path in self.paths:
+                found |= loaders.settings(Job(reading.load(path, self.overrides)), ranks)
+        except ConfigError as error:
+            return {"the config": str(error)}
+        return found
 
 
 def _compared(each: Examination, name: str, other: Mapping[str, Any]) -> Examination:
@@ -146,29 +166,6 @@ def _from(each: Examination, severity: str | None) -> Examination:
     return replace(
         each, findings=tuple(pair for pair in each.findings if pair[1].severity >= Severity[severity.upper()])
     )
-
-
-def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> NoReturn:
-    """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
-    from nemo_patches.tools.doctor import exchange, rank_place
-
-    here, code = rank_place.place(), 0
-    try:
-        job_ranks = exchange.examine(here, _loaders(paths, overrides, here.size), request.nccl)
-        if job_ranks is not None:
-            ranks_report = Examination(
-                f"{here.size} ranks",
-                job_ranks.headline,
-                examination.checked(job_ranks, rules, "ranks"),
-                lines=tuple(job_ranks.lines()),
-                details=job_ranks.as_json(),
-            )
-            _print([ranks_report], request, rules)
-            code = ranks_report.exit_code
-    except DoctorError as error:
-        _complain(str(error))
-        code = 0 if here.rank else 2
-    exchange.leave(code)
 
 
 def _print(reports: Sequence[Examination], request: Request, rules: Sequence[Rule]) -> bool:

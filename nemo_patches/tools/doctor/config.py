@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LONGEST_SHOWN = 100  # characters of a value in a finding
 _LARGEST_NUMBER = 1e15
-_SECTIONS = ("model", "data", "trainer", "exp_manager")  # that NeMo's training scripts read
+SECTIONS = ("model", "data", "trainer", "exp_manager")  # that NeMo's training scripts read
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,20 @@ class Value:
     @property
     def text(self) -> str:
         return "null" if self.value is None else repr(self.value)
+
+    @property
+    def on(self) -> bool:
+        """Whether it is true; a value that is not known is neither on nor off."""
+        return self.value is True
+
+    @property
+    def off(self) -> bool:
+        return self.value is False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole number; a boolean is none."""
+        return type(self.value) is int
 
     @property
     def known(self) -> bool:
@@ -117,13 +131,28 @@ class Config:
 
         Beside a model, other sections than NeMo's own hold what the config is written with: templates for anchors.
         """
-        top = {key: value for key, value in self.tree.items() if key in _SECTIONS or "model" not in self.tree}
+        top = {key: value for key, value in self.tree.items() if key in SECTIONS or "model" not in self.tree}
         waiting: list[tuple[Keys, Any]] = [((), top)]
         while waiting:
             keys, node = waiting.pop(0)
             if isinstance(node, dict):
                 yield keys, node
             waiting += [((*keys, key), child) for key, child in entries(node) if isinstance(child, (dict, list))]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping at a path of a config, be it there or not."""
+
+    config: Config
+    keys: Keys
+
+    @property
+    def where(self) -> str:
+        return ".".join(self.keys)
+
+    def get(self, path: str, default: Any = None) -> Value:
+        return self.config.get((*self.keys, *path.split(".")), default)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_patches.tools.doctor import yaml_text
+from nemo_patches.tools.doctor.config import SECTIONS
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.yaml_text import LARGEST_FILE_BYTES, ConfigError, YamlText
 
 STANDARD_INPUT = Path("-")
 _ENDINGS = (".yaml", ".yml")
-_OF_NEMO = ("model", "trainer", "data", "exp_manager")  # a file in a folder is a config if it has one of them
 
 
 def found(arguments: Iterable[str]) -> tuple[list[Path], int]:
@@ -95,4 +95,4 @@ def _may_be_a_config(path: Path) -> bool:
         source = yaml_text.read(path)
     except ConfigError:
         return True
-    return any((name,) in source.nodes for name in _OF_NEMO)
+    return any((name,) in source.nodes for name in SECTIONS)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nemo_patches.tools.doctor import inputs
-from nemo_patches.tools.doctor.config import Config, Value
+from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.trees import Keys
@@ -21,6 +21,7 @@ _OF_ALL = ("use_lhotse", "seed", "shard_seed", "shuffle", "num_workers", "pin_me
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
 _OF_LHOTSE = ("batch_duration", "quadratic_duration", "num_buckets", "bucket_duration_bins", "bucket_buffer_size")
+_OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
 _INPUTS = ("input_cfg", "manifest_filepath", "cuts_path", "shar_path", "tarred_audio_filepaths")
 
 # NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the slowest speed.
@@ -40,26 +41,20 @@ class Longest:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """One data set. keys: its path in the config; outer: the path where keys are looked up that it does not have."""
+class Dataset(Section):
+    """One data set. outer: the path of the section in which keys are looked up that the set does not have."""
 
-    config: Config
-    keys: Keys
     role: str
     outer: Keys | None = None
 
-    @property
-    def where(self) -> str:
-        return ".".join(self.keys)
-
-    def get(self, key: str, default: Any = None) -> Value:
+    def get(self, path: str, default: Any = None) -> Value:
         """A key of it; of a multi_config, some count only where they are set for all, others only in the set."""
-        own = self.config.get((*self.keys, key), default)
-        if self.outer is not None and self.config.get((*self.outer, "multi_config")).value is True:
-            return self.config.get((*self.outer, key), default) if key in _OF_ALL else own
-        if not own.given and self.outer is not None:
-            return self.config.get((*self.outer, key), default)
-        return own
+        own = super().get(path, default)
+        if self.outer is None:
+            return own
+        outer = Section(self.config, self.outer)
+        counts_outside = path in _OF_ALL if outer.get("multi_config").on else not own.given
+        return outer.get(path, default) if counts_outside else own
 
     @property
     def training(self) -> bool:
@@ -68,7 +63,7 @@ class Dataset:
     @property
     def used(self) -> bool:
         """Whether it has any input: NeMo leaves out a set whose manifest is null."""
-        return any(self.get(key).value is not None for key in _INPUTS)
+        return bool(self._given(_INPUTS))
 
     @property
     def reader(self) -> str:
@@ -79,7 +74,7 @@ class Dataset:
         switch = self.get("use_lhotse")
         if switch.given:
             return "" if not switch.known else "lhotse" if switch.value else "nemo"
-        if any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")):
+        if self._given(_OF_LHOTSE_ALONE):
             return "lhotse"
         if self.keys[0] == "data":
             return "lhotse"
@@ -101,13 +96,13 @@ class Dataset:
         place = SetEntry(self.config, self.get, self._handed_down)
         given = inputs.of_set(place, one_by_one=self.keys[0] != "data" and not self.training)
         if (shuffle := self.shuffle).value is not False and shuffle.value is not None:
-            given = replace(given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.value is True)))
+            given = replace(given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.on)))
         to_map, to_iterable = (self._handed_down(f"force_{kind}_dataset") for kind in ("map", "iterable"))
         for switch, stream in ((to_iterable, True), (to_map, False)):
             if switch.value:  # not known counts as well
                 given = replace(given, stream=stream if switch.known else None)
                 given = given if switch.known else replace(given, unknown=f"{switch.key} is not known")
-        if to_map.value is True and to_iterable.value is True:
+        if to_map.on and to_iterable.on:
             given = replace(given, unknown=f"{to_map.key} and {to_iterable.key} exclude each other")
         return given
 
@@ -147,12 +142,25 @@ class Dataset:
         """Where a key of it counts: in the section that holds the set, for some of a multi_config."""
         return self.get(name).key
 
+    @property
+    def dynamic(self) -> list[Value]:
+        """What makes its batches differ in size."""
+        return self._given(("batch_duration", "bucket_batch_size"))
+
+    @property
+    def has_buckets(self) -> bool:
+        files = self.get("tarred_audio_filepaths").value
+        return isinstance(files, list) and len(files) > 1 and isinstance(files[0], list)
+
+    def _given(self, keys: Iterable[str]) -> list[Value]:
+        return [value for value in map(self.get, keys) if value.value is not None]
+
     def entries(self, at_most: int) -> int | None:
         """How many its manifest has, counted up to a number; None where it is no file of lines on this machine."""
         manifest = self.get("manifest_filepath").value
         if not isinstance(manifest, str) or at_most > _MOST_ENTRIES:
             return None
-        if any(self.get(key).value is not None for key in ("input_cfg", "cuts_path", "shar_path")):
+        if self._given(_OF_LHOTSE_ALONE):
             return None  # Lhotse reads that in its place
         count = 0
         try:
@@ -176,10 +184,10 @@ class Dataset:
 
     def longest(self) -> Longest:
         unpadded = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
-        padding = self.config.get((*self.keys, "random_padding"))  # of NeMo's end-of-utterance sets
+        padding = super().get("random_padding")  # of NeMo's end-of-utterance sets
         if not isinstance(padding.value, dict) or unpadded.seconds is None:
             return unpadded
-        padded = self.config.get((*self.keys, "random_padding", "max_total_duration"))
+        padded = super().get("random_padding.max_total_duration")
         seconds = None if padded.number is None else max(unpadded.seconds, padded.number)
         return Longest(seconds, (*unpadded.read, padded))
 
@@ -192,7 +200,7 @@ class Dataset:
         ]
         seconds = _smallest(limits)
         read = [limits[0], *(limit for limit in limits[1:] if limit.given)]
-        if self.get("concatenate_samples").value is True:
+        if self.get("concatenate_samples").on:
             factor = self.get("concatenate_duration_factor", 1.0)
             read.append(factor)
             seconds = None if seconds is None or factor.number is None else seconds * max(1.0, factor.number)
@@ -208,19 +216,18 @@ class Dataset:
         crop = self.get("audio_duration")
         seconds = _smallest([limit, crop])
         read = [limit, *([crop] if crop.given else [])]
-        augmentor = self.config.get((*self.keys, "augmentor")).value
-        if augmentor is UNKNOWN or self.get("is_code_switched").value is True:
+        augmentor = super().get("augmentor").value
+        if augmentor is UNKNOWN or self.get("is_code_switched").on:
             return Longest(None, tuple(read))
         if isinstance(augmentor, dict):
             for name in _STRETCHING:
                 if isinstance(augmentor.get(name), dict) and seconds is not None:
-                    keys = (*self.keys, "augmentor", name)
-                    rate = self.config.get((*keys, "min_speed_rate"), _SLOWEST)
+                    rate = super().get(f"augmentor.{name}.min_speed_rate", _SLOWEST)
                     read.append(rate)
                     seconds = seconds / min(1.0, rate.number) if rate.number and rate.number > 0 else None
             if isinstance(augmentor.get("silence"), dict):
                 for end in ("max_start_silence_secs", "max_end_silence_secs"):
-                    added = self.config.get((*self.keys, "augmentor", "silence", end), 0)
+                    added = super().get(f"augmentor.silence.{end}", 0)
                     read.append(added)
                     seconds = None if seconds is None or added.number is None else seconds + added.number
         return Longest(seconds, tuple(read))

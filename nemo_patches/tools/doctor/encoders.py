@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from nemo_patches.tools.doctor.config import Config, Value
+from nemo_patches.tools.doctor.config import Config, Section, Value
+from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
 
 FLAG = "sync_max_audio_length"
@@ -81,23 +81,14 @@ class Frames:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class Encoder(Section):
     """One encoder in a config. cls: None for a section that only sets the flag of an encoder from a checkpoint."""
 
-    config: Config
-    keys: Keys
     cls: EncoderClass | None
-
-    @property
-    def where(self) -> str:
-        return ".".join(self.keys)
 
     @property
     def name(self) -> str:
         return self.cls.name if self.cls else "encoder from a checkpoint"
-
-    def get(self, key: str, default: Any = None) -> Value:
-        return self.config.get((*self.keys, key), default)
 
     @property
     def flag(self) -> Value:
@@ -136,29 +127,27 @@ class Encoder:
 
     def _mel(self, holder: Keys) -> Frames | None:
         """From AudioToMelSpectrogramPreprocessor beside it, with NeMo's defaults."""
-        keys = (*holder, "preprocessor")
-        target = _last_part(self.config.get((*keys, "_target_")).value)
+        mel = Section(self.config, (*holder, "preprocessor"))
+        target = _class_name(mel.get("_target_").value)
         if target not in _MEL:
             return None
-        rate = self.config.get((*keys, "sample_rate"), 16000)
-        stride = self.config.get((*keys, "window_stride"), 0.01)
-        hop = self.config.get((*keys, "n_window_stride"))
-        pad_to = self.config.get((*keys, "pad_to"), 16 if target == _MEL[0] else 0)
-        exact = self.config.get((*keys, "exact_pad"), False)
+        rate, stride = mel.get("sample_rate", 16000), mel.get("window_stride", 0.01)
+        hop, exact = mel.get("n_window_stride"), mel.get("exact_pad", False)
+        pad_to = mel.get("pad_to", 16 if target == _MEL[0] else 0)
         if rate.number is None or (hop.number or stride.number) is None or pad_to.number is None:
             return None
         samples = int(hop.number or rate.number * float(stride.number or 0))
         if samples < 1:
             return None
         read = (hop if hop.number else stride, pad_to)
-        return Frames(rate.number, samples, exact.value is not True, int(pad_to.number), read)
+        return Frames(rate.number, samples, not exact.on, int(pad_to.number), read)
 
     def _spectrogram(self, holder: Keys) -> Frames | None:
         """From AudioToSpectrogram, which the audio models have for an encoder."""
-        keys = (*holder, "encoder")
-        if keys == self.keys or _last_part(self.config.get((*keys, "_target_")).value) != "AudioToSpectrogram":
+        beside = Section(self.config, holder)
+        if _class_name(beside.get("encoder._target_").value) != "AudioToSpectrogram":
             return None
-        hop, rate = self.config.get((*keys, "hop_length")), self.config.get((*holder, "sample_rate"))
+        hop, rate = beside.get("encoder.hop_length"), beside.get("sample_rate")
         if not hop.number or not rate.number:
             return None
         return Frames(rate.number, int(hop.number), True, 0, (hop, rate))
@@ -176,7 +165,7 @@ def unknown_in(config: Config) -> Iterator[Value]:
     """The _target_ of every section in an encoder's place whose class is not known, with a length sync or without."""
     for keys, section in config.mappings():
         target = section.get("_target_")
-        known = class_of(target) is not None or _last_part(target) in _WITHOUT
+        known = class_of(target) is not None or _class_name(target) in _WITHOUT
         if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
             yield config.get((*keys, "_target_"))
 
@@ -185,8 +174,8 @@ def class_of(target: object) -> EncoderClass | None:
     """The class that a _target_ names, None for any without a length sync that is known."""
     if not isinstance(target, str) or target.startswith(_NAMESAKES):
         return None
-    return _CLASSES.get(_last_part(target))
+    return _CLASSES.get(_class_name(target))
 
 
-def _last_part(target: object) -> str:
-    return target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
+def _class_name(target: object) -> str:
+    return last_part(target) if isinstance(target, str) else ""

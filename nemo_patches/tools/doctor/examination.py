@@ -112,7 +112,7 @@ def examine(
     report = Examination(str(config.source.path), job.headline, checked(job, rules), config=config)
     # With overrides or as patched, other suppressions may be needed.
     complete = not overrides and patched is None and set(rules) == set(all_rules())
-    return _answered(report, suppressions.in_text(config.source.text), project, complete)
+    return _answered(report, suppressions.in_lines(enumerate(config.source.text.splitlines(), 1)), project, complete)
 
 
 def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Examination:
@@ -123,7 +123,7 @@ def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppressio
         return Examination(str(path), "", (), str(error))
     report = Examination(str(path), found.headline, checked(found, rules, "code"))
     complete = found.nemo is not None and set(rules) == set(all_rules())  # without NeMo some rules find nothing
-    return _answered(report, suppressions.in_comments(found.comments), project, complete)
+    return _answered(report, suppressions.in_lines(found.comments.items()), project, complete)
 
 
 def _answered(

@@ -97,18 +97,7 @@ class _Part:
         store = StoreConnection(JobStore(tcp_store, here.rank), part).join(anew=True)
         self.at = "publishing its facts"
         _publish(store, "facts", self._own)
-        if here.rank == 0:
-            self.at = "collecting the ranks' facts"
-            self.facts = _collect(store, "facts", range(here.size), Facts, self._timeout)
-            self.facts.setdefault(0, self._own)  # as they were published, to be compared
-            store.set("name", secrets.token_hex(8))
-            store.set("present", msgspec.json.encode(sorted(self.facts)).decode())
-            present = sorted(self.facts)
-        else:
-            self.at = "waiting for rank 0 to say who is there"
-            present = _ranks_present(store, 2 * self._timeout)
-            if here.rank not in present:
-                raise DoctorError(f"rank {here.rank} came too late: rank 0 has stopped waiting")
+        present = self._said_who_is_there(store) if here.rank == 0 else self._heard_who_is_there(store)
         self.at = "measuring"
         began = time.monotonic()
         own = measurements.measure(store, tcp_store, present, here.rank, self._timeout)
@@ -127,6 +116,28 @@ class _Part:
                 self.smoke[0] = tried
                 self.smoke |= _collect(store, "smoke", others, Smoke, _until(end))
         self.at = "its end"
+
+    def _said_who_is_there(self, store: dist.Store) -> list[int]:
+        self.at = "collecting the ranks' facts"
+        self.facts = _collect(store, "facts", range(self._here.size), Facts, self._timeout)
+        self.facts.setdefault(0, self._own)  # as they were published, to be compared
+        present = sorted(self.facts)
+        store.set("name", secrets.token_hex(8))
+        store.set("present", msgspec.json.encode(present).decode())
+        return present
+
+    def _heard_who_is_there(self, store: dist.Store) -> list[int]:
+        self.at = "waiting for rank 0 to say who is there"
+        limit = 2 * self._timeout
+        end = time.monotonic() + limit.total_seconds()
+        while not store.check(["present"]):
+            if time.monotonic() > end:
+                raise DoctorError(f"rank 0 has not answered within {limit.total_seconds():g} s")
+            time.sleep(_POLL_S)
+        present: list[int] = msgspec.json.decode(store.get("present"), type=list[int])
+        if self._here.rank not in present:
+            raise DoctorError(f"rank {self._here.rank} came too late: rank 0 has stopped waiting")
+        return present
 
 
 def _until(end: float) -> timedelta:
@@ -170,16 +181,6 @@ def _printable(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [_printable(value) for value in content[:_MOST_ITEMS]]
     return safe(content) if isinstance(content, str) else content
-
-
-def _ranks_present(store: dist.Store, timeout: timedelta) -> list[int]:
-    end = time.monotonic() + timeout.total_seconds()
-    while not store.check(["present"]):
-        if time.monotonic() > end:
-            raise DoctorError(f"rank 0 has not answered within {timeout.total_seconds():g} s")
-        time.sleep(_POLL_S)
-    present: list[int] = msgspec.json.decode(store.get("present"), type=list[int])
-    return present
 
 
 def leave(code: int) -> NoReturn:

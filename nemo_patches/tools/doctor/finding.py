@@ -80,7 +80,7 @@ def at(name: str, line: int) -> Value:
 
 
 def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
-    """A warning that the job comes to no step at all."""
+    """A warning about a job that never reaches a step."""
     return warning(f"{what}: the job stops at its start", read, instead)
 
 

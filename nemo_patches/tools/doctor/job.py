@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
 
 # Of NeMo's training scripts: where the whole model comes from.
@@ -157,7 +158,7 @@ class Job:
     @cached_property
     def ddp(self) -> bool:
         """Whether it is DistributedDataParallel, which "auto" is for several devices."""
-        name = _short(self.strategy.value)
+        name = last_part(str(self.strategy.value)).lower()
         return name == "auto" or name.startswith("ddp")
 
     @cached_property
@@ -168,7 +169,7 @@ class Job:
     @cached_property
     def overwrites_buffers(self) -> bool:
         """Whether ranks whose buffers differ in shape would overwrite each other's."""
-        return self.several and self.ddp and self.broadcast_buffers.value is not False
+        return self.several and self.ddp and not self.broadcast_buffers.off
 
     @cached_property
     def group_timeout(self) -> timedelta | None:
@@ -222,7 +223,3 @@ def count(devices: Any) -> int | None:
             return int(named[0]) or None
         return len(named) if "," in devices else None
     return None
-
-
-def _short(name: Any) -> str:
-    return str(name).rsplit(".", 1)[-1].lower() if isinstance(name, str) else ""

@@ -32,16 +32,15 @@ def _sampler(job: Job, dataset: Dataset) -> str:
         return "none, a stream"
     if dataset.lhotse:
         return "Lhotse's"
-    shared = job.trainer("use_distributed_sampler", True).value is not False
+    shared = not job.trainer("use_distributed_sampler", True).off
     return "Lightning's" if shared else "none, each rank reads all of it"
 
 
 def _batches(job: Job, dataset: Dataset, ranks: int) -> str:
     """Before any limit on duration; empty where the manifest is not on this host, or batches have no fixed size."""
-    size, drop_last = dataset.get("batch_size").number, dataset.get("drop_last", False).value is True
-    dynamic = any(dataset.get(key).value is not None for key in ("batch_duration", "bucket_batch_size"))
+    size, drop_last = dataset.get("batch_size").number, dataset.get("drop_last", False).on
     sampler = _sampler(job, dataset)
-    entries = None if dataset.tarred is not False or dynamic or not size else dataset.entries(_MOST_COUNTED)
+    entries = None if dataset.tarred is not False or dataset.dynamic or not size else dataset.entries(_MOST_COUNTED)
     if entries is None or not size or entries == _MOST_COUNTED:
         return ""
     if sampler == "Lhotse's":  # it deals out batches

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,13 +38,13 @@ def measure(store: dist.Store, whole: dist.Store, present: list[int], rank: int,
                 rounds.issue(0)
                 if rounds.wait(timeout) is None:
                     why = f"no round within {timeout.total_seconds():g} s"
-                    return Measured(rank, requests=measured.requests, problem="; ".join([why, *said]))
+                    return replace(measured, problem="; ".join([why, *said]))
                 syncs.append(time.perf_counter() - began)
                 clocks.append(time.time())
         except RoundFailed as error:
-            return Measured(rank, requests=measured.requests, problem=first_line(error))
+            return replace(measured, problem=first_line(error))
     # The ranks come to the first one at different times.
-    return Measured(rank, tuple(syncs[1:]), measured.requests, tuple(clocks[1:]))
+    return replace(measured, syncs=tuple(syncs[1:]), clocks=tuple(clocks[1:]))
 
 
 @contextmanager

@@ -82,7 +82,10 @@ def findings(job: Job, check: Check) -> Findings:
     """One for each value that is not known and concerns a rule. check: what the chosen rules find in a job."""
     found = _serious(check(job))
     left = _MOST
-    for unknown in _unknown(job):
+    unknowns: dict[str, _Unknown] = {}
+    for each in _unknown(job):
+        unknowns.setdefault(each.value.key, each)
+    for unknown in unknowns.values():
         rules: set[str] = set()
         for keys, assumed in unknown.may_be if left > 0 else ():
             left -= 1
@@ -108,7 +111,6 @@ def _serious(pairs: Iterable[Pair]) -> set[tuple[str, str]]:
 
 def _unknown(job: Job) -> Iterator[_Unknown]:
     config = job.config
-    seen: set[str] = set()
     for keys, unread in config.unread.items():
         if unread.refused:
             continue  # NP130
@@ -120,14 +122,14 @@ def _unknown(job: Job) -> Iterator[_Unknown]:
         )
     for dataset in job.datasets:
         for key, values in _SETS.items():
-            yield from _of(config, dataset.get(key), values, seen)
+            yield from _of(config, dataset.get(key), values)
         for keys in _entries(config, dataset):
-            yield from _of_type(config, keys, seen)
+            yield from _of_type(config, keys)
             for key, values in _INPUTS.items():
-                yield from _of(config, config.get((*keys, key)), values, seen)
+                yield from _of(config, config.get((*keys, key)), values)
     if job.has_trainer:
         for key, values in _TRAINER.items():
-            yield from _of(config, job.trainer(key), values, seen)
+            yield from _of(config, job.trainer(key), values)
         if job.several and not job.ranks:
             value = job.devices if not isinstance(job.nodes.value, int) or job.devices.value != 1 else job.nodes
             sizes = tuple((("trainer", "devices"), count) for count in (7, 64))
@@ -135,20 +137,19 @@ def _unknown(job: Job) -> Iterator[_Unknown]:
     for keys, values in _OTHERS.items():
         if not config.get(keys[:-1]).known:
             continue
-        yield from _of(config, config.get(keys), values, seen)
+        yield from _of(config, config.get(keys), values)
     for encoder in job.encoders:
-        yield from _of(config, encoder.room, (5000,), seen)
+        yield from _of(config, encoder.room, (5000,))
     for target in encoders.unknown_in(config):
         if not str(target.value).startswith("nemo."):
             why = f"{target.key} is a class of your own, and may be a ConformerEncoder with another name"
             yield _Unknown(target, why, ((target.keys, _ENCODER),), instead=f"_target_: {_ENCODER}")
 
 
-def _of(config: Config, value: Value, may_be: Sequence[Any], seen: set[str]) -> Iterator[_Unknown]:
-    keys = value.keys
-    if value.known or value.key in seen:
+def _of(config: Config, value: Value, may_be: Sequence[Any]) -> Iterator[_Unknown]:
+    if value.known:
         return
-    seen.add(value.key)
+    keys = value.keys
     by_machine = any(keys[:depth] in config.of_machine for depth in range(1, len(keys) + 1))
     if by_machine and keys[-1] in _PATHS:
         return
@@ -168,11 +169,10 @@ def _entries(config: Config, dataset: Dataset) -> Iterator[Keys]:
                 waiting.append(((*keys, str(index), "input_cfg"), entry.get("input_cfg")))
 
 
-def _of_type(config: Config, keys: Keys, seen: set[str]) -> Iterator[_Unknown]:
+def _of_type(config: Config, keys: Keys) -> Iterator[_Unknown]:
     """A type of input that NeMo does not have: of your own code, or of another NeMo."""
     name = config.get((*keys, "type"))
-    if isinstance(name.value, str) and name.value not in DATA_TYPES and name.key not in seen:
-        seen.add(name.key)
+    if isinstance(name.value, str) and name.value not in DATA_TYPES:
         why = f"{name.key}: {name.value} is no type of input of NeMo 2.1 to 3.0"
         yield _Unknown(name, why, tuple((keys, entry) for entry in (*_STREAM, *_SHARED_OUT)), instead="one of NeMo's")
 
@@ -186,7 +186,7 @@ def _no_manifest(job: Job) -> Findings:
             continue
         counted = {
             "NP109": job.several and not dataset.training,
-            "NP125": job.has_trainer and dataset.get("drop_last", False).value is True,
+            "NP125": job.has_trainer and dataset.get("drop_last", False).on,
         }
         if any(counted.values()):
             away.append(manifest)

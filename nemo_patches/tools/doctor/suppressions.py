@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -45,13 +45,9 @@ class Suppression:
         return fnmatch(str(path), self.files) or fnmatch(str(path), f"*/{self.files}")
 
 
-def in_text(text: str) -> list[Suppression]:
-    return [found for number, line in enumerate(text.splitlines(), 1) for found in _in_line(number, line)]
-
-
-def in_comments(comments: Mapping[int, str]) -> list[Suppression]:
-    """The suppressions in the comments of a Python file; comments: by line."""
-    return [found for number, comment in comments.items() for found in _in_line(number, comment)]
+def in_lines(lines: Iterable[tuple[int, str]]) -> list[Suppression]:
+    """The suppressions in the comments of a file; of a Python file only the lines with a comment are given."""
+    return [found for number, line in lines for found in _in_line(number, line)]
 
 
 def _in_line(number: int, line: str) -> Iterator[Suppression]:

@@ -100,17 +100,13 @@ _FR_CULPRIT = re.compile(
 
 @dataclass(frozen=True)
 class _TimedOut:
-    """One rank's collective that timed out. If not known, number is NOT_TOLD, kind empty, numel -1."""
+    """One rank's collective that timed out. If not known, number is NOT_TOLD, kind and size are empty."""
 
     rank: int
     number: int
     kind: str
-    numel: int
+    size: str
     line: Line
-
-    @property
-    def size(self) -> str:
-        return str(self.numel) if self.numel >= 0 else ""
 
     def __str__(self) -> str:
         number = f", SeqNum {self.number}" if self.number >= 0 else ""
@@ -137,9 +133,8 @@ class C10dLines:
         self._timeouts: dict[int, _TimedOut] = {}  # the first of each rank
         self._without_name: dict[int, _TimedOut] = {}  # known from other lines only, without the kind
         self._is_ambiguous = False  # a rank has time-outs with several numbers, of several groups
-        self._later_sequences: dict[int, set[int]] = defaultdict(
-            set
-        )  # by rank, below its first: another launch, or group
+        # By rank, numbers below its first one: of a later launch, or of another group.
+        self._later_sequences: dict[int, set[int]] = defaultdict(set)
         self._groups: dict[tuple[int, int], str] = {}  # of (rank, number)
         self._enqueued: dict[tuple[str, int], tuple[int, int, Line]] = {}  # by group and rank; the last, and completed
         self._analysis = _Analysis()
@@ -153,8 +148,9 @@ class C10dLines:
         text = line.text
         if self._stack_of < 0 and not any(words in text for words in _WORDS):
             return
-        self._take_fingerprints(line)
-        self._take_report(line)
+        self._read(_REPORTS, line)
+        if any(words in text for words in _OF_ANALYSIS):
+            self._take_analysis(line)
         self._take_start_up(line)
         self._take_stack(line)
         self._read(_OF_ANY_LINE, line)
@@ -190,7 +186,7 @@ class C10dLines:
 
     def _take_work(self, found: re.Match[str], line: Line) -> None:
         number = int(found[1]) if found[1] else NOT_TOLD
-        self._take_timeout(_TimedOut(line.rank, number, safe(found[2]), _numel(found[3], found[4]), line))
+        self._take_timeout(_TimedOut(line.rank, number, safe(found[2]), _size(found[3], found[4]), line))
 
     def _take_timeout(self, found: _TimedOut) -> None:
         self._found.add(found.rank, Fate(fates.WAITED, f"{found} timed out"), found.line)
@@ -207,7 +203,7 @@ class C10dLines:
         number, enqueued, completed = map(int, found.groups())
         name = _group_of(line.text)
         self._groups.setdefault((line.rank, number), name)
-        self._without_name.setdefault(line.rank, _TimedOut(line.rank, number, "", -1, line))
+        self._without_name.setdefault(line.rank, _TimedOut(line.rank, number, "", "", line))
         self._note_enqueued(name, line, enqueued, completed)
         self._found.add(line.rank, Fate(fates.WAITED, f"a collective, SeqNum {number}, timed out"), line)
 
@@ -232,11 +228,11 @@ class C10dLines:
             self._found.add(line.rank, Fate(fates.WAITED, what), line)
         if signal[1] and enqueued > completed >= 0 and len(self._groups) < 4 * MOST_KEPT:
             self._groups.setdefault((line.rank, completed + 1), name)
-            self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", -1, line))
+            self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", "", line))
 
-    def _take_fingerprints(self, line: Line) -> None:
+    def _take_fingerprints(self, first: re.Match[str], line: Line) -> None:
         """Ranks that torch's debug wrapper found in different collectives: each waits for the others."""
-        matches = list(_FINGERPRINT.finditer(line.text))[:8] if "CollectiveFingerPrint" in line.text else []
+        matches = [first, *_FINGERPRINT.finditer(line.text, first.end())][:8]
         if len(matches) < 2:
             return
         any_size = re.search("GATHER|SCATTER|ALLTOALL|COALESCED", matches[0][3])
@@ -249,24 +245,10 @@ class C10dLines:
             self._found.add(int(match[1]), Seat(int(match[1]), _CHECKED, number, kind, size), line, own=False)
             self._found.add(int(match[1]), Fate(fates.WAITED, "torch found unlike collectives"), line, own=False)
 
-    def _take_report(self, line: Line) -> None:
-        """torch's own reports: on a desync, by monitored_barrier, and by fr_trace."""
-        text = line.text
-        if "lagging ranks" in text and (never := _NEVER_JOINED.search(text)):
-            self._name_missing(ranks_in(never[1]), "any collective", line)
-        if "finished collective" in text and (lagging := _LAGGING.search(text)):
-            self._name_missing(ranks_in(lagging[1]), f"collective {lagging[2]}", line)
-        if "joined but" in text and (joined := _JOINED.search(text)):
-            self._note_joined(ranks_in(joined[1]), line)
-        if "monitoredBarrier" in text:
-            if barrier := _NOT_PASSED.search(text):
-                self._name_missing(ranks_in(barrier[2]), "monitored_barrier", line)
-                waiting = int(barrier[1]) if barrier[1] else line.rank
-                self._found.add(waiting, Fate(fates.WAITED, "in monitored_barrier"), line)
-            if reached := _REACHED.search(text):
-                self._note_joined([int(reached[1])], line)
-        if any(words in text for words in _OF_ANALYSIS):
-            self._take_analysis(line)
+    def _take_not_passed(self, barrier: re.Match[str], line: Line) -> None:
+        self._name_missing(ranks_in(barrier[2]), "monitored_barrier", line)
+        waiting = int(barrier[1]) if barrier[1] else line.rank
+        self._found.add(waiting, Fate(fates.WAITED, "in monitored_barrier"), line)
 
     def _take_analysis(self, line: Line) -> None:
         text, now = line.text, self._analysis
@@ -472,7 +454,20 @@ class C10dLines:
 
 
 _LineReader: TypeAlias = tuple[str, re.Pattern[str], Callable[[C10dLines, re.Match[str], Line], None]]
-# Words that the line has, its pattern, and the method that takes it.
+# Words that the line has, its pattern, and the method that takes it. First torch's own reports, on a desync and by
+# monitored_barrier.
+_REPORTS: tuple[_LineReader, ...] = (
+    ("CollectiveFingerPrint", _FINGERPRINT, C10dLines._take_fingerprints),
+    ("lagging ranks", _NEVER_JOINED, lambda own, by, line: own._name_missing(ranks_in(by[1]), "any collective", line)),
+    (
+        "finished collective",
+        _LAGGING,
+        lambda own, by, line: own._name_missing(ranks_in(by[1]), f"collective {by[2]}", line),
+    ),
+    ("joined but", _JOINED, lambda own, by, line: own._note_joined(ranks_in(by[1]), line)),
+    ("monitoredBarrier", _NOT_PASSED, C10dLines._take_not_passed),
+    ("monitoredBarrier", _REACHED, lambda own, by, line: own._note_joined([int(by[1])], line)),
+)
 _OF_ANY_LINE: tuple[_LineReader, ...] = (
     ("Duplicate GPU", _DUPLICATE, C10dLines._take_duplicate),
     ("loo", GLOO, C10dLines._take_gloo),
@@ -511,15 +506,16 @@ def ranks_in(text: str) -> list[int]:
     return ranks[:MOST_KEPT]
 
 
-def _numel(shape: str | None, numel: str | None) -> int:
+def _size(shape: str | None, numel: str | None) -> str:
+    """In elements; empty if the line does not say."""
     if numel:
-        return int(numel)
+        return str(int(numel))
     if shape is None:
-        return -1
+        return ""
     product = 1
     for length in shape.replace(" ", "").split(","):
         product *= int(length[:9] or 1)
-    return min(product, 1 << 60)
+    return str(min(product, 1 << 60))
 
 
 def _has_hosts_of(by_file: list[set[int]], silent: set[int]) -> bool:

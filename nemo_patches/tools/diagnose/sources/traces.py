@@ -103,20 +103,11 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
         since = case.job.ago.get(rank, LONG_S)
     return Call(
         encoder=case.name,
-        number=ending.call,
         title=case.call(ending),
-        position=ending.position,
-        phase=ending.phase,
-        round=ending.round,
-        came_to=ending.came_to,
-        in_vain=ending.in_vain,
-        sync_ended=ending.sync_ended,
-        raised=ending.raised,
+        ending=ending,
         in_backward=track is not None and bool(track.calls.n) and track.calls.backward[-1] == BACKWARD,
         since_s=since,
         behind_since=behind_since(case, rank),
-        unsure=ending.unsure,
-        lost_last=ending.lost_last,
         reported=rank in case.stall_reports.kinds,
         last=case.last_record(rank),
     )

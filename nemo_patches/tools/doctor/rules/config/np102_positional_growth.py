@@ -57,7 +57,7 @@ def _no_room(encoder: Encoder) -> Findings:
     attention = encoder.get("self_attention_model", "rel_pos").value
     if not encoder.room.known or not encoder.cls or not encoder.cls.positional or attention not in _POSITIONAL:
         return
-    room = 1.0 if encoder.room.value is True else encoder.room.number
+    room = 1.0 if encoder.room.on else encoder.room.number
     if room is None or room < 0 or (not room and attention == "rel_pos"):
         what = f"{encoder.room.key} is {encoder.room.value!r}, which is no number of frames"
         yield stops(what, encoder.room, "pos_emb_max_len: as many frames as the longest input has")

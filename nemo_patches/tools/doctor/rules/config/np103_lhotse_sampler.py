@@ -26,7 +26,7 @@ model:
 def check(job: Job) -> Findings:
     """For sets that are no stream: those Lightning leaves alone."""
     switch = job.trainer("use_distributed_sampler", True)
-    if not job.several or switch.value is not True:
+    if not job.several or not switch.on:
         return
     sampled = [dataset for dataset in job.datasets if dataset.lhotse and dataset.tarred is False]
     if not sampled:

@@ -50,7 +50,7 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     """
     if dataset.keys[0] != "model":
         return False
-    if dataset.get("is_tarred").value is True:
+    if dataset.get("is_tarred").on:
         return job.asr_encoder or bool(job.checkpoints)
     if job.asr_encoder:
         return not job.get("model.transf_decoder").given

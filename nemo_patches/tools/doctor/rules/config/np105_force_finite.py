@@ -33,10 +33,9 @@ def check(job: Job) -> Findings:
         finite, forced = dataset.get("force_finite", False), dataset.get("force_iterable_dataset", False)
         if not dataset.training or not dataset.lhotse or dataset.tarred is False or dataset.endless:
             continue
-        if not (finite.value is True or (dataset.tarred and dataset.endless is False)):
+        if not (finite.on or (dataset.tarred and dataset.endless is False)):
             continue  # whether it ends is not known
-        sizes = [dataset.get(key) for key in ("batch_duration", "bucket_batch_size", "batch_tokens")]
-        dynamic = [size for size in sizes if size.value is not None]
+        dynamic = [size for size in (*dataset.dynamic, dataset.get("batch_tokens")) if size.value is not None]
         stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
         ends = f"ends on each of {job.ranks_text} after its own number of batches"
         severity = ERROR if dataset.tarred else WARNING
@@ -45,8 +44,8 @@ def check(job: Job) -> Findings:
         yield Finding(
             severity,
             f"{dataset.where} is {stream} that {ends}",
-            (finite, *([forced] if forced.value is True else []), *dynamic, limit.read, job.devices),
+            (finite, *([forced] if forced.on else []), *dynamic, limit.read, job.devices),
             "force_iterable_dataset: false, with a whole number as shard_seed, which shares it out"
-            if forced.value is True
+            if forced.on
             else "force_finite: false, also of its entries, with trainer.limit_train_batches as a whole number",
         )

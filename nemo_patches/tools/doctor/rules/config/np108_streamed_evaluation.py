@@ -36,7 +36,7 @@ def check(job: Job) -> Findings:
             continue
         read = (limit.read, dataset.get("is_tarred", False), dataset.get("force_finite", False))
         forced = dataset.get("force_iterable_dataset", False)
-        once = (f"{forced.key}: false" if forced.value is True else f"{dataset.where}.force_map_dataset: true") + (
+        once = (f"{forced.key}: false" if forced.on else f"{dataset.where}.force_map_dataset: true") + (
             f", and a whole number as {dataset.shard_seed.key}: each entry is read once"
         )
         limited = f"trainer.{key}: a whole number"

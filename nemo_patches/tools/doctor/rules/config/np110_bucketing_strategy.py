@@ -28,8 +28,7 @@ def check(job: Job) -> Findings:
         return
     for dataset in job.datasets:
         files, strategy = dataset.get("tarred_audio_filepaths"), dataset.get("bucketing_strategy", "synced_randomized")
-        buckets = isinstance(files.value, list) and len(files.value) > 1 and isinstance(files.value[0], list)
-        if not dataset.nemo or not dataset.tarred or not buckets or strategy.value != "fully_randomized":
+        if not dataset.nemo or not dataset.tarred or not dataset.has_buckets or strategy.value != "fully_randomized":
             continue
         sizes = dataset.get("bucketing_batch_size")
         other = ", and other batch sizes" if sizes.value is not None else ""

@@ -61,10 +61,9 @@ def _no_size(dataset: Dataset) -> Findings:
         read = dataset.lhotse or (dataset.nemo and key == "batch_size")
         if not read or not size.known or size.value is None:
             continue
-        whole = isinstance(size.value, int) and not isinstance(size.value, bool)
         if (size.number is not None and size.number <= 0) or (key in _COUNTS and isinstance(size.value, float)):
             what = f"{size.key} is {size.value}, which is no size of a batch"
-            yield stops(what, size, "a whole number, 1 or more" if not whole else "1 or more")
+            yield stops(what, size, "1 or more" if size.whole else "a whole number, 1 or more")
 
 
 def _bins(dataset: Dataset) -> Findings:
@@ -97,9 +96,15 @@ def _of_nemo(dataset: Dataset) -> Findings:
             (*ignored, dataset.get("use_lhotse", False), size),
             "use_lhotse: true, or batch_size alone",
         )
-    adaptive, files = dataset.get("bucketing_batch_size"), dataset.get("tarred_audio_filepaths").value
-    buckets = isinstance(files, list) and len(files) > 1 and isinstance(files[0], list)
-    if dataset.tarred and buckets and adaptive.value is not None and adaptive.known and size.known and size.value != 1:
+    adaptive = dataset.get("bucketing_batch_size")
+    if (
+        dataset.tarred
+        and dataset.has_buckets
+        and adaptive.value is not None
+        and adaptive.known
+        and size.known
+        and size.value != 1
+    ):
         what = f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1"
         yield stops(what, (adaptive, size), "batch_size: 1")
 
@@ -109,9 +114,9 @@ def _of_lhotse(dataset: Dataset) -> Findings:
     multimodal = dataset.get("use_multimodal_sampling", False)
     counting = [
         sizes[0],
-        *([] if multimodal.value is True else [sizes[1]]),
+        *([] if multimodal.on else [sizes[1]]),
         sizes[2],  # without its bins, it has a finding of its own
-        *([sizes[3]] if multimodal.value is not False else []),
+        *([sizes[3]] if not multimodal.off else []),
     ]
     if all(value.value is None for value in counting) and not _has_own_keys(dataset):
         given = tuple(value for value in sizes if value.given)
@@ -121,7 +126,7 @@ def _of_lhotse(dataset: Dataset) -> Findings:
             f"{dataset.where}: no key gives the size of a batch{why}: NeMo 3.0 stops the job at its start, "
             "NeMo up to 2.7 makes one batch of the whole set",
             (*(given or (sizes[0],)), *([multimodal] if multimodal.given else [])),
-            "batch_size; or " + ("batch_tokens" if multimodal.value is True else "batch_duration"),
+            "batch_size; or " + ("batch_tokens" if multimodal.on else "batch_duration"),
         )
     yield from _fixed_sizes(dataset, sizes)
     old = dataset.get("bucketing_batch_size")

@@ -25,7 +25,7 @@ def check(job: Job) -> Findings:
         return
     switch = job.trainer("use_distributed_sampler", True)
     for dataset in job.datasets:
-        if switch.value is False and dataset.nemo and dataset.tarred is False:
+        if switch.off and dataset.nemo and dataset.tarred is False:
             yield Finding(
                 WARNING if dataset.training else NOTE,
                 f"{dataset.where}: each of {job.ranks_text} reads all of it, as use_distributed_sampler is false",
@@ -35,7 +35,7 @@ def check(job: Job) -> Findings:
                 else "trainer.use_distributed_sampler: true",
             )
         drop = dataset.get("drop_last", False)
-        if not dataset.training and drop.value is True:
+        if not dataset.training and drop.on:
             yield note(
                 f"{dataset.where}: drop_last leaves up to a batch of entries on each rank out of the metrics; a set "
                 "that is smaller than a batch on each rank has no batch at all",

@@ -25,7 +25,7 @@ GOOD = BAD.replace(", sync_batchnorm: true", "")
 def check(job: Job) -> Findings:
     """Against the normalisation of the encoders that are known."""
     switch = job.trainer("sync_batchnorm", False)
-    if not job.several or switch.value is not True or not job.encoders:
+    if not job.several or not switch.on or not job.encoders:
         return
     normalisations = [_normalisation(encoder) for encoder in job.encoders]
     batch = [value for value in normalisations if value.value in ("batch_norm", "batch")]

@@ -38,7 +38,7 @@ def check(job: Job) -> Findings:
         if ignored and dataset.keys[0] in ("model", "data"):
             names = " and ".join(value.key for value in ignored)
             yield note(f"{names}: NeMo does not hand that on, so it has no effect", tuple(ignored))
-    pinned = [dataset for dataset in job.datasets if dataset.get("pin_memory", False).value is True]
+    pinned = [dataset for dataset in job.datasets if dataset.get("pin_memory", False).on]
     if pinned and job.accelerator.value == "cpu":
         switches = tuple(dataset.get("pin_memory") for dataset in pinned)
         yield note("pin_memory has no effect on the CPU", switches)

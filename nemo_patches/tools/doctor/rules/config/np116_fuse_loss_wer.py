@@ -39,8 +39,7 @@ def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Findings:
     if not dataset.lhotse and not (dataset.nemo and dataset.tarred):
         return
     size = dataset.get("batch_size")
-    sizes = [dataset.get(key) for key in ("batch_duration", "bucket_batch_size")]
-    dynamic = [value for value in sizes if dataset.lhotse and value.value is not None]
+    dynamic = dataset.dynamic if dataset.lhotse else []
     if size.number is not None and size.number <= (part.number or 0):
         return  # one part, whatever the others have; Lhotse takes batch_size as a limit, also with batch_duration
     if not size.known and not dynamic:

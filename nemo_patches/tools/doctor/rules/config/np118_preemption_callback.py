@@ -26,7 +26,7 @@ def check(job: Job) -> Findings:
         return
     switch = job.get("exp_manager.create_preemption_callback", True)
     checkpoints = job.get("exp_manager.create_checkpoint_callback", True)
-    if switch.value is True and checkpoints.value is True:
+    if switch.on and checkpoints.on:
         yield note(
             f"the preemption callback makes {job.ranks_text} wait for each other at the end of every training batch",
             (switch, checkpoints),

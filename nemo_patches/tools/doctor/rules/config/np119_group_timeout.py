@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.syntax import last_part
 
 WORST = WARNING
 BAD = """\
@@ -34,7 +35,7 @@ def check(job: Job) -> Findings:
     value = job.get("trainer.strategy.timeout")
     if not value.known or value.value is None:
         return
-    timeout, strategy = job.group_timeout, str(job.strategy.value).rpartition(".")[2]
+    timeout, strategy = job.group_timeout, last_part(str(job.strategy.value))
     if isinstance(value.value, (int, float, str)) and strategy in _WITH_A_TIMEOUT:
         what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta"
         yield stops(what, value, _AS_A_DURATION)

@@ -9,7 +9,6 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
@@ -43,7 +42,7 @@ def check(job: Job) -> Findings:
 
 def _of_shares(job: Job, dataset: Dataset) -> Finding:
     """Measured on 2 ranks: 18 to 27% of the entries are read twice, and epochs of 112 batches meet 113."""
-    dynamic = [value for value in map(dataset.get, ("batch_duration", "bucket_batch_size")) if value.value is not None]
+    dynamic = dataset.dynamic
     uneven = ", and a rank may have one batch fewer, for which the others wait" if dynamic else ""
     others = [dataset.get(key).value for key in ("input_cfg", "cuts_path", "shar_path")]
     untold = others == [None] * 3 and not dataset.get("manifest_filepath").known  # as in most of NeMo's recipes
@@ -60,9 +59,9 @@ def _of_a_stream(job: Job, dataset: Dataset) -> Findings:
     """Only where every order is known to be the same on all ranks."""
     workers = dataset.get("num_workers", 0)
     seeds = list(dict.fromkeys(draw.seed for draw in dataset.inputs.draws))
-    if not all(_is_whole(seed) or (seed.value == "randomized" and workers.value == 0) for seed in seeds):
+    if not all(seed.whole or (seed.value == "randomized" and workers.value == 0) for seed in seeds):
         return
-    without_workers = any(not _is_whole(seed) for seed in seeds)
+    without_workers = any(not seed.whole for seed in seeds)
     set_own, others = dataset.shard_seed, [seed.key for seed in seeds if seed.key != dataset.shard_seed.key]
     also = f", also as {' and '.join(others)}" if others else ""
     yield warning(
@@ -71,7 +70,3 @@ def _of_a_stream(job: Job, dataset: Dataset) -> Findings:
         (*(seeds or (dataset.shuffle,)), *((workers,) if without_workers else ())),
         f"{dataset.key('shuffle')}: true, with {set_own.key}: trng, or randomized and num_workers: 1 or more{also}",
     )
-
-
-def _is_whole(seed: Value) -> bool:
-    return isinstance(seed.value, int) and not isinstance(seed.value, bool)

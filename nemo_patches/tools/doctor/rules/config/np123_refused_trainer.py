@@ -104,12 +104,7 @@ def _validation_never_comes(job: Job) -> Findings:
             yield _refused(what, (interval, epochs), "val_check_interval: a whole number")
     elif not isinstance(epochs.value, int):
         yield _refused(f"{epochs.key} is {epochs.text}", epochs, "a whole number, or null")
-    elif (
-        fast.value is False
-        and isinstance(batches, int)
-        and isinstance(limit.batches, int)
-        and batches > limit.batches > 0
-    ):
+    elif fast.off and isinstance(batches, int) and isinstance(limit.batches, int) and batches > limit.batches > 0:
         what = f"val_check_interval is {batches}, and an epoch has {limit.batches} batches"
         instead = "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs"
         yield _refused(what, (interval, limit.read, epochs), instead)
@@ -118,7 +113,7 @@ def _validation_never_comes(job: Job) -> Findings:
 def _share_of_no_length(job: Job) -> Findings:
     """Lhotse's sampler has no length, stream or not, and Lightning takes a share of that only if it is all."""
     fast = job.trainer("fast_dev_run", False)
-    for dataset in job.datasets if fast.value is False else ():
+    for dataset in job.datasets if fast.off else ():
         for share in map(job.trainer, _OF_ROLE.get(dataset.role, ())):
             if dataset.lhotse and share.known and isinstance(batches := as_limit(share), float) and batches < 1:
                 if not batches and share.key != "trainer.val_check_interval":

@@ -45,13 +45,13 @@ def _no_duration_fits(dataset: Dataset) -> Findings:
 
 def _no_batch(job: Job, dataset: Dataset) -> Findings:
     size, drop = dataset.get("batch_size"), dataset.get("drop_last", False)
-    if drop.value is not True or not size.number or not job.ranks or dataset.tarred is not False:
+    if not drop.on or not size.number or not job.ranks or dataset.tarred is not False:
         return
-    if not dataset.reader or any(dataset.get(key).value is not None for key in ("batch_duration", "bucket_batch_size")):
+    if not dataset.reader or dataset.dynamic:
         return
     # Lhotse deals whole batches out to the ranks; Lightning's sampler deals out entries, and repeats some to fill up.
     ranks, whole = job.ranks, int(size.number)
-    shared = dataset.lhotse or job.trainer("use_distributed_sampler", True).value is not False
+    shared = dataset.lhotse or not job.trainer("use_distributed_sampler", True).off
     enough = whole * ranks if dataset.lhotse else (whole - 1) * ranks + 1 if shared else whole
     count = dataset.entries(enough)
     if count is not None and count < enough:

@@ -24,16 +24,16 @@ GOOD = BAD.replace("shard_seed: randomized", "shard_seed: trng")
 def check(job: Job) -> Findings:
     """On one rank, too. Only where every order is known to be the same in each launch."""
     resumes = job.get("exp_manager.resume_if_exists", False)
-    if resumes.value is not True:
+    if not resumes.on:
         return
     for dataset in job.datasets:
         if not (dataset.training and dataset.endless and dataset.tarred) or dataset.inputs.unknown:
             continue
         seed, orders = dataset.get("seed", 0), [draw.seed for draw in dataset.inputs.draws]
         is_randomized = any(order.value == "randomized" for order in orders)
-        if not orders or not all(order.value == "randomized" or type(order.value) is int for order in orders):
+        if not orders or not all(order.value == "randomized" or order.whole for order in orders):
             continue
-        if is_randomized and type(seed.value) is not int:
+        if is_randomized and not seed.whole:
             continue
         yield note(
             f"{dataset.where} is a stream whose order is the same in every launch: a resume reads it from the "

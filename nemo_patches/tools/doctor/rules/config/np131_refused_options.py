@@ -50,7 +50,7 @@ def _of(dataset: Dataset) -> Findings:
         if word.known and word.value not in words and used.value is not None:
             yield stops(f"{word.key} is {word.text}", (word, used), f"{key}: one of {', '.join(words)}")
     to_map, to_iterable = dataset.get("force_map_dataset", False), dataset.get("force_iterable_dataset", False)
-    if to_map.value is True and to_iterable.value is True:
+    if to_map.on and to_iterable.on:
         what = f"{to_map.key} and {to_iterable.key} exclude each other"
         yield stops(what, (to_map, to_iterable), "one of them")
     shuffle = dataset.get("shuffle", False)
