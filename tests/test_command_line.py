@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 from interpreters import as_ordinary_user, environment, run
 
 import nemo_patches
-from nemo_patches import __main__
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -26,7 +26,7 @@ def typed(
     """Exit code, standard output and standard error of a command line."""
     monkeypatch.setattr(sys, "argv", ["nemo-patches", *arguments])
     with pytest.raises(SystemExit) as ended:
-        __main__.main()
+        runpy.run_module("nemo_patches", run_name="__main__")
     output, error = capsys.readouterr()
     assert "Traceback" not in error
     return ended.value.code, output, error

@@ -15,13 +15,10 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
+from diagnosing import critical, diagnosed
 from ranks import run_ranks
 
 import nemo_patches
-from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.findings import CRITICAL
-from nemo_patches.tools.diagnose.folder import Folder
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
@@ -94,7 +91,7 @@ def test_who_was_killed_is_named_and_nobody_else(moment: str, tmp_path: Path) ->
         draw = random.Random(f"{moment} {size}")
         odd, folder = draw.randrange(size), tmp_path / str(size)
         run_ranks(agent, 1, size, folder, odd, moment, draw.randrange(1, 30), draw.uniform(0.1, 0.4), group=False)
-        report = diagnose(Folder(folder).read())
+        report = diagnosed(folder)
         first = report.findings[0]
-        assert (first.id, first.ranks, first.severity) == (ids.KILLED, (odd,), CRITICAL), report
-        assert {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks} == {odd}, report
+        assert (first.id, first.ranks, first.severity) == ("killed", (odd,), "critical"), report
+        assert {rank for one in critical(report) for rank in one.ranks} == {odd}, report

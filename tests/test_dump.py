@@ -12,13 +12,11 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
+from diagnosing import diagnosed
 from ranks import CONNECTING_S, all_have_come, come_in, forget_incidents, run_ranks, wait_until
 from test_stall_reports import read_audio
 
 import nemo_patches
-from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.findings import Diagnosis
-from nemo_patches.tools.diagnose.watch import once
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone, pytest.mark.apply_only]
 TIMEOUT = 1.5
@@ -112,19 +110,12 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def diagnosed(folder: Path) -> Diagnosis:
-    """As after the job: the files are old, so that nothing waits for them to grow."""
-    for file in folder.iterdir():
-        os.utime(file, (0, 0))
-    return once(folder)[1]
-
-
 def test_the_verdict_where_only_the_waiting_rank_has_dumped(dumped: Path, tmp_path: Path) -> None:
     shutil.copytree(dumped.with_suffix(".before"), tmp_path / "one")
     for file in (tmp_path / "one").glob("rank-00001.*"):
         file.unlink()
     first = diagnosed(tmp_path / "one").findings[0]
-    assert (first.id, first.ranks, first.call) == (ids.MISSING_RANK, (1,), 4)
+    assert (first.id, first.ranks, first.call) == ("missing-rank", (1,), 4)
     assert "Rank 1 has not entered training call 4 " in first.text
     assert "read_audio (tests/test_stall_reports.py:" in first.text
     assert "waited in vain for its round: rank 0" in first.evidence
@@ -133,9 +124,9 @@ def test_the_verdict_where_only_the_waiting_rank_has_dumped(dumped: Path, tmp_pa
 @pytest.mark.parametrize(
     ("name", "finding", "ranks", "said"),
     [
-        ("before", ids.MISSING_RANK, (1,), "read_audio (tests/test_stall_reports.py:"),
-        ("layers", ids.SOME_INSIDE, (1,), "in its layers"),
-        ("collective", ids.OUTSIDE, (0, 1), "in_a_collective (tests/test_dump.py:"),
+        ("before", "missing-rank", (1,), "read_audio (tests/test_stall_reports.py:"),
+        ("layers", "some-inside", (1,), "in its layers"),
+        ("collective", "stuck-outside-encoder", (0, 1), "in_a_collective (tests/test_dump.py:"),
     ],
 )
 def test_the_verdict_from_dumps(dumped: Path, name: str, finding: str, ranks: tuple[int, ...], said: str) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import interpreters
 import pytest
 import traces
+from diagnosing import diagnosed
 from ranks import free_port
 
 from nemo_patches.stall.job_folder import dump_folder, job_name
-from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.watch import once
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
 LIMIT_S = 120.0
@@ -105,10 +104,10 @@ os._exit(0)  # without a store, without rank 1
 @pytest.mark.parametrize(
     ("failure", "finding", "text"),
     [
-        ("encoder(100, ValueError('no such audio'))", ids.EXCEPTION, "in call 4 of Encoder"),
+        ("encoder(100, ValueError('no such audio'))", "exception", "in call 4 of Encoder"),
         (
             "raise ValueError('no such audio')",
-            ids.EXCEPTION,
+            "exception",
             "outside the encoder, after call 3 of Encoder",
         ),
     ],
@@ -120,8 +119,7 @@ def test_an_exception_that_nobody_catches(failure: str, finding: str, text: str,
     assert (failed.returncode, failed.stdout) == (1, "the user's hook: no such audio\n"), failed.stderr
     for file in traces.files(tmp_path):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        os.utime(file, (0, 0))
-    first = once(tmp_path)[1].findings[0]
+    first = diagnosed(tmp_path).findings[0]
     assert (first.id, first.ranks) == (finding, (1,))
     assert text in first.text
     (line,) = [line for line in failed.stderr.splitlines() if "encoder calls of this rank are in" in line]

@@ -12,16 +12,14 @@ import random
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import traces
+from diagnosing import critical, diagnosed
 from interpreters import CHECKOUT, LAUNCHER, environment, run
 from ranks import free_port
 from test_trainer_callbacks import entry_point as entry_point
-
-from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
-from nemo_patches.tools.diagnose.watch import once
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
 APP = CHECKOUT / "tests" / "hydra_app.py"
@@ -105,14 +103,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def diagnosed(folder: Path) -> Diagnosis:
-    return once(folder)[1]
-
-
-def names(report: Diagnosis, place: str, culprit: int) -> bool:
+def names(report: Any, place: str, culprit: int) -> bool:
     kind, message = RAISED[place]
     first = report.findings[0]
-    return (first.id, first.ranks) == (ids.EXCEPTION, (culprit,)) and f"raised {kind}: {message}" in first.text
+    return (first.id, first.ranks) == ("exception", (culprit,)) and f"raised {kind}: {message}" in first.text
 
 
 @pytest.mark.parametrize("name", [name for name, (_, place, _) in JOBS.items() if place in RAISED])
@@ -120,8 +114,8 @@ def test_the_rank_and_its_exception_are_named(folder: Path, name: str) -> None:
     _, place, culprit = JOBS[name]
     report = diagnosed(folder / name)
     assert names(report, place, culprit), report.verdict
-    assert report.findings[0].severity == CRITICAL
-    assert all(finding.ranks in ((culprit,), ()) for finding in report.findings if finding.severity == CRITICAL)
+    assert report.findings[0].severity == "critical"
+    assert all(finding.ranks in ((culprit,), ()) for finding in critical(report))
 
 
 def test_its_time_is_recorded_and_is_before_the_others_ends(folder: Path) -> None:
@@ -144,24 +138,24 @@ def test_who_catches_it_and_goes_on_is_not_accused(folder: Path, name: str) -> N
     for file in files:
         assert len(traces.of_kind(traces.records(file), "failed", type="ValueError")) == 1
     report = diagnosed(folder / name)
-    assert not [one for one in report.findings if one.severity == CRITICAL or one.id == ids.EXCEPTION], report.verdict
+    assert not critical(report) and "exception" not in [one.id for one in report.findings], report.verdict
 
 
 def test_who_catches_it_and_ends_is_not_said_to_have_broken_a_job(folder: Path) -> None:
     report = diagnosed(folder / "stopped")
-    assert not [finding for finding in report.findings if finding.severity == CRITICAL], report.verdict
+    assert not critical(report), report.verdict
 
 
 def test_a_start_up_that_timed_out_is_called_so(folder: Path) -> None:
     report = diagnosed(folder / "alone")
-    start_up = [finding for finding in report.findings if finding.id == ids.START_UP]
+    start_up = [finding for finding in report.findings if finding.id == "start-up"]
     assert len(start_up) == 1, report.verdict
     assert not start_up[0].ranks
     assert "rank 0 waited for the process group in vain" in start_up[0].text
     assert "1/2 clients joined" in start_up[0].text
 
 
-def torchrun(place: str, culprit: int, step: int, path: tuple[Path, ...], way: str, folder: Path) -> Diagnosis:
+def torchrun(place: str, culprit: int, step: int, path: tuple[Path, ...], way: str, folder: Path) -> Any:
     arguments = [f"+place={place}", f"+culprit={culprit}", f"+step={step}"]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(free_port())]
     variables = environment(*path, **{f"NEMO_PATCHES_{way}": str(folder)})
@@ -190,7 +184,7 @@ def test_many_by_chance(entry_point: Path, tmp_path: Path) -> None:
         (folder := tmp_path / str(number)).mkdir()
         report = torchrun(place, culprit, step, path, "TRACE" if number % 4 < 2 else "DUMP", folder)
         right += (is_right := names(report, place, culprit))
-        accused = {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks}
+        accused = {rank for one in critical(report) for rank in one.ranks}
         innocents += [(number, report.verdict)] if accused - {culprit} else []
         print(number, place, culprit, step, is_right, report.verdict, flush=True)
         shutil.rmtree(folder)

@@ -20,8 +20,6 @@ import pytest
 from interpreters import CHECKOUT, environment
 from ranks import free_port
 
-from nemo_patches.stall.job_stall import EXIT_CODE
-
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 4.0, 6.0
 LINE_S = 5.0  # after stall_timeout, on an idle machine
@@ -32,6 +30,7 @@ LIMITS = {
     "NEMO_PATCHES_STALL_EXIT": f"{STALL_EXIT:g}",
     "NEMO_PATCHES_ON_STALL": "sh -c 'cat >> $JOB_FOLDER/page.json'",
 }
+EXIT_CODE = 83
 READS = r"rank 1 \(.*\): read_audio \(tests/watched_jobs.py:\d+\)"
 
 

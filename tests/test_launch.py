@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from interpreters import LAUNCHER, environment, run
 
-from nemo_patches.patching.settings import ALL_SETTINGS
+import nemo_patches
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -59,10 +60,10 @@ def test_every_setting_is_an_option() -> None:
     words = {"sync": "local", "on_timeout": "raise"}
     words |= {"trace": "here", "trace_checks": "cuda", "on_finding": "raise"}
     words |= {"metrics": "deferred", "stop_together": "evaluation", "checkpoints": "stock"}
-    options = {setting.name: words.get(setting.name, "7") for setting in ALL_SETTINGS}
+    options = {name: words.get(name, "7") for name in inspect.signature(nemo_patches.apply).parameters}
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     variables, _, _ = shown(*arguments, "--", *SHOW)
-    assert {setting.name: variables[setting.variable] for setting in ALL_SETTINGS} == options
+    assert {name: variables[f"NEMO_PATCHES_{name.upper()}"] for name in options} == options
 
 
 def test_a_misspelt_variable_is_said_and_the_command_runs() -> None:

@@ -17,7 +17,6 @@ from ranks import Result, free_port, run_ranks
 
 import nemo_patches
 from nemo_patches.lightning import LengthSyncCallback
-from nemo_patches.sync import length_sync
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STEPS, LAG, TIMEOUT, STALL = 60, 0.2, 2.0, 4.0  # the lag: well above what a busy machine makes of a step
@@ -66,7 +65,7 @@ def train(rank: int, size: int, port: int, folder: str) -> tuple[set[str], int]:
         enable_model_summary=False,
     )
     trainer.fit(model, data)
-    return model.in_bar, length_sync.counters()[0].fallbacks
+    return model.in_bar, nemo_patches.status().encoders[0].fallbacks
 
 
 @pytest.fixture(scope="module")

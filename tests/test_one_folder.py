@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from interpreters import python
+from diagnosing import diagnosed
 from simulated_job import Call, Event, Killed
 from simulated_job import steps as encoder_calls
 from simulated_traces import write
 from test_diagnose import SCENARIOS
 from test_flight_recorder import steps
 from test_flight_recorder import write as write_dumps
-
-from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -46,12 +42,7 @@ Thread {pid} (idle): "MainThread"
 """
 
 
-def diagnosed(folder: Path) -> dict[str, Any]:
-    done = python("-m", "nemo_patches", "diagnose", str(folder), "--json")
-    assert not done.stderr, done.stderr
-    content: dict[str, Any] = json.loads(done.stdout)
-    assert content["exit_code"] == done.returncode
-    return content
+DUMPED = b'{"k":"dumped","t":%f,"why":"a rank is missing","where":"","error":""}\n'
 
 
 def traces_of_a_stuck_rank(folder: Path) -> Path:
@@ -68,23 +59,23 @@ def test_a_rank_whose_dump_may_lie_on_another_host_is_no_certain_culprit_beside_
     without.unlink()
     for file in rest:
         last = json.loads(file.read_bytes().splitlines()[-1])["t"]
-        file.write_bytes(file.read_bytes() + records.encode(records.Dumped(last + 30, "a rank is missing", "", "")))
+        file.write_bytes(file.read_bytes() + DUMPED % (last + 30))
     (tmp_path / "train.log").write_text("nemo_patches INFO [rank 0/4 node0, pid 4000] patched on all 4 ranks: X\n")
-    first = diagnosed(tmp_path)["findings"][0]
-    assert (first["id"], first["ranks"], first["severity"]) == (ids.MISSING_RANK, [3], "warning")
+    first = diagnosed(tmp_path).findings[0]
+    assert (first.id, first.ranks, first.severity) == ("missing-rank", (3,), "warning")
 
 
 def test_a_log_says_why_a_rank_of_the_traces_did_not_come(tmp_path: Path) -> None:
     traces_of_a_stuck_rank(tmp_path)
     alone = diagnosed(tmp_path)
-    assert (alone["findings"][0]["id"], alone["findings"][0]["ranks"]) == (ids.MISSING_RANK, [2])
+    assert (alone.findings[0].id, alone.findings[0].ranks) == ("missing-rank", (2,))
     (tmp_path / "train.log").write_text(KEY_ERROR)
     both = diagnosed(tmp_path)
-    first = both["findings"][0]
-    assert (first["id"], first["ranks"]) == (ids.EXCEPTION, [2])
-    assert "KeyError: 'audio' in read (data.py:41) [train.log:4]" in first["text"]
-    assert both["world_size"] == 4 and [rank["rank"] for rank in both["ranks"]] == [0, 1, 2, 3]
-    assert not both["problems"]
+    first = both.findings[0]
+    assert (first.id, first.ranks) == ("exception", (2,))
+    assert "KeyError: 'audio' in read (data.py:41) [train.log:4]" in first.text
+    assert both.world_size == 4 and [rank.rank for rank in both.ranks] == [0, 1, 2, 3]
+    assert not both.problems
 
 
 def test_a_file_that_tells_nothing_changes_nothing(tmp_path: Path) -> None:
@@ -92,7 +83,7 @@ def test_a_file_that_tells_nothing_changes_nothing(tmp_path: Path) -> None:
     before = diagnosed(tmp_path)
     (tmp_path / "notes.txt").write_text("restarted at noon\n")
     after = diagnosed(tmp_path)
-    assert after["findings"] == before["findings"]
+    assert after.findings == before.findings
 
 
 def test_dumps_name_the_rank_and_stacks_say_where_it_is(tmp_path: Path) -> None:
@@ -102,11 +93,11 @@ def test_dumps_name_the_rank_and_stacks_say_where_it_is(tmp_path: Path) -> None:
     for rank in range(4):
         (tmp_path / "stacks" / f"rank{rank}.txt").write_text((READS if rank == 2 else WAITS).format(pid=100 + rank))
     content = diagnosed(tmp_path)
-    first = content["findings"][0]
-    assert (first["id"], first["ranks"], content["world_size"]) == (ids.MISSING_RANK, [2], 4)
-    assert "nccl:all_reduce [1], number 7" in first["text"] and "it is in read (data.py:41)" in first["text"]
-    assert any("nccl_trace_rank_0" in line for line in first["evidence"])
-    assert any("rank2.txt" in line for line in first["evidence"])
+    first = content.findings[0]
+    assert (first.id, first.ranks, content.world_size) == ("missing-rank", (2,), 4)
+    assert "nccl:all_reduce [1], number 7" in first.text and "it is in read (data.py:41)" in first.text
+    assert any("nccl_trace_rank_0" in line for line in first.evidence)
+    assert any("rank2.txt" in line for line in first.evidence)
 
 
 def test_stacks_that_contradict_dumps_take_the_accusation_away(tmp_path: Path) -> None:
@@ -115,8 +106,8 @@ def test_stacks_that_contradict_dumps_take_the_accusation_away(tmp_path: Path) -
     for rank in range(4):
         (tmp_path / f"rank{rank}.txt").write_text(WAITS.format(pid=100 + rank))
     content = diagnosed(tmp_path)
-    assert not any(2 in one["ranks"] for one in content["findings"])
-    lines = [line for one in content["findings"] for line in one["evidence"] if line.startswith("contradiction")]
+    assert not any(2 in one.ranks for one in content.findings)
+    lines = [line for one in content.findings for line in one.evidence if line.startswith("contradiction")]
     assert any("nccl_trace_rank_0" in line and "rank2.txt" in line for line in lines), content
 
 
@@ -125,8 +116,8 @@ def test_a_log_of_another_job_is_listed_and_not_joined(tmp_path: Path) -> None:
     eight = "distributed_backend=nccl\nAll distributed processes registered. Starting with 8 processes\n" + KEY_ERROR
     (tmp_path / "other.log").write_text(eight)
     content = diagnosed(tmp_path)
-    assert (content["findings"][0]["id"], content["findings"][0]["ranks"]) == (ids.MISSING_RANK, [2])
-    assert any("of a job of 8 ranks, not of 4" in line for line in content["earlier"])
+    assert (content.findings[0].id, content.findings[0].ranks) == ("missing-rank", (2,))
+    assert any("of a job of 8 ranks, not of 4" in line for line in content.earlier)
 
 
 def test_code_beside_a_jobs_logs_is_no_evidence(tmp_path: Path) -> None:
@@ -135,6 +126,6 @@ def test_code_beside_a_jobs_logs_is_no_evidence(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(READS.format(pid=100) + KEY_ERROR.replace("rank2", "rank0"))
     content = diagnosed(tmp_path)
-    assert [(one["id"], one["ranks"]) for one in content["findings"]] == [(ids.EXCEPTION, [2])]
+    assert [(one.id, one.ranks) for one in content.findings] == [("exception", (2,))]
     (tmp_path / "rank0.md").write_text(KEY_ERROR.replace("rank2", "rank0"))
-    assert diagnosed(tmp_path / "rank0.md")["findings"][0]["ranks"] == [0]
+    assert diagnosed(tmp_path / "rank0.md").findings[0].ranks == (0,)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import nemo_patches.sync
+from nemo_patches.patching import TARGET_MODULES
+from nemo_patches.patching.targets import TARGETS
 
 pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
@@ -157,3 +159,8 @@ def test_it_imports_under_another_name_where_only_torch_is_there(carried: tuple[
         "sys.modules.update(dict.fromkeys(missing))\n"
     ) + "".join(f"import vendored.{path.parent.name}.{path.stem}\n" for path in files)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=tmp_path)
+
+
+@pytest.mark.wheel
+def test_the_hook_watches_the_modules_of_the_targets() -> None:
+    assert set(TARGET_MODULES) == {target.module for target in TARGETS}

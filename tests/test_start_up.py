@@ -13,9 +13,6 @@ from pathlib import Path
 import pytest
 from interpreters import CHECKOUT, LAUNCHER, environment, python, run
 
-from nemo_patches.patching import TARGET_MODULES
-from nemo_patches.patching.targets import TARGETS
-
 pytestmark = pytest.mark.one_nemo
 
 MODULES = "import sys; print(*sorted(sys.modules))"
@@ -53,11 +50,6 @@ def test_what_every_process_runs_is_the_syntax_of_an_old_python() -> None:
 @pytest.mark.wheel
 def test_the_launchers_folder_holds_the_sitecustomize_and_nothing_else() -> None:
     assert [file.name for file in LAUNCHER.iterdir() if file.name != "__pycache__"] == ["sitecustomize.py"]
-
-
-@pytest.mark.wheel
-def test_the_hook_watches_the_modules_of_the_targets() -> None:
-    assert set(TARGET_MODULES) == {target.module for target in TARGETS}
 
 
 # What a shadowed sitecustomize can see of itself and of its interpreter, and what is seen of it afterwards.

@@ -229,15 +229,13 @@ def test_overlapped_and_local_never_wait() -> None:
 
 
 def raises(rank: int, size: int) -> Any:
-    from nemo_patches.sync.length_sync import LengthSyncTimeout
-
     encoder = in_step(timeout=1.0, on_timeout="raise")
     if rank == 1:
         wait_for_others("raised", size)
     text = ""
     try:
         call(encoder, 100)
-    except LengthSyncTimeout as error:
+    except nemo_patches.LengthSyncTimeout as error:
         text = str(error)
     if rank == 0:
         wait_for_others("raised", size)

@@ -16,11 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import traces
-from ranks import Result, Said, run_ranks, wait_until
+from ranks import Result, Said, come_in, run_ranks, wait_until
 from test_apply import attributes, listening
 
 import nemo_patches
-from nemo_patches.tracing.checks import FindingError
 
 pytestmark = pytest.mark.alone
 
@@ -304,7 +303,7 @@ def train(rank: int, size: int, folder: str) -> None:
     encoders.run(encoder, 100)  # call 4: rank 0 gives up
     if rank == 0:
         wait_until(lambda: any("Missing: rank 1" in line for line in said.lines))
-    come_together(encoder)
+    come_in(encoder)
     encoder.eval()
     if rank == 0:
         with torch.no_grad():
@@ -338,16 +337,6 @@ def recorded_by_rank_0(folder: str, text: str) -> bool:
 def without_its_parent(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> Any:
     self.update_max_seq_length(seq_length=audio_signal.size(2), device=audio_signal.device)
     return self.forward_internal(audio_signal, length)
-
-
-def come_together(encoder: torch.nn.Module) -> None:
-    """Until the round has come on both ranks, so that the next calls find it."""
-    from nemo_patches.sync import length_sync
-
-    sync = length_sync.sync_of(encoder)
-    assert sync is not None
-    wait_until(lambda: sync.round is not None and sync.has_come(sync.round))
-    dist.barrier()
 
 
 @pytest.fixture(scope="module")
@@ -528,7 +517,7 @@ def test_a_finding_ends_the_call_only_where_that_was_chosen(
 ) -> None:
     results, _, raising = checked
     for result, trace in zip(results, raising, strict=True):
-        assert result.value[-1] == FindingError.__name__ and FindingError.__name__ not in result.value[:-1]
+        assert result.value[-1] == "FindingError" and "FindingError" not in result.value[:-1]
         assert traces.kinds(trace)[-5:] == ["enter", "lengths", "finding", "raised", "end"]
         raised = trace[-2]
         assert raised["type"] == "FindingError" and "check inputs: the signal has 2560 NaN" in raised["message"]
