@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
-.PHONY: lint clean
+.PHONY: lint golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
+	@echo "make golden     tests/golden anew: all that each command prints, for its inputs there"
 	@echo "make benchmark  ratios against stock"
 	@echo "make benchmark-start-up  what auto-apply costs a Python process at its start"
 	@echo "make patches-table  a table: patches/ against every release of NeMo on PyPI"
@@ -177,6 +178,10 @@ $(filter-out $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/
 	@echo "== matrix: NeMo $* in the environment of $(MATRIX_HOST)"
 	TEST_NEMO=$* PYTHONPATH=$(CURDIR)/.venv/unpacked/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
 		.venv/nemo-$(MATRIX_HOST)/bin/python -m pytest -q -m matrix
+
+# Each command's words, as they are now; look at the difference before you commit it.
+golden: .venv/nemo-$(DEMO_NEMO)/ready
+	RENEW_GOLDEN=1 .venv/nemo-$(DEMO_NEMO)/bin/python -m pytest -q tests/test_golden.py tests/doctor/test_doctor_golden.py
 
 lint: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	@echo "== ruff and mypy"

@@ -153,9 +153,9 @@ def training_step(rank: int, folder: Path) -> Any:
     from omegaconf import OmegaConf
 
     from nemo_patches.tools.demo import nest
-    from nemo_patches.tools.demo.jobs import BATCH_SIZE, Job
+    from nemo_patches.tools.demo.jobs import BATCH_SIZE
 
-    config = nest.model(Job("training", True, rank, RANKS, 0, folder, timedelta(0)))
+    config = nest.model(folder, rank)
     del config["train_ds"], config["validation_ds"]
     torch.manual_seed(0)
     model = Training(EncDecDenoiseMaskedTokenPredModel(cfg=OmegaConf.create(config)))

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from inspect import Parameter
 from json import dumps
@@ -23,7 +23,7 @@ import nemo_patches as package
 from nemo_patches.patching.settings import ALL_SETTINGS, refusals
 from nemo_patches.sync.settings import Setting, SettingsError
 from nemo_patches.tools.doctor import request
-from nemo_patches.tools.option_words import choice
+from nemo_patches.tools.options import choice, switch, with_value
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(
@@ -33,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException: click's, or that of the copy that newer typers have
+_Json = Annotated[bool, switch("--json", "For programs.")]
 
 
 def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[Any], Any]:
@@ -50,6 +51,24 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[
         return value
 
     return parse
+
+
+def _options(parameters: Iterable[Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """In place of the command's `**given`, these parameters."""
+
+    def declared(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *parameters])  # type: ignore[attr-defined]
+        return function
+
+    return declared
+
+
+def _refused(command: str, error: Exception, code: int = 2) -> typer.Exit:
+    """Say in one line what the command refuses, and return its end."""
+    typer.echo(f"nemo-patches {command}: {error}", err=True)
+    return typer.Exit(code)
 
 
 def _say_version(wanted: bool) -> None:
@@ -88,13 +107,9 @@ def demo(
         float,
         typer.Option(metavar="SECONDS", parser=_number(float, 3, 120), help="How long one rank stalls, 3 to 120."),
     ] = 6.0,
-    record: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg", help="Also draw the output into this file.", show_default="none"),
-    ] = None,
+    record: Annotated[Path | None, with_value(metavar="FILE.svg", help_="Also draw the output into this file.")] = None,
     hang: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Run one hang of docs/hangs.md instead, on two ranks.", show_default="none"),
+        str | None, with_value(metavar="NAME", help_="Run one hang of docs/hangs.md instead, on two ranks.")
     ] = None,
 ) -> None:
     """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and compare them."""
@@ -103,46 +118,30 @@ def demo(
     from nemo_patches.tools.demo.hangs import command as hangs
 
     try:
-        if hang is not None:
-            _refuse_beside_hang(context)
-            code = hangs.run(hang)
-        else:
-            code = command.run(manifest, devices, seconds, record)
+        if hang is None:
+            raise typer.Exit(command.run(manifest, devices, seconds, record))
+        _refuse_beside_hang(context)
+        raise typer.Exit(hangs.run(hang))
     except DemoError as error:
-        typer.echo(f"nemo-patches demo: {error}", err=True)
-        code = 2
+        raise _refused("demo", error) from None
     except KeyboardInterrupt:
         typer.echo("nemo-patches demo: interrupted; every rank was ended", err=True)
-        code = 130
-    raise typer.Exit(code)
+        raise typer.Exit(130) from None
 
 
-def _setting_option(setting: Setting[Any]) -> Any:
-    more: dict[str, Any] = {"help": setting.help, "show_default": setting.text(setting.default) + setting.unit}
+def _setting_option(setting: Setting[Any]) -> Parameter:
+    """--call-timeout for call_timeout."""
+    default = setting.text(setting.default) + setting.unit
     if setting.words:
-        return choice(setting.words, setting.several, **more)
-    return typer.Option(metavar="VALUE", **more)
-
-
-def _setting_options(function: Callable[..., None]) -> Callable[..., None]:
-    """In place of `**given`, an option for each setting: --call-timeout for call_timeout."""
-    signature = inspect.signature(function, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
-    options = [
-        Parameter(
-            setting.name,
-            Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[str | None, _setting_option(setting)],
-        )
-        for setting in ALL_SETTINGS
-    ]
-    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    return function
+        option = choice(setting.words, setting.several, help=setting.help, show_default=default)
+    else:
+        option = with_value(metavar="VALUE", help_=setting.help, show_default=default)
+    annotation = Annotated[str | None, option]
+    return Parameter(setting.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
-@_setting_options
+@_options(map(_setting_option, ALL_SETTINGS))
 def run(
     command: Annotated[list[str], typer.Argument(help="What to run, with its arguments, after `--`.")],
     **given: Any,
@@ -162,15 +161,14 @@ def run(
         chosen = {variable: value for variable, value in options.items() if value is not None}
         launch.become(command, launch.with_auto_apply({**os.environ, **chosen}))
     except SettingsError as error:
-        typer.echo(f"nemo-patches run: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise _refused("run", error) from None
     except OSError as error:  # the exit codes are those of a shell
         typer.echo(f"nemo-patches run: {command[0]}: {error.strerror}", err=True)
         raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from None
 
 
 @app.command()
-def status(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+def status(json: _Json = False) -> None:
     """Is it on here? One of: on; off here, but possible; cannot be patched. Then targets, settings, versions.
 
     Exit codes: 0 on; 1 off, not possible, or a misspelt variable, so that a setting has no effect; 2 unknown.
@@ -200,9 +198,9 @@ def diff(
         str,
         choice(("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: what it calls; stall: reports."),
     ] = "nemo,sync,stall",
-    check: Annotated[bool, typer.Option("--check", help="Say which committed diff applies; write nothing.")] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Apply it: all of it, or nothing.")] = False,
-    reverse: Annotated[bool, typer.Option("--reverse", help="Remove it again.")] = False,
+    check: Annotated[bool, switch("--check", "Say which committed diff applies; write nothing.")] = False,
+    apply: Annotated[bool, switch("--apply", "Apply it: all of it, or nothing.")] = False,
+    reverse: Annotated[bool, switch("--reverse", "Remove it again.")] = False,
 ) -> None:
     """Print the diff that adds the bounded sync, or parts of it, to a NeMo checkout; or check, apply, reverse it.
 
@@ -225,21 +223,14 @@ def diff(
         if given:
             action = command.check if check else command.apply if apply else command.reverse
             typer.echo(action(checkout, chosen))
-        else:  # as bytes: a checkout's carriage returns are part of the diff
+        else:  # bytes, since a checkout's carriage returns are part of the diff
             typer.echo(command.printed(checkout, chosen), nl=False)
     except DiffError as error:
-        typer.echo(f"nemo-patches diff: {error}", err=True)
-        raise typer.Exit(1 if isinstance(error, Declined) else 2) from None
-
-
-def _fields_as_options(function: Callable[..., None]) -> Callable[..., None]:
-    """In place of `**given`, an option for each field of the doctor's Request."""
-    function.__signature__ = inspect.Signature(list(request.parameters()))  # type: ignore[attr-defined]
-    return function
+        raise _refused("diff", error, 1 if isinstance(error, Declined) else 2) from None
 
 
 @app.command()
-@_fields_as_options
+@_options(request.parameters())
 def doctor(**given: Any) -> None:
     """Find what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
 
@@ -249,7 +240,7 @@ def doctor(**given: Any) -> None:
     """
     from nemo_patches.tools.doctor import command
 
-    gc.set_threshold(50_000)  # objects; a large config's trees are no garbage, and 0.4 s of 3 s went on looking at them
+    gc.set_threshold(50_000)  # objects; looking for garbage in a large config's trees took 0.4 s of 3 s
     raise typer.Exit(command.carry_out(request.made(given)))
 
 
@@ -262,45 +253,40 @@ def diagnose(
             "in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow a running job, until Ctrl-C.")] = False,
+    json: _Json = False,
+    watch: Annotated[bool, switch("--watch", "Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw every rank's lag at every call, as a PNG.", show_default="none"),
+        Path | None, with_value(metavar="FILE", help_="Draw every rank's lag at every call, as a PNG.")
     ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all calls for ui.perfetto.dev.", show_default="none")
-    ] = None,
+    perfetto: Annotated[Path | None, with_value(metavar="FILE", help_="Write all calls for ui.perfetto.dev.")] = None,
     launch: Annotated[
         int | None,
-        typer.Option(
+        with_value(
             metavar="NUMBER",
-            parser=_number(int, 0, math.inf),
-            help="Of several launches, diagnose the one with this restart count.",
+            help_="Of several launches, diagnose the one with this restart count.",
             show_default="the last",
+            parser=_number(int, 0, math.inf),
         ),
     ] = None,
     job: Annotated[
         str | None,
-        typer.Option(
+        with_value(
             metavar="DIR",
-            help="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
-            show_default="none",
+            help_="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
         ),
     ] = None,
     ras: Annotated[
         str | None,
-        typer.Option(
+        with_value(
             metavar="HOST[:PORT]|FILE",
-            help="Ask NCCL's RAS (from 2.24) on a host of a running job; or read the output of ncclras.",
-            show_default="none",
+            help_="Ask NCCL's RAS (from 2.24) on a host of a running job; or read the output of ncclras.",
         ),
     ] = None,
     pids: Annotated[
         str,
-        typer.Option(
+        with_value(
             metavar="P,P",
-            help="The ranks' processes on this host, in the order of the ranks, if they are not found by themselves.",
+            help_="The ranks' processes on this host, in the order of the ranks, if they are not found by themselves.",
             show_default="found",
         ),
     ] = "",
@@ -309,28 +295,27 @@ def diagnose(
     from nemo_patches.tools.diagnose import command
 
     try:
-        code = command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids)
+        raise typer.Exit(command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids))
     except command.DiagnoseError as error:
-        typer.echo(f"nemo-patches diagnose: {error}", err=True)
+        refused = _refused("diagnose", error)
         if json:
             typer.echo(command.error_as_json(error))
-        code = 2
-    raise typer.Exit(code)
+        raise refused from None
 
 
 @app.command()
 def stacks(
-    json: Annotated[bool, typer.Option("--json", help="For `nemo-patches diagnose`, here or elsewhere.")] = False,
+    json: Annotated[bool, switch("--json", "For `nemo-patches diagnose`, here or elsewhere.")] = False,
     pids: Annotated[
         str,
-        typer.Option(
+        with_value(
             metavar="PID,PID",
-            help="Only these processes, in the order of the ranks.",
+            help_="Only these processes, in the order of the ranks.",
             show_default="found by their launcher",
         ),
     ] = "",
     job: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Only ranks that work in this folder.", show_default="all")
+        Path | None, with_value(metavar="DIR", help_="Only ranks that work in this folder.", show_default="all")
     ] = None,
 ) -> None:
     """Collect where the ranks on this host are, for any job, by /proc and py-spy, which stops each for some 0.1 s.
@@ -342,41 +327,44 @@ def stacks(
     from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError
 
     try:
-        code = stacks_command.run(json, pids, job)
+        raise typer.Exit(stacks_command.run(json, pids, job))
     except NothingToLookAtError as error:
-        typer.echo(f"nemo-patches stacks: {error}", err=True)
-        code = 2
+        raise _refused("stacks", error) from None
     except KeyboardInterrupt:
-        code = 130
-    raise typer.Exit(code)
+        raise typer.Exit(130) from None
+
+
+def _text_of(error: Any) -> str:
+    """One line about what was typed wrong; or the help, if there were no arguments at all."""
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else "nemo-patches"
+    text = re.sub(r"^Invalid value for '(-[^']*)': ", r"\1=", error.format_message())
+    if "\n" in text:
+        return text
+    hint = "" if "allowed: " in text else f"; see {where} --help"
+    return f"{where}: {text.rstrip('.')}{hint}"
 
 
 def main() -> None:
     """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is 2."""
-    if sys.stdout is None:  # closed, and not everything that prints can do without
+    if sys.stdout is None:  # it is closed, and not all code that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks must not end the command
+        if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code)
     except _UsageError as error:
-        text, context = error.format_message(), getattr(error, "ctx", None)
-        where = context.command_path if context else "nemo-patches"
-        text = re.sub(r"^Invalid value for '(-[^']*)': ", r"\1=", text)
-        if "\n" not in text:  # else it is the help, where there were no arguments at all
-            hint = "" if "allowed: " in text else f"; see {where} --help"
-            text = f"{where}: {text.rstrip('.')}{hint}"
-        typer.echo(text, err=True)
+        typer.echo(_text_of(error), err=True)
     except typer.Abort:
         typer.echo("nemo-patches: aborted", err=True)
     except ModuleNotFoundError:  # __main__ says it
         raise
-    except ImportError as error:  # it is installed, and cannot be loaded: a library that is not on this machine
+    except ImportError as error:  # what is installed cannot be loaded: this machine lacks a library
         typer.echo(f"nemo-patches: {error}", err=True)
-    except OSError as error:  # above all a full disk under standard output: Python's exit code, 1, would be an answer
+    except OSError as error:  # above all a full disk: with Python's own exit code, 1, it would look like a finding
         typer.echo(f"nemo-patches: {error}", err=True)
-        sys.stdout = None  # else Python writes what is left of it at its end, in vain, and says so
+        sys.stdout = None  # else Python tries again at exit to write the rest, and prints another error
     sys.exit(2)

@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulated_traces import Call, Event, Exit, Gradients, Killed, evaluation, steps, write
+from simulated_job import Call, Event, Exit, Gradients, Killed, evaluation, steps
+from simulated_traces import write
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose

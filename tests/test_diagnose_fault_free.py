@@ -8,7 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-from simulated_traces import Away, Call, Event, Exit, Gradients, Setup, evaluation, steps, write
+from simulated_job import Away, Call, Event, Exit, Gradients, evaluation, steps
+from simulated_traces import Setup, write
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose

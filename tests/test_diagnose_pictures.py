@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from interpreters import python
-from simulated_traces import Call, Event, Exit, Gradients, Setup, evaluation, file_name, header, steps, write
+from simulated_job import Call, Event, Exit, Gradients, evaluation, steps
+from simulated_traces import Setup, file_name, header, write
 
 from nemo_patches.tools.diagnose import perfetto
 from nemo_patches.tools.diagnose.case import cases

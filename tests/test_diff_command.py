@@ -599,10 +599,10 @@ def test_a_copy_without_committed_diffs_says_so(checkout: Path, tmp_path: Path) 
 
 
 @one_nemo
-def test_the_wheel_has_the_committed_diffs(tmp_path: Path) -> None:
+def test_the_wheel_has_the_committed_diffs_and_the_demos_model(tmp_path: Path) -> None:
     assert diffs.COMMITTED.resolve() == CHECKOUT / "patches"
     source = tmp_path / "source"
-    for name in ("nemo_patches", "patches"):
+    for name in ("nemo_patches", "patches", "examples"):
         shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
@@ -615,6 +615,8 @@ def test_the_wheel_has_the_committed_diffs(tmp_path: Path) -> None:
         for folder in (tmp_path / "wheel" / "nemo_patches" / "patches", CHECKOUT / "patches")
     )
     assert found == committed
+    model = tmp_path / "wheel" / "nemo_patches" / "tools" / "demo" / "nest.yaml"
+    assert model.read_bytes() == (CHECKOUT / "examples" / "nest" / "nest.yaml").read_bytes()
 
 
 HOSTILE = {

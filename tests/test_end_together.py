@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from nemo_patches.channel.extremes import packed, unpacked
 from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.uneven import even_loader
-from nemo_patches.uneven.agreement import Agreement, Place, StopTogetherError
+from nemo_patches.uneven.agreement import Agreement, Position, StopTogetherError
 from nemo_patches.uneven.even_loader import EvenLoader
 
 pytestmark = pytest.mark.one_nemo
@@ -38,7 +38,10 @@ class MemoryRounds:
     def __init__(self, job: Job, rank: int, key: str) -> None:
         self.job, self.rank, self.key = job, rank, key
         self.done = self.issued = 0
-        self.closed = False
+        self.over = ""
+
+    def close(self, why: str) -> None:
+        self.over = self.over or why
 
     def issue(self, value: int) -> None:
         with self.job.changed:
@@ -185,4 +188,4 @@ def test_extremes_have_a_rank_that_has_them_and_fit_an_int64(values: list[int]) 
 
 @given(st.integers(1, (1 << 16) - 1), st.integers(1, (1 << 26) - 1), st.booleans())
 def test_a_place_is_read_as_it_was_said(number: int, batch: int, ended: bool) -> None:
-    assert Place.of(Place(number, batch, ended).value()) == Place(number, batch, ended)
+    assert Position.of(Position(number, batch, ended).value()) == Position(number, batch, ended)

@@ -21,7 +21,6 @@ from ranks import free_port, run_ranks
 
 import nemo_patches
 from nemo_patches.tools.demo import nest
-from nemo_patches.tools.demo.jobs import Job
 from nemo_patches.tools.doctor import examination
 from nemo_patches.tools.doctor.finding import Severity
 
@@ -62,24 +61,20 @@ OF_THE_DEMO = {
     *("manifest_filepath", "noise_manifest", "batch_size", "num_workers", "shuffle", "channel_selector", "pin_memory"),
     *("max_duration", "min_duration", "mask_prob", "warmup_steps", "pos_emb_max_len", "sync_max_audio_length"),
 }
-# NeMo's defaults, written out in the example.
-DEFAULTS = {"sample_rate": 16000, "window_size": 0.025, "window_stride": 0.01}
 
 
 def test_the_demo_trains_the_model_of_the_example(tmp_path: Path) -> None:
-    from datetime import timedelta
-
     config = OmegaConf.load(EXAMPLES / "nest" / "nest.yaml")
     del config.model.train_ds.manifest_filepath, config.model.train_ds.noise_manifest
     del config.model.validation_ds.manifest_filepath, config.model.validation_ds.noise_manifest
     config.model.encoder.d_model, config.model.num_classes = nest.WIDTH, nest.CODES
     example: Any = OmegaConf.to_container(config, resolve=True)
     del example["model"]["noise"]  # shared by the two data sets
-    demo = nest.model(Job("training", True, 0, 1, 0, tmp_path, timedelta(0)))
+    demo = nest.model(tmp_path, 0)
 
     def compared(section: str, one: Any, other: Any) -> None:
         for name in {*one, *other} - OF_THE_DEMO:
-            left, right = one.get(name, DEFAULTS.get(name)), other.get(name)
+            left, right = one.get(name), other.get(name)
             if isinstance(right, dict):
                 compared(f"{section}.{name}", left, right)
             else:

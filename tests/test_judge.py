@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import pytest
+from simulated_job import Collective, Event, Job, Listener, Rank, run
 
 from nemo_patches.stall import judge as j
 from nemo_patches.stall.judge import Judgement, Seat, judge
@@ -19,14 +19,14 @@ JOBS = int(os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000"))  # 100,000 take som
 KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
 
 
-@dataclass
-class Job:
-    """What happened. stopped: ranks that are in no collective, and never come to their next; waits: who is in one."""
+@dataclass(frozen=True)
+class Hang:
+    """What a job left that came to where nobody can go on."""
 
     groups: dict[str, list[int]]
-    seats: list[Seat] = field(default_factory=list)
-    stopped: set[int] = field(default_factory=set)
-    waits: dict[int, Seat] = field(default_factory=dict)
+    seats: list[Seat]
+    stopped: set[int]  # ranks that are in no collective, and never come to their next
+    waits: dict[int, Seat]  # by rank that is in one
 
     def absent(self, rank: int) -> set[int]:
         """Whom a rank that waits waits for."""
@@ -35,7 +35,29 @@ class Job:
         return set(self.groups[seat.group]) - entered
 
 
-def played(chance: random.Random, stops: int = 0, swaps: int = 0, tells_completion: bool = True) -> Job:
+def hang_of(
+    groups: dict[str, list[int]],
+    programs: list[list[Event]],
+    stop: Collection[int],
+    ahead: Sequence[int],
+    tells_completion: bool = True,
+) -> Hang:
+    """Of a job in which each rank makes the collectives of its program. stop: ranks of which it is cut short."""
+    job = Job(len(groups["0"]), groups)
+    ranks = [Rank(number, program, job, Listener(), ahead=ahead[number]) for number, program in enumerate(programs)]
+    run(ranks)
+    seats, waits = [], {}
+    stopped = {number for number in stop if ranks[number].finished}
+    for rank in ranks:
+        for event, number, round_ in rank.joined:
+            done, completed = (round_.came, round_.came) if tells_completion else (None, False)
+            seats.append(Seat(rank.number, event.group, number, event.kind, done=done, completed=completed))
+            if not round_.came and rank.number not in stopped:
+                waits[rank.number] = seats[-1]
+    return Hang(groups, seats, stopped, waits)
+
+
+def played(chance: random.Random, stops: int = 0, swaps: int = 0, tells_completion: bool = True) -> Hang:
     """A job of some ranks and groups, to the point where nobody can go on.
 
     stops: so many ranks stop somewhere. swaps: so many ranks make two of their collectives in the other order.
@@ -44,56 +66,23 @@ def played(chance: random.Random, stops: int = 0, swaps: int = 0, tells_completi
     groups = {"0": list(range(world))}
     for number in range(1, chance.randint(1, 4)):
         groups[str(number)] = sorted(chance.sample(range(world), chance.randint(2, world)))
-    steps = [(name, chance.choice(KINDS)) for name in chance.choices(sorted(groups), k=chance.randint(1, 25))]
-    programs = {rank: [step for step in steps if rank in groups[step[0]]] for rank in range(world)}
+    steps = [Collective(name, chance.choice(KINDS)) for name in chance.choices(sorted(groups), k=chance.randint(1, 25))]
+    programs: list[list[Event]] = [[step for step in steps if rank in groups[step.group]] for rank in range(world)]
     for rank in chance.sample(range(world), swaps):
         program = programs[rank]
         if len(program) > 1:
             at = chance.randrange(len(program) - 1)
             program[at : at + 2] = reversed(program[at : at + 2])
-    stop_at = {rank: chance.randint(0, len(programs[rank])) for rank in chance.sample(range(world), stops)}
-    job = Job(groups)
-    at = dict.fromkeys(range(world), 0)
-    last: dict[tuple[int, str], int] = defaultdict(int)  # by rank and group: the number of the last collective
-    inside: dict[int, Seat] = {}
-    done: list[Seat] = []
-
-    def enter() -> Iterator[int]:
-        for rank, program in programs.items():
-            if rank not in inside and at[rank] < len(program) and at[rank] != stop_at.get(rank):
-                group, kind = program[at[rank]]
-                last[rank, group] += 1
-                inside[rank] = Seat(rank, group, last[rank, group], kind)
-                yield rank
-
-    def complete() -> Iterator[int]:
-        """By a group's number alone: that ranks are in unlike collectives of one number holds them up for ever."""
-        for group, ranks in groups.items():
-            there = [inside.get(rank) for rank in ranks]
-            if (
-                all(seat is not None and seat.group == group for seat in there)
-                and len({s and s[2:4] for s in there}) == 1
-            ):
-                for rank in ranks:
-                    done.append(
-                        inside.pop(rank)._replace(done=True if tells_completion else None, completed=tells_completion)
-                    )
-                    at[rank] += 1
-                    yield rank
-
-    while [*enter(), *complete()]:
-        pass
-    job.waits = {rank: seat._replace(done=False if tells_completion else None) for rank, seat in inside.items()}
-    job.seats = [*done, *job.waits.values()]
-    job.stopped = {rank for rank, place in stop_at.items() if place == at[rank] and rank not in inside}
-    return job
+    for rank in (stop := chance.sample(range(world), stops)):
+        del programs[rank][chance.randint(0, len(programs[rank])) :]
+    return hang_of(groups, programs, stop, [1] * world, tells_completion)
 
 
 def accused(found: list[Judgement]) -> set[int]:
     return {rank for one in found for rank in one.accused}
 
 
-def of(job: Job, chance: random.Random) -> list[Judgement]:
+def of(job: Hang, chance: random.Random) -> list[Judgement]:
     """The judgement on its seats in any order."""
     return judge(chance.sample(job.seats, len(job.seats)), job.groups)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from interpreters import python
-from simulated_traces import Call, Event, Killed, write
-from simulated_traces import steps as encoder_calls
+from simulated_job import Call, Event, Killed
+from simulated_job import steps as encoder_calls
+from simulated_traces import write
 from test_diagnose import SCENARIOS
 from test_flight_recorder import steps
 from test_flight_recorder import write as write_dumps

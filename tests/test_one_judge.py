@@ -7,7 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_judge import Job, played
+from simulated_job import Collective, Event
+from test_judge import Hang, hang_of, played
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.tools.diagnose import fates as f
@@ -23,22 +24,22 @@ STUCK = Place(where="read (data.py:41) < main (train.py:80)")
 WAITED = Fate(f.WAITED, "Timed out waiting 1800000 ms")
 
 
-def evidence(job: Job) -> Evidence:
+def evidence(job: Hang) -> Evidence:
     size = len(job.groups["0"])
     return Evidence(groups={name: set(ranks) for name, ranks in job.groups.items()}, world_size=size)
 
 
-def records(job: Job, ranks: set[int]) -> list[Fact]:
+def records(job: Hang, ranks: set[int]) -> list[Fact]:
     """As Flight Recorder dumps tell."""
     return [Fact(seat.rank, seat, f"trace_{seat.rank}", at=100.0) for seat in job.seats if seat.rank in ranks]
 
 
-def place_of(job: Job, rank: int) -> Place:
+def place_of(job: Hang, rank: int) -> Place:
     seat = job.waits.get(rank)
     return Place(collective=seat.kind, caller=f"group {seat.group} (train.py:{seat.number})") if seat else STUCK
 
 
-def stacks(job: Job, ranks: set[int], looked_twice: bool) -> list[Fact]:
+def stacks(job: Hang, ranks: set[int], looked_twice: bool) -> list[Fact]:
     found = []
     for rank in ranks:
         cite = f"node1, pid {100 + rank}"
@@ -57,7 +58,7 @@ def accused(report: Diagnosis) -> set[int]:
     return {rank for one in report.findings for rank in one.ranks}
 
 
-def hung(chance: random.Random) -> tuple[Job, Evidence]:
+def hung(chance: random.Random) -> tuple[Hang, Evidence]:
     """A job that hangs, or has hung, as some sources tell of it: records, stacks, the errors of those that waited."""
     job = played(chance, stops=chance.randint(0, 2), swaps=chance.randint(0, 1))
     size, told = len(job.groups["0"]), evidence(job)
@@ -89,40 +90,22 @@ def test_nobody_whom_any_fact_shows_waiting_is_accused() -> None:
     assert named > JOBS / 10
 
 
-def ran_ahead(chance: random.Random, fails: bool) -> Job:
+def ran_ahead(chance: random.Random, fails: bool) -> Hang:
     """As on GPUs: each rank enqueues some collectives before it waits for the first of them; they end in that order.
 
     fails: the network does, and no collective ends any more. Else a rank stops.
     """
     world = chance.randint(2, 5)
-    job = Job({"0": list(range(world)), "1": sorted(chance.sample(range(world), chance.randint(2, world)))})
+    groups = {"0": list(range(world)), "1": sorted(chance.sample(range(world), chance.randint(2, world)))}
     steps = chance.choices("001", k=chance.randint(3, 20))
-    most = {rank: chance.randint(1, 4) for rank in range(world)}
+    ahead = [chance.randint(1, 4) for _ in range(world)]
     stop_at = {chance.randrange(world): chance.randint(0, len(steps))} if not fails else {}
     last_ended = chance.randint(0, len(steps)) if fails else len(steps)
-    queues: dict[int, list[int]] = {rank: [] for rank in range(world)}  # numbers of steps
-    at = dict.fromkeys(range(world), 0)
-    ended = 0
-    while True:
-        before = (sum(at.values()), ended)
-        for rank in range(world):
-            in_none = len(queues[rank]) < most[rank] and at[rank] < len(steps) and at[rank] != stop_at.get(rank)
-            if in_none:
-                queues[rank] += [at[rank]] if rank in job.groups[steps[at[rank]]] else []
-                at[rank] += 1
-        while ended < last_ended and all(at[rank] > ended for rank in job.groups[steps[ended]]):
-            queues = {rank: [step for step in queue if step != ended] for rank, queue in queues.items()}
-            ended += 1
-        if before == (sum(at.values()), ended):
-            break
-    for rank in range(world):
-        for step in range(at[rank]):
-            if rank in job.groups[group := steps[step]]:
-                number = steps[: step + 1].count(group)
-                job.seats.append(Seat(rank, group, number, done=step < ended, completed=step < ended))
-    job.stopped = {rank for rank, place in stop_at.items() if at[rank] == place}
-    job.waits = {seat.rank: seat for seat in job.seats if not seat.done and seat.rank not in job.stopped}
-    return job
+    events = [Collective(group, "", lost=number >= last_ended) for number, group in enumerate(steps)]
+    programs: list[list[Event]] = [
+        [event for event in events[: stop_at.get(rank)] if rank in groups[event.group]] for rank in range(world)
+    ]
+    return hang_of(groups, programs, stop_at, ahead)
 
 
 def test_who_waits_for_what_it_has_enqueued_is_not_accused() -> None:

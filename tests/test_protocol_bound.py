@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulated_ranks import Call, Event, Gradients, run
-from test_protocol import bound, waited_in_vain
+from simulated_job import Call, Event, Gradients
+from simulated_ranks import run
 
 from nemo_patches.sync import protocol
 
@@ -40,6 +40,6 @@ def test_waits_in_vain_keep_the_bound_where_incidents_come_again(monkeypatch: py
     most = 0
     for seed in range(SCHEDULES):
         for rank in run(schedules(seed)):
-            assert waited_in_vain(rank) <= bound(rank, CALM_ROUNDS), seed
+            assert rank.waited_in_vain <= rank.bound(CALM_ROUNDS), seed
             most = max(most, len(rank.vain))
     assert most >= 5, "incidents did come again"

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +107,8 @@ def test_the_masked_token_model_with_and_without_its_pre_encoder(masked: str, tm
     from omegaconf import OmegaConf
 
     from nemo_patches.tools.demo import nest
-    from nemo_patches.tools.demo.jobs import Job
 
-    config = nest.model(Job("training", True, 0, 1, 0, tmp_path, timedelta(0)))
+    config = nest.model(tmp_path, 0)
     del config["train_ds"], config["validation_ds"]
     config["mask_position"] = masked
     if masked == "post_conv":

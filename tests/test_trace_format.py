@@ -8,7 +8,8 @@ import typing
 from pathlib import Path
 
 import pytest
-from simulated_traces import Exit, Killed, steps, write
+from simulated_job import Exit, Killed, steps
+from simulated_traces import write
 
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.diagnosis import diagnose

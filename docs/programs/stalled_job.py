@@ -2,7 +2,7 @@
 
     python docs/programs/stalled_job.py DIR
 
-`make pictures` draws them. The ranks run the real protocol in simulated time (tests/simulated_traces.py).
+`make pictures` draws them. The ranks run the real protocol in simulated time (tests/simulated_job.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from simulated_traces import Call, Event, Gradients, steps, write
+from simulated_job import Call, Event, Gradients, steps
+from simulated_traces import write
 
 RANKS, STUCK_RANK = 8, 5
 LATE_AT, STUCK_AT = 38, 71  # numbers of the training call

@@ -25,9 +25,9 @@ class UnsupportedNeMo(RuntimeError):
     """The installed NeMo is outside the supported range; nothing was patched."""
 
 
-def disabled(environment: Mapping[str, str] = os.environ) -> bool:
+def disabled() -> bool:
     """Whether NEMO_PATCHES_DISABLE switches everything off. Raises SettingsError for any value but on and off."""
-    return _is_on(DISABLE_VARIABLE, environment)
+    return _is_on(DISABLE_VARIABLE, os.environ)
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:

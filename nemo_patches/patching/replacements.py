@@ -62,8 +62,7 @@ class Replacements:
 
     def patch(self, target: Target, module: ModuleType, in_force: Callable[[], bool]) -> None:
         """Put the bounded sync into a target. in_force: false after a revert, even inside another wrapper."""
-        owner = target.find_owner(module)
-        assert owner is not None  # drift() has seen it
+        owner = _owner(target, module)
         original = owner.__dict__[target.method]
         self._replace(owner, target.method, make_bounded_update(original, _without_reduce(original), in_force))
         if target.setter:
@@ -73,8 +72,7 @@ class Replacements:
     def defer_metrics(self, in_force: Callable[[], bool]) -> None:
         """Put the deferred metrics around NeMo's evaluation epochs, unless they are there."""
         for target in METRIC_TARGETS:
-            owner = target.find_owner(sys.modules[target.module])
-            assert owner is not None  # drift() has seen it
+            owner = _owner(target, sys.modules[target.module])
             original = owner.__dict__[target.method]
             if any((made.owner, made.name) == (owner, target.method) for made in self.made):
                 continue
@@ -88,8 +86,7 @@ class Replacements:
     def agree_on_checkpoints(self, in_force: Callable[[], bool]) -> None:
         """Make NeMo's checkpoint callback take rank 0's decisions, unless it does so already."""
         target = CHECKPOINT_TARGETS[0]
-        owner = target.find_owner(sys.modules[target.module])
-        assert owner is not None  # drift() has seen it
+        owner = _owner(target, sys.modules[target.module])
         if not self.has(owner):
             for name, method in checkpoints.replacements(owner, in_force).items():
                 self._replace(owner, name, method)
@@ -133,6 +130,12 @@ class Replacements:
     def _replace(self, owner: type, name: str, replacement: object) -> None:
         self.made.append(Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement))
         wrapt.apply_patch(owner, name, replacement)
+
+
+def _owner(target: Target, module: ModuleType) -> type:
+    owner = target.find_owner(module)
+    assert owner is not None  # drift() has seen it
+    return owner
 
 
 class _WithoutGroup:

@@ -6,45 +6,29 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import cast
 
 from nemo_patches.sync.places import function_of, is_ours, layers, place_of
 
+
+def _names(text: str) -> frozenset[str]:
+    """The names in a text, with spaces between them."""
+    return frozenset(text.split())
+
+
 # What the methods' code reads, apart from its own arguments; `co_names` of the compiled function.
-_REDUCE = frozenset(
-    {
-        "torch",
-        "distributed",
-        "is_initialized",
-        "tensor",
-        "float32",
-        "all_reduce",
-        "ReduceOp",
-        "MAX",
-        "int",
-        "item",
-        "max_audio_length",
-    }
-)
+_REDUCE = _names("torch distributed is_initialized tensor float32 all_reduce ReduceOp MAX int item max_audio_length")
 _GROW = _REDUCE | {"set_max_audio_length"}
 _GROW_FLAG = _GROW | {"sync_max_audio_length"}
-_GROW_INLINE = _REDUCE | {
-    "next",
-    "parameters",
-    "device",
-    "arange",
-    "hasattr",
-    "seq_range",
-    "register_buffer",
-    "named_modules",
-    "isinstance",
-    "MaskedConv1d",
-    "update_masked_length",
-    "SqueezeExcite",
-    "set_max_len",
-}
+_GROW_INLINE = _REDUCE | _names(
+    """
+    next parameters device arange hasattr seq_range register_buffer named_modules isinstance
+    MaskedConv1d update_masked_length SqueezeExcite set_max_len
+    """
+)
 
 
 class DriftError(RuntimeError):
@@ -95,10 +79,6 @@ class Target:
         """Like drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
         owner = _code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), self.owner)
         return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
-
-    def built_into_source(self, file: Path) -> bool:
-        """Whether one of the diffs has been applied to the module in `file`."""
-        return "bounded_length_sync" in compile(file.read_bytes(), str(file), "exec", dont_inherit=True).co_names
 
     def source_file(self) -> Path | None:
         """The file of `module`, found without importing it; None where the installed NeMo does not have it.
@@ -177,234 +157,113 @@ TARGETS = (
 )
 
 _CUDA_GRAPHS_OFF = (
-    frozenset({"disable_cuda_graphs"}),
-    frozenset({"WithOptionalCudaGraphs", "disable_cuda_graphs_recursive"}),
+    _names("disable_cuda_graphs"),
+    _names("WithOptionalCudaGraphs disable_cuda_graphs_recursive"),
 )
 _EPOCH_STARTS = (
-    frozenset({"maybe_enable_cuda_graphs"}),
-    frozenset({"WithOptionalCudaGraphs", "enable_cuda_graphs_recursive"}),
+    _names("maybe_enable_cuda_graphs"),
+    _names("WithOptionalCudaGraphs enable_cuda_graphs_recursive"),
 )
 _EPOCH_ENDS = (
-    frozenset({"disable_cuda_graphs", "on_validation_epoch_end", "super"}),
-    frozenset({"WithOptionalCudaGraphs", "disable_cuda_graphs_recursive", "on_validation_epoch_end", "super"}),
+    _names("disable_cuda_graphs on_validation_epoch_end super"),
+    _names(
+        """
+    WithOptionalCudaGraphs disable_cuda_graphs_recursive on_validation_epoch_end super
+    """
+    ),
 )
-_TEST_END = frozenset(
-    {
-        "_test_dl_idx",
-        "clear",
-        "dict",
-        "enumerate",
-        "get",
-        "get_test_dataloader_prefix",
-        "isinstance",
-        "items",
-        "len",
-        "log_dict",
-        "multi_test_epoch_end",
-        "pop",
-        "test_step_outputs",
-        "update",
-    }
+_TEST_END = _names(
+    """
+    _test_dl_idx clear dict enumerate get get_test_dataloader_prefix isinstance items len
+    log_dict multi_test_epoch_end pop test_step_outputs update
+    """
 )
-_ASR_MODEL, _SELF = "nemo.collections.asr.models.asr_model", ("self",)
+_of_asr_model = partial(Target, "nemo.collections.asr.models.asr_model", "ASRModel", setter="", parameters=("self",))
 # The methods that begin and end an evaluation (for deferred metrics), or training after an exception; only patched if
 # they are chosen.
 METRIC_TARGETS = (
-    Target(_ASR_MODEL, "ASRModel", "on_train_epoch_start", _CUDA_GRAPHS_OFF, "", _SELF),
-    Target(_ASR_MODEL, "ASRModel", "on_validation_epoch_start", _EPOCH_STARTS, "", _SELF),
-    Target(_ASR_MODEL, "ASRModel", "on_test_epoch_start", _EPOCH_STARTS, "", _SELF),
-    Target(_ASR_MODEL, "ASRModel", "on_validation_epoch_end", _EPOCH_ENDS, "", _SELF),
-    Target("nemo.core.classes.modelPT", "ModelPT", "on_test_epoch_end", (_TEST_END,), "", _SELF),
+    _of_asr_model("on_train_epoch_start", _CUDA_GRAPHS_OFF),
+    _of_asr_model("on_validation_epoch_start", _EPOCH_STARTS),
+    _of_asr_model("on_test_epoch_start", _EPOCH_STARTS),
+    _of_asr_model("on_validation_epoch_end", _EPOCH_ENDS),
+    Target("nemo.core.classes.modelPT", "ModelPT", "on_test_epoch_end", (_TEST_END,), "", ("self",)),
 )
 # More code that must be as expected: that the numbers which are added up are sums.
 METRIC_SUMS = (
-    Target(
-        _ASR_MODEL,
-        "ASRModel",
+    _of_asr_model(
         "multi_validation_epoch_end",
-        (frozenset({"_compute_bleu", "bleu", "mean", "stack", "sum", "torch", "update"}),),
-        "",
-        ("self", "outputs", "dataloader_idx"),
+        (_names("_compute_bleu bleu mean stack sum torch update"),),
+        parameters=("self", "outputs", "dataloader_idx"),
     ),
     Target(
         "nemo.collections.asr.metrics.wer",
         "WER",
         "compute",
-        (frozenset({"scores", "words", "detach", "float"}),),
-        "",
-        _SELF,
+        (_names("scores words detach float"),),
+        setter="",
+        parameters=("self",),
     ),
 )
 
-_SAVE = frozenset(
-    {
-        "AppState",
-        "_backup_existing_nemo_ckpt",
-        "_format_nemo_checkpoint_name",
-        "always_save_nemo",
-        "barrier",
-        "best_model_path",
-        "debug",
-        "distributed",
-        "exists",
-        "get_filesystem",
-        "info",
-        "inject_model_parallel_rank",
-        "is_global_rank_zero",
-        "is_initialized",
-        "logging",
-        "model_parallel_size",
-        "model_restore_path",
-        "on_save_checkpoint",
-        "os",
-        "path",
-        "previous_best_path",
-        "rm",
-        "save_best_model",
-        "save_to",
-        "super",
-        "torch",
-        "warning",
-    }
+_SAVE = _names(
+    """
+    AppState _backup_existing_nemo_ckpt _format_nemo_checkpoint_name always_save_nemo barrier
+    best_model_path debug distributed exists get_filesystem info inject_model_parallel_rank
+    is_global_rank_zero is_initialized logging model_parallel_size model_restore_path
+    on_save_checkpoint os path previous_best_path rm save_best_model save_to super torch warning
+    """
 )
-_LOADS_BEST = frozenset({"deepcopy", "load", "load_state_dict", "state_dict"})  # NeMo before 3.0
-_TRAIN_END = frozenset(
-    {
-        "CHECKPOINT_NAME_LAST",
-        "_backup_existing_nemo_ckpt",
-        "_checkpoint_connector",
-        "_format_nemo_checkpoint_name",
-        "_monitor_candidates",
-        "_save_last_checkpoint",
-        "barrier",
-        "best_model_path",
-        "broadcast",
-        "debug",
-        "fast_dev_run",
-        "float",
-        "format_checkpoint_name",
-        "get_filesystem",
-        "global_step",
-        "info",
-        "int",
-        "is_global_rank_zero",
-        "isdir",
-        "isinstance",
-        "last_model_path",
-        "logging",
-        "on_train_end",
-        "os",
-        "path",
-        "restore",
-        "rm",
-        "save_best_model",
-        "save_last",
-        "save_nemo_on_train_end",
-        "split",
-        "strategy",
-        "super",
-        "val_check_interval",
-        "warning",
-    }
+_LOADS_BEST = _names("deepcopy load load_state_dict state_dict")  # NeMo before 3.0
+_TRAIN_END = _names(
+    """
+    CHECKPOINT_NAME_LAST _backup_existing_nemo_ckpt _checkpoint_connector
+    _format_nemo_checkpoint_name _monitor_candidates _save_last_checkpoint barrier
+    best_model_path broadcast debug fast_dev_run float format_checkpoint_name get_filesystem
+    global_step info int is_global_rank_zero isdir isinstance last_model_path logging
+    on_train_end os path restore rm save_best_model save_last save_nemo_on_train_end split
+    strategy super val_check_interval warning
+    """
 )
-_SET_UP = frozenset(
-    {
-        "NeMoModelCheckpoint",
-        "_remove_unfinished_checkpoints",
-        "barrier",
-        "broadcast",
-        "ckpt_path",
-        "debug",
-        "dirpath",
-        "distributed",
-        "is_global_rank_zero",
-        "is_initialized",
-        "last_model_path",
-        "logging",
-        "setup",
-        "strategy",
-        "super",
-        "torch",
-    }
+_SET_UP = _names(
+    """
+    NeMoModelCheckpoint _remove_unfinished_checkpoints barrier broadcast ckpt_path debug dirpath
+    distributed is_global_rank_zero is_initialized last_model_path logging setup strategy super
+    torch
+    """
 )
-_LIST = frozenset({"dirname", "listdir", "os", "path", "sorted"})
-_FILTERED = frozenset({"isdir", "join"})  # in the comprehensions, which Python 3.12 has in the function itself
-_CALLBACK, _OWNER = "nemo.utils.callbacks.nemo_model_checkpoint", "NeMoModelCheckpoint"
-_LIGHTNINGS = "lightning.pytorch.callbacks.model_checkpoint"
+_LIST = _names("dirname listdir os path sorted")
+_FILTERED = _names("isdir join")  # in the comprehensions, which Python 3.12 has in the function itself
+_CANDIDATES = _names("Tensor callback_metrics current_epoch deepcopy get global_step int isinstance tensor torch")
+_TOP_K = _names(
+    "best_k_models bool gt kth_best_model_path len lt mode reduce_boolean_decision save_top_k strategy torch"
+)
+_of_callback = partial(Target, "nemo.utils.callbacks.nemo_model_checkpoint", "NeMoModelCheckpoint", setter="")
+_of_lightnings = partial(Target, "lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint", setter="")
 # The checkpoint callback, whose ranks take rank 0's decisions; not patched with checkpoints=stock.
 CHECKPOINT_TARGETS = (
-    Target(_CALLBACK, _OWNER, "setup", (_SET_UP,), "", ("self", "trainer", "pl_module", "stage")),
-    Target(
-        _CALLBACK,
-        _OWNER,
+    _of_callback("setup", (_SET_UP,), parameters=("self", "trainer", "pl_module", "stage")),
+    _of_callback(
         "on_save_checkpoint",
         (_SAVE, _SAVE | _LOADS_BEST),
-        "",
-        ("self", "trainer", "pl_module", "checkpoint"),
+        parameters=("self", "trainer", "pl_module", "checkpoint"),
     ),
-    Target(
-        _CALLBACK,
-        _OWNER,
+    _of_callback(
         "on_train_end",
-        (
-            _TRAIN_END | {"save_to"},
-            _TRAIN_END | {"getattr", "callable", "type", "__name__"},
-        ),
-        "",
-        ("self", "trainer", "pl_module"),
+        (_TRAIN_END | {"save_to"}, _TRAIN_END | _names("getattr callable type __name__")),
+        parameters=("self", "trainer", "pl_module"),
     ),
-    Target(_CALLBACK, _OWNER, "_get_checkpoints_list", (_LIST, _LIST | _FILTERED), "", ("self", "filepath")),
+    _of_callback("_get_checkpoints_list", (_LIST, _LIST | _FILTERED), parameters=("self", "filepath")),
 )
 # What it inherits, and is put into NeMo's class.
 CHECKPOINT_BASES = (
-    Target(
-        _LIGHTNINGS,
-        "ModelCheckpoint",
-        "_monitor_candidates",
-        (
-            frozenset(
-                {
-                    "Tensor",
-                    "callback_metrics",
-                    "current_epoch",
-                    "deepcopy",
-                    "get",
-                    "global_step",
-                    "int",
-                    "isinstance",
-                    "tensor",
-                    "torch",
-                }
-            ),
-        ),
-        "",
-        ("self", "trainer"),
-    ),
-    Target(
-        _LIGHTNINGS,
-        "ModelCheckpoint",
-        "check_monitor_top_k",
-        (
-            frozenset(
-                {
-                    "best_k_models",
-                    "bool",
-                    "gt",
-                    "kth_best_model_path",
-                    "len",
-                    "lt",
-                    "mode",
-                    "reduce_boolean_decision",
-                    "save_top_k",
-                    "strategy",
-                    "torch",
-                }
-            ),
-        ),
-        "",
-        ("self", "trainer", "current"),
-    ),
+    _of_lightnings("_monitor_candidates", (_CANDIDATES,), parameters=("self", "trainer")),
+    _of_lightnings("check_monitor_top_k", (_TOP_K,), parameters=("self", "trainer", "current")),
 )
+
+
+def has_diff(source: bytes, path: str) -> bool:
+    """Whether one of the diffs, of any nemo_patches, is in a file. Raises what compile() raises."""
+    return "bounded_length_sync" in compile(source, path, "exec", dont_inherit=True).co_names
 
 
 def _code_in(code: CodeType, name: str) -> CodeType | None:

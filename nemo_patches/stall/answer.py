@@ -11,7 +11,7 @@ from ..sync.protocol import APART
 from ..text import named
 from .found import KINDS_OF_SILENT, Found
 from .missing_rank import MissingRank, described
-from .rank_kinds import ELSEWHERE, EVALUATED, GONE, LATE, LENGTH_SYNC, PERHAPS, ROUNDS_OF, UNANNOUNCED
+from .rank_kinds import ELSEWHERE, EVALUATED, GONE, LATE, LENGTH_SYNC, ROUNDS_OF, UNANNOUNCED, is_guess
 from .rank_state import RankState
 
 
@@ -49,7 +49,7 @@ class Question:
         if state.training or (state.encoder, *state.clock[:1]) != self.evaluation:
             return False
         own_rounds = state.collective.startswith((LENGTH_SYNC, ROUNDS_OF))
-        return bool(state.collective) and not own_rounds and not state.collective.startswith(PERHAPS)
+        return bool(state.collective) and not own_rounds and not is_guess(state.collective)
 
     def unsaid(self, states: Iterable[RankState]) -> str:
         """Why it is not known that all have come; empty if it is known."""

@@ -50,11 +50,15 @@ class Found:
     def heard(self) -> set[int]:
         return {rank for group in self.groups for rank in group.ranks}
 
+    @cached_property
+    def have_ended(self) -> set[int]:
+        """The ranks that have certainly ended."""
+        return {rank for rank, silent in self.silent.items() if silent.how in (LEFT, VANISHED)}
+
     @property
     def is_complete(self) -> bool:
         """Whether every rank is heard, or has certainly ended."""
-        ended = {rank for rank, silent in self.silent.items() if silent.how in (LEFT, VANISHED)}
-        return len(self.heard | ended) == self.size
+        return len(self.heard | self.have_ended) == self.size
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """Its host and pid; empty and 0 if not known."""

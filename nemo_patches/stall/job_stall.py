@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch.distributed
 
 from ..channel.daemon import Daemon
-from ..channel.links import LEFT, VANISHED
 from ..channel.survey import NOT_THERE
 from ..sync.events import bus
 from ..text import first_line, named
@@ -242,8 +241,7 @@ class JobStallWatch:
 
     def _exit_or_look_again(self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float) -> None:
         """Decide by the last look, and by what this rank itself does at this moment."""
-        ended = {rank for rank, silent in found.silent.items() if silent.how in (LEFT, VANISHED)}
-        moved_at = max((at for rank, at in self._moved_at.items() if rank not in ended), default=now)
+        moved_at = max((at for rank, at in self._moved_at.items() if rank not in found.have_ended), default=now)
         stood_still_s = now - max(moved_at, self._progress.moved_at, self._anew_at)
         slack_s = min(_SLACK_PART * exit_s, _MOST_SLACK_S)
         if verdict.goes_on or stood_still_s < exit_s - slack_s:
@@ -273,7 +271,7 @@ class JobStallWatch:
         if not is_alone and verdict.is_certain and (self._progress.has_started or verdict.is_sure_at_the_start):
             return "no rank moves" if verdict.lead else "some wait in a collective"
         # stall_exit may have ended them a moment ago: the rank that they waited for must end, too.
-        gone = {rank for rank in self._have_waited & found.silent.keys() if found.silent[rank].how in (LEFT, VANISHED)}
+        gone = self._have_waited & found.have_ended
         if found.store_is_unreachable:
             gone |= self._have_waited & found.behind
         is_slow = verdict.is_busy or not self._progress.has_started

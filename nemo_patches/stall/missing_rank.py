@@ -44,8 +44,8 @@ class MissingRank:
     batch: str = ""
 
     def __str__(self) -> str:
-        place = [*([self.host] if self.host else []), *([f"pid {self.pid}"] if self.pid else [])]
-        who = f"rank {self.rank}" + (f" ({', '.join(place)})" if place else "")
+        process = ", ".join(filter(None, (self.host, f"pid {self.pid}" if self.pid else "")))
+        who = f"rank {self.rank}" + (f" ({process})" if process else "")
         least = "at least " if self.kind in (SILENT, LATE) else ""  # it said so when it was last heard
         last = f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago" if self.idle >= 0 else ""
         last += f"; last batch {self.batch}" if self.batch else ""

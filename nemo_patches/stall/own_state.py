@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..sync import __version__
-from ..sync.events import Group
+from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
 from . import stacks
 from .last_batch import last_batch
@@ -51,13 +51,7 @@ class OwnState:
         occupation = stacks.occupation(thread) if away or not last.training else Occupation()
         syncs = self._notes.syncs(self._group)
         waits_in = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
-        open_ = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
-        in_order = sorted(open_, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
-        given_up = {
-            sync.key: now - (round_.gave_up_at or round_.issued_at + timeout.total_seconds())
-            for sync, round_ in open_
-            if not sync.has_come(round_) and (round_.gave_up_at or now - round_.issued_at >= timeout.total_seconds())
-        }
+        rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
         still, limit_s = self._progress.still_s(now), stall_timeout.total_seconds()
         calling_for = _CALLING_PART * limit_s - idle if last.since else 0.0
         moving_for = _MOVING_PART * limit_s - still
@@ -74,7 +68,7 @@ class OwnState:
             calls=last.calls,
             clock=last.clock,
             idle=idle,
-            rounds={sync.key: round_.number for sync, round_ in in_order},
+            rounds=rounds,
             given_up=given_up,
             apart={sync.key: sync.apart for sync in syncs if sync.apart},
             training=last.training,
@@ -91,3 +85,15 @@ class OwnState:
             worker_states=described(workers),
             batch=last_batch(stacks.frames(thread)) if away else "",
         )
+
+
+def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
+    """By encoder: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
+    rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
+    in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
+    given_up = {
+        sync.key: now - (round_.gave_up_at or round_.issued_at + timeout_s)
+        for sync, round_ in rounds
+        if not sync.has_come(round_) and (round_.gave_up_at or now - round_.issued_at >= timeout_s)
+    }
+    return {sync.key: round_.number for sync, round_ in in_order}, given_up

@@ -115,7 +115,7 @@ def groups_of(answer: Any, size: int) -> tuple[StateGroup, ...]:
     """The groups in an answer, of `size` ranks in all; malformed ones are left out."""
     found = []
     for entry in _entries([answer]):
-        state = _checked(RankState, entry.state)
+        state = _checked(entry.state)
         ranks = tuple(sorted(rank for rank in entry.ranks if rank < size))
         if state is not None and ranks:
             found.append(StateGroup(ranks, replace(state, still=entry.still)))
@@ -201,14 +201,14 @@ def _digest(content: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _checked(kind: type[RankState], content: Any) -> RankState | None:
+def _checked(content: Any) -> RankState | None:
     """Parse a state in which every field has the right type; None if one has not.
 
     What a rank with an older nemo_patches does not say is as by default; what a newer one says is passed over.
     """
-    checks = {one.name: _CHECKS[str(one.type)] for one in fields(kind)}
+    checks = {one.name: _CHECKS[str(one.type)] for one in fields(RankState)}
     try:
-        return kind(**{name: checks[name](value) for name, value in content.items() if name in checks})
+        return RankState(**{name: checks[name](value) for name, value in content.items() if name in checks})
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None
 

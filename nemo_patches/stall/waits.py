@@ -62,10 +62,8 @@ def collective(calls: Iterable[Call]) -> str:
         name = call.function
         if call.in_torch == _C10D:
             outermost_name = name if not name.startswith("_") and name not in _NO_COLLECTIVES else outermost_name
-        elif not outermost_name:
-            for path, functions, title in _WAITS:
-                if call.in_torch.startswith(path) and name.startswith(functions):
-                    return title
+        elif not outermost_name and (title := _title(call, _WAITS)):
+            return title
     return outermost_name
 
 
@@ -108,8 +106,12 @@ def activity(calls: Sequence[Call]) -> str:
 
 
 def _torch_activity(call: Call) -> str:
-    if call.in_torch:
-        for path, functions, title in _ACTIVITIES:
-            if call.in_torch.startswith(path) and call.function.startswith(functions):
-                return title
+    return _title(call, _ACTIVITIES) if call.in_torch else ""
+
+
+def _title(call: Call, table: Iterable[tuple[str, tuple[str, ...], str]]) -> str:
+    """What a table of torch's files and functions says of a call; empty if it is not in it."""
+    for path, functions, title in table:
+        if call.in_torch.startswith(path) and call.function.startswith(functions):
+            return title
     return ""

@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from nemo_patches import patching
 
-# Python ignores these signals from its start on; a command that a shell starts does not.
+# Python ignores these signals; a command that a shell starts does not.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
 
 
 def with_auto_apply(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with what makes every Python process patch NeMo; the user's own PYTHONPATH comes after ours."""
+    """The environment in which every Python process patches NeMo: our folder first on PYTHONPATH, then the user's."""
     path = [str(Path(next(iter(patching.__path__)), "boot").resolve())]
     if environment.get("PYTHONPATH"):
         path.append(environment["PYTHONPATH"])
@@ -24,8 +24,8 @@ def with_auto_apply(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process: exit code, signals, terminal and process id are then the command's own. Raises OSError."""
-    if not command[0]:  # a variable that is not set; execvpe raises a ValueError
+    """Replace this process, so that exit code, signals, terminal and pid are the command's own. Raises OSError."""
+    if not command[0]:  # an unset variable; execvpe would raise a ValueError
         raise FileNotFoundError(errno.ENOENT, "an empty name is no command")
     for name in _IGNORED_BY_PYTHON:
         signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -19,7 +19,7 @@ from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
 from nemo_patches.patching.settings import ALL_SETTINGS, refusals
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target, has_diff
 from nemo_patches.sync.settings import SettingsError
 from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
@@ -64,7 +64,7 @@ class TargetReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class EnvironmentStatus:
     """What `nemo-patches status` prints.
 
     chained: the sitecustomize that auto-apply runs after its own; empty where there is none.
@@ -86,14 +86,14 @@ class Report:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What settings have patched beside the encoders. problems: why it is as in stock, although it should not be."""
+    """The targets that a setting adds to the encoders'. problems: why they stay as in stock, although chosen."""
 
     title: str = ""
     targets: tuple[TargetReport, ...] = ()
     problems: tuple[str, ...] = ()
 
 
-def examine() -> Report:
+def examine() -> EnvironmentStatus:
     """Look at the environment of this process. Raises StatusError where NeMo or torch cannot be examined."""
     nemo = _nemo_version()
     encoders = tuple(map(_target, TARGETS))
@@ -113,7 +113,7 @@ def examine() -> Report:
     reasons = [*problems, *unused, *metrics.problems, *callback.problems, *switched_off]
     as_stock = " and ".join(chosen.title for chosen in (metrics, callback) if chosen.problems)
     state = CANNOT_BE if problems else ON if built_in or (auto_apply == "on" and not switched_off) else OFF
-    return Report(
+    return EnvironmentStatus(
         versions={
             "nemo_patches": nemo_patches.__version__,
             "nemo": nemo,
@@ -175,7 +175,7 @@ def _missing(nemo: str, encoders: Iterable[TargetReport]) -> Iterator[str]:
         yield "wrapt is not installed: pip install wrapt"
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: EnvironmentStatus, console: Console) -> None:
     """Print it for a person, the answer first."""
     lines = [report.answer, *(report.misspelt), ""]
     lines += (f"{target.target}: {target.text(report.state)}" for target in report.targets)
@@ -188,7 +188,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str], as_stock: str) -> str:
-    """The first line; each reason why not on a line of its own. as_stock: what is left, although it should not be."""
+    """The first line; then each reason on a line of its own. as_stock: what stays as in stock, although chosen."""
     if state == CANNOT_BE:
         return "\n  ".join(["cannot be patched; NeMo runs as stock here:", *reasons])
     if state == ON:
@@ -220,7 +220,7 @@ def _folder_of(package: str) -> str:
 def _target(target: Target) -> TargetReport:
     file = target.source_file()
     try:
-        built_in = file is not None and target.built_into_source(file)
+        built_in = file is not None and has_diff(file.read_bytes(), str(file))
         problem = target.drift_of_source(file) if file and not built_in else ""
         return TargetReport(str(target), str(file or ""), built_in, problem)
     except (OSError, SyntaxError, ValueError) as error:
@@ -230,12 +230,12 @@ def _target(target: Target) -> TargetReport:
 def _uneven_settings() -> UnevenSettings:
     try:
         return UnevenSettings.resolve()
-    except SettingsError:  # a reason of its own
+    except SettingsError:  # _refusals() has it
         return UnevenSettings()
 
 
 def _metric_target(target: Target, built_in: bool) -> TargetReport:
-    """As one of an encoder; metrics=deferred needs every one of its own, and is in no diff."""
+    """Like an encoder's; but metrics=deferred needs every target of its own, and is in no diff."""
     if built_in:
         return TargetReport(str(target), "", False, "metrics=deferred is not in the diffs, which this NeMo has")
     report = _target(target)

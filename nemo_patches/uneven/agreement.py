@@ -42,19 +42,19 @@ class LoaderCounters:
         )
 
 
-class Place(NamedTuple):
-    """Where a rank is in its passes over a loader. ended: it has no such batch."""
+class Position(NamedTuple):
+    """A rank's batch in its passes over a loader. ended: it has no such batch."""
 
     pass_number: int  # from 1
     batch: int  # from 1
     ended: bool
 
     def value(self) -> int:
-        """An order of places. Large numbers wrap: it only matters whether ranks are at the same place."""
+        """A number that rises with the position. It wraps: only whether ranks are at the same one matters."""
         return ((self.pass_number * _BATCHES + self.batch % _BATCHES) * 2 + self.ended) % VALUES
 
     @classmethod
-    def of(cls, value: int) -> Place:
+    def of(cls, value: int) -> Position:
         return cls(value // 2 // _BATCHES, value // 2 % _BATCHES, bool(value % 2))
 
 
@@ -65,7 +65,7 @@ class Agreement:
         """contents: what is in the loader, for messages."""
         self.title = f"{kind} loader {number} ({contents})"
         self._rounds = PatientRounds(self, group_syncs, self.title, f"loader {kind} {number}", _LATE, _text_of)
-        self._place: Place | None = None  # of the latest round; None at the set-up
+        self._place: Position | None = None  # of the latest round; None at the set-up
 
     @property
     def waited(self) -> timedelta:
@@ -78,7 +78,7 @@ class Agreement:
         least = None if lowest.value == _NO_LENGTH else lowest.value - 1
         return least, lowest.rank, highest.value == lowest.value
 
-    def say(self, place: Place) -> None:
+    def say(self, place: Position) -> None:
         """Tell the others whether this rank has the batch at this place. Does not wait."""
         self._issue(place.value(), place)
 
@@ -88,7 +88,7 @@ class Agreement:
         Raises StopTogetherError where a rank is at another place than this one, or has gone.
         """
         extremes = self._result()
-        highest, lowest = Place.of(extremes.highest.value), Place.of(extremes.lowest.value)
+        highest, lowest = Position.of(extremes.highest.value), Position.of(extremes.lowest.value)
         if highest[:2] != lowest[:2]:
             places = (
                 f"rank {extreme.rank} is at batch {place.batch} of pass {place.pass_number}"
@@ -101,7 +101,7 @@ class Agreement:
         """Collect what is outstanding from a pass that was left early; whether a rank had nothing left of it."""
         return self._rounds.is_outstanding and self.ended_by()[0] is not None
 
-    def _issue(self, value: int, place: Place | None) -> None:
+    def _issue(self, value: int, place: Position | None) -> None:
         self._place = place
         try:
             self._rounds.issue(value, place.batch if place is not None else _SET_UP)

@@ -30,8 +30,8 @@ _HASH_BITS = 62
 
 
 @dataclass(frozen=True)
-class Sample:
-    """This rank's part in one comparison. names: one for each number. reason: why there are none."""
+class Snapshot:
+    """This rank's parameters at one comparison. names: one for each number. reason: why there are none."""
 
     step: int
     batches: int
@@ -79,7 +79,7 @@ class Comparison:
         self._channel, self._rank, self._size = group_syncs.channel, group_syncs.group.rank, group_syncs.group.size
         self._rounds = ExtremesRounds(group_syncs.channel, key)
         self._by_rank = group_syncs.channel.rounds(f"{key} by rank")
-        self._samples = queue.SimpleQueue[Sample | None]()
+        self._snapshots = queue.SimpleQueue[Snapshot | None]()
         self._stops = False
         self._compares_batches, self._said_late, self._said_left_out = True, False, False
         self._resume_after = 0  # the step up to which ranks have compared different ones
@@ -88,17 +88,17 @@ class Comparison:
             self.found, self.is_over = f"not compared: {why}", True
             report(logging.WARNING, f"{title}: parameters are not compared, training goes on: {why}")
 
-    def offer(self, sample: Sample) -> None:
+    def offer(self, snapshot: Snapshot) -> None:
         """Compare it after those before it; skip it if too many wait. Does not wait."""
-        if self._samples.qsize() >= _MOST_WAITING:
+        if self._snapshots.qsize() >= _MOST_WAITING:
             self.left_out += 1
         elif not self.is_over:
-            self._samples.put(sample)
+            self._snapshots.put(snapshot)
 
     def stop(self) -> None:
         """End the thread soon. Takes no lock: the garbage collector may call this."""
         self._stops = True
-        self._samples.put(None)
+        self._snapshots.put(None)
 
     def join(self, limit: timedelta) -> None:
         if self._thread.ident is not None:  # it has begun
@@ -108,9 +108,9 @@ class Comparison:
 
     def _run(self) -> None:
         try:
-            while not self.is_over and (sample := self._samples.get()) is not None and not self._stops:
-                if sample.step > self._resume_after:
-                    self._compare(sample)
+            while not self.is_over and (snapshot := self._snapshots.get()) is not None and not self._stops:
+                if snapshot.step > self._resume_after:
+                    self._compare(snapshot)
         except (RoundFailed, _Stopped) as error:  # a rank has left; reported elsewhere if necessary
             self.found = self.found or str(error)
         except Exception as error:
@@ -121,17 +121,17 @@ class Comparison:
             self._rounds.close()
             self._by_rank.close()
 
-    def _compare(self, sample: Sample) -> None:
-        account = sample.account()
+    def _compare(self, snapshot: Snapshot) -> None:
+        account = snapshot.account()
         said = account if self._compares_batches else account._replace(batches=0)
         self.compared += 1
         if self.left_out and not self._said_left_out and self._rank == 0:
             self._said_left_out = True
             report(logging.INFO, f"{self.title}: steps are due faster than they are compared; some are left out")
-        if self._is_equal(_hash_of(said, VALUE_BITS), sample.step):
-            self.equal_at = 0 if sample.reason else sample.step
-            if sample.reason:
-                self._end(f"{self.title}: parameters are not compared: {sample.reason}", self._rank == 0)
+        if self._is_equal(_hash_of(said, VALUE_BITS), snapshot.step):
+            self.equal_at = 0 if snapshot.reason else snapshot.step
+            if snapshot.reason:
+                self._end(f"{self.title}: parameters are not compared: {snapshot.reason}", self._rank == 0)
             return
         accounts = [Account(*one) for one in zip(*(self._of_all(value) for value in account), strict=True)]
         if len({one.step for one in accounts}) > 1:  # after some were left out: go on together
@@ -139,14 +139,14 @@ class Comparison:
             return
         are_comparable = accounts[0].layout and len({one.layout for one in accounts}) == 1
         differ = are_comparable and len({one.checksum for one in accounts}) > 1
-        first = self._first_difference(sample) if differ else ""
+        first = self._first_difference(snapshot) if differ else ""
         parted = judged(accounts, self.title, first, self.equal_at)
-        if sample.reason:
-            self._end(f"{self.title}: parameters are not compared: {sample.reason}", is_said=True)
+        if snapshot.reason:
+            self._end(f"{self.title}: parameters are not compared: {snapshot.reason}", is_said=True)
         elif parted is not None and parted.is_last:
             self._end(parted.text, self._rank == 0)
         elif parted is not None:
-            self.found, self._compares_batches, self.equal_at = parted.text, False, sample.step
+            self.found, self._compares_batches, self.equal_at = parted.text, False, snapshot.step
             if self._rank == 0:
                 report(logging.WARNING, parted.text)
 
@@ -176,21 +176,21 @@ class Comparison:
             self._look(0.0, 0)
         return value
 
-    def _first_difference(self, sample: Sample) -> str:
+    def _first_difference(self, snapshot: Snapshot) -> str:
         """The name of the first number that differs between ranks."""
-        equal, different = 0, len(sample.numbers)  # so many of the first numbers are
+        equal, different = 0, len(snapshot.numbers)  # so many of the first numbers are
         while different - equal > 1:
             middle = (equal + different) // 2
-            if self._is_equal(_hash_of(sample.numbers[:middle], VALUE_BITS)):
+            if self._is_equal(_hash_of(snapshot.numbers[:middle], VALUE_BITS)):
                 equal = middle
             else:
                 different = middle
-        return sample.names[equal]
+        return snapshot.names[equal]
 
     def _look(self, waited_s: float, step: int) -> None:
         if self._stops:
             raise _Stopped
-        is_late = not self._samples.empty() and waited_s >= current().timeout.total_seconds()
+        is_late = not self._snapshots.empty() and waited_s >= current().timeout.total_seconds()
         if step and is_late and not self._said_late:
             self._said_late = True
             missing = subscriber.unannounced()

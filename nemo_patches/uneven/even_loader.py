@@ -14,7 +14,7 @@ import torch
 
 from nemo_patches.sync.rank_log import rank_and_size, report
 from nemo_patches.sync.settings import PREFIX
-from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, Place, StopTogetherError
+from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, Position, StopTogetherError
 from nemo_patches.uneven.left_pass import LeftPass
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"
@@ -150,26 +150,16 @@ class EvenLoader:
             )
 
     def _agreed_on(self) -> Iterator[Any]:
-        agreement, number, source = self._agreement, self.counts.passes, cast("Iterable[Any]", self._loader)
+        agreement, number = self._agreement, self.counts.passes
         most = None if self.limit is None else self.limit - self.skipped
         self.skipped = 0
         is_used_up, ahead = agreement.settle(), even_loaders.take_ahead(self._loader)
         if most is not None and most <= 0:  # a resumed pass that had ended
             return
         was_left, self._is_left = self._is_left and self._goes_on, True
-        again, self._taken_back = self._taken_back, ()
-        if again and even_loaders.is_uneven(self._loader):
-            self._left_pass.end()
-        elif again and self._left_pass.goes_on:
-            source = itertools.chain(again, source)
-        elif ahead and is_used_up:
-            self._left_pass.end()
-        elif ahead:  # with what a break has left
-            source = itertools.chain(ahead, source)
-        source = itertools.islice(source, most)
-        here, place = _next(source), Place(number, 1, False)
-        agreement.say(place._replace(ended=not here))
-        ended_by, all_ended = agreement.ended_by()
+        source = itertools.islice(self._source(ahead, is_used_up), most)
+        here, place = _next(source), Position(number, 1, False)
+        ended_by, all_ended = self._say_and_ask(place, here)
         if ended_by is not None and self._goes_on and not (was_left and all_ended):
             # A rank may have continued a pass with nothing left. Only a pass from the beginning shows that.
             if here and was_left:
@@ -179,8 +169,7 @@ class EvenLoader:
                     self._left_pass.end()
                 source = itertools.islice(self._loader, most)
                 here = _next(source)
-            agreement.say(place._replace(ended=not here))
-            ended_by, all_ended = agreement.ended_by()
+            ended_by, all_ended = self._say_and_ask(place, here)
         if ended_by is not None:
             self._is_left = False
             self._without_batch(ended_by, all_ended, was_left)
@@ -191,8 +180,7 @@ class EvenLoader:
         self._check_newest(number)
         self._taken_back = ()
         here, place = _next(source), place._replace(batch=2)
-        agreement.say(place._replace(ended=not here))
-        ended_by, all_ended = agreement.ended_by()
+        ended_by, all_ended = self._say_and_ask(place, here)
         while ended_by is None:  # one batch ahead: the round completes while the previous batch computes
             (batch,), here, place = here, _next(source), place._replace(batch=place.batch + 1)
             agreement.say(place._replace(ended=not here))
@@ -210,6 +198,28 @@ class EvenLoader:
             self._cut_short(place.batch - 1, ended_by)
         elif not self._is_left:
             self._ran_out(place.batch - 1, all_ended)
+
+    def _source(self, ahead: tuple[Any, ...], is_used_up: bool) -> Iterable[Any]:
+        """The batches of a new pass, with one that the last pass has taken and not given.
+
+        ahead: the batch after a break. is_used_up: some rank had nothing left of that pass.
+        """
+        loader = cast("Iterable[Any]", self._loader)
+        again, self._taken_back = self._taken_back, ()
+        if again and even_loaders.is_uneven(loader):
+            self._left_pass.end()
+        elif again and self._left_pass.goes_on:
+            return itertools.chain(again, loader)
+        elif ahead and is_used_up:
+            self._left_pass.end()
+        elif ahead:
+            return itertools.chain(ahead, loader)
+        return loader
+
+    def _say_and_ask(self, place: Position, here: tuple[Any, ...]) -> tuple[int | None, bool]:
+        """Tell the others whether this rank has the batch at this place, and wait for what they have."""
+        self._agreement.say(place._replace(ended=not here))
+        return self._agreement.ended_by()
 
     def _check_newest(self, number: int) -> None:
         if number != self.counts.passes:  # the outstanding round is that pass's

@@ -24,7 +24,7 @@ from nemo_patches.channel.process_hooks import AtExit, InForkedChild
 from nemo_patches.sync.length_sync import GroupSyncs, process
 from nemo_patches.sync.rank_log import is_distributed, raised_by_signal_handler, report
 from nemo_patches.uneven.checksums import Checksums
-from nemo_patches.uneven.comparison import Comparison, ComparisonCounters, Sample
+from nemo_patches.uneven.comparison import Comparison, ComparisonCounters, Snapshot
 from nemo_patches.uneven.parted import UNKNOWN
 from nemo_patches.uneven.replicas import Replicas, Wrappers, parameters_of
 
@@ -156,7 +156,7 @@ class ParameterWatch:
         while stepped.enqueued and stepped.enqueued[0][2].are_done():
             step, batches, checksums = stepped.enqueued.popleft()
             found, numbers = stepped.replicas, tuple(checksums.numbers())
-            stepped.comparison.offer(Sample(step, batches, found.layout, found.names, numbers))
+            stepped.comparison.offer(Snapshot(step, batches, found.layout, found.names, numbers))
 
     def _is_present_group(self) -> bool:
         """Whether there are other ranks. Under another process group all begins anew."""
@@ -197,7 +197,7 @@ class ParameterWatch:
     def _take(self, stepped: _Stepped) -> None:
         reason = stepped.replicas.reason or (_NOT_SYNCED if stepped.is_unsynced else "")
         if reason:
-            stepped.comparison.offer(Sample(stepped.steps, self._batches, reason=reason))
+            stepped.comparison.offer(Snapshot(stepped.steps, self._batches, reason=reason))
         else:
             with torch.no_grad():
                 checksums = Checksums(stepped.replicas.tensors)

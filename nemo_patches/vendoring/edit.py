@@ -11,7 +11,7 @@ import io
 import tokenize
 from functools import lru_cache
 
-from nemo_patches.patching.targets import Target
+from nemo_patches.patching.targets import Target, has_diff
 from nemo_patches.vendoring.errors import DiffError
 
 VENDORED = "nemo.collections.asr.parts.nemo_patches"  # our package inside a vendored NeMo
@@ -39,7 +39,7 @@ def edited(source: bytes, target: Target) -> bytes:
 def is_edited(source: bytes, path: str) -> bool:
     """Whether a file has the edit, of any nemo_patches. Raises DiffError if Python does not accept it."""
     try:
-        return "bounded_length_sync" in compile(source, path, "exec", dont_inherit=True).co_names
+        return has_diff(source, path)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DiffError(f"{path}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}") from error
 
@@ -104,9 +104,7 @@ class _KnownCode:
     def __init__(self, tree: ast.Module, target: Target, path: str) -> None:
         self._tree, self._target, self._path = tree, target, path
         self.owner = self._one(ast.ClassDef, target.owner, tree)
-        method = self._one(ast.FunctionDef, target.method, self.owner)
-        self._require(method, "arguments", ast.unparse(method.args).replace(": int", ""), ", ".join(target.parameters))
-        self._require(method, "decorators", str([ast.unparse(node) for node in method.decorator_list]), "[]")
+        method = self._function(target.method, ", ".join(target.parameters))
         statements = method.body[1:] if ast.get_docstring(method) is not None else method.body
         if len(statements) != 2 or not all(isinstance(statement, ast.If) for statement in statements):
             self._refuse(method, f"expected the reduce and the growth, found {len(statements)} statements")
@@ -114,10 +112,7 @@ class _KnownCode:
         local = self._require_reduce(self.reduce, *target.parameters[1:])
         self._require_growth(growth, target.parameters[1], local)
         if target.setter:
-            setter = self._one(ast.FunctionDef, target.setter, self.owner)
-            self._require(setter, "arguments", ast.unparse(setter.args).replace(": int", ""), "self, max_audio_length")
-            self._require(setter, "decorators", str([ast.unparse(node) for node in setter.decorator_list]), "[]")
-            self._require_no_names(setter, _COLLECTIVES)
+            self._require_no_names(self._function(target.setter, "self, max_audio_length"), _COLLECTIVES)
         for node in ast.walk(tree):
             names = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node.attr
             if names in (target.method, target.setter):
@@ -202,6 +197,13 @@ class _KnownCode:
         if sum(node.lineno <= last and first <= int(node.end_lineno or 0) for node in self._tree.body) > 1:
             self._refuse(beside, "expected an import of NeMo's own on a line of its own, found more on the line")
         return last if before else first - 1
+
+    def _function(self, name: str, arguments: str) -> ast.FunctionDef:
+        """The class's own function, with these arguments and without a decorator."""
+        function: ast.FunctionDef = self._one(ast.FunctionDef, name, self.owner)
+        self._require(function, "arguments", ast.unparse(function.args).replace(": int", ""), arguments)
+        self._require(function, "decorators", str([ast.unparse(node) for node in function.decorator_list]), "[]")
+        return function
 
     def _one(self, kind: type, name: str, where: ast.Module | ast.ClassDef):  # type: ignore[no-untyped-def]
         found = _bound(name, where)

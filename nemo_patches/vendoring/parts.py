@@ -82,11 +82,11 @@ def own_files(part: Part) -> dict[str, bytes]:
     return {path: file.read_bytes() for path, file in sources.items()}
 
 
-def edits_of(files: Files, parts: Parts = ALL) -> list[Edit]:
+def edits_of(files: Files, parts: Parts) -> list[Edit]:
     """What these parts change in a checkout with these files, by path. Raises DiffError."""
     edits = [Edit(path, None, content) for part in parts for path, content in own_files(part).items()]
     if Part.NEMO in parts:
-        present = [target for target in TARGETS if path_of(target) in files]
-        for path, target in ((path_of(target), target) for target in present):
-            edits.append(Edit(path, files[path], edited(files[path], target)))
+        for target in TARGETS:
+            if (path := path_of(target)) in files:
+                edits.append(Edit(path, files[path], edited(files[path], target)))
     return sorted(edits, key=lambda edit: edit.path)

@@ -14,7 +14,7 @@ NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
 VERSIONS = {"nemo_toolkit": "3.0.0", "torch": "2.13.0+cu130", "lightning": "2.4.0"}
 
 
-def environment(nemo: str = "3.0.0", **changes: Any) -> status.Report:
+def environment(nemo: str = "3.0.0", **changes: Any) -> status.EnvironmentStatus:
     """What `nemo-patches status` found."""
     facts: dict[str, Any] = {
         "versions": {"nemo": nemo, "torch": "2.13.0"},
@@ -24,7 +24,7 @@ def environment(nemo: str = "3.0.0", **changes: Any) -> status.Report:
         "chained": "",
         "reasons": (),
     }
-    return status.Report(**{**facts, **changes})
+    return status.EnvironmentStatus(**{**facts, **changes})
 
 
 def machine(**facts: Any) -> Machine:

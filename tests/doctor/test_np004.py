@@ -98,7 +98,7 @@ def test_the_projects_file_suppresses_too(
     write(tmp_path, CLEAN, "a.yaml")
     code, out, _ = doctor(capfd, "a.yaml")
     assert code == 0
-    assert ".nemo-patches.yaml:2: NP004 note: NP102 in *.yaml: suppresses nothing in the configs given" in out
+    assert ".nemo-patches.yaml:2: NP004 note" in out
     write(tmp_path, project.format("other/*.yaml"), ".nemo-patches.yaml")
     _, out, _ = doctor(capfd, "a.yaml")
     assert "NP004" not in out

@@ -39,7 +39,7 @@ def test_validation_by_batches_needs_no_end_of_an_epoch_but_a_stream_has_no_leng
     assert found(tmp_path, "NP104", LHOTSE, mixed, by_batches) == []
     assert found(tmp_path, "NP104", LHOTSE, mixed, "+trainer.val_check_interval=500.0") == []
     (finding,) = found(tmp_path, "NP104", LHOTSE, STREAM, by_batches)
-    assert "a stream without a length, which this model asks for: the job stops at its start" in finding.what
+    assert "the job stops" in finding.what
     canary = "+model.transf_decoder={_target_: x}"
     assert found(tmp_path, "NP104", LHOTSE, STREAM, by_batches, canary) == []
     assert len(found(tmp_path, "NP104", LHOTSE, STREAM, by_batches, canary, "+model.train_ds.is_tarred=true")) == 1

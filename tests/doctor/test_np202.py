@@ -11,12 +11,11 @@ pytestmark = pytest.mark.one_nemo
 def test_what_is_in_force_is_a_note() -> None:
     (finding,) = found("NP202")
     assert finding.severity is NOTE
-    assert "every Python process of this environment patches NeMo" in finding.what
     (finding,) = found("NP202", status=environment(chained="/vendor/sitecustomize.py"))
-    assert finding.what.endswith("runs the sitecustomize /vendor/sitecustomize.py")
+    assert "sitecustomize.py" in finding.what
     (finding,) = found("NP202", status=environment(auto_apply="off here"))
     assert finding.severity is NOTE
-    assert "the training script must call nemo_patches.apply()" in finding.what
+    assert "nemo_patches.apply" in finding.what
     assert found("NP202", status=None) == []
 
 

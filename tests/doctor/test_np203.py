@@ -14,7 +14,7 @@ def test_gloo_that_fails() -> None:
     assert found("NP203", gloo=Gloo(address="10.0.0.1")) == []
     (finding,) = found("NP203", gloo=Gloo("no answer within 60 s"))
     assert finding.severity is WARNING
-    assert finding.what == "Gloo does not work here: no answer within 60 s"
+    assert "60 s" in finding.what
     assert finding.instead == ""
     (finding,) = found("NP203", gloo=Gloo("Unable to find address for: ib0"), GLOO_SOCKET_IFNAME="ib0")
     assert "an interface of this machine" in finding.instead

@@ -26,7 +26,7 @@ def test_a_loopback_address_matters_where_there_are_other_hosts(
 ) -> None:
     (finding,) = found("NP204", gloo=Gloo(address=address), **variables)
     assert finding.severity is severity
-    assert finding.what.startswith(f"Gloo takes {address}, which ranks on other hosts cannot reach")
+    assert address in finding.what
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "fe80::1", ""])

@@ -16,4 +16,4 @@ def test_missing_ranks_are_named() -> None:
     told = replace(told, facts={0: told.facts[0], 2: told.facts[2]})
     (finding,) = found("NP301", told)
     assert finding.severity is ERROR
-    assert finding.what == "no answer from ranks 1, 3 of 4 within 10 s"
+    assert "ranks 1, 3 of 4" in finding.what

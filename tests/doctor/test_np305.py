@@ -14,7 +14,7 @@ def test_a_hosts_clock_is_told_once() -> None:
     late = {"clocks": (7.0, 8.0, 9.0)}
     (finding,) = found("NP305", ranks(measured={2: late, 3: late}))
     assert finding.severity is WARNING
-    assert finding.what == "the clock of node1 (rank 2) is 3.0 s behind that of rank 0"
+    assert "node1 (rank 2) is 3.0 s" in finding.what
     (finding,) = found("NP305", ranks(measured={2: {"clocks": (12.0, 13.0, 99.0)}}))
     assert "2.0 s ahead of" in finding.what
 

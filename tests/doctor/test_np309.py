@@ -26,8 +26,8 @@ def test_who_did_not_come_through_and_where() -> None:
     told = replace(ranks(), smoke={0: stuck, 1: replace(stuck, rank=1), 3: Smoke(3, "nccl", WELL)})
     absent, where = found("NP309", told)
     assert absent.severity is where.severity is ERROR
-    assert absent.what == "rank 2 answered, and did not come through the collectives of the job's backend"
-    assert where.what == "ranks 0-1: broadcast over nccl: no end within 15 s"
+    assert "rank 2 answered" in absent.what
+    assert "ranks 0-1: broadcast" in where.what
     told = replace(ranks(size=2), smoke={0: Smoke(0, "nccl", WELL), 1: Smoke(1, "gloo", WELL)})
     (mixed,) = found("NP309", told)
-    assert "gloo, nccl differ between ranks" in mixed.what
+    assert "gloo, nccl differ" in mixed.what

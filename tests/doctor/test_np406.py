@@ -32,8 +32,8 @@ def step(*lines: str) -> str:
 def test_a_step_that_is_skipped(tmp_path: Path, error: str) -> None:
     text = step("try:", "    return self.net(batch)", f"except {error}:", "    return None")
     (finding,) = found(tmp_path, "NP406", text)
-    assert finding.what.startswith(f"Mine.training_step: after {error} a rank goes on with other collectives")
-    assert "(the backward pass (in which the gradients are reduced))" in finding.what
+    assert finding.what.startswith(f"Mine.training_step: after {error}")
+    assert "(the backward pass" in finding.what
     assert finding.line == 12
 
 

@@ -33,7 +33,7 @@ def forward(*lines: str) -> str:
 )
 def test_as_many_turns_as_the_batch_is_long(tmp_path: Path, lines: list[str], over: str) -> None:
     (finding,) = found(tmp_path, "NP407", forward(*lines))
-    assert f"made in each turn of a loop over `{over}`" in finding.what
+    assert f"a loop over `{over}`" in finding.what
     assert finding.severity is Severity.WARNING
 
 
@@ -65,4 +65,4 @@ def test_it_is_a_note_at_the_end_of_an_evaluation_and_of_backward(tmp_path: Path
 
 def test_a_while_is_a_branch(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP401", forward("while lengths.max() > 0:", "    lengths = self.encoder(lengths)"))
-    assert "self.encoder is called only if `lengths.max() > 0`" in finding.what
+    assert "`lengths.max() > 0`" in finding.what

@@ -99,7 +99,7 @@ def test_defaults_that_only_concern_hydra_itself_hide_nothing(tmp_path: Path) ->
     for entries in ("[_self_]", "[override hydra/launcher: basic]", "[_self_, hydra/job_logging: none]", "[]", "null"):
         assert load(tmp_path, f"a: 1\ndefaults: {entries}\n").tree["a"] == 1
     for entries in ("[model/train_ds: x]", "[base]", "[override model: x]", "[_self_, 5]"):
-        assert "composed by Hydra of other files" in refused(tmp_path, f"a: 1\ndefaults: {entries}\n")
+        assert "by Hydra of other files" in refused(tmp_path, f"a: 1\ndefaults: {entries}\n")
 
 
 def test_what_a_merge_would_bring_into_a_section_that_is_there_is_nowhere(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_target_is_only_a_name(tmp_path: Path) -> None:
     path.write_text(text)
     report = examination.examine(path, (), examination.chosen())
     assert not marker.exists()
-    assert "a class that the doctor does not know" in str([finding.what for _, finding in report.findings])
+    assert [rule.identifier for rule, _ in report.findings if rule.identifier == "NP101"]
 
 
 # --- whatever it is
@@ -308,7 +308,7 @@ def test_bombs_of_interpolations(tmp_path: Path) -> None:
     assert config.tree["a5"] == "lol" * 32
     assert config.tree["a59"] is UNKNOWN
     mappings = ["a0: {x: 1, y: 2}"] + [f"a{i}: {{x: '${{a{i - 1}}}', y: '${{a{i - 1}}}'}}" for i in range(1, 20)]
-    assert "when its interpolations are followed" in refused(tmp_path, "\n".join(mappings))
+    assert "interpolations are followed" in refused(tmp_path, "\n".join(mappings))
     many = [f"a{i}: ${{a{i + 1}}}" for i in range(3000)]
     assert "more than 1000 interpolations" in refused(tmp_path, "\n".join(many))
 
@@ -375,7 +375,7 @@ def test_omegaconf_is_given_little_of_45000_keys(text: str) -> None:
 def test_an_omegaconf_whose_loader_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpolations._loader.cache_clear()
     monkeypatch.delattr("omegaconf._utils.get_yaml_loader")
-    assert "has its rules on numbers elsewhere; allowed: 2.3" in refused(tmp_path, "x: 1")
+    assert "numbers elsewhere; allowed: 2.3" in refused(tmp_path, "x: 1")
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

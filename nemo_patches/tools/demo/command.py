@@ -18,7 +18,7 @@ from rich.markup import escape
 from nemo_patches.patching.settings import refusals
 from nemo_patches.tools.demo import data, processes, report
 from nemo_patches.tools.demo.errors import DemoError
-from nemo_patches.tools.demo.jobs import RunOutcome, Task
+from nemo_patches.tools.demo.jobs import Task
 
 _PICTURE_WIDTH = 118  # columns
 
@@ -40,19 +40,17 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
             console.print(escape(f"--manifest={manifest}: {change}"), soft_wrap=True)
 
     processes.prepare()
-    with processes.logs_folder() as logs:
+    with processes.logs_folder(console) as logs:
         data.write_shards(entries or data.make_audio(logs.path), devices, logs.path)
         problems = _compare(console, logs.path, devices, timedelta(seconds=seconds), record)
         logs.is_kept = bool(problems)
         for problem in problems:
             console.print(f"[bold red]Not as it should be:[/] {escape(problem)}", soft_wrap=True)
-        if logs.is_kept:
-            console.print(f"The ranks' logs: {logs.path}", soft_wrap=True)
-        return 1 if problems else 0
+    return int(logs.is_kept)
 
 
 def _require_picture(record: Path) -> None:
-    """Before a demo that would be for nothing."""
+    """Refuse at once a file that could not be written at the end."""
     problem = ""
     if record.is_dir():
         problem = "is a folder"
@@ -71,12 +69,13 @@ def _compare(console: Console, folder: Path, devices: int, stall: timedelta, rec
     began = time.monotonic()
     report.introduce(console, devices, stall)
 
-    def both(task: Task) -> tuple[RunOutcome, RunOutcome]:
-        stock, patched = (processes.run(console, task, version, devices, folder, stall) for version in (False, True))
-        return stock, patched
+    def both(task: Task) -> report.Pair:
+        return report.Pair(
+            *(processes.run(console, task, patched, devices, folder, stall) for patched in (False, True))
+        )
 
     with processes.fork_server(console, folder / "import.log"):
-        runs = report.Runs(*both("a rank stays away"), *both("training"), *both("positional encoding"))
+        runs = report.Runs(both("a rank stays away"), both("training"), both("positional encoding"))
     report.show(console, runs)
     report.say_what_is_next(console)
     if record:

@@ -25,7 +25,7 @@ class Entry:
 
 
 def entries_needed(devices: int) -> int:
-    """How many entries write_shards deals out to the ranks; it repeats those it has."""
+    """How many entries write_shards deals out; it repeats them if there are fewer."""
     return BATCH_SIZE * (devices * (TRAINING_STEPS + VALIDATION_BATCHES) + 1)
 
 
@@ -88,7 +88,7 @@ def _seconds(where: str, name: str, value: object) -> float:
 
 
 def make_audio(folder: Path) -> list[Entry]:
-    """Tones in noise, of different lengths, so that the ranks have different lengths to agree on."""
+    """Write tones in noise. Their lengths differ, so that the ranks have something to agree on."""
     import numpy
     import soundfile
 
@@ -104,9 +104,9 @@ def make_audio(folder: Path) -> list[Entry]:
 
 
 def write_shards(entries: Sequence[Entry], devices: int, folder: Path, uneven: bool = True) -> None:
-    """A training and a validation manifest for each rank, dealt out in turn, and NEST's noise manifest.
+    """Write each rank's training and validation manifest, dealt out in turn, and NEST's noise manifest.
 
-    uneven: UNEVEN_RANK has one validation batch more. All else is the same without it.
+    uneven: UNEVEN_RANK gets one more validation batch; the rest is the same without it.
     """
     import numpy
     import soundfile

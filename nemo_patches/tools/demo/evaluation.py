@@ -1,4 +1,4 @@
-"""An evaluation during which one rank stays away from the encoder, as the ranks of the demo do it."""
+"""The demo's evaluation, in which one rank stays away from the encoder."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from nemo.collections.asr.modules import ConformerEncoder
 
 from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.jobs import EVALUATION_BATCHES, Job, LongestCall, StaysAway, ValidationBatch
+from nemo_patches.tools.demo.jobs import EVALUATION_BATCHES, EncoderCall, Notice, RankJob
 from nemo_patches.tools.demo.nest import FEATURES, conformer
 
 AWAY_AFTER, FRAMES = 2, 200  # batches; of features
 LONGEST_REPORT_S = 10.0
 
 
-def evaluate(job: Job, events: Connection) -> None:
-    """Evaluate batch after batch; the rank that is to stay away reads on for as long as the demo lets it."""
+def evaluate(job: RankJob, events: Connection) -> None:
+    """Evaluate batch after batch; the rank that stays away reads until the demo ends it."""
     dist.init_process_group("gloo", timeout=job.limit)
     encoder = ConformerEncoder(**conformer()).eval()
     with torch.inference_mode():
@@ -28,13 +28,13 @@ def evaluate(job: Job, events: Connection) -> None:
                 read_a_file_that_never_comes(job, events)
             began = time.monotonic()
             encoder(audio_signal=torch.zeros(2, FEATURES, FRAMES), length=torch.tensor([FRAMES] * 2))
-            events.send(LongestCall(timedelta(seconds=time.monotonic() - began)))
-            events.send(ValidationBatch())
+            events.send(EncoderCall(timedelta(seconds=time.monotonic() - began)))
+            events.send(Notice.VALIDATED)
     deadline = time.monotonic() + LONGEST_REPORT_S
     while job.patched and not logs.warnings(job.log) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a job goes on here; this one would end before the line on the missing rank is written
+        time.sleep(0.05)  # a real job goes on; this one would end before its line about the missing rank is written
 
 
-def read_a_file_that_never_comes(job: Job, events: Connection) -> None:
-    events.send(StaysAway())
-    time.sleep(job.limit.total_seconds())  # the demo ends it long before
+def read_a_file_that_never_comes(job: RankJob, events: Connection) -> None:
+    events.send(Notice.STAYS_AWAY)
+    time.sleep(job.limit.total_seconds())  # the demo kills it long before

@@ -1,4 +1,4 @@
-"""What `nemo-patches diagnose` says of the demo's stock ranks, while they hang."""
+"""The verdict of `nemo-patches diagnose` on the demo's stock ranks while they hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, 
 
 
 def verdict_on(pids: Sequence[int], waited: timedelta) -> tuple[str, ...]:
-    """As `nemo-patches diagnose --pids` does it: the verdict and the next step. waited: so long they have hung."""
+    """The verdict and the next step, as by `nemo-patches diagnose --pids`. waited: for how long they have hung."""
     try:
         (ranks,) = jobs_here(pids=pids)
     except NothingToLookAtError as error:

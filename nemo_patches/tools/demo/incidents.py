@@ -1,4 +1,4 @@
-"""What nemo_patches logged in a run, by incident: one call that not every rank came to in time."""
+"""The incidents that nemo_patches logged in a run: encoder calls to which some rank came too late."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Incident:
         return f"{self.call}: {waited} for {self.missing}, then went on with {own}{came}"
 
 
-def told(run: RunOutcome) -> Iterator[tuple[str, str]]:
-    """For each incident: a sentence on it, and where the missing rank was, by the log."""
+def logged(run: RunOutcome) -> Iterator[tuple[str, str]]:
+    """For each incident: a sentence about it, and where the missing rank was."""
     incidents: dict[str, _Incident] = {}
     for rank in run.ranks:
         last: _Incident | None = None

@@ -1,9 +1,10 @@
-"""What goes between the demo's own process and its ranks: a rank's job, its events, and its outcome."""
+"""What the demo's own process and its ranks send each other, a rank's job and its events; and a rank's outcome."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ UNEVEN_RANK = 0
 EVALUATION_BATCHES = 6  # where a rank stays away
 LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
 IMPORT_LIMIT = timedelta(minutes=3)
-LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; and the stall twice on top
+LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; twice the stall is added
 HANG_LIMIT = timedelta(seconds=120)  # for what takes 5 to 15 s
 HANG_STALL_TIMEOUT = timedelta(seconds=4)
 
@@ -26,7 +27,7 @@ Task = Literal["a rank stays away", "training", "positional encoding", "hang"]
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What one rank is to do."""
 
     task: Task
@@ -40,7 +41,7 @@ class Job:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of nemo_patches.apply()."""
+        """The keywords for nemo_patches.apply()."""
         if self.hang is None:
             return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
         timeouts = {"timeout": 1.0, "call_timeout": 0.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
@@ -70,6 +71,17 @@ class Job:
         return self.folder / f"{self.task.replace(' ', '-')}-{self.version}-rank{self.rank}.log"
 
 
+class Notice(Enum):
+    """An event without data."""
+
+    BEGINS = auto()
+    VALIDATED = auto()  # a batch
+    STALLS = auto()  # for the job's stall
+    STAYS_AWAY = auto()
+    MOVES = auto()  # the training thread runs again
+    FINISHED = auto()
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     loss: float
@@ -77,23 +89,8 @@ class TrainingStep:
 
 
 @dataclass(frozen=True)
-class ValidationBatch:
-    pass
-
-
-@dataclass(frozen=True)
-class Stalling:
-    duration: timedelta
-
-
-@dataclass(frozen=True)
-class StaysAway:
-    pass
-
-
-@dataclass(frozen=True)
-class LongestCall:
-    """An encoder call outside training."""
+class EncoderCall:
+    """A call outside training."""
 
     took: timedelta
 
@@ -107,21 +104,11 @@ class WrongRows:
 
 
 @dataclass(frozen=True)
-class Begins:
-    pass
-
-
-@dataclass(frozen=True)
 class Stands:
-    """The training thread has run nothing for a while. collective: that it waits in; empty where it is in none."""
+    """The training thread has not run for a while. collective: the one that it waits in, or empty."""
 
     where: str
     collective: str
-
-
-@dataclass(frozen=True)
-class Moves:
-    """It runs again."""
 
 
 @dataclass(frozen=True)
@@ -129,22 +116,16 @@ class Failed:
     error: str  # short
 
 
-@dataclass(frozen=True)
-class Finished:
-    pass
-
-
-OfStep = TrainingStep | ValidationBatch | Stalling | StaysAway | LongestCall | WrongRows
-Event = OfStep | Begins | Stands | Moves | Failed | Finished
+Event = Notice | TrainingStep | EncoderCall | WrongRows | Stands | Failed
 
 
 @dataclass(frozen=True)
 class RankOutcome:
     """How far one rank came, and how it ended."""
 
-    job: Job
+    job: RankJob
     losses: tuple[float, ...] = ()
-    longest_encoder_call: timedelta = timedelta(0)  # of those that came back; in training, of its steps
+    longest_encoder_call: timedelta = timedelta(0)  # of those that returned; in training, only of training steps
     validation_batches: int = 0
     rows: WrongRows | None = None
     is_away: bool = False
@@ -163,26 +144,26 @@ class RankOutcome:
                     longest_encoder_call=max(self.longest_encoder_call, encoder_call),
                     now=f"step {len(self.losses) + 1}/{TRAINING_STEPS}",
                 )
-            case ValidationBatch():
+            case Notice.VALIDATED:
                 count = self.validation_batches + 1
                 return replace(self, validation_batches=count, now=f"validation batch {count}")
-            case Stalling(duration):
-                return replace(self, now=f"stalls for {duration.total_seconds():g} s")
-            case StaysAway():
+            case Notice.STALLS:
+                return replace(self, now=f"stalls for {self.job.stall.total_seconds():g} s")
+            case Notice.STAYS_AWAY:
                 return replace(self, is_away=True, now="stays away")
-            case LongestCall(took):
+            case EncoderCall(took):
                 return replace(self, longest_encoder_call=max(self.longest_encoder_call, took))
             case WrongRows():
                 return replace(self, rows=event)
-            case Begins():
+            case Notice.BEGINS:
                 return replace(self, has_begun=True, now="runs")
             case Stands(where):
                 return replace(self, stands=event, now=where)
-            case Moves():
+            case Notice.MOVES:
                 return replace(self, stands=None, now="runs")
             case Failed(error):
                 return replace(self, ended=f"died: {error}", now="died")
-            case Finished():
+            case Notice.FINISHED:
                 return replace(self, completed=True, now="completed")
 
 

@@ -1,4 +1,4 @@
-"""The logs of the demo's processes: write to one, and read warnings and the cause of a death from it."""
+"""The logs of the demo's processes: written to, and read for warnings and for why a process died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def write_to(log: Path) -> None:
-    """From now on, both streams of this process, of Python and of C++, go to the log."""
+    """Send standard output and error of this process, also those of C++ code, to the log."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -23,7 +23,7 @@ def write_to(log: Path) -> None:
 
 @contextlib.contextmanager
 def written_to(log: Path) -> Iterator[None]:
-    """In the block, write_to; what is started there inherits it. NeMo's import alone prints a screenful."""
+    """Like write_to, for the block and the processes that it starts: NeMo's import alone prints a screenful."""
     saved = os.dup(1), os.dup(2)
     write_to(log)
     try:
@@ -48,15 +48,15 @@ def warnings(log: Path) -> list[str]:
 
 
 def cause_of_exit(code: int | None, log: Path) -> str:
-    """Why a process ended that could not say so itself."""
+    """Why a process has ended without saying so itself."""
     if code is not None and code < 0:
-        # A C++ error that no one caught: the runtime prints its text before it aborts.
+        # Before it aborts, the runtime prints the text of an uncaught C++ error.
         what = [text for line in lines(log) if (text := line.partition("what():")[2].strip())]
         return signal.Signals(-code).name + (f", {shortened(what[-1])}" if what else "")
     return f"exit code {code}, {last_line(log)}"
 
 
 def shortened(error: str) -> str:
-    """The first sentence of an error, without the place in C++ that it starts with."""
+    """The first sentence of an error, without the C++ file and line before it."""
     line = re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\] ", "", error.strip().partition("\n")[0])
     return re.split(r"\. (?=[A-Z])", line)[0]

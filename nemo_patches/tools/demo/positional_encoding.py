@@ -9,14 +9,14 @@ import torch.distributed as dist
 from nemo.collections.asr.modules import ConformerEncoder
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_patches.tools.demo.jobs import Job, WrongRows
+from nemo_patches.tools.demo.jobs import RankJob, WrongRows
 from nemo_patches.tools.demo.nest import FEATURES, conformer
 
 POSITIONS, LONG_BATCH, SHORT_BATCH = 500, 900, 200  # frames: the encoding's first size, and two batches
 
 
-def grow(job: Job) -> WrongRows:
-    """Train, with a batch that outgrows the positional encoding of one rank; count the rows that are wrong then."""
+def grow(job: RankJob) -> WrongRows:
+    """Train with a batch that outgrows one rank's positional encoding, and count the rows that are wrong afterwards."""
     dist.init_process_group("gloo", timeout=job.limit)
     torch.manual_seed(0)
     encoder = _encoder_of(POSITIONS)
@@ -27,7 +27,7 @@ def grow(job: Job) -> WrongRows:
         model.zero_grad()
         encoded.pow(2).mean().backward()
     rows = encoder.pos_enc.pe
-    right = _encoder_of((rows.size(1) + 1) // 2).pos_enc.pe  # a fresh one, as long from the start
+    right = _encoder_of((rows.size(1) + 1) // 2).pos_enc.pe  # a fresh one of that length
     return WrongRows(wrong=int((rows != right).any(-1).sum()), total=rows.size(1))
 
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -20,16 +20,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.errors import DemoError
 from nemo_patches.tools.demo.hang_verdict import verdict_on
-from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Job, RankOutcome, RunOutcome, Task
+from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, RankJob, RankOutcome, RunOutcome, Task
 from nemo_patches.tools.demo.progress import progress
 
 GRACE = timedelta(seconds=15)  # for the other ranks once one has died
 
-# For the ranks. One thread each: they share this machine's cores. Hidden GPUs: the demo is the same everywhere.
+# One thread per rank, because they share this machine's cores; no GPU, so that the demo is the same everywhere.
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -43,18 +44,20 @@ _context = multiprocessing.get_context("forkserver")
 
 @dataclass
 class LogsFolder:
-    """Of one demo's ranks. is_kept: something was not as it should be, and the logs tell of it."""
+    """The folder for the ranks' logs. is_kept: not removed, since something did not come out as it should."""
 
     path: Path
     is_kept: bool = False
 
 
 @contextlib.contextmanager
-def logs_folder() -> Iterator[LogsFolder]:
-    """Removed at the end, unless it is to be kept, or a DemoError names a log."""
+def logs_folder(console: Console) -> Iterator[LogsFolder]:
+    """Remove the folder at the end, unless it is to be kept, which is printed, or a DemoError names a log in it."""
     folder = LogsFolder(Path(tempfile.mkdtemp(prefix="nemo-patches-demo-")))
     try:
         yield folder
+        if folder.is_kept:
+            console.print(Text(f"The ranks' logs: {folder.path}"), soft_wrap=True)
     except DemoError:
         folder.is_kept = True
         raise
@@ -64,7 +67,7 @@ def logs_folder() -> Iterator[LogsFolder]:
 
 
 def prepare() -> None:
-    """Before anything starts. SIGTERM ends the ranks as Ctrl-C does. Raises DemoError where there is no NeMo."""
+    """Have SIGTERM end the ranks as Ctrl-C does. Raises DemoError without NeMo, before anything starts."""
     if importlib.util.find_spec("nemo") is None:
         raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
     signal.signal(signal.SIGTERM, _interrupt)
@@ -76,9 +79,9 @@ def _interrupt(*_: object) -> None:
 
 @contextlib.contextmanager
 def fork_server(console: Console, log: Path) -> Iterator[None]:
-    """A process that imports NeMo, once; every rank is forked from it. Raises DemoError if the import fails.
+    """Import NeMo once, in a process from which every rank is forked. Raises DemoError if the import fails.
 
-    For a process that does nothing else: its environment is changed, and it cannot start a second fork server.
+    Changes this process's environment, and works once in it.
     """
     os.environ.update(RANK_ENVIRONMENT)  # the fork server inherits it, and every rank from there
     _context.set_forkserver_preload(["nemo_patches.tools.demo.rank", __name__])
@@ -90,7 +93,7 @@ def fork_server(console: Console, log: Path) -> Iterator[None]:
     began = time.monotonic()
     try:
         with progress(console, "importing NeMo, once for all ranks") as shown:
-            # Fails, or ends with an exit code, if the fork server could not import, or was ended for taking too long.
+            # Fails, or ends with an exit code, if the fork server could not import, or was killed for taking too long.
             with contextlib.suppress(OSError, EOFError):
                 probe.start()
                 probe.join(limit)
@@ -104,7 +107,7 @@ def fork_server(console: Console, log: Path) -> Iterator[None]:
         if probe.pid and probe.exitcode is None:
             probe.kill()
             probe.join(10)
-        if server.poll():  # left to itself, it would need seconds to end, after this command has ended
+        if server.poll():  # by itself it would end seconds after this command
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 pid = server.recv()
                 os.kill(pid, signal.SIGKILL)
@@ -112,7 +115,7 @@ def fork_server(console: Console, log: Path) -> Iterator[None]:
 
 
 def _import_only(log: Path, server: Connection) -> None:
-    """See whether the fork server could import; where it could not, the import fails here again, visibly."""
+    """In a fork: if the fork server could not import, the import fails again here, and the log has the error."""
     server.send(os.getppid())
     with logs.written_to(log):
         import nemo_patches.tools.demo.rank  # noqa: F401
@@ -122,35 +125,25 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
     """Start one process per rank and see them to their end: their own, or the time limit. Needs the fork server."""
     began = time.monotonic()
     port = free_port()
-    jobs = [Job(task, patched, rank, devices, port, folder, stall) for rank in range(devices)]
-    limit = jobs[0].limit.total_seconds()
-    deadline, why = began + limit, f"after {limit:.0f} s"
+    jobs = [RankJob(task, patched, rank, devices, port, folder, stall) for rank in range(devices)]
     title = f"{jobs[0].version}, {task}"
+    deadline = _Deadline(jobs[0], began)
     ranks: list[RankProcess] = []
     verdict: tuple[str, ...] = ()
     try:
         with progress(console, title) as shown:
-            for job in jobs:
-                ranks.append(start(job))
-            dead: RankProcess | None = None
-            waited = False  # the clock runs for a stock rank that waits for one that stays away
+            ranks.extend(map(start, jobs))
             others = [rank for rank in ranks if not rank.outcome.job.stays_away]
-            while any(r.process.exitcode is None for r in others) and time.monotonic() < deadline:
-                running = [r for r in ranks if r.process.exitcode is None]
-                wait([r.events or r.process.sentinel for r in running], timeout=0.5)
+            while any(rank.is_running for rank in others) and not deadline.has_passed:
+                wait([rank.events or rank.process.sentinel for rank in ranks if rank.is_running], timeout=0.5)
                 for rank in ranks:
                     rank.receive()
-                if not dead and (dead := next((r for r in ranks if r.process.exitcode), None)):
-                    deadline = min(deadline, time.monotonic() + GRACE.total_seconds())
-                    why = f"{GRACE.total_seconds():.0f} s after rank {dead.outcome.job.rank} died"
-                if not patched and not waited and any(rank.outcome.is_away for rank in ranks):
-                    waited, deadline = True, time.monotonic() + stall.total_seconds()
-                    why = f"after {stall.total_seconds():g} s"
+                deadline.look(ranks)
                 shown.update(f"{title}: " + " | ".join(f"rank {r.outcome.job.rank} {r.outcome.now}" for r in ranks))
-            if waited and all(rank.process.pid and rank.process.exitcode is None for rank in ranks):
+            if deadline.is_for_hang and all(rank.is_running for rank in ranks):
                 shown.update(f"{title}: nemo-patches diagnose looks at it")
                 verdict = verdict_on([rank.process.pid or 0 for rank in ranks], stall)
-            outcomes = tuple(rank.end(why) for rank in ranks)
+            outcomes = tuple(rank.end(deadline.why) for rank in ranks)
             took = time.monotonic() - began
             shown.say(f"{title}: {'; '.join(f'rank {r.job.rank} {r.ended}' for r in outcomes)} ({took:.0f} s)")
     finally:
@@ -159,7 +152,36 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
     return RunOutcome(outcomes, timedelta(seconds=took), verdict)
 
 
-def start(job: Job) -> RankProcess:
+class _Deadline:
+    """When a run is ended that has not ended by itself."""
+
+    def __init__(self, job: RankJob, began: float) -> None:
+        limit_s = job.limit.total_seconds()
+        self.why = f"after {limit_s:.0f} s"
+        self.is_for_hang = False  # stock waits for a rank that stays away
+        self._job = job
+        self._at = began + limit_s
+        self._is_for_dead = False
+
+    @property
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self._at
+
+    def look(self, ranks: Sequence[RankProcess]) -> None:
+        """Change it once a rank has died, or hangs as it should."""
+        dead = next((rank.outcome.job.rank for rank in ranks if rank.process.exitcode), None)
+        if dead is not None and not self._is_for_dead:
+            self._is_for_dead = True
+            self._at = min(self._at, time.monotonic() + GRACE.total_seconds())
+            self.why = f"{GRACE.total_seconds():.0f} s after rank {dead} died"
+        if not self._job.patched and not self.is_for_hang and any(rank.outcome.is_away for rank in ranks):
+            stall_s = self._job.stall.total_seconds()
+            self.is_for_hang = True
+            self._at = time.monotonic() + stall_s
+            self.why = f"after {stall_s:g} s"
+
+
+def start(job: RankJob) -> RankProcess:
     receiver, sender = _context.Pipe(duplex=False)
     # A daemon may have no children: in the hangs, data loaders have workers.
     process = _context.Process(target=_rank_process, args=(job, sender), daemon=job.hang is None)
@@ -176,6 +198,10 @@ class RankProcess:
     events: Connection | None
     outcome: RankOutcome
 
+    @property
+    def is_running(self) -> bool:
+        return self.process.exitcode is None
+
     def receive(self) -> None:
         """Take in every event that is there; a closed pipe means that the process has ended or is ending."""
         while self.events is not None and self.events.poll():
@@ -186,14 +212,14 @@ class RankProcess:
                 self.events = None
 
     def kill(self) -> bool:
-        """Take in its last events and reap the process; killed before if it still runs, which is what is returned."""
+        """Kill the process if it still runs, take in its last events and reap it. Whether it was killed."""
         self.receive()
         pid = self.process.pid
         if pid is not None and self.outcome.job.hang is not None:
-            with contextlib.suppress(ProcessLookupError):  # where it has not begun yet
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(pid, signal.SIGKILL)
-        # Where a signal to all has ended the fork server, a rank seems to have ended too; its open pipe tells.
-        if pid is None or (self.process.exitcode is not None and self.events is None):
+        # If a signal to all has ended the fork server, a rank seems to have ended, too; its pipe is open if it has not.
+        if pid is None or (not self.is_running and self.events is None):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -216,7 +242,7 @@ class RankProcess:
         return replace(rank, completed=rank.completed and not killed, ended=ended)
 
 
-def _rank_process(job: Job, events: Connection) -> None:
+def _rank_process(job: RankJob, events: Connection) -> None:
     from nemo_patches.tools.demo import rank
 
     rank.run(job, events)

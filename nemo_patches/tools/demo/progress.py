@@ -13,7 +13,7 @@ from rich.text import Text
 PLAIN_LINE_EVERY_S = 5.0
 
 
-class Progress:
+class ProgressLine:
     """The line that says what is going on."""
 
     def __init__(self, console: Console, status: Status | None) -> None:
@@ -34,9 +34,9 @@ class Progress:
 
 
 @contextlib.contextmanager
-def progress(console: Console, text: str) -> Iterator[Progress]:
+def progress(console: Console, text: str) -> Iterator[ProgressLine]:
     """Shown while the block runs, starting with the text."""
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
-        shown = Progress(console, status)
+        shown = ProgressLine(console, status)
         shown.update(text)
         yield shown

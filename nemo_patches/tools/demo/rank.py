@@ -1,6 +1,6 @@
-"""One rank of the demo: what surrounds its task.
+"""One rank of the demo: what is set up around its task.
 
-Imported once by the demo's fork server; every rank is forked from there, so that NeMo's import is paid once.
+The demo's fork server imports this, and with it NeMo, once for all ranks, which are forked from it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection
 
 import nemo_patches
 from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Failed, Finished, Job
+from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Failed, Notice, RankJob
 
 
 @contextlib.contextmanager
 def ends_after(limit: timedelta) -> Iterator[None]:
-    """The kernel ends this process if the block takes longer: it may be waiting in C++, and its parent may be gone."""
+    """Let the kernel end this process if the block takes longer: it may wait in C++, and its parent may be gone."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(math.ceil(limit.total_seconds()))
     try:
@@ -39,9 +39,9 @@ with ends_after(IMPORT_LIMIT):
     from nemo_patches.tools.demo.hangs import scenario
 
 
-def run(job: Job, events: Connection) -> None:
-    """Do this rank's job and tell the parent how it goes; everything printed goes to the job's log."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # stock may abort; no core file for that
+def run(job: RankJob, events: Connection) -> None:
+    """Do this rank's job and tell the parent about it; what it prints goes to the job's log."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file where stock aborts
     logs.write_to(job.log)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -54,7 +54,7 @@ def run(job: Job, events: Connection) -> None:
     )
     torch.set_num_threads(1)
     try:
-        with ends_after(job.limit + timedelta(seconds=10)):  # the parent does so at the limit, if it is there
+        with ends_after(job.limit + timedelta(seconds=10)):  # the parent, if it is there, does so at the limit
             if job.patched:
                 nemo_patches.apply(**job.settings)
             else:
@@ -68,7 +68,7 @@ def run(job: Job, events: Connection) -> None:
             else:
                 events.send(positional_encoding.grow(job))
             print(nemo_patches.status(), file=sys.stderr)
-        events.send(Finished())
+        events.send(Notice.FINISHED)
     except Exception as error:
         traceback.print_exc()
         events.send(Failed(logs.shortened(f"{type(error).__name__}: {error}")))

@@ -1,12 +1,12 @@
-"""What the demo prints: what will be seen, what was seen, the next step; and what did not come out as it should."""
+"""What the demo prints: what to expect, what was seen, the next step; and what did not come out as it should."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,7 +27,7 @@ from nemo_patches.tools.demo.jobs import (
     RunOutcome,
 )
 
-_MOST_INCIDENTS = 3  # shown of a run; on a busy machine ranks are late by themselves, too
+_MOST_INCIDENTS = 3  # shown of a run: on a busy machine ranks are late without the demo's doing
 _NEXT = """
 Next, for your own job:
   nemo-patches doctor my_config.yaml           what in it can hang, corrupt or slow a run
@@ -36,20 +36,23 @@ Next, for your own job:
   nemo-patches diagnose                        which rank a job on this host hangs for, and why; nothing to prepare"""
 
 
-@dataclass(frozen=True)
-class Runs:
-    """What the demo compares."""
+class Pair(NamedTuple):
+    """A run as stock, and the same run with nemo_patches."""
 
-    stock_away: RunOutcome
-    patched_away: RunOutcome
     stock: RunOutcome
     patched: RunOutcome
-    stock_rows: RunOutcome
-    patched_rows: RunOutcome
+
+
+class Runs(NamedTuple):
+    """What the demo compares: an evaluation from which a rank stays away, training, and the positional encoding."""
+
+    away: Pair
+    training: Pair
+    rows: Pair
 
 
 def introduce(console: Console, devices: int, stall: timedelta) -> None:
-    """Before anything starts: what will be seen."""
+    """Print what to expect, before anything starts."""
     slow, stalls, timeout = devices - 1, f"{stall.total_seconds():g} s", f"{LENGTH_SYNC_TIMEOUT.total_seconds():g} s"
     console.print(
         f"[bold]What you will see:[/] real NeMo on {devices} CPU ranks of this machine, each run as stock first, then "
@@ -65,26 +68,26 @@ def introduce(console: Console, devices: int, stall: timedelta) -> None:
 def show(console: Console, runs: Runs) -> None:
     """Print the findings, how far each run came, the table, and what nemo_patches and diagnose said."""
     console.print()
-    console.print(_sentence_on_hang(runs.stock_away, runs.patched_away))
-    console.print(_sentence_on_uneven(runs.stock, runs.patched))
-    console.print(_sentence_on_rows(runs.stock_rows, runs.patched_rows))
+    console.print(_sentence_on_hang(*runs.away))
+    console.print(_sentence_on_uneven(*runs.training))
+    console.print(_sentence_on_rows(*runs.rows))
     console.print()
     console.print("[bold]How far each came:[/]")
     console.print(_bars(runs))
     console.print()
     console.print(_table(runs))
-    for title, run in (("1", runs.patched_away), ("2", runs.patched)):
-        told = list(incidents.told(run))
-        if told:
+    for title, run in (("1", runs.away.patched), ("2", runs.training.patched)):
+        logged = list(incidents.logged(run))
+        if logged:
             console.print(f"[bold]What nemo_patches logged in {title}, on each rank that waited:[/]")
-        for sentence, place in told[:_MOST_INCIDENTS]:
+        for sentence, place in logged[:_MOST_INCIDENTS]:
             console.print(Text(f"  {sentence}"))
             console.print(Text(f"    {place}", style="dim"))
-        if len(told) > _MOST_INCIDENTS:
-            console.print(f"  and {len(told) - _MOST_INCIDENTS} more such calls")
-    if runs.stock_away.verdict:
+        if len(logged) > _MOST_INCIDENTS:
+            console.print(f"  and {len(logged) - _MOST_INCIDENTS} more such calls")
+    if runs.away.stock.verdict:
         console.print("[bold]What `nemo-patches diagnose` said of stock's hang in 1, from outside, while it hung:[/]")
-    for line in runs.stock_away.verdict:
+    for line in runs.away.stock.verdict:
         console.print(Text(f"  {line}"))
 
 
@@ -94,28 +97,27 @@ def say_what_is_next(console: Console) -> None:
 
 def problems(runs: Runs) -> list[str]:
     """What did not come out as it should."""
-    deviations = []
-    for name, run in (
-        ("run 1", runs.patched_away),
-        ("the training run", runs.patched),
-        ("the positional-encoding run", runs.patched_rows),
-    ):
-        for rank in run.ranks:
-            if not rank.completed:
-                deviations.append(f"{name} with nemo_patches: rank {rank.job.rank} {rank.ended} (log: {rank.job.log})")
-    if runs.stock.fewest_steps < VALIDATE_EVERY:
-        log = runs.stock.ranks[0].job.log
+    names = ("run 1", "the training run", "the positional-encoding run")
+    deviations = [
+        f"{name} with nemo_patches: rank {rank.job.rank} {rank.ended} (log: {rank.job.log})"
+        for name, pair in zip(names, runs, strict=True)
+        for rank in pair.patched.ranks
+        if not rank.completed
+    ]
+    stock = runs.training.stock
+    if stock.fewest_steps < VALIDATE_EVERY:
+        log = stock.ranks[0].job.log
         deviations.append(f"stock ended before its first evaluation, so it shows nothing (log: {log})")
-    same, compared = _equal_losses(runs.stock, runs.patched)
+    same, compared = _equal_losses(runs.training)
     if same < compared:
         deviations.append(f"{compared - same} of {compared} training losses differ from stock's")
-    if (rows := runs.patched_rows.worst_rows) and rows.wrong:
+    if (rows := runs.rows.patched.worst_rows) and rows.wrong:
         deviations.append(f"{rows.wrong} positional rows are wrong with nemo_patches")
-    if runs.stock_away.completed:
+    if runs.away.stock.completed:
         deviations.append("stock did not wait for the rank that stayed away, so it shows no difference")
-    if runs.stock.completed:
+    if stock.completed:
         deviations.append("stock completed too, so it shows no difference")
-    if not (runs.stock_rows.worst_rows and runs.stock_rows.worst_rows.wrong):
+    if not ((rows := runs.rows.stock.worst_rows) and rows.wrong):
         deviations.append("stock had no wrong positional row, so it shows no difference")
     return deviations
 
@@ -159,14 +161,11 @@ def _sentence_on_rows(stock: RunOutcome, patched: RunOutcome) -> Text:
 
 
 def _bars(runs: Runs) -> Table:
-    """A bar for each run, as long for stock as for ours: a run that died early has also taken less time."""
+    """A bar for each run, by what it has done and not by its time: a run that died early has taken less of it."""
     bars = Table.grid(padding=(0, 2))
     for name in ("title", "version", "bar", "how far"):
         bars.add_column(no_wrap=name != "bar")  # the bars get the room that is left
-    for title, pair in (
-        ("1. evaluation", (runs.stock_away, runs.patched_away)),
-        ("2. training", (runs.stock, runs.patched)),
-    ):
+    for title, pair in (("1. evaluation", runs.away), ("2. training", runs.training)):
         for run, color in zip(pair, ("red", "green"), strict=True):
             done, total, _ = _progress(run)
             bar = ProgressBar(total, done, style="grey39", complete_style=color, finished_style=color)
@@ -176,7 +175,10 @@ def _bars(runs: Runs) -> Table:
 
 
 def _progress(run: RunOutcome) -> tuple[int, int, str]:
-    """What the slowest rank has done, of how many, and of what; not the rank that stays away."""
+    """How many steps or batches the slowest rank has done, of how many, and the word for them.
+
+    The rank that stays away does not count.
+    """
     if run.ranks[0].job.task == "training":
         return run.fewest_steps, TRAINING_STEPS, "steps"
     batches = min(rank.validation_batches for rank in run.ranks if not rank.job.stays_away)
@@ -192,40 +194,35 @@ def _how_far(run: RunOutcome) -> str:
 
 
 def _table(runs: Runs) -> Table:
-    stock, patched = runs.stock, runs.patched
-    job = stock.ranks[0].job
+    training = runs.training
+    job = training.stock.ranks[0].job
     title = f"NeMo {_nemo_version()}, NEST pre-training, {job.world_size} CPU ranks"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    table.add_column("stock", style="" if stock.completed else "red")
-    table.add_column("nemo_patches", style="green" if patched.completed else "red")
+    table.add_column("stock", style="" if training.stock.completed else "red")
+    table.add_column("nemo_patches", style="green" if training.patched.completed else "red")
     table.add_row("[bold]1. a rank stays away[/]")
-    for name, *cells in _grouped(runs.stock_away, runs.patched_away, _evaluated):
-        table.add_row(name, *cells)
-    table.add_row(
-        "  longest call that came back", *map(_longest, (runs.stock_away, runs.patched_away)), end_section=True
-    )
+    for row in _grouped(runs.away, _evaluated):
+        table.add_row(*row)
+    table.add_row("  longest call that came back", *map(_longest, runs.away), end_section=True)
     table.add_row(f"[bold]2. rank {job.slow_rank} stalls, {UNEVEN_RANK} evaluates 1 batch more[/]")
-    for name, *cells in _grouped(stock, patched, _trained):
-        table.add_row(name, *cells)
-    table.add_row("  longest encoder call", *map(_longest, (stock, patched)))
-    same, compared = _equal_losses(stock, patched)
+    for row in _grouped(training, _trained):
+        table.add_row(*row)
+    table.add_row("  longest encoder call", *map(_longest, training))
+    same, compared = _equal_losses(training)
     table.add_row("  training losses", f"{compared}", f"{same} of stock's {compared} the same, to the last bit")
-    times = (f"{run.took.total_seconds():.0f} s, {_how_far(run)}" for run in (stock, patched))
+    times = (f"{run.took.total_seconds():.0f} s, {_how_far(run)}" for run in training)
     table.add_row("  time", *times, end_section=True)
     table.add_row("[bold]3. sync_max_audio_length: false[/]")
-    cells = [_rows_cell(run) for run in (runs.stock_rows, runs.patched_rows)]
-    table.add_row(f"  wrong positional rows, rank {job.slow_rank}", *cells)
+    table.add_row(f"  wrong positional rows, rank {job.slow_rank}", *map(_rows_cell, runs.rows))
     return table
 
 
-def _grouped(
-    stock: RunOutcome, patched: RunOutcome, cell: Callable[[RankOutcome], str]
-) -> Iterator[tuple[str, str, str]]:
+def _grouped(pair: Pair, cell: Callable[[RankOutcome], str]) -> Iterator[tuple[str, str, str]]:
     """A row for each group of ranks with the same cells."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for rank, both in enumerate(zip(stock.ranks, patched.ranks, strict=True)):
-        groups.setdefault((cell(both[0]), cell(both[1])), []).append(rank)
+    for rank, (stock, patched) in enumerate(zip(pair.stock.ranks, pair.patched.ranks, strict=True)):
+        groups.setdefault((cell(stock), cell(patched)), []).append(rank)
     return ((f"  {named(ranks)}", escape(left), escape(right)) for (left, right), ranks in groups.items())
 
 
@@ -240,7 +237,7 @@ def _trained(rank: RankOutcome) -> str:
 
 
 def _ended(rank: RankOutcome) -> str:
-    return re.sub(r" \[[\d.:]+\]:\d+", "", rank.ended)  # a peer's address is another on each rank
+    return re.sub(r" \[[\d.:]+\]:\d+", "", rank.ended)  # each rank has another peer's address
 
 
 def _longest(run: RunOutcome) -> str:
@@ -254,12 +251,12 @@ def _rows_cell(run: RunOutcome) -> str:
     return escape("; ".join(rank.ended for rank in run.ranks if not rank.completed))
 
 
-def _equal_losses(stock: RunOutcome, patched: RunOutcome) -> tuple[int, int]:
+def _equal_losses(pair: Pair) -> tuple[int, int]:
     """Of the training losses that both runs have: how many are equal to the last bit, and how many there are."""
     pairs = [
         (left.hex(), right.hex())
-        for stock_rank, patched_rank in zip(stock.ranks, patched.ranks, strict=True)
-        for left, right in zip(stock_rank.losses, patched_rank.losses, strict=False)  # stock has fewer
+        for stock, patched in zip(pair.stock.ranks, pair.patched.ranks, strict=True)
+        for left, right in zip(stock.losses, patched.losses, strict=False)  # stock has fewer
     ]
     return sum(left == right for left, right in pairs), len(pairs)
 

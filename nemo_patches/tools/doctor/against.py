@@ -15,7 +15,8 @@ from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.yaml_text import LOADER, Keys
+from nemo_patches.tools.doctor.trees import Keys
+from nemo_patches.tools.doctor.yaml_text import LOADER
 
 NOT_SET = "not set"
 _REFERENCES = Path(__file__).with_name("references.yaml")
@@ -112,7 +113,7 @@ class Difference:
 
 
 def reference(name: str) -> Mapping[str, Any]:
-    """The settings of a config by its name in references.yaml, or of a file. Raises DoctorError, ConfigError."""
+    """The settings of a config by its name in references.yaml, or of a file. Raises DoctorError."""
     references: dict[str, dict[str, Any]] = yaml.load(_REFERENCES.read_text("utf-8"), Loader=LOADER)
     if name in references:
         return references[name]
@@ -128,7 +129,7 @@ def differences(config: Config, other: Mapping[str, Any]) -> Iterator[Difference
         default = _default(tuple(key.split(".")))
         mine, theirs = own.get(key, default), other.get(key, default)
         if mine != theirs and UNKNOWN not in (mine, theirs) and _is_there(config, key):
-            yield Difference(config.get(tuple(key.split("."))), theirs, key not in other)
+            yield Difference(config.get(key), theirs, key not in other)
 
 
 def settings(config: Config) -> Iterator[tuple[str, Any]]:
@@ -162,4 +163,4 @@ def _default(keys: Keys) -> Any:
 
 def _is_there(config: Config, key: str) -> bool:
     """Whether the config has the section at all: a set or a joint that it lacks is no difference in a setting."""
-    return config.get(tuple(key.split(".")[:-1])).given
+    return config.get(key.rpartition(".")[0]).given

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from nemo_patches.tools.doctor.collectives import dotted
+from nemo_patches.tools.doctor.syntax import (
+    COMPREHENSIONS,
+    DEFINITIONS,
+    IDENTITIES,
+    LOOPS,
+    TRIES,
+    dotted,
+    last_part,
+    nodes,
+    own_nodes,
+    words,
+)
 
 Branching = ast.If | ast.While | ast.IfExp | ast.For | ast.AsyncFor | ast.comprehension | ast.BoolOp
+Test = tuple[ast.expr, Branching]  # what decides, and the branch or the loop
+_PRESENCE = (*IDENTITIES, ast.In, ast.NotIn)
 
 
 class Level(IntEnum):
@@ -22,71 +36,57 @@ class Level(IntEnum):
     READ_OFF = 3
 
 
-_DATA_WORDS = frozenset(
-    [
-        *("audio", "audios", "batch", "batches", "chunks", "data", "example", "examples", "feats", "features"),
-        *("images", "input", "inputs", "items", "labels", "len", "length", "lengths", "lens", "logits", "losses"),
-        *("loss", "mel", "metrics", "mels", "output", "outputs", "outs", "preds", "predictions", "sample", "samples"),
-        *("segments", "signal", "signals", "spec", "target", "targets", "tokens", "transcripts", "wav", "wavs"),
-        *("waveform", "waveforms", "x", "xs", "y", "results"),
-    ]
+_DATA_WORDS = words(
+    """
+    audio audios batch batches chunks data example examples feats features images input inputs
+    items labels len length lengths lens logits losses loss mel metrics mels output outputs outs
+    preds predictions sample samples segments signal signals spec target targets tokens
+    transcripts wav wavs waveform waveforms x xs y results
+    """
 )
-_OTHER_WORDS = frozenset(
-    [
-        *("by", "cfg", "config", "dataloader", "dim", "dir", "dtype", "fn", "func", "id", "idx", "index"),
-        *("key", "kind", "limit", "loader", "max", "min", "mode", "name", "nb", "num", "path", "scale"),
-        *("size", "step", "type", "weight", "weights", "use", "with", "is", "has", "return", "no"),
-    ]
+_OTHER_WORDS = words(
+    """
+    by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min
+    mode name nb num path scale size step type weight weights use with is has return no
+    """
 )
-_BATCHES = frozenset(["batch", "batches", "data", "sample", "samples"])
-_LOADER_WORDS = frozenset(["batches", "dataloader", "dataset", "dl", "loader", "loaders"])
-_PLAIN_TYPES = frozenset(["bool", "float", "int", "str"])
-_READ_OFF = frozenset(
-    [
-        *("all", "any", "count_nonzero", "isfinite", "isinf", "isnan", "item", "len", "max", "mean", "min", "nelement"),
-        *("nonzero", "norm", "numel", "size", "sum", "tolist"),
-    ]
+_BATCHES = words("batch batches data sample samples")
+_LOADER_WORDS = words("batches dataloader dataset dl loader loaders")
+_PLAIN_TYPES = words("bool float int str")
+_READ_OFF = words(
+    """
+    all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
+    size sum tolist
+    """
 )
-_OF_FILES = frozenset(["exists", "is_dir", "is_file", "isdir", "isfile", "listdir"])  # other hosts may have others
+_OF_FILES = words("exists is_dir is_file isdir isfile listdir")  # other hosts may have others
 _OF_PROCESS = ("perf_counter", "monotonic", "time.time", "random.random", "random.uniform", "torch.rand")
-_STRUCTURE = frozenset(
-    ["callable", "dim", "getattr", "hasattr", "id", "is_floating_point", "isinstance", "issubclass", "type"]
+_STRUCTURE = words("callable dim getattr hasattr id is_floating_point isinstance issubclass type")
+_STRUCTURE_ATTRIBUTES = words("device dtype is_cuda ndim requires_grad training layout")
+_AGREED = words(
+    """
+    agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
+    gather gathered ranks reduce reduced sync synced synchronize world
+    """
 )
-_STRUCTURE_ATTRIBUTES = frozenset(["device", "dtype", "is_cuda", "ndim", "requires_grad", "training", "layout"])
-_AGREED = frozenset(
-    [
-        *("agree", "agreed", "all_gather", "all_reduce", "allgather", "allreduce", "broadcast", "consensus", "dist"),
-        *("distributed", "gather", "gathered", "ranks", "reduce", "reduced", "sync", "synced", "synchronize", "world"),
-    ]
-)
-_OF_MODEL = frozenset(["grad", "gradient", "gradients", "grads", "model", "module", "norm", "parameters", "params"])
-_PLAUSIBLE_TEST = frozenset(["bad", "corrupt", "empty", "finite", "inf", "invalid", "nan", "valid"])
-_PASSED_ON = frozenset(["enumerate", "iter", "list", "reversed", "sorted", "tqdm", "tuple"])
-_SAME_COUNT = frozenset(["chunk", "items", "keys", "named_parameters", "parameters", "tensor_split", "values"])
-
-
-@dataclass(frozen=True)
-class DataTest:
-    """A test, or the number of turns of a loop, that depends on this rank's data. node: the branch or the loop."""
-
-    node: Branching
-    test: ast.expr
-
-    @property
-    def loop(self) -> bool:
-        """Whether it is the number of a loop's turns."""
-        return isinstance(self.node, (ast.For, ast.AsyncFor, ast.comprehension))
+_OF_MODEL = words("grad gradient gradients grads model module norm parameters params")
+_PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
+_PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
+_SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 
 
 @dataclass
 class DataFlow:
     """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether it is one of a helper
-    that decides by its arguments; accumulated: attributes that batches are added to."""
+    that decides by its arguments; accumulated: attributes that batches are added to.
+
+    tests: those that depend on this rank's data, and the branch or the loop of each.
+    """
 
     agrees: Callable[[ast.Call], bool]
     decides: Callable[[ast.Call], bool] = lambda call: False
     accumulated: frozenset[str] = frozenset()
-    tests: list[DataTest] = field(default_factory=list)
+    tests: list[Test] = field(default_factory=list)
     named: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)  # calls, with what of the batch is in the name
     _levels: dict[str, Level] = field(default_factory=dict)
     _agreed: set[str] = field(default_factory=set)
@@ -120,7 +120,7 @@ class DataFlow:
             self._statement(statement)
 
     def _statement(self, statement: ast.stmt) -> None:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(statement, DEFINITIONS):
             return
         if isinstance(statement, ast.Assign):
             self._expression(statement.value)
@@ -143,11 +143,11 @@ class DataFlow:
             self._loop(statement, statement.target, statement.iter)
             self._branches([statement.body, []])
             self._block(statement.orelse)
-        elif isinstance(statement, ast.Try) or type(statement).__name__ == "TryStar":
-            self._block(statement.body)  # type: ignore[attr-defined]
-            self._block(statement.orelse)  # type: ignore[attr-defined]
-            self._branches([*(handler.body for handler in statement.handlers), []])  # type: ignore[attr-defined]
-            self._block(statement.finalbody)  # type: ignore[attr-defined]
+        elif isinstance(statement, TRIES):
+            self._block(statement.body)
+            self._block(statement.orelse)
+            self._branches([*(handler.body for handler in statement.handlers), []])
+            self._block(statement.finalbody)
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
             for item in statement.items:
                 self._expression(item.context_expr)
@@ -196,31 +196,31 @@ class DataFlow:
 
     def _loop(self, node: Branching, target: ast.expr, iterated: ast.expr) -> None:
         if self._turns(iterated) >= Level.DATA:
-            self.tests.append(DataTest(node, iterated))
+            self.tests.append((iterated, node))
         self._draw(target, iterated)
 
     def _draw(self, target: ast.expr, iterated: ast.expr) -> None:
-        """The loop's variables."""
+        """Set the levels of a loop's variables."""
         if isinstance(iterated, ast.Call) and iterated.args:
-            name = dotted(iterated.func).rpartition(".")[2]
+            name = last_part(dotted(iterated.func))
             if name == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
                 self._set(target.elts[0], Level.SHARED)
                 return self._draw(target.elts[1], iterated.args[0])
             if name in _PASSED_ON:
                 return self._draw(target, iterated.args[0])
         if isinstance(iterated, ast.Call) and dotted(iterated.func).endswith((".items", ".keys")):
-            keys = target.elts[:1] if isinstance(target, ast.Tuple) else [target]  # are the data set's
-            for each in (*keys, *(target.elts[1:] if isinstance(target, ast.Tuple) else ())):
-                self._set(each, Level.SHARED if each in keys else self.level(iterated))
+            key, *values = (isinstance(target, ast.Tuple) and target.elts) or [target]
+            self._set(key, Level.SHARED)  # which keys there are is the data set's
+            for value in values:
+                self._set(value, self.level(iterated))
             return None
         level = self.level(iterated)
         if level < Level.DATA and _words(ast.unparse(iterated)) & _LOADER_WORDS:
             level = Level.DATA
         if isinstance(iterated, ast.Call) and dotted(iterated.func) == "range":
             level = Level.SHARED
-        for each in ast.walk(target):
-            if isinstance(each, ast.Name):
-                self._set(each, level)
+        for each in nodes(target, ast.Name):
+            self._set(each, level)
         return None
 
     def _turns(self, iterated: ast.expr) -> Level:
@@ -228,7 +228,7 @@ class DataFlow:
         if isinstance(iterated, (ast.Tuple, ast.List, ast.Constant, ast.Dict)):
             return Level.SHARED
         if isinstance(iterated, ast.Call):
-            name = dotted(iterated.func).rpartition(".")[2]
+            name = last_part(dotted(iterated.func))
             if name in _SAME_COUNT:
                 return Level.SHARED
             if name == "zip":
@@ -240,14 +240,14 @@ class DataFlow:
     # --- expressions
 
     def _expression(self, node: ast.expr, alone: bool = False) -> None:
-        """What an expression's own tests, loops and collectives say."""
+        """Collect what an expression has of tests, loops and collectives."""
         for inner in ast.walk(node):
             if isinstance(inner, ast.IfExp):
                 self._test(inner, inner.test)
             elif isinstance(inner, ast.BoolOp):
                 if self.is_data(inner.values[0]):
-                    self.tests.append(DataTest(inner, inner.values[0]))
-            elif isinstance(inner, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+                    self.tests.append((inner.values[0], inner))
+            elif isinstance(inner, COMPREHENSIONS):
                 for each in inner.generators:
                     self._loop(each, each.target, each.iter)
             elif isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.JoinedStr):
@@ -258,13 +258,12 @@ class DataFlow:
                     self._agree(argument)
 
     def _agree(self, node: ast.expr) -> None:
-        for each in ast.walk(node):
-            if isinstance(each, (ast.Name, ast.Attribute)) and not dotted(each).startswith("()"):
-                self._levels[dotted(each)] = Level.SHARED
-                self._agreed.add(dotted(each))
+        for name in map(dotted, nodes(node, ast.Name, ast.Attribute)):
+            if not name.startswith("()"):
+                self._levels[name] = Level.SHARED
+                self._agreed.add(name)
 
     def level(self, node: ast.expr) -> Level:
-        """Of an expression."""
         if isinstance(node, (ast.Name, ast.Attribute)):
             name = dotted(node)
             if name in self._levels:
@@ -282,7 +281,7 @@ class DataFlow:
         if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):  # which keys a batch has is the data set's
             return Level.SHARED
         if isinstance(node, ast.Compare):
-            presence = all(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in node.ops)
+            presence = all(isinstance(each, _PRESENCE) for each in node.ops)
             if presence and not self._asks_for_batch(node):
                 return Level.SHARED
             return Level.READ_OFF if self.is_data(node) else max(map(self.level, (node.left, *node.comparators)))
@@ -301,12 +300,12 @@ class DataFlow:
 
     def _call(self, node: ast.Call) -> Level:
         name = dotted(node.func)
-        last = name.rpartition(".")[2]
+        last = last_part(name)
         if self.agrees(node) or last in _STRUCTURE or _sounds_agreed(node) or _words(last) & {"grad", "gradient"}:
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):
             return Level.READ_OFF
-        if last == "len" and node.args and dotted(node.args[0]).rpartition(".")[2] == "shape":
+        if last == "len" and node.args and last_part(dotted(node.args[0])) == "shape":
             return Level.SHARED  # the number of dimensions
         owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         values = [*owner, *node.args, *(keyword.value for keyword in node.keywords)]
@@ -318,7 +317,7 @@ class DataFlow:
     def _test(self, node: ast.If | ast.While | ast.IfExp, test: ast.expr) -> None:
         self._expression(test)
         if self.is_data(test):
-            self.tests.append(DataTest(node, test))
+            self.tests.append((test, node))
 
     def is_data(self, test: ast.expr) -> bool:
         """Whether what a test says depends on what is in the batch, and not only on whether it has something."""
@@ -342,19 +341,19 @@ class DataFlow:
 
     def _of_batch(self, node: ast.expr) -> bool:
         """Whether a text is taken from the batch itself."""
-        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        names = {each.id for each in nodes(node, ast.Name)}
         return not names.isdisjoint(_BATCHES) and self.level(node) >= Level.DATA
 
     def _asks_for_batch(self, test: ast.Compare) -> bool:
         """Whether it asks if there is a batch at all: a collate function may have dropped all of its samples."""
         batch = isinstance(test.left, ast.Name) and test.left.id in _BATCHES and test.left.id not in self._optional
-        presence = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and _is_text(test.comparators[0])
+        presence = isinstance(test.ops[0], IDENTITIES) and _is_text(test.comparators[0])
         return batch and presence and self.level(test.left) >= Level.DATA
 
     def _compares_data(self, test: ast.Compare) -> bool:
         if self._asks_for_batch(test):
             return True
-        if any(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in test.ops):
+        if any(isinstance(each, _PRESENCE) for each in test.ops):
             return False
         sides = (test.left, *test.comparators)
         if any(_is_text(each) or _shape_of_feature(each) for each in sides) or _counts_fields(sides):
@@ -368,17 +367,17 @@ class DataFlow:
 
 
 def _words(name: str) -> set[str]:
-    words = name.replace(".", "_").replace("(", "_").replace(")", "_").lower().split("_")
-    return {*words, *name.lower().split(".")}
+    name = name.lower()
+    return {*re.split(r"[._()]", name), *name.split(".")}
 
 
 def _sounds_like_data(name: str) -> bool:
-    words = _words(name.rpartition(".")[2])
-    return bool(words & _DATA_WORDS) and not words & _OTHER_WORDS
+    parts = _words(last_part(name))
+    return bool(parts & _DATA_WORDS) and not parts & _OTHER_WORDS
 
 
 def _sounds_agreed(call: ast.Call) -> bool:
-    return bool(_words(dotted(call.func).rpartition(".")[2]) & _AGREED)
+    return bool(_words(last_part(dotted(call.func))) & _AGREED)
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -412,18 +411,6 @@ def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:
                     found.setdefault(target.id, []).append(node.value)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             found.setdefault(node.target.id, []).append(node.value)
-        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-            for each in ast.walk(node.target):
-                if isinstance(each, ast.Name):
-                    found[each.id] = []
+        elif isinstance(node, LOOPS):
+            found |= {each.id: [] for each in nodes(node.target, ast.Name)}
     return found
-
-
-def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions in it."""
-    waiting = list(ast.iter_child_nodes(function))
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            waiting += ast.iter_child_nodes(node)

@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from nemo_patches.tools.doctor.collectives import BACKWARD, COMPUTE, ENCODER, LOG, Names, Surroundings
-from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
@@ -27,18 +27,18 @@ _ENCODERS = {
     "conv_asr": "ConvASREncoder",
 }
 _LENGTH_SYNCS = ("update_max_seq_length", "update_max_sequence_length")
-_OF_ANY_MODULE = frozenset(
-    [
-        *("__init__", "disabled_deployment_input_names", "disabled_deployment_output_names", "forward", "freeze"),
-        *("input_example", "input_types", "output_types", "reset_parameters", "restore_from", "save_to", "unfreeze"),
-    ]
+_OF_ANY_MODULE = words(
+    """
+    __init__ disabled_deployment_input_names disabled_deployment_output_names forward freeze
+    input_example input_types output_types reset_parameters restore_from save_to unfreeze
+    """
 )
 _FEWEST_COPIED = 2  # methods that no other class has
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a class, in the surroundings that say what its calls are."""
+    """A method of a class. surroundings: what its calls are judged by."""
 
     name: str
     node: ast.FunctionDef
@@ -52,7 +52,7 @@ class Method:
     @property
     def collectives(self) -> list[str]:
         """The names of its collectives, without their owners; not of what most steps have."""
-        found = [self.surroundings.collective(call) for call in self._calls]
+        found = map(self.surroundings.collective, self._calls)
         return [
             each.pairs_with
             for each in found
@@ -82,8 +82,6 @@ class Method:
 
 @dataclass(frozen=True)
 class Copy:
-    """The class of NeMo that a class is a copy of, and its methods."""
-
     of: str
     methods: Mapping[str, Method]
 
@@ -105,7 +103,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Code:
-    """One file of Python. comments: by line, with what is before them on it."""
+    """One Python file. comments: by line, each with the text before it on that line."""
 
     path: Path
     classes: tuple[Class, ...]
@@ -115,17 +113,11 @@ class Code:
 
     @property
     def headline(self) -> str:
-        """One line on what the rules go by."""
         bases = sorted({each.base or each.copy.of for each in self.classes if each.base or each.copy})  # type: ignore[union-attr]
         compared = f"compared with the installed NeMo's {', '.join(bases)}" if bases else "no class of NeMo's in it"
         return f"{len(self.classes)} class{'es' * (len(self.classes) != 1)}; " + (
             compared if self.nemo else "NeMo is not installed here, so it is compared with nothing"
         )
-
-
-def at(name: str, line: int) -> Value:
-    """What a rule read in the code."""
-    return Value(name, "", f"line {line}", line)
 
 
 def read(path: Path, nemo: Path | None = None) -> Code:
@@ -135,18 +127,16 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     content = _content(path)
     tree = _tree(path, content)
     try:
-        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         names = Names(tree)
-        read_classes = tuple(_class(node, names, nemo, _in_nemo(path)) for node in classes)
-        return Code(path, read_classes, divergences(tree), nemo, _comments(path, content))
+        classes = tuple(_class(node, names, nemo, _in_nemo(path)) for node in nodes(tree, ast.ClassDef))
+        return Code(path, classes, divergences(tree), nemo, _comments(path, content))
     except RecursionError:
         raise DoctorError(f"{path}: its code is nested too deep to be followed") from None
 
 
 def _in_nemo(path: Path) -> bool:
     """Whether a file is NeMo's own, installed or vendored: its classes are no copies."""
-    parts = path.absolute().parts
-    return ("nemo", "collections") in pairwise(parts)
+    return ("nemo", "collections") in pairwise(path.absolute().parts)
 
 
 def _content(path: Path) -> bytes:
@@ -177,7 +167,7 @@ def _tree(path: Path, content: bytes) -> ast.Module:
 
 @cache
 def _module(path: Path) -> ast.Module:
-    """One of NeMo's, which several of the files that are examined may need."""
+    """Parse a module of NeMo's; cached, as several examined files may need it."""
     return _tree(path, _content(path))
 
 
@@ -224,7 +214,7 @@ def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator
     while waiting and len(seen) < _MOST_BASES:
         inner, where = waiting.pop(0)
         for base in inner.bases:
-            name = ast.unparse(base).rpartition(".")[2]
+            name = last_part(ast.unparse(base))
             if name in seen:
                 continue
             seen.add(name)
@@ -240,8 +230,8 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
     for each in tree.body:
         if isinstance(each, ast.ClassDef) and each.name == name:
             return each, tree
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("nemo.") or steps > _MOST_BASES:
+    for node in nodes(tree, ast.ImportFrom):
+        if not (node.module or "").startswith("nemo.") or steps > _MOST_BASES:
             continue
         original = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)
         inner = nemo.joinpath(*str(node.module).split(".")[1:])

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-_OF_TORCH = frozenset(
-    [
-        *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
-        *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
-        *("broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group", "reduce"),
-        *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
-    ]
+from nemo_patches.tools.doctor.syntax import dotted, last_part, nodes, words
+
+_OF_TORCH = words(
+    """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list gather
+    gather_object monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
+    scatter_object_list
+    """
 )
 _MODULES = ("torch.distributed", "deepspeed.comm")
 _USUAL_NAMES = ("dist", "distributed", "torch.distributed")  # for code that imports them elsewhere
 _STRATEGIES = ("strategy", "training_type_plugin")
-_OF_STRATEGY = frozenset(["all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision"])
+_OF_STRATEGY = words("all_gather barrier broadcast reduce reduce_boolean_decision")
 _OF_HOLDER = {  # by the last part of what the method is of
     **dict.fromkeys(_STRATEGIES, _OF_STRATEGY),
-    "fabric": frozenset(["all_gather", "all_reduce", "backward", "barrier", "broadcast", "save"]),
-    "accelerator": frozenset(["backward", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"]),
+    "fabric": words("all_gather all_reduce backward barrier broadcast save"),
+    "accelerator": words("backward gather gather_for_metrics reduce wait_for_everyone"),
 }
-_OF_TRAINER = frozenset(["fit", "predict", "save_checkpoint", "test", "validate"])
-_ENCODERS = frozenset(["encoder", "perception", "pre_encoder"])
+_OF_TRAINER = words("fit predict save_checkpoint test validate")
+_ENCODERS = words("encoder perception pre_encoder")
 _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _ADDING = ("append", "extend", "update")
-_METRIC_WORDS = frozenset(["acc", "accuracy", "auroc", "bleu", "cer", "f1", "metric", "metrics", "wer"])
-_IN_PARALLEL = (
-    *("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "init_process_group"),
-    *("deepspeed", "accelerate"),
+_METRIC_WORDS = words("acc accuracy auroc bleu cer f1 metric metrics wer")
+_IN_PARALLEL = words(
+    "DistributedDataParallel FullyShardedDataParallel fully_shard init_process_group deepspeed accelerate"
 )
-_LIGHTNING_BASES = ("LightningDataModule", "LightningModule", "ModelPT")
-_LIGHTNING_METHODS = frozenset(["training_step", "configure_optimizers", "validation_step"])
+_LIGHTNING_BASES = words("LightningDataModule LightningModule ModelPT")
+_LIGHTNING_METHODS = words("training_step configure_optimizers validation_step")
 
 BACKWARD, COMPUTE, ENCODER, LOG = "backward", "compute", "encoder", "log"
 
@@ -84,22 +84,20 @@ class Names:
     @cached_property
     def in_parallel(self) -> bool:
         """Whether the file wraps a model for several ranks, so that its backward pass is a collective."""
-        mentioned = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
-        mentioned |= {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
+        mentioned = {node.attr for node in nodes(self.tree, ast.Attribute)}
         mentioned |= {part for origin in self._origins.values() for part in origin.split(".")}
-        mentioned |= {
-            alias.name.partition(".")[0]
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Import)
-            for alias in node.names
-        }
-        return not mentioned.isdisjoint(_IN_PARALLEL)
+        imported = (alias for node in nodes(self.tree, ast.Import) for alias in node.names)
+        mentioned |= {alias.name.partition(".")[0] for alias in imported}
+        return not _IN_PARALLEL.isdisjoint(mentioned | self._mentioned)
 
     @cached_property
     def sharded(self) -> bool:
         """Whether the file shards parameters, so that a state_dict gathers them."""
-        mentioned = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
-        return not mentioned.isdisjoint({"FullyShardedDataParallel", "FSDP", "fully_shard"})
+        return not self._mentioned.isdisjoint(("FullyShardedDataParallel", "FSDP", "fully_shard"))
+
+    @cached_property
+    def _mentioned(self) -> set[str]:
+        return {node.id for node in nodes(self.tree, ast.Name)}
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,9 @@ class Surroundings:
         """Whether it is a module of Lightning's, by its bases or by the methods it has."""
         if self.node is None:
             return False
-        bases = [dotted(base).rpartition(".")[2] for base in self.node.bases]
+        bases = {last_part(dotted(base)) for base in self.node.bases}
         own = {each.name for each in self.node.body if isinstance(each, ast.FunctionDef)}
-        return any(base in _LIGHTNING_BASES for base in bases) or not own.isdisjoint(_LIGHTNING_METHODS)
+        return bool(bases & _LIGHTNING_BASES or own & _LIGHTNING_METHODS)
 
     @cached_property
     def manual(self) -> bool:
@@ -139,14 +137,13 @@ class Surroundings:
         owners = (
             dotted(each.func.value)
             for step in steps
-            for each in ast.walk(step)
-            if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr in _ADDING
+            for each in nodes(step, ast.Call)
+            if isinstance(each.func, ast.Attribute) and each.func.attr in _ADDING
         )
         return frozenset(owner for owner in owners if owner.startswith("self."))
 
     @cached_property
     def metrics(self) -> frozenset[str]:
-        """Attributes that hold a metric of torchmetrics."""
         return frozenset(
             dotted(target)
             for each in self._inner
@@ -163,10 +160,10 @@ class Surroundings:
         """Which collective a call is; None if it is none, or one of a group that may have some ranks only."""
         name, origin = dotted(call.func), self.names.origin(call.func)
         owner, _, last = name.rpartition(".")
-        line, holder = call.lineno, owner.rpartition(".")[2]
+        line, holder = call.lineno, last_part(owner)
         of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
-        if of_torch and origin.rpartition(".")[2] in _OF_TORCH:
-            return None if _of_a_group(call) else Collective(name, origin.rpartition(".")[2], line)
+        if of_torch and last_part(origin) in _OF_TORCH:
+            return None if _of_a_group(call) else Collective(name, last_part(origin), line)
         if last in _OF_HOLDER.get(holder, ()):
             return None if holder in _STRATEGIES and _of_a_group(call) else Collective(name, last, line)
         if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
@@ -178,9 +175,8 @@ class Surroundings:
         return self._log(name, call) if name in _LOGS else self._of_model(name, call)
 
     def _of_model(self, name: str, call: ast.Call) -> Collective | None:
-        """Of a metric, the model or an encoder."""
         owner, _, last = name.rpartition(".")
-        line, holder = call.lineno, owner.rpartition(".")[2]
+        line, holder = call.lineno, last_part(owner)
         if last == COMPUTE and not call.args and (owner in self.metrics or _sounds_like_metric(holder)):
             guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
             return Collective(name, last, line, "which gathers the metric from all ranks", guess)
@@ -226,27 +222,12 @@ def _is_step(name: str) -> bool:
     return name == "forward" or "step" in name or "batch" in name
 
 
-def dotted(node: ast.AST) -> str:
-    """`a.b.c` of such an expression; of others the text, which no dotted name is."""
-    parts = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if isinstance(node, ast.Name):
-        return ".".join([node.id, *reversed(parts)])
-    return ".".join(["()", *reversed(parts)])
-
-
 def _is(node: ast.expr | None, value: bool) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
 def _of_a_group(call: ast.Call) -> bool:
     given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg not in ("src", "dst"))]
-    texts = [text for each in given for text in _names_in(each)]
+    texts = [dotted(name) for each in given for name in nodes(each, ast.Name, ast.Attribute)]
     groups = [text for text in texts if "group" in text.lower() or "mesh" in text.lower()]
     return any(not text.endswith("WORLD") and text not in ("dist.group", "torch.distributed.group") for text in groups)
-
-
-def _names_in(node: ast.expr) -> Iterator[str]:
-    return (dotted(each) for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute)))

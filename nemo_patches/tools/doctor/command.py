@@ -27,7 +27,7 @@ def carry_out(request: Request) -> int:
     try:
         code = _carry_out(request)
         return 0 if request.exit_zero and code == 1 else code
-    except (DoctorError, ConfigError) as error:
+    except DoctorError as error:
         _complain(str(error))
         return 2
 
@@ -62,7 +62,6 @@ def _carry_out(request: Request) -> int:
 
 
 def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> None:
-    """Raise DoctorError for options that do not go together."""
     if not paths and (overrides or request.patched or request.fix or request.write or request.against):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
@@ -125,7 +124,7 @@ def _loaders(paths: Sequence[Path], overrides: Sequence[str], ranks: int) -> dic
 
 
 def _compared(each: Examination, name: str, other: Mapping[str, Any]) -> Examination:
-    """With what differs from another config, before the findings."""
+    """Add how a config differs from another one, printed before the findings."""
     if each.config is None:
         return each
     found = list(against.differences(each.config, other))
@@ -141,7 +140,7 @@ def _one_of(option: str, given: str | None, allowed: Sequence[str]) -> str | Non
 
 
 def _from(each: Examination, severity: str | None) -> Examination:
-    """The findings from a severity on, which then are all that counts."""
+    """Drop the findings below a severity; they do not count for the exit code, either."""
     if severity is None:
         return each
     return replace(
@@ -173,7 +172,7 @@ def _of_ranks(rules: tuple[Rule, ...], request: Request, paths: Sequence[Path], 
 
 
 def _print(reports: Sequence[Examination], request: Request, rules: Sequence[Rule]) -> bool:
-    """Print what was found as it was asked for. Whether a config was written."""
+    """Print the reports in the format asked for; return whether a config was written."""
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
     if request.json or request.output_format == "json":
@@ -194,7 +193,7 @@ def _print(reports: Sequence[Examination], request: Request, rules: Sequence[Rul
 
 
 def _fix(each: Examination, write: bool) -> bool:
-    """Print the safe changes as a diff, and write them if so asked. Whether they were written."""
+    """Print the safe changes as a diff and write them if asked; return whether the file was written."""
     if each.config is None:
         return False
     changes = [finding.change for _, finding in each.findings if finding.change is not None]

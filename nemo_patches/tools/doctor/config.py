@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_patches.tools.doctor import input_files, interpolations, yaml_text
 from nemo_patches.tools.doctor.input_files import Unread
-from nemo_patches.tools.doctor.interpolations import LONGEST_TEXT, UNKNOWN, depth_of, first_line, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, ConfigError, Keys, YamlText
+from nemo_patches.tools.doctor.interpolations import LONGEST_TEXT, UNKNOWN, depth_of, first_line
+from nemo_patches.tools.doctor.trees import Keys, entries, with_names
+from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, ConfigError, YamlText
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -33,6 +34,14 @@ class Value:
     value: Any
     origin: str
     line: int | None = field(default=None, compare=False)
+
+    @property
+    def keys(self) -> Keys:
+        return tuple(self.key.split("."))
+
+    @property
+    def text(self) -> str:
+        return "null" if self.value is None else repr(self.value)
 
     @property
     def known(self) -> bool:
@@ -75,8 +84,9 @@ class Config:
     files: Mapping[Keys, YamlText] = field(default_factory=dict)
     unread: Mapping[Keys, Unread] = field(default_factory=dict)
 
-    def get(self, keys: Keys, default: Any = None) -> Value:
-        """The value at a path; `default`, what NeMo or Lightning takes instead, where the config does not have it."""
+    def get(self, path: Keys | str, default: Any = None) -> Value:
+        """The value at a path; `default` (what NeMo or Lightning assumes) where the config has none."""
+        keys = tuple(path.split(".")) if isinstance(path, str) else path
         node: Any = self.tree
         for key in keys:
             if node is UNKNOWN:
@@ -90,7 +100,6 @@ class Config:
         return Value(".".join(keys), node, self.origin(keys), self.source.line(keys))
 
     def origin(self, keys: Keys) -> str:
-        """Where the value at a path comes from."""
         for depth in range(len(keys) - 1, 0, -1) if self.files else ():
             if (file := self.files.get(keys[:depth])) is not None:
                 return f"{file.path}:{file.line(keys[depth:])}"
@@ -114,10 +123,7 @@ class Config:
             keys, node = waiting.pop(0)
             if isinstance(node, dict):
                 yield keys, node
-                children: Iterable[tuple[str, Any]] = node.items()
-            else:
-                children = ((str(index), child) for index, child in enumerate(node))
-            waiting += [((*keys, key), child) for key, child in children if isinstance(child, (dict, list))]
+            waiting += [((*keys, key), child) for key, child in entries(node) if isinstance(child, (dict, list))]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -134,17 +140,9 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     tree = interpolations.plain(source)
     _check_defaults(source, tree)
     overridden = _overridden(source.path, tree, overrides)
-    own = interpolations.resolve(source, tree)
-    inner = input_files.read_into(tree)
-    return Config(
-        source,
-        tree,
-        overridden,
-        {**own.broken, **inner.broken},
-        own.of_machine | inner.of_machine,
-        inner.files,
-        inner.unread,
-    )
+    found = interpolations.resolve(source, tree)
+    files, unread = input_files.read_into(tree, found)
+    return Config(source, tree, overridden, found.broken, frozenset(found.of_machine), files, unread)
 
 
 def _with(node: Any, keys: Keys, value: Any) -> Any:
@@ -185,48 +183,52 @@ def _overridden(path: Path, tree: dict[str, Any], texts: Sequence[str]) -> froze
 
     parser, given = OverridesParser.create(), []
     for text in texts:
-        if len(text) > LONGEST_TEXT or depth_of(text) > MOST_LEVELS:
-            raise ConfigError(f"{path}: override {_shown(text)}: too long, or nested too deeply")
         try:
+            if len(text) > LONGEST_TEXT or depth_of(text) > MOST_LEVELS:
+                raise _Refused(": too long, or nested too deeply")
             override = parser.parse_override(text)
+            if not override.is_hydra_override():  # which is how the training script logs, and where it runs
+                given.append(_override(tree, override))
+        except _Refused as why:
+            raise ConfigError(f"{path}: override {_shown(text)}{why}") from None
         except (HydraException, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: override {_shown(text)} is not allowed: {first_line(error)}") from None
-        if override.is_hydra_override():
-            continue  # how the training script logs, and where it runs
-        if override.package is not None or "/" in override.key_or_group:
-            raise ConfigError(f"{path}: override {_shown(text)} chooses a file of a group, and those are not read")
-        if not all(override.key_or_group.split(".")):
-            raise ConfigError(f"{path}: override {_shown(text)} is not allowed: a key without a name")
-        if override.is_sweep_override():
-            raise ConfigError(f"{path}: override {_shown(text)} is a sweep; the doctor examines one job at a time")
-        given.append(_override(path, tree, override))
     return frozenset(given)
 
 
-def _override(path: Path, tree: dict[str, Any], override: Override) -> Keys:
-    """Apply one override in place, and return the path that it is for."""
-    text, keys = str(override.input_line), tuple(override.key_or_group.split("."))
+class _Refused(Exception):
+    """An override that cannot be applied: what follows its text in the sentence on that."""
+
+
+def _override(tree: dict[str, Any], override: Override) -> Keys:
+    if override.package is not None or "/" in override.key_or_group:
+        raise _Refused(" chooses a file of a group, and those are not read")
+    keys = tuple(override.key_or_group.split("."))
+    if not all(keys):
+        raise _Refused(" is not allowed: a key without a name")
+    if override.is_sweep_override():
+        raise _Refused(" is a sweep; the doctor examines one job at a time")
     adds = override.is_add() or override.is_force_add()
-    holder = _holder(path, text, tree, keys, adds)
+    holder = _holder(tree, keys, adds)
     last: Any = keys[-1]
     if isinstance(holder, list) and last.isdigit() and int(last) < len(holder) and not override.is_delete():
         last = int(last)
     elif not isinstance(holder, dict) or (last not in holder and not adds):
-        raise _does_not_fit(path, text, keys, holder)
+        raise _does_not_fit(keys, holder)
     value = with_names(override.value())
     before = holder[last] if isinstance(last, int) else holder.get(last)
     if override.is_delete():
         if value is not None and value != before:
-            raise ConfigError(f"{path}: override {_shown(text)}: {'.'.join(keys)} has another value")
+            raise _Refused(f": {'.'.join(keys)} has another value")
         del holder[last]
     elif override.is_add() and before is not None and not isinstance(value, (dict, list)):
-        raise ConfigError(f"{path}: override {_shown(text)}: it is there already; ++ sets it in any case")
+        raise _Refused(": it is there already; ++ sets it in any case")
     else:
-        holder[last] = _merged(path, text, keys, before, value, adds)
+        holder[last] = _merged(keys, before, value, adds)
     return keys
 
 
-def _holder(path: Path, text: str, tree: dict[str, Any], keys: Keys, adds: bool) -> Any:
+def _holder(tree: dict[str, Any], keys: Keys, adds: bool) -> Any:
     """The mapping or list that the last key is in; adds: mappings that are not there are made."""
     holder: Any = tree
     for index, key in enumerate(keys[:-1]):
@@ -234,32 +236,29 @@ def _holder(path: Path, text: str, tree: dict[str, Any], keys: Keys, adds: bool)
             holder = holder[int(key)]
             continue
         if not isinstance(holder, dict) or (key not in holder and not adds):
-            raise _does_not_fit(path, text, keys[: index + 1], holder)
+            raise _does_not_fit(keys[: index + 1], holder)
         if not isinstance(holder.get(key), (dict, list)):
             if not adds and key in holder:
-                raise _does_not_fit(path, text, keys[: index + 2], holder[key])
+                raise _does_not_fit(keys[: index + 2], holder[key])
             holder[key] = {}
         holder = holder[key]
     return holder
 
 
-def _merged(path: Path, text: str, keys: Keys, before: Any, value: Any, adds: bool) -> Any:
+def _merged(keys: Keys, before: Any, value: Any, adds: bool) -> Any:
     """Hydra merges a mapping into the one that is there, and replaces anything else."""
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     for key in value:
         if key not in before and not adds:
-            raise _does_not_fit(path, text, (*keys, key), before)
-    return {
-        **before,
-        **{key: _merged(path, text, (*keys, key), before.get(key), new, adds) for key, new in value.items()},
-    }
+            raise _does_not_fit((*keys, key), before)
+    return {**before, **{key: _merged((*keys, key), before.get(key), new, adds) for key, new in value.items()}}
 
 
-def _does_not_fit(path: Path, text: str, keys: Keys, holder: Any) -> ConfigError:
+def _does_not_fit(keys: Keys, holder: Any) -> _Refused:
     close = get_close_matches(keys[-1], list(holder), 1) if isinstance(holder, dict) else []
     hint = f"; did you mean {'.'.join((*keys[:-1], close[0]))}?" if close else "; Hydra adds a key with +key=value"
-    return ConfigError(f"{path}: override {_shown(text)}: the config has no {'.'.join(keys)}{hint}")
+    return _Refused(f": the config has no {'.'.join(keys)}{hint}")
 
 
 def _shown(text: str) -> str:

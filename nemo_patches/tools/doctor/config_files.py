@@ -60,7 +60,6 @@ def of_hydra(config_path: str | None, config_name: str | None, config_dir: str |
 
 
 def read(path: Path) -> YamlText:
-    """The text of one of them. Raises ConfigError."""
     if path != STANDARD_INPUT:
         return yaml_text.read(path)
     content = sys.stdin.buffer.read(LARGEST_FILE_BYTES + 1)
@@ -79,19 +78,19 @@ def _matching(text: str) -> list[Path]:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """YAML files, also in folders below, but for hidden ones."""
+    """The YAML files of a folder and the folders below; hidden ones are left out."""
     for at, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(at, name) for name in sorted(names) if name.endswith(_ENDINGS) and not name.startswith("."))
 
 
 def _refuse(error: OSError) -> NoReturn:
-    """A folder that cannot be read may have configs, too."""
+    """Raise for a folder that cannot be read: it may contain configs."""
     raise DoctorError(f"{error.filename}: {error.strerror}")
 
 
 def _may_be_a_config(path: Path) -> bool:
-    """Also what cannot be read: the examination says so."""
+    """Also true for a file that cannot be read: the examination then says so."""
     try:
         source = yaml_text.read(path)
     except ConfigError:

@@ -13,10 +13,10 @@ from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
-# What a multi_config decides for all its sets, whatever these say (nemo/collections/common/data/lhotse/dataloader.py).
-# Keys that count for all sets of a multi_config; any other NeMo takes from the set alone.
+# Keys that count for all sets of a multi_config; any other NeMo takes from the set alone
+# (nemo/collections/common/data/lhotse/dataloader.py).
 _OF_ALL = ("use_lhotse", "seed", "shard_seed", "shuffle", "num_workers", "pin_memory", "metadata_only", "force_finite")
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
@@ -50,7 +50,6 @@ class Dataset:
 
     @property
     def where(self) -> str:
-        """Its path in the config."""
         return ".".join(self.keys)
 
     def get(self, key: str, default: Any = None) -> Value:
@@ -64,7 +63,6 @@ class Dataset:
 
     @property
     def training(self) -> bool:
-        """Whether it is trained on."""
         return self.role == "training"
 
     @property
@@ -135,7 +133,7 @@ class Dataset:
     def shuffle(self) -> Value:
         """Whether it is shuffled. NeMo's models for CTC, RNNT and SSL do that to a training set that does not say."""
         model = self.training and self.keys[0] == "model"
-        return self.get("shuffle", model and not self.config.get(("model", "transf_decoder")).given)
+        return self.get("shuffle", model and not self.config.get("model.transf_decoder").given)
 
     @property
     def own_orders(self) -> tuple[Value, ...]:
@@ -177,7 +175,6 @@ class Dataset:
         return defaults[key] if key in defaults else self.get(key, False)
 
     def longest(self) -> Longest:
-        """The longest input that the encoder can get from it."""
         unpadded = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
         padding = self.config.get((*self.keys, "random_padding"))  # of NeMo's end-of-utterance sets
         if not isinstance(padding.value, dict) or unpadded.seconds is None:

@@ -10,17 +10,29 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import islice
 
 from nemo_patches.tools.doctor import batch_data
-from nemo_patches.tools.doctor.batch_data import Branching, DataFlow
-from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings, dotted
-from nemo_patches.tools.doctor.finding import Severity
+from nemo_patches.tools.doctor.batch_data import Branching, DataFlow, Test
+from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings
+from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.finding import Severity, at
 from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
-from nemo_patches.tools.doctor.ways import Decisions, End, Event, Function, Way, suppressing, text_of
+from nemo_patches.tools.doctor.syntax import (
+    LOOPS,
+    Function,
+    dotted,
+    last_part,
+    nodes,
+    own_nodes,
+    text_of,
+    words,
+)
+from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way, suppressing
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
@@ -37,8 +49,6 @@ _MOST_TESTS = 100  # of one function on the rank, and as many on its data; NeMo'
 
 
 class Kind(Enum):
-    """What makes ranks differ."""
-
     BRANCH = "a test around the collective"
     EXIT = "a return, continue or break before it"
     ERROR = "an error that is caught"
@@ -76,6 +86,11 @@ class Divergence:
         return ", ".join([first, *more[:-1]]) + f" and {more[-1]}"
 
     @property
+    def places(self) -> tuple[Value, ...]:
+        """Where the collectives are, and the cause."""
+        return (*(at(each.name, each.line) for each in self.collectives), at(self.cause, self.line))
+
+    @property
     def are(self) -> str:
         """The verb after `names`."""
         return "is" if len({each.name for each in self.collectives}) == 1 else "are"
@@ -91,12 +106,11 @@ class Divergence:
 
     @property
     def severity(self) -> Severity:
-        """Of a finding about it."""
         return Severity.NOTE if self.guess else Severity.WARNING
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
-    """Of all functions of a file, and of what the file itself runs."""
+    """The divergences of all functions of a file, and of its module-level code."""
     names = Names(tree)
     found: list[Divergence] = []
     module = _Scope(Surroundings(names), {each.name: each for each in tree.body if isinstance(each, Function)})
@@ -124,7 +138,7 @@ def _functions(parent: ast.AST, prefix: str, scope: _Scope) -> Iterator[tuple[st
 
 
 def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
-    """Methods of its bases in the same file, the nearest first."""
+    """The methods of its base classes in the same file; a nearer base wins."""
     classes = {each.name: each for each in scope.surroundings.names.tree.body if isinstance(each, ast.ClassDef)}
     found: dict[str, Function] = {}
     waiting, seen = [node], {node.name}
@@ -165,34 +179,29 @@ class _Scope:
 
     def decides(self, call: ast.Call) -> bool:
         """Whether a call is one of a helper that decides by what it is given."""
-        name = dotted(call.func)
-        function = self.helpers.get(name)
-        if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
-            return False
-        self._open.append(name)
-        try:
-            return _Function(self, function, "").decides
-        finally:
-            self._open.pop()
+        with self._opened(dotted(call.func)) as helper:
+            return helper is not None and helper.decides
 
     def _of_helper(self, name: str) -> tuple[Collective, ...]:
+        with self._opened(name) as helper:
+            if helper is None:
+                return ()
+            if name not in self._summaries:
+                self._summaries[name] = helper.summary()
+            return self._summaries[name]
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[_Function | None]:
+        """A helper while it is read; None for another name, and for one that calls itself, or many others in turn."""
         function = self.helpers.get(name)
         if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
-            return ()
-        if name not in self._summaries:
-            self._open.append(name)
-            try:
-                self._summaries[name] = self._summary(function)
-            finally:
-                self._open.pop()
-        return self._summaries[name]
-
-    def _summary(self, function: Function) -> tuple[Collective, ...]:
-        if _first_rank_only(function, self.surroundings) or _is_generator(function):
-            return ()
-        reading = _Function(self, function, "")
-        events = reading.follow(reading.of_rank(RANKS[0])).events if reading.rank_tests else reading.follow({}).events
-        return tuple(each.collective for each in events[:_MOST_OF_ONE_HELPER] if not each.collective.guess)
+            yield None
+            return
+        self._open.append(name)
+        try:
+            yield _Function(self, function, "")
+        finally:
+            self._open.pop()
 
 
 def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
@@ -200,19 +209,15 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
     if not isinstance(function, Function):
         return ""
     for node in function.decorator_list:
-        if surroundings.names.origin(node).rpartition(".")[2] == "rank_zero_only":
+        if last_part(surroundings.names.origin(node)) == "rank_zero_only":
             return f"@{ast.unparse(node)}"
     prepares = function.name == "prepare_data" and surroundings.lightning
     return "prepare_data" if prepares else ""
 
 
-def _is_generator(function: Function) -> bool:
-    return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(function))
-
-
 @dataclass(frozen=True)
 class _Function:
-    """One function, or what a module itself runs."""
+    """One function, or the module-level code."""
 
     scope: _Scope
     node: Function | ast.Module
@@ -227,10 +232,15 @@ class _Function:
     @property
     def decides(self) -> bool:
         """Whether what it returns is read off its arguments."""
-        returned = [
-            node.value for node in batch_data.own_nodes(self.node) if isinstance(node, ast.Return) and node.value
-        ]
+        returned = [node.value for node in own_nodes(self.node) if isinstance(node, ast.Return) and node.value]
         return bool(self._flow.tests) or any(map(self._flow.is_data, returned))
+
+    def summary(self) -> tuple[Collective, ...]:
+        """Those that it makes as a helper, on the first rank where ranks differ."""
+        if _first_rank_only(self.node, self.scope.surroundings) or any(nodes(self.node, ast.Yield, ast.YieldFrom)):
+            return ()
+        events = self.follow(self.of_rank(RANKS[0])).events
+        return tuple(each.collective for each in events[:_MOST_OF_ONE_HELPER] if not each.collective.guess)
 
     @cached_property
     def _ranks(self) -> RankTests:
@@ -238,25 +248,24 @@ class _Function:
 
     @cached_property
     def rank_tests(self) -> list[ast.If | ast.While | ast.IfExp | ast.BoolOp]:
-        """Those on the rank."""
-        found: list[ast.If | ast.While | ast.IfExp | ast.BoolOp] = []
-        for node in batch_data.own_nodes(self.node):
-            if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.BoolOp)) and self._ranks.about_rank(_test(node)):
-                found.append(node)
+        found = [
+            node
+            for node in own_nodes(self.node)
+            if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.BoolOp)) and self._ranks.about_rank(_test(node))
+        ]
         return sorted(found, key=lambda each: (each.lineno, each.col_offset))
 
     def of_rank(self, rank: int) -> Decisions:
-        """How the tests on the rank are decided on one."""
+        """How each test on the rank is decided on this one."""
         return {id(node): self._ranks.decided(_test(node), rank) for node in self.rank_tests}
 
     def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
-        """The collectives on the way through it."""
         way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, self._silent, caught)
         way.walk()
         return way
 
     def divergences(self) -> Iterator[Divergence]:
-        """Of this function: each exit and handler once, and each collective once in a branch and once in a loop."""
+        """The divergences of all functions of a file, and of its module-level code."""
         if not self._interesting:
             return
         said: set[tuple[object, ...]] = set()
@@ -300,12 +309,10 @@ class _Function:
         ways = [self.follow(self.of_rank(rank)) for rank in RANKS]
         for other in ways[1:]:
             yield from self._compared(ways[0], other, self.rank_tests, True)
-        for text, nodes in _by_text(self._open_rank_tests).items():
-            yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
-            yield from self._compared(yes, no, nodes, True, text)
+        yield from self._decided_either_way(self._open_rank_tests, True)
 
     @property
-    def _open_rank_tests(self) -> list[tuple[ast.expr, Branching]]:
+    def _open_rank_tests(self) -> list[Test]:
         """Those that a rank's number does not decide, such as rank == source."""
         return [
             (_test(node), node)
@@ -314,13 +321,19 @@ class _Function:
         ]
 
     def _by_data(self) -> Iterator[Divergence]:
-        tests = [(each.test, each.node) for each in self._flow.tests]
-        for text, nodes in _by_text(tests).items():
-            yes, no = (self.follow({id(node): decided for node in nodes}) for decided in (True, False))
-            for each in self._compared(yes, no, nodes, False, text):
-                left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
-                if left:
-                    yield replace(each, collectives=left)
+        for each in self._decided_either_way(self._flow.tests, False):
+            left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
+            if left:
+                yield replace(each, collectives=left)
+
+    def _decided_either_way(self, tests: Iterable[Test], by_rank: bool) -> Iterator[Divergence]:
+        """The same test in several places is decided the same way."""
+        by_text: dict[str, list[Branching]] = {}
+        for test, node in tests:
+            by_text.setdefault(text_of(test), []).append(node)
+        for text, branches in islice(by_text.items(), _MOST_TESTS):
+            yes, no = (self.follow({id(node): decided for node in branches}) for decided in (True, False))
+            yield from self._compared(yes, no, branches, by_rank, text)
 
     def _is_open(self, collective: Collective, divergence: Divergence) -> bool:
         """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
@@ -329,7 +342,7 @@ class _Function:
         return (loop and (agreed or collective.pairs_with == LOG)) or (not loop and bool(collective.guess))
 
     def _guessed(self, collective: Collective) -> Collective:
-        """Of a log at the epoch's end counts only whether a rank has ever made it."""
+        """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a guess."""
         at_once = self.name.endswith("training_step") if collective.on_step is None else collective.on_step
         if collective.pairs_with != LOG or at_once or self.name.endswith("_end"):
             return collective
@@ -363,7 +376,7 @@ class _Function:
             inside = [each for each in missing if _inside(each.collective.line, node)]
             missing = [each for each in missing if each not in inside]
             if inside:
-                loop = isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension))
+                loop = isinstance(node, LOOPS)
                 yield divergence(Kind.LOOP if loop else Kind.BRANCH, inside, node)
         for each in sorted({*way.exits} ^ {*other.exits}, key=lambda one: ("=" in one.text, one.line)):
             around = next((one for one in nodes if _inside(each.line, one)), None)
@@ -372,7 +385,7 @@ class _Function:
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
-        for inner in batch_data.own_nodes(self.node):
+        for inner in own_nodes(self.node):
             node = inner if isinstance(inner, ast.Try) else suppressing(inner)
             if node is None or _only_collectives(node.body, self.scope):
                 continue
@@ -393,7 +406,7 @@ class _Function:
 
 def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
     """Whether nothing is tried but collectives and what torch makes for them: their errors are all ranks'."""
-    calls = [each for statement in body for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    calls = [call for statement in body for call in nodes(statement, ast.Call)]
     origins = [scope.surroundings.names.origin(each.func) for each in calls]
     return any(map(scope.agrees, calls)) and all(
         scope.agrees(call) or origin.startswith("torch.") or origin in _HARMLESS
@@ -406,21 +419,21 @@ def _of_one_rank(handler: ast.ExceptHandler) -> bool:
     if handler.type is None:
         return True
     types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(dotted(each).rpartition(".")[2] not in _OF_ALL_RANKS for each in types)
+    return any(last_part(dotted(each)) not in _OF_ALL_RANKS for each in types)
 
 
-_OF_ALL_RANKS = frozenset(
-    [
-        *("AssertionError", "AttributeError", "ConnectionError", "FileNotFoundError", "ImportError", "KeyError"),
-        *("KeyboardInterrupt", "LookupError", "ModuleNotFoundError", "NameError", "NotImplementedError", "OSError"),
-        *("StopIteration", "SystemExit", "TimeoutError", "TypeError", "UnicodeDecodeError", "Empty", "Full"),
-    ]
+_OF_ALL_RANKS = words(
+    """
+    AssertionError AttributeError ConnectionError FileNotFoundError ImportError KeyError
+    KeyboardInterrupt LookupError ModuleNotFoundError NameError NotImplementedError OSError
+    StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
+    """
 )
 _HARMLESS = ("float", "getattr", "int", "len")
 
 
 def _difference(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
-    """Those that one way has more often than the other, by their line."""
+    """The events that one way has more often than the other, by line."""
     left = []
     for one, two in ((events, others), (others, events)):
         too_many = Counter(each.key for each in one) - Counter(each.key for each in two)
@@ -442,17 +455,9 @@ def _of(events: Iterable[Event]) -> tuple[Collective, ...]:
     return tuple(dict.fromkeys(each.collective for each in events))
 
 
-def _by_text(tests: Iterable[tuple[ast.expr, Branching]]) -> dict[str, list[Branching]]:
-    """The same test in several places is decided the same way."""
-    found: dict[str, list[Branching]] = {}
-    for test, node in tests:
-        found.setdefault(text_of(test), []).append(node)
-    return dict(islice(found.items(), _MOST_TESTS))
-
-
 def _test(node: Branching) -> ast.expr:
     """What decides a branch, or how often a loop goes round."""
-    if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+    if isinstance(node, LOOPS):
         return node.iter
     return node.values[0] if isinstance(node, ast.BoolOp) else node.test
 

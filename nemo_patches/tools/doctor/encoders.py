@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 FLAG = "sync_max_audio_length"
 
@@ -90,16 +90,13 @@ class Encoder:
 
     @property
     def where(self) -> str:
-        """Its path in the config."""
         return ".".join(self.keys)
 
     @property
     def name(self) -> str:
-        """Its class, as sentences name it."""
         return self.cls.name if self.cls else "encoder from a checkpoint"
 
     def get(self, key: str, default: Any = None) -> Value:
-        """A keyword of it."""
         return self.config.get((*self.keys, key), default)
 
     @property

@@ -14,10 +14,10 @@ from nemo_patches.tools.doctor import code, config_files, not_judged, suppressio
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.finding import NOTE, Finding, Rule, warning
+from nemo_patches.tools.doctor.finding import NOTE, Rule, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
-from nemo_patches.tools.doctor.suppressions import Suppression
+from nemo_patches.tools.doctor.suppressions import Pair, Suppression
 from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 CRASHED = "NP001"
@@ -34,7 +34,7 @@ class Examination:
 
     name: str
     headline: str
-    findings: tuple[tuple[Rule, Finding], ...]
+    findings: tuple[Pair, ...]
     error: str = ""
     config: Config | None = None
     lines: tuple[str, ...] = ()
@@ -80,7 +80,6 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
 
 
 def named(identifier: str) -> Rule:
-    """One rule. Raises DoctorError where there is none of that name."""
     for rule in all_rules():
         if rule.identifier == identifier.upper():
             return rule
@@ -109,11 +108,11 @@ def examine(
     except ConfigError as error:
         return Examination(str(path), "", (), str(error))
     agree = patched is not None and settings.CHECKPOINTS.value(None, os.environ) == settings.CHECKPOINTS.default
-    job, own = Job(config, patched, agree), suppressions.in_text(config.source.text)
-    everything = checked(job, rules)
-    complete = not overrides and patched is None  # with others, other suppressions may be needed
-    report = _answered(Examination(str(config.source.path), job.headline, everything, config=config), own, project)
-    return _with_faults(report, own) if complete and set(rules) == set(all_rules()) else report
+    job = Job(config, patched, agree)
+    report = Examination(str(config.source.path), job.headline, checked(job, rules), config=config)
+    # With overrides or as patched, other suppressions may be needed.
+    complete = not overrides and patched is None and set(rules) == set(all_rules())
+    return _answered(report, suppressions.in_text(config.source.text), project, complete)
 
 
 def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Examination:
@@ -122,36 +121,33 @@ def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppressio
         found = code.read(path)
     except DoctorError as error:
         return Examination(str(path), "", (), str(error))
-    own = suppressions.in_comments(found.comments)
-    report = _answered(Examination(str(path), found.headline, checked(found, rules, "code")), own, project)
-    complete = found.nemo is not None  # without NeMo some rules find nothing
-    return _with_faults(report, own) if complete and set(rules) == set(all_rules()) else report
+    report = Examination(str(path), found.headline, checked(found, rules, "code"))
+    complete = found.nemo is not None and set(rules) == set(all_rules())  # without NeMo some rules find nothing
+    return _answered(report, suppressions.in_comments(found.comments), project, complete)
 
 
-def _answered(report: Examination, own: Sequence[Suppression], project: Sequence[Suppression]) -> Examination:
-    """Without the findings that suppressions answer."""
-    left = suppressions.applied(Path(report.name), (*own, *project), report.findings)
-    suppressed = len(report.findings) - len(left.findings)
-    return replace(report, findings=left.findings, used=left.used, suppressed=suppressed)
-
-
-def _with_faults(report: Examination, own: Sequence[Suppression]) -> Examination:
-    """With what is wrong with its own suppressions; for a report of all rules."""
-    known = {rule.identifier for rule in all_rules()}
-    faults = [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, report.used, known)]
-    return replace(report, findings=in_order([*report.findings, *faults]))
+def _answered(
+    report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], complete: bool
+) -> Examination:
+    """Drop the findings that suppressions answer; if complete, add what is wrong with the suppressions."""
+    left, used = suppressions.applied(Path(report.name), (*own, *project), report.findings)
+    suppressed = len(report.findings) - len(left)
+    if complete:
+        known = {rule.identifier for rule in all_rules()}
+        faults = [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, used, known)]
+        left = in_order([*left, *faults])
+    return replace(report, findings=left, used=used, suppressed=suppressed)
 
 
 def of_project(project: Sequence[Suppression], reports: Sequence[Examination]) -> Examination | None:
-    """What is wrong with the project's own suppressions; None where nothing is."""
+    """A report on the project's unused suppressions; None if there are none."""
     paths = [Path(each.name) for each in reports if not each.error]
     used = frozenset[Suppression]().union(*(each.used for each in reports))
     unused = [(named(suppressions.RULE), finding) for finding in suppressions.unused(project, used, paths)]
     return Examination(suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)) if unused else None
 
 
-def in_order(findings: Iterable[tuple[Rule, Finding]]) -> tuple[tuple[Rule, Finding], ...]:
-    """Worst first."""
+def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:
     return tuple(sorted(findings, key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0)))
 
 
@@ -166,28 +162,23 @@ def examine_machine(rules: Sequence[Rule]) -> Examination:
     return Examination(facts.host, facts.headline, findings, passed=passed)
 
 
-def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[tuple[Rule, Finding], ...]:
+def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[Pair, ...]:
     """The findings of the rules about a Job ("config"), a Code, a Machine or Ranks, worst first.
 
     A rule that raises becomes a finding of NP001. What the rules about a Job could not judge is one of NP005.
     """
-    found = [pair for rule in rules if rule.about == about for pair in _checked(rule, subject)]
-    if isinstance(subject, Job):
-        found += _not_judged(subject, [rule for rule in rules if rule.about == about])
+
+    def check(each: object) -> list[Pair]:
+        return [pair for rule in rules if rule.about == about for pair in _checked(rule, each)]
+
+    found = check(subject)
+    judge = next((rule for rule in rules if rule.identifier == not_judged.RULE), None)
+    if isinstance(subject, Job) and judge:
+        found += [(judge, finding) for finding in not_judged.findings(subject, check)]
     return in_order(found)
 
 
-def _not_judged(job: Job, rules: Sequence[Rule]) -> list[tuple[Rule, Finding]]:
-    if all(rule.identifier != not_judged.RULE for rule in rules):
-        return []
-
-    def check(other: Job) -> Iterable[tuple[Rule, Finding]]:
-        return [pair for rule in rules for pair in _checked(rule, other)]
-
-    return [(named(not_judged.RULE), finding) for finding in not_judged.findings(job, check)]
-
-
-def _checked(rule: Rule, subject: object) -> list[tuple[Rule, Finding]]:
+def _checked(rule: Rule, subject: object) -> list[Pair]:
     try:
         return [(rule, finding) for finding in rule.check(subject)]
     except Exception as error:  # one rule's fault must not hide what the others find

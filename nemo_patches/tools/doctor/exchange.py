@@ -61,7 +61,7 @@ def examine(here: RankPlace, loaders: Mapping[str, str], smoke: bool = False) ->
 
 
 class _Part:
-    """This rank's part, on a thread; what it has so far is read when its time is up."""
+    """This rank's part, on its own thread; when its time is up, what it has so far is read."""
 
     def __init__(self, here: RankPlace, own: Facts, timeout: timedelta, smoke: bool) -> None:
         self.facts: dict[int, Facts] = {}
@@ -140,7 +140,7 @@ def _publish(store: dist.Store, what: str, content: Facts | Measured | Smoke) ->
 
 
 def _collect(store: dist.Store, what: str, ranks: Iterable[int], kind: type[Any], timeout: timedelta) -> dict[int, Any]:
-    """What these ranks publish in time, by rank; without what is not of that kind, or too long."""
+    """What these ranks publish within the timeout, by rank; content of another type, or too long, is left out."""
     wanted = list(ranks)
     end = time.monotonic() + timeout.total_seconds()
     while store.add(what, 0) < len(wanted) + (0 not in wanted) and time.monotonic() < end:

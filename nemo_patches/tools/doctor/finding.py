@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 
 class Severity(IntEnum):
@@ -75,6 +75,10 @@ def _finding(
 note, warning, error = (partial(_finding, severity) for severity in Severity)
 
 
+def at(name: str, line: int) -> Value:
+    return Value(name, "", f"line {line}", line)
+
+
 def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
     """A warning that the job comes to no step at all."""
     return warning(f"{what}: the job stops at its start", read, instead)
@@ -93,22 +97,18 @@ class Rule:
 
     @property
     def finds(self) -> str:
-        """A sentence."""
         return self._documentation[0]
 
     @property
     def why(self) -> str:
-        """A sentence or some."""
         return self._documentation[1]
 
     @property
     def link(self) -> str:
-        """Where to read on."""
         return self._documentation[2]
 
     @property
     def worst(self) -> Severity:
-        """Its highest severity."""
         return Severity(self._module.WORST)
 
     def check(self, subject: Any) -> Iterable[Finding]:
@@ -118,22 +118,18 @@ class Rule:
 
     @property
     def folded(self) -> bool:
-        """Whether its notes are those that nearly every config gets."""
         return getattr(self._module, "FOLDED", False)
 
     @property
     def topic(self) -> str:
-        """Of a machine, what was looked at."""
         return getattr(self._module, "TOPIC", "")
 
     @property
     def bad(self) -> str:
-        """A config that it finds something in."""
         return getattr(self._module, "BAD", "")
 
     @property
     def good(self) -> str:
-        """The same one, fixed."""
         return getattr(self._module, "GOOD", "")
 
     @property

@@ -15,7 +15,8 @@ import yaml
 from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.finding import Change
-from nemo_patches.tools.doctor.yaml_text import ConfigError, Keys, YamlText
+from nemo_patches.tools.doctor.trees import Keys, put, with_names
+from nemo_patches.tools.doctor.yaml_text import ConfigError, YamlText
 
 
 def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
@@ -39,12 +40,11 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
 
 
 def can_be_made(config: Config, change: Change | None) -> bool:
-    """Whether `fixed` would make a change."""
     return change is not None and not fixed(config, [change])[1]
 
 
 def diff(path: Path, before: str, after: str) -> str:
-    """A unified diff, empty where there is none."""
+    """A unified diff; empty if nothing changed."""
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), f"{path} (fixed)"
     )
@@ -83,7 +83,7 @@ def _with(source: YamlText, change: Change) -> YamlText:
         wanted, got = _tree(source), _tree(after)
     except ConfigError:
         raise _CannotBeMade("the text cannot be read after it") from None
-    _set(wanted, change)
+    put(wanted, change.keys, change.value)
     if got != wanted:  # a style that was not foreseen
         raise _CannotBeMade("it would change other values, too")
     return after
@@ -99,20 +99,7 @@ def _sharer(source: YamlText, keys: Keys) -> str:
 
 
 def _tree(source: YamlText) -> Any:
-    return _unshared(yaml.load(source.text, Loader=yaml_text.LOADER))
-
-
-def _unshared(node: Any) -> Any:
-    """With a value of its own at every place; PyYAML has one value for an anchor and all its aliases."""
-    if isinstance(node, dict):
-        return {key: _unshared(value) for key, value in node.items()}
-    return [_unshared(value) for value in node] if isinstance(node, list) else node
-
-
-def _set(tree: Any, change: Change) -> None:
-    for key in change.keys[:-1]:
-        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
-    tree[change.keys[-1]] = change.value
+    return with_names(yaml.load(source.text, Loader=yaml_text.LOADER))  # without what an anchor's aliases share
 
 
 def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
@@ -125,7 +112,7 @@ def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
 
 
 def _inserted(source: YamlText, change: Change) -> str:
-    """Before the first key of the mapping, which is the one place whose indentation is certain."""
+    """Insert before the first key of the mapping: the only place whose indentation is certain."""
     mapping = source.nodes.get(change.keys[:-1])
     if not isinstance(mapping, yaml.MappingNode) or not mapping.value:
         raise _CannotBeMade("there is no section for it")

@@ -15,7 +15,7 @@ _ESCAPED_IN_PROPERTY = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A", ":":
 
 
 def github(reports: Sequence[Examination]) -> Iterator[str]:
-    """One command of a workflow for each finding, which GitHub shows on its line of a pull request."""
+    """One GitHub workflow command per finding: an annotation on its line of a pull request."""
     for each in reports:
         file = each.name.translate(_ESCAPED_IN_PROPERTY)
         if each.error:
@@ -27,7 +27,6 @@ def github(reports: Sequence[Examination]) -> Iterator[str]:
 
 
 def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, Any]:
-    """SARIF 2.1.0."""
     unreadable = [{"level": "error", "message": {"text": each.error}} for each in reports if each.error]
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any
 
 from nemo_patches.tools.doctor import interpolations, yaml_text
 from nemo_patches.tools.doctor.interpolations import Resolved
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, Keys, WrongKindError, YamlText
+from nemo_patches.tools.doctor.trees import Keys, entries
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, WrongKindError, YamlText
 
 KEY = "input_cfg"
 _SECTIONS = ("model", "data")  # that hold data sets
@@ -33,25 +34,14 @@ class Unread:
     refused: bool
 
 
-@dataclass(frozen=True)
-class InputFiles:
-    """What was read, by the path of the input_cfg that names it; see Config."""
-
-    files: Mapping[Keys, YamlText]
-    unread: Mapping[Keys, Unread]
-    broken: Mapping[Keys, str]
-    of_machine: frozenset[Keys]
-
-
-def read_into(tree: Any) -> InputFiles:
-    """Put the inputs of every file that a config's tree names into it, in place. Never raises: see `unread`."""
+def read_into(tree: Any, found: Resolved) -> tuple[dict[Keys, YamlText], dict[Keys, Unread]]:
+    """Put the inputs of every file that a config's tree names into it, in place, and what their interpolations are
+    into `found`. Returns what was read and what was not, by the path of the input_cfg that names it. Never raises."""
     files: dict[Keys, YamlText] = {}
     unread: dict[Keys, Unread] = {}
-    broken: dict[Keys, str] = {}
-    of_machine: set[Keys] = set()
     read: dict[str, tuple[YamlText, Any, Resolved]] = {}
     room = MOST_VALUES
-    waiting = [(found, 1) for section in _SECTIONS for found in _named(tree.get(section), (section,))]
+    waiting = [(inner, 1) for section in _SECTIONS for inner in _named(tree.get(section), (section,))]
     while waiting:
         (keys, holder), depth = waiting.pop(0)
         name = holder[KEY]
@@ -69,10 +59,10 @@ def read_into(tree: Any) -> InputFiles:
             continue
         holder[KEY] = deepcopy(content)
         files[keys] = source
-        broken.update({(*keys, *inner): why for inner, why in resolved.broken.items()})
-        of_machine |= {(*keys, *inner) for inner in resolved.of_machine}
-        waiting += [(found, depth + 1) for found in _named(holder[KEY], keys)]
-    return InputFiles(files, unread, broken, frozenset(of_machine))
+        found.broken.update({(*keys, *inner): why for inner, why in resolved.broken.items()})
+        found.of_machine.update((*keys, *inner) for inner in resolved.of_machine)
+        waiting += [(inner, depth + 1) for inner in _named(holder[KEY], keys)]
+    return files, unread
 
 
 def _read(name: str) -> tuple[YamlText, Any, Resolved]:
@@ -94,5 +84,4 @@ def _named(node: Any, keys: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
         here, each = waiting.pop()
         if isinstance(each, dict) and isinstance(each.get(KEY), str):
             yield (*here, KEY), each
-        children = each.items() if isinstance(each, dict) else enumerate(each) if isinstance(each, list) else ()
-        waiting += [((*here, str(key)), child) for key, child in children if isinstance(child, (dict, list))]
+        waiting += [((*here, key), child) for key, child in entries(each)]

@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.yaml_text import Keys
 
 
 class Reads(Enum):
@@ -92,13 +91,11 @@ class SetEntry:
     outer: Callable[[str], Value]
 
     def get(self, key: str) -> Value:
-        """Its own value, or else the one that is handed down."""
         own = self.own(key)
         return own if own.given else self.outer(key)
 
     def entry(self, index: int) -> SetEntry:
-        """One of its input_cfg."""
-        keys = (*_keys(self.own("input_cfg")), str(index))
+        keys = (*self.own("input_cfg").keys, str(index))
         return SetEntry(self.config, lambda key: self.config.get((*keys, key)), self.get)
 
 
@@ -199,12 +196,12 @@ def _repeated(repeats: bool | None, place: SetEntry, *unless: str) -> bool | Non
 
 
 def _order_of_files(place: SetEntry) -> tuple[Draw, ...]:
-    """Drawn with shuffle; not certain to matter, as there may be one file."""
+    """The draw of shuffle; it may not matter, as there may be only one file."""
     return (Draw(place.get("shard_seed"), certain=False),) if _on(place.get("shuffle")) is not False else ()
 
 
 def _on(switch: Value) -> bool | None:
-    """A switch as NeMo takes it, null as off."""
+    """A switch as NeMo reads it: null is off."""
     return bool(switch.value) if switch.known else None
 
 
@@ -213,10 +210,6 @@ def _given(place: SetEntry, key: str) -> bool | None:
     path = place.own(key)
     if path.known:
         return path.value is not None
-    node = place.config.source.nodes.get(_keys(path))
+    node = place.config.source.nodes.get(path.keys)
     text = str(getattr(node, "value", ""))
     return True if "${" in text and not (text.startswith("${") and text.endswith("}")) else None
-
-
-def _keys(value: Value) -> Keys:
-    return tuple(value.key.split("."))

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, _utils
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_patches.tools.doctor import yaml_text
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, Keys, YamlText
+from nemo_patches.tools.doctor.trees import Keys, entries, place, put, walk, with_names
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, YamlText
 
 MISSING = "???"  # OmegaConf's word for a value that is still to be given
 LONGEST_TEXT = 10_000  # characters that interpolations may make
@@ -31,8 +32,6 @@ _PATH_END = re.compile(_NAME.pattern + r"(?=\]?\s*\})")
 
 
 class Unknown:
-    """A value that only the job will know."""
-
     def __repr__(self) -> str:
         return "not known before the job runs"
 
@@ -42,10 +41,10 @@ UNKNOWN = Unknown()
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was found in a tree: interpolations that lead nowhere, with why; values that a resolver would give."""
+    """broken: the interpolations that lead nowhere, and why. of_machine: the values that a resolver would give."""
 
-    broken: Mapping[Keys, str]
-    of_machine: frozenset[Keys]
+    broken: dict[Keys, str]
+    of_machine: set[Keys]
 
 
 @cache
@@ -80,17 +79,14 @@ def resolve(source: YamlText, tree: Any) -> Resolved:
     """
     of_machine: set[Keys] = set()
     try:
-        texts = _interpolations(tree)
+        texts = [text for text in _texts(tree) if "${" in text]
         broken = _resolve(source.path, tree, OmegaConf.create(_needed(tree, texts)), of_machine) if texts else {}
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{source.path}{_place_of_grammar(source)}: {first_line(error)}") from None
-    _mark_unknown(tree)
-    return Resolved(broken, frozenset(of_machine))
-
-
-def _interpolations(node: Any) -> list[str]:
-    """Every text with an interpolation in it."""
-    return [text for text in _texts(node) if "${" in text]
+    for keys, node in list(walk(tree)):
+        if node == MISSING:
+            put(tree, keys, UNKNOWN)
+    return Resolved(broken, of_machine)
 
 
 def _needed(tree: Any, texts: Sequence[str]) -> Any:
@@ -114,30 +110,26 @@ def _needed(tree: Any, texts: Sequence[str]) -> Any:
 
 
 def _names(texts: Iterable[str]) -> set[str]:
-    """The names of keys in them, and of indices also as Python writes them."""
+    """The key names in these texts; an index also as Python writes it."""
     names = {name for text in texts for name in _NAME.findall(text.replace("${", "{"))}
     return names | {str(int(name)) for name in names if len(name) < _INDEX_DIGITS and name.isdecimal()}
 
 
 def _pattern(text: str) -> str:
-    """A text with * for its interpolations."""
+    """The text with * in place of its interpolations."""
     for _ in range(_MOST_NESTED):
         text = re.sub(r"\$\{[^{}]*\}", "*", text)
     return text
 
 
-def _texts(node: Any) -> Iterator[str]:
-    if isinstance(node, str):
-        yield node
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _texts(child)
+def _texts(tree: Any) -> Iterator[str]:
+    return (node for _, node in walk(tree) if isinstance(node, str))
 
 
 def _part(node: Any, names: set[str], ends: set[str], pattern: re.Pattern[str]) -> Any:
-    """See _needed; None for a mapping or sequence of which nothing is needed."""
-    entries = node.items() if isinstance(node, dict) else ((str(index), child) for index, child in enumerate(node))
+    """The needed part of a node (see _needed); None if nothing of it is needed."""
     kept: dict[str, Any] = {}
-    for key, child in entries:
+    for key, child in entries(node):
         if key in ends or pattern.match(key):
             kept[key] = child
         elif isinstance(child, (dict, list)):
@@ -151,7 +143,7 @@ def _part(node: Any, names: set[str], ends: set[str], pattern: re.Pattern[str]) 
 
 
 def _check_interpolations(source: YamlText) -> None:
-    """Bound their number and depth before OmegaConf's parser sees them."""
+    """Bound the number and depth of interpolations before OmegaConf's parser sees them."""
     count = 0
     for keys, node in source.nodes.items():
         if not isinstance(node, yaml.ScalarNode) or "${" not in node.value:
@@ -184,15 +176,6 @@ def _place_of_grammar(source: YamlText) -> str:
     return ""
 
 
-def with_names(node: Any) -> Any:
-    """With every key as text, as paths have them."""
-    if isinstance(node, dict):
-        return {str(key): with_names(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [with_names(value) for value in node]
-    return node
-
-
 def _resolve(path: Path, tree: Any, config: Any, of_machine: set[Keys]) -> dict[Keys, str]:
     """Replace every interpolation and every ??? in place; return those that lead nowhere, with why.
 
@@ -200,7 +183,13 @@ def _resolve(path: Path, tree: Any, config: Any, of_machine: set[Keys]) -> dict[
     text is expanded more than once, and neither a chain of them nor a circle runs away.
     """
     waiting: dict[Keys, str] = {}
-    _take_out(tree, config, (), waiting, of_machine)
+    for keys, text in [(keys, node) for keys, node in walk(tree) if isinstance(node, str) and "${" in node]:
+        put(tree, keys, MISSING)
+        put(config, keys, MISSING)
+        if _calls_a_resolver(text):
+            of_machine.add(keys)
+        else:
+            waiting[keys] = text
     if len(waiting) > _MOST_INTERPOLATIONS:
         raise ConfigError(f"{path}: {len(waiting)} interpolations; a config may have {_MOST_INTERPOLATIONS}")
     broken: dict[Keys, str] = {}
@@ -217,13 +206,14 @@ def _resolve(path: Path, tree: Any, config: Any, of_machine: set[Keys]) -> dict[
                     broken[keys] = first_line(error)
                     del waiting[keys]
                     continue
-                if _holds_missing(value) and not part_of_it_may_be_unknown:
+                parts = [node for _, node in walk(value)]
+                if MISSING in parts and not part_of_it_may_be_unknown:
                     continue
-                room -= _size(value)
+                room -= len(parts)
                 if room < 0:
                     raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its interpolations are followed")
-                _put(tree, keys, value)
-                _node(config, keys[:-1])[_last(keys, config)] = value
+                put(tree, keys, value)
+                put(config, keys, value)
                 del waiting[keys]
             if len(waiting) == before:
                 break
@@ -231,21 +221,6 @@ def _resolve(path: Path, tree: Any, config: Any, of_machine: set[Keys]) -> dict[
     ends = {keys[-1] for keys in of_machine}
     of_machine |= {keys for keys, text in waiting.items() if keys not in broken and ends & _names([text])}
     return broken
-
-
-def _take_out(node: Any, config: Any, keys: Keys, waiting: dict[Keys, str], of_machine: set[Keys]) -> None:
-    """Put ??? in the place of every interpolation, in both; those that may be followed into `waiting`, others into
-    `of_machine`."""
-    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
-        here = (*keys, str(key))
-        if isinstance(child, (dict, list)):
-            _take_out(child, config, here, waiting, of_machine)
-        elif isinstance(child, str) and "${" in child:
-            node[key] = _node(config, keys)[_last(here, config)] = MISSING
-            if _calls_a_resolver(child):
-                of_machine.add(here)
-            else:
-                waiting[here] = child
 
 
 def _calls_a_resolver(text: str) -> bool:
@@ -263,7 +238,7 @@ def _calls_a_resolver(text: str) -> bool:
 
 def _evaluated(config: Any, keys: Keys, text: str) -> Any:
     """What an interpolation gives at its place, which is ??? again afterwards; MISSING for what is no plain value."""
-    holder, last = _node(config, keys[:-1]), _last(keys, config)
+    holder, last = place(config, keys)
     try:
         holder[last] = text
         value = holder[last]
@@ -281,7 +256,11 @@ def _circles(config: Any, waiting: Mapping[Keys, str]) -> list[Keys]:
     left = dict(waiting)
     if not left:
         return []  # OmegaConf takes a second for a copy of a large tree
-    given = OmegaConf.create(_filled(OmegaConf.to_container(config, resolve=False), (), left))
+    tree = OmegaConf.to_container(config, resolve=False)
+    for keys, node in list(walk(tree)):
+        if node == MISSING and keys not in left:
+            put(tree, keys, 0)
+    given = OmegaConf.create(tree)
     for _ in range(_ROUNDS):
         for keys, text in list(left.items()):
             try:
@@ -290,50 +269,9 @@ def _circles(config: Any, waiting: Mapping[Keys, str]) -> list[Keys]:
                 continue
             except OmegaConfBaseException:
                 pass  # it names a part of what is not given
-            _node(given, keys[:-1])[_last(keys, given)] = 0
+            put(given, keys, 0)
             del left[keys]
     return list(left)
-
-
-def _filled(node: Any, keys: Keys, kept: Mapping[Keys, str]) -> Any:
-    """With 0 for every ??? but the kept ones."""
-    if isinstance(node, dict):
-        return {key: _filled(value, (*keys, str(key)), kept) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_filled(value, (*keys, str(index)), kept) for index, value in enumerate(node)]
-    return 0 if node == MISSING and keys not in kept else node
-
-
-def _node(config: Any, keys: Keys) -> Any:
-    for key in keys:
-        config = config[int(key) if isinstance(config, (list, ListConfig)) else key]
-    return config
-
-
-def _last(keys: Keys, config: Any) -> Any:
-    return int(keys[-1]) if isinstance(_node(config, keys[:-1]), (list, ListConfig)) else keys[-1]
-
-
-def _put(tree: Any, keys: Keys, value: Any) -> None:
-    _node(tree, keys[:-1])[_last(keys, tree)] = value
-
-
-def _size(node: Any) -> int:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return 1 + sum(map(_size, children))
-
-
-def _holds_missing(node: Any) -> bool:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return node == MISSING or any(map(_holds_missing, children))
-
-
-def _mark_unknown(node: Any) -> None:
-    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
-        if isinstance(child, (dict, list)):
-            _mark_unknown(child)
-        elif child == MISSING:
-            node[key] = UNKNOWN
 
 
 def first_line(error: Exception) -> str:

@@ -13,16 +13,17 @@ from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.trees import Keys
 
 # Of NeMo's training scripts: where the whole model comes from.
 CHECKPOINTS = (
-    ("init_from_nemo_model",),
-    ("init_from_pretrained_model",),
-    ("init_from_ptl_ckpt",),
-    ("restore_from",),
-    ("model", "restore_from_path"),
-    ("model", "nemo_model"),
-    ("model", "pretrained_model"),
+    "init_from_nemo_model",
+    "init_from_pretrained_model",
+    "init_from_ptl_ckpt",
+    "restore_from",
+    "model.restore_from_path",
+    "model.nemo_model",
+    "model.pretrained_model",
 )
 _LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
@@ -68,36 +69,27 @@ class Job:
 
     @property
     def patched(self) -> bool:
-        """Whether every rank is to be run with nemo_patches."""
         return self.settings is not None
 
     @property
     def headline(self) -> str:
-        """One line on what the rules go by."""
         encoders, sets = len(self.encoders), len(self.datasets)
         parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
         if not self.has_trainer:
             return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
-        ranks = (
-            "as many ranks as there are devices" if self.ranks is None else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        )
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else "as many ranks as there are devices"
         strategy = "null" if self.strategy.value is None else self.strategy.value
         how = "with nemo_patches" if self.patched else "as stock NeMo"
-        return "; ".join(
-            (
-                f"judged {how}",
-                f"strategy {strategy}",
-                ranks,
-                *parts,
-            )
-        )
+        return "; ".join((f"judged {how}", f"strategy {strategy}", ranks, *parts))
+
+    def get(self, path: Keys | str, default: Any = None) -> Value:
+        return self.config.get(path, default)
 
     def trainer(self, key: str, default: Any = None) -> Value:
-        """A key of the trainer's section."""
-        return self.config.get(("trainer", key), default)
+        return self.get(("trainer", key), default)
 
     def limit(self, role: str) -> Limit:
-        """The limit of the sets of one role; overfit_batches and fast_dev_run come first, as in Lightning."""
+        """The limit for the sets of one role; as in Lightning, overfit_batches and fast_dev_run take precedence."""
         overfit, fast = self.trainer("overfit_batches", 0.0), self.trainer("fast_dev_run", False)
         if role != "test" and (overfit.number or not overfit.known):
             return Limit(as_limit(overfit), overfit)
@@ -110,12 +102,10 @@ class Job:
 
     @cached_property
     def devices(self) -> Value:
-        """Devices per node; Lightning's default is all there are."""
         return self.trainer("devices", "auto")
 
     @cached_property
     def nodes(self) -> Value:
-        """How many nodes; Lightning's default is one."""
         return self.trainer("num_nodes", 1)
 
     @cached_property
@@ -152,7 +142,6 @@ class Job:
 
     @cached_property
     def accelerator(self) -> Value:
-        """The accelerator's name."""
         return self.trainer("accelerator", "auto")
 
     # --- strategy
@@ -162,7 +151,7 @@ class Job:
         """The strategy: its name, or with _target_ its class."""
         strategy = self.trainer("strategy", "auto")
         if isinstance(strategy.value, dict):
-            return self.config.get(("trainer", "strategy", "_target_"))
+            return self.get("trainer.strategy._target_")
         return strategy
 
     @cached_property
@@ -174,7 +163,7 @@ class Job:
     @cached_property
     def broadcast_buffers(self) -> Value:
         """Whether DDP broadcasts rank 0's buffers at every training step; its default is true."""
-        return self.config.get(("trainer", "strategy", "broadcast_buffers"), True)
+        return self.get("trainer.strategy.broadcast_buffers", True)
 
     @cached_property
     def overwrites_buffers(self) -> bool:
@@ -187,7 +176,7 @@ class Job:
 
         DDPStrategy wants a timedelta; in YAML, that is a mapping with _target_: datetime.timedelta.
         """
-        timeout = self.config.get(("trainer", "strategy", "timeout")).value
+        timeout = self.get("trainer.strategy.timeout").value
         if not isinstance(timeout, dict) or timeout.get("_target_") != "datetime.timedelta":
             return None
         parts = {key: value for key, value in timeout.items() if key != "_target_"}
@@ -200,30 +189,27 @@ class Job:
 
     @cached_property
     def encoders(self) -> tuple[Encoder, ...]:
-        """Every encoder in the config whose length sync is known."""
         return tuple(encoders.found_in(self.config))
 
     @property
     def asr_encoder(self) -> bool:
-        """Whether the model's encoder is one of NeMo's ASR collection, by its class."""
-        return str(self.config.get(("model", "encoder", "_target_")).value).startswith("nemo.collections.asr.")
+        return str(self.get("model.encoder._target_").value).startswith("nemo.collections.asr.")
 
     @cached_property
     def checkpoints(self) -> tuple[Value, ...]:
         """Where the model comes from, if its encoder is not in the config: its checkpoint's own config has it."""
-        if self.config.get(("model", "encoder", "_target_")).given:
+        if self.get("model.encoder._target_").given:
             return ()
-        values = [self.config.get(keys) for keys in CHECKPOINTS]
+        values = map(self.get, CHECKPOINTS)
         return tuple(value for value in values if value.given and value.value not in (None, ""))
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
-        """Every training, validation and test set that will be read."""
         return tuple(dataset for dataset in datasets.found_in(self.config) if dataset.used)
 
 
 def count(devices: Any) -> int | None:
-    """Lightning's ways to say how many."""
+    """How many devices; Lightning accepts a number, a list, or a text of either."""
     if isinstance(devices, bool) or devices is UNKNOWN:
         return None
     if isinstance(devices, int):

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 import nemo_patches
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import gloo_probe
@@ -33,6 +35,7 @@ _DEBUG_SERVER_NEEDS = ("jinja2", "tabulate")  # it imports them when it starts, 
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "NEMO_PATCHES_")
 _NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURM_NNODES")
 _GIBIBYTE = 1 << 30
+OFF = ("0", "n", "no", "false", "f")  # as torch reads a switch, in lower case
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    status: status.Report | None = None
+    status: status.EnvironmentStatus | None = None
     gloo: Gloo = field(default_factory=Gloo)
     gpus: int = 0
     shared_memory: int | None = None
@@ -68,7 +71,6 @@ class Machine:
 
     @property
     def headline(self) -> str:
-        """One line on what the rules go by."""
         versions = [f"{name} {version}" for name, version in self.versions.items()] or ["neither NeMo nor torch"]
         gpus = f"{self.gpus} GPU{'s' * (self.gpus != 1)}"
         return "; ".join((f"this machine with {sys.executable}", ", ".join(versions), gpus))
@@ -85,23 +87,28 @@ class Machine:
         return (self.count("SLURM_NNODES") or 1) > 1 or bool(here and all_ranks and all_ranks > here)
 
     def count(self, name: str) -> int | None:
-        """A variable that is a number of something."""
         text = self.environment.get(name, "")
         return int(text) if text.isdigit() else None
 
 
 def fact(name: str, value: object) -> Value:
-    """What a rule read that is in no config."""
+    """Something a rule read on this machine."""
     return Value(name, value, "this machine")
 
 
+def parsed(version: str) -> Version | None:
+    try:
+        return Version(version)
+    except InvalidVersion:
+        return None
+
+
 def size(number: int) -> str:
-    """Bytes, for a person."""
     return f"{number / _GIBIBYTE:.3g} GiB" if number >= _GIBIBYTE else f"{number / (1 << 20):.3g} MiB"
 
 
 def gather() -> Machine:
-    """Look at this machine. What cannot be found out is left empty."""
+    """Collect the facts; what cannot be found out stays empty."""
     return Machine(
         host=socket.gethostname(),
         versions=versions(),
@@ -119,7 +126,6 @@ def gather() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """The installed packages of PACKAGES."""
     installed = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -147,7 +153,7 @@ def debug_server_lacks(torch: Path | None, needs: Iterable[str] = _DEBUG_SERVER_
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that rules may read."""
+    """The variables that rules may read; nothing else is kept."""
     return {name: value for name, value in variables.items() if name.startswith(_PREFIXES) or name in _NAMES}
 
 
@@ -175,7 +181,7 @@ def gloo(limit: timedelta = GLOO_LIMIT) -> Gloo:
     return Gloo(errors[-1] if errors else f"the process that tried it ended with code {done.returncode}")
 
 
-def _status() -> status.Report | None:
+def _status() -> status.EnvironmentStatus | None:
     try:
         return status.examine()
     except status.StatusError:  # NeMo or torch is not there

@@ -50,7 +50,7 @@ def measure(store: dist.Store, whole: dist.Store, present: list[int], rank: int,
 def _channel(
     store: dist.Store, whole: dist.Store, present: list[int], rank: int
 ) -> Iterator[tuple[SideChannel, list[str]]]:
-    """This rank's side channel among those present, and what it says of its troubles."""
+    """This rank's side channel among the ranks present, and the list that its messages go to."""
     import torch.distributed as dist
 
     from nemo_patches.channel.store import JobStore
@@ -103,7 +103,7 @@ def smoke(store: dist.Store, here: RankPlace, present: list[int], timeout: timed
 
 
 def _within(limit: timedelta, what: Callable[[], _Result]) -> _Result:
-    """What it returns or raises; TimeoutError where that takes too long, and it is left alone."""
+    """Run it on a thread; raise TimeoutError if it takes too long, and leave it running."""
     outcome: list[_Result | Exception] = []
 
     def run() -> None:

@@ -14,10 +14,11 @@ from typing import Any
 from nemo_patches.tools.doctor import encoders
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Rule, note
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, note
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.suppressions import Pair
+from nemo_patches.tools.doctor.trees import Keys
 
 RULE = "NP005"
 _NOT_ASSUMED = ("NP0", "NP101", "NP120")  # on reading, on each encoder there is, on how keys are written
@@ -63,7 +64,7 @@ _OTHERS: dict[Keys, tuple[Any, ...]] = {
 _PATHS = ("manifest_filepath", "tarred_audio_filepaths", "shar_path")  # one that a variable gives is there
 _ENCODER = "nemo.collections.asr.modules.ConformerEncoder"
 
-Check = Callable[[Job], Iterable[tuple[Rule, Finding]]]
+Check = Callable[[Job], Iterable[Pair]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def findings(job: Job, check: Check) -> Findings:
     yield from _no_trainer(job)
 
 
-def _serious(pairs: Iterable[tuple[Rule, Finding]]) -> set[tuple[str, str]]:
+def _serious(pairs: Iterable[Pair]) -> set[tuple[str, str]]:
     return {
         (rule.identifier, finding.what)
         for rule, finding in pairs
@@ -140,11 +141,11 @@ def _unknown(job: Job) -> Iterator[_Unknown]:
     for target in encoders.unknown_in(config):
         if not str(target.value).startswith("nemo."):
             why = f"{target.key} is a class of your own, and may be a ConformerEncoder with another name"
-            yield _Unknown(target, why, ((tuple(target.key.split(".")), _ENCODER),), instead=f"_target_: {_ENCODER}")
+            yield _Unknown(target, why, ((target.keys, _ENCODER),), instead=f"_target_: {_ENCODER}")
 
 
 def _of(config: Config, value: Value, may_be: Sequence[Any], seen: set[str]) -> Iterator[_Unknown]:
-    keys = tuple(value.key.split("."))
+    keys = value.keys
     if value.known or value.key in seen:
         return
     seen.add(value.key)
@@ -156,9 +157,9 @@ def _of(config: Config, value: Value, may_be: Sequence[Any], seen: set[str]) -> 
 
 
 def _entries(config: Config, dataset: Dataset) -> Iterator[Keys]:
-    """The paths of the entries of its input_cfg, those of groups too."""
+    """The paths of the entries of a set's input_cfg, including those of groups."""
     value = dataset.get("input_cfg")
-    waiting = [(tuple(value.key.split(".")), value.value)]
+    waiting = [(value.keys, value.value)]
     while waiting:
         keys, entries = waiting.pop(0)
         for index, entry in enumerate(entries if isinstance(entries, list) else ()):
@@ -177,7 +178,7 @@ def _of_type(config: Config, keys: Keys, seen: set[str]) -> Iterator[_Unknown]:
 
 
 def _no_manifest(job: Job) -> Findings:
-    """Of sets whose entries would be counted."""
+    """A note on sets whose entries would be counted if their manifest were here."""
     away, rules = [], set()
     for dataset in job.datasets:
         manifest = dataset.get("manifest_filepath")
@@ -197,7 +198,7 @@ def _no_manifest(job: Job) -> Findings:
 
 
 def _no_trainer(job: Job) -> Findings:
-    section = job.config.get(("trainer",))
+    section = job.get("trainer")
     if section.given and not job.has_trainer:
         what = f"not judged: every rule on ranks: {section.key} does not say how Lightning's Trainer is made"
-        yield note(what, job.config.get(("trainer", "_target_")), "trainer: with Trainer's keys")
+        yield note(what, job.get("trainer._target_"), "trainer: with Trainer's keys")

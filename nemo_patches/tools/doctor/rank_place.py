@@ -11,8 +11,6 @@ from nemo_patches.tools.doctor.errors import DoctorError
 
 @dataclass(frozen=True)
 class RankPlace:
-    """This process's place in the job, by its launcher's variables."""
-
     rank: int
     size: int
     local_rank: int

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_patches.tools.doctor.collectives import Names, dotted
+from nemo_patches.tools.doctor.collectives import Names
+from nemo_patches.tools.doctor.syntax import IDENTITIES, dotted, last_part, words
 
 RANKS = (0, 1, 7)  # that are tried: the first, one beside it, and one of another node
 
-_NUMBERS = frozenset(
-    [
-        *("get_global_rank", "get_local_rank", "get_rank", "get_world_rank", "global_rank"),
-        *("local_process_index", "local_rank", "node_rank", "process_index", "rank", "world_rank"),
-    ]
+_NUMBERS = words(
+    """
+    get_global_rank get_local_rank get_rank get_world_rank global_rank local_process_index
+    local_rank node_rank process_index rank world_rank
+    """
 )
-_FIRST = frozenset(
-    [
-        *("is_global_rank_zero", "is_global_zero", "is_local_main_process", "is_main_process", "is_master"),
-        *("is_master_process", "is_rank_zero", "is_world_process_zero", "main_process", "master_process"),
-    ]
+_FIRST = words(
+    """
+    is_global_rank_zero is_global_zero is_local_main_process is_main_process is_master
+    is_master_process is_rank_zero is_world_process_zero main_process master_process
+    """
 )
-_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")
+_VARIABLES = words("RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK")
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 _MOST_STEPS = 8
 _UNKNOWN = object()
 
@@ -57,7 +69,7 @@ class RankTests:
         if isinstance(test, ast.BoolOp):
             return any(self.about_rank(each) for each in test.values)
         if isinstance(test, ast.Compare):
-            presence = any(isinstance(each, (ast.Is, ast.IsNot)) for each in test.ops)
+            presence = any(isinstance(each, IDENTITIES) for each in test.ops)
             return not presence and any(self._is_rank(each) for each in (test.left, *test.comparators))
         return self._is_rank(test) and not isinstance(self._value(test, 0), str)  # a variable that is set
 
@@ -67,7 +79,7 @@ class RankTests:
         return not any(each is _UNKNOWN for each in values) and any(each != values[0] for each in values)
 
     def _value(self, node: ast.expr, rank: int, steps: int = 0) -> Any:
-        """Of an expression on a rank; _UNKNOWN where that does not follow from the rank alone."""
+        """The value of an expression on a rank; _UNKNOWN if the rank alone does not decide it."""
         if steps > _MOST_STEPS:
             return _UNKNOWN
         if isinstance(node, ast.Constant):
@@ -92,11 +104,11 @@ class RankTests:
             return left % right if whole else _UNKNOWN
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left, right = self._value(node.left, rank, steps + 1), self._value(node.comparators[0], rank, steps + 1)
-            return _UNKNOWN if left is _UNKNOWN or right is _UNKNOWN else _compared(left, node.ops[0], right)
+            return _UNKNOWN if left is _UNKNOWN or right is _UNKNOWN else _compared(node.ops[0], left, right)
         return _UNKNOWN
 
     def _of_rank(self, given: Sequence[ast.expr], rank: int, steps: int, only: ast.expr | None = None) -> Any:
-        """Of what a value may be, the one that is about the rank. only: counts where none is."""
+        """The value of that alternative which depends on the rank; otherwise of `only`."""
         own = next((each for each in given if self._is_rank(each, steps + 1)), only)
         return _UNKNOWN if own is None else self._value(own, rank, steps + 1)
 
@@ -118,30 +130,14 @@ class RankTests:
             called = node.func if isinstance(node, ast.Call) else node
             if isinstance(node, ast.Call) and (node.args or node.keywords):
                 return _UNKNOWN  # a rank in a group
-            name = self.names.origin(called).rpartition(".")[2]
+            name = last_part(self.names.origin(called))
             return rank if name in _NUMBERS else rank == 0 if name in _FIRST else _UNKNOWN
         known = owner.endswith("environ") and isinstance(key, ast.Constant) and key.value in _VARIABLES
         return str(rank) if known else _UNKNOWN
 
 
-def _compared(left: Any, operator: ast.cmpop, right: Any) -> Any:
+def _compared(how: ast.cmpop, left: Any, right: Any) -> Any:
     try:
-        if isinstance(operator, ast.Eq):
-            return left == right
-        if isinstance(operator, ast.NotEq):
-            return left != right
-        if isinstance(operator, ast.In):
-            return left in right
-        if isinstance(operator, ast.NotIn):
-            return left not in right
-        if isinstance(operator, ast.Lt):
-            return left < right
-        if isinstance(operator, ast.LtE):
-            return left <= right
-        if isinstance(operator, ast.Gt):
-            return left > right
-        if isinstance(operator, ast.GtE):
-            return left >= right
-    except TypeError:  # a text with a number
-        pass
-    return _UNKNOWN
+        return _COMPARED[type(how)](left, right)
+    except (KeyError, TypeError):  # `is`; a text with a number
+        return _UNKNOWN

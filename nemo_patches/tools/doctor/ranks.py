@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from nemo_patches.text import named, safe
 
+_Value = TypeVar("_Value")
 _SHOWN_RANKS = 32  # ranks that are printed one by one
 
 
@@ -80,7 +81,6 @@ class Ranks:
 
     @property
     def headline(self) -> str:
-        """One line on what the rules go by."""
         hosts = len({facts.host for facts in self.facts.values()})
         return f"{len(self.facts)} of {self.size} ranks answered, on {hosts} host{'s' * (hosts != 1)}"
 
@@ -93,10 +93,8 @@ class Ranks:
 
     def grouped(self, what: Callable[[Facts], str]) -> dict[str, list[int]]:
         """The ranks by what `what` makes of their facts, the most frequent first."""
-        ranks: dict[str, list[int]] = {}
-        for rank, facts in sorted(self.facts.items()):
-            ranks.setdefault(what(facts), []).append(rank)
-        return dict(sorted(ranks.items(), key=lambda item: -len(item[1])))
+        groups = by_value((rank, what(facts)) for rank, facts in sorted(self.facts.items()))
+        return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
     def lines(self) -> list[str]:
         """One line for each rank, those with the slowest syncs first where there are many."""
@@ -129,7 +127,6 @@ class Ranks:
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "ranks": [
                 {
@@ -141,6 +138,13 @@ class Ranks:
                 for rank, facts in sorted(self.facts.items())
             ]
         }
+
+
+def by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
+    groups: dict[_Value, list[int]] = {}
+    for rank, value in values:
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def differing(ranks: Ranks, what: Callable[[Facts], Mapping[str, str]]) -> Iterable[tuple[str, str]]:

@@ -91,12 +91,10 @@ def as_json(report: Examination) -> dict[str, Any]:
 
 
 def listing(rules: Sequence[Rule]) -> str:
-    """One line for each rule."""
     return "\n".join(f"{rule.identifier} ({rule.worst}): {rule.finds}" for rule in rules)
 
 
 def explanation(rule: Rule) -> str:
-    """All that is known of one rule."""
     examples = f"\n\nbad:\n\n{_indented(rule.bad)}\n\ngood:\n\n{_indented(rule.good)}" if rule.bad else ""
     return f"{rule.identifier}, at worst: {rule.worst}\n{rule.finds}\n{rule.why}\n{rule.link}{examples}"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from nemo_patches.tools.option_words import choice
+from nemo_patches.tools.options import choice, switch, with_value
 
 SEVERITIES = ("note", "warning", "error")
 FORMATS = ("text", "json", "github", "sarif")
@@ -23,30 +23,28 @@ def _given(option: Any, default: Any = None) -> Any:
 
 
 def _switch(name: str, help_: str, *more: str) -> Any:
-    return _given(typer.Option(name, *more, help=help_), default=False)
-
-
-def _text(*names: str, metavar: str, help_: str, show_default: str = "none") -> Any:
-    return typer.Option(*names, metavar=metavar, help=help_, show_default=show_default)
+    return _given(switch(name, help_, *more), default=False)
 
 
 @dataclass(frozen=True)
 class Request:
-    """They, as they were given; in the order of the command's help."""
+    """What the user gave; the fields are in the order of the command's help."""
 
     arguments: tuple[str, ...] = _given(typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ())
     patched: bool = _switch("--patched", "Judge the job as with nemo_patches on every rank, not as stock NeMo.")
     select: tuple[str, ...] = _given(
-        _text(metavar="RULE", help_="Only these rules: NP101, or NP1 for all of NP1xx.", show_default="all"), ()
+        with_value(metavar="RULE", help_="Only these rules: NP101, or NP1 for all of NP1xx.", show_default="all"), ()
     )
-    ignore: tuple[str, ...] = _given(_text(metavar="RULE", help_="Not these rules."), ())
+    ignore: tuple[str, ...] = _given(with_value(metavar="RULE", help_="Not these rules."), ())
     json: bool = _switch("--json", "For programs.")
     fix: bool = _switch("--fix", "Print the safe changes as a diff; write nothing.")
     write: bool = _switch("--write", "With --fix: write them.")
     ranks: bool = _switch("--ranks", "Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
     nccl: bool = _switch("--nccl", "With --ranks: also try the job's backend, with collectives of 1 MB.")
     list_rules: bool = _switch("--list-rules", "List all rules.")
-    explain: str | None = _given(_text(metavar="RULE", help_="Explain one rule, with a failing and a fixed example."))
+    explain: str | None = _given(
+        with_value(metavar="RULE", help_="Explain one rule, with a failing and a fixed example.")
+    )
     severity: str | None = _given(
         choice(SEVERITIES, help="The lowest severity that is shown, and counts.", show_default="note")
     )
@@ -56,19 +54,21 @@ class Request:
     )
     exit_zero: bool = _switch("--exit-zero", "Exit with 0 instead of 1.")
     against: str | None = _given(
-        _text(metavar="CONFIG", help_="Also show differences from NeMo's own config (nest, canary, ...) or a file.")
+        with_value(
+            metavar="CONFIG", help_="Also show differences from NeMo's own config (nest, canary, ...) or a file."
+        )
     )
-    config_path: str | None = _given(_text("--config-path", "-cp", metavar="DIR", help_=_HERE))
+    config_path: str | None = _given(with_value("--config-path", "-cp", metavar="DIR", help_=_HERE))
     config_name: str | None = _given(
-        _text("--config-name", "-cn", metavar="NAME", help_="As pasted: the config in that folder.")
+        with_value("--config-name", "-cn", metavar="NAME", help_="As pasted: the config in that folder.")
     )
     config_dir: str | None = _given(
-        _text("--config-dir", "-cd", metavar="DIR", help_="As pasted: another folder to look in.")
+        with_value("--config-dir", "-cd", metavar="DIR", help_="As pasted: another folder to look in.")
     )
 
 
 def parameters() -> Iterator[Parameter]:
-    """Of the function that typer makes the command of."""
+    """The parameters of the function that typer makes the command of."""
     types = get_type_hints(Request)
     for each in fields(Request):
         several = isinstance(each.default, tuple)
@@ -81,7 +81,7 @@ def parameters() -> Iterator[Parameter]:
 
 
 def made(given: dict[str, Any]) -> Request:
-    """Of what typer hands over for these parameters."""
+    """Build the request from the values that typer passes for these parameters."""
     several = {each.name for each in fields(Request) if isinstance(each.default, tuple)}
     values: Any = {name: tuple(value or ()) if name in several else value for name, value in given.items()}
     return Request(**values)

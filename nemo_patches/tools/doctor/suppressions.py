@@ -12,7 +12,6 @@ from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Finding, Findings, Rule, note, warning
-from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 PROJECT_FILE = ".nemo-patches.yaml"
 RULE = "NP004"
@@ -35,7 +34,6 @@ class Suppression:
     place: int = 0
 
     def holds_for(self, path: Path, rule: Rule, finding: Finding) -> bool:
-        """Whether it answers this finding."""
         if rule.identifier != self.rule or rule.identifier in _NEVER:
             return False
         if not self.line:
@@ -48,12 +46,11 @@ class Suppression:
 
 
 def in_text(text: str) -> list[Suppression]:
-    """Those in a config's comments."""
     return [found for number, line in enumerate(text.splitlines(), 1) for found in _in_line(number, line)]
 
 
 def in_comments(comments: Mapping[int, str]) -> list[Suppression]:
-    """Those in the comments of a file of Python, by their lines."""
+    """The suppressions in the comments of a Python file; comments: by line."""
     return [found for number, comment in comments.items() for found in _in_line(number, comment)]
 
 
@@ -70,10 +67,7 @@ def of_project(folder: Path = Path()) -> tuple[Suppression, ...]:
     path = folder / PROJECT_FILE
     if not path.exists():
         return ()
-    try:
-        config = reading.load(path)
-    except ConfigError as error:
-        raise DoctorError(str(error)) from None
+    config = reading.load(path)
     entries = config.tree.get("ignore")
     if set(config.tree) != {"ignore"} or not isinstance(entries, list):
         raise DoctorError(f"{path}: found {', '.join(config.tree)}; allowed is a list, ignore, of {', '.join(_KEYS)}")
@@ -93,23 +87,17 @@ def _entry(path: Path, config: reading.Config, index: int, entry: object) -> Sup
     return Suppression(given["rule"].upper(), given["reason"], files=given.get("files", "*"), place=line)
 
 
-def applied(path: Path, suppressions: Sequence[Suppression], findings: Iterable[Pair]) -> Applied:
-    """The findings without those that are answered, and which suppressions have answered one."""
-    left, used = [], set()
+def applied(
+    path: Path, suppressions: Sequence[Suppression], findings: Iterable[Pair]
+) -> tuple[tuple[Pair, ...], frozenset[Suppression]]:
+    """The findings that no suppression answers, and the suppressions that answered one."""
+    left, used = [], set[Suppression]()
     for rule, finding in findings:
         answers = {each for each in suppressions if each.reason and each.holds_for(path, rule, finding)}
         used |= answers
         if not answers:
             left.append((rule, finding))
-    return Applied(tuple(left), frozenset(used))
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What is left of the findings of one config, and the suppressions that were needed."""
-
-    findings: tuple[Pair, ...]
-    used: frozenset[Suppression]
+    return tuple(left), frozenset(used)
 
 
 def faults(own: Sequence[Suppression], used: Collection[Suppression], known: Collection[str]) -> Findings:

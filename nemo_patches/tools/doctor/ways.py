@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
 
-from nemo_patches.tools.doctor.collectives import BACKWARD, Collective, Surroundings, dotted
+from nemo_patches.tools.doctor.collectives import BACKWARD, Collective, Surroundings
+from nemo_patches.tools.doctor.syntax import (
+    COMPREHENSIONS,
+    DEFINITIONS,
+    TRIES,
+    Function,
+    dotted,
+    last_part,
+    nodes,
+    text_of,
+)
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 Decisions = Mapping[int, "bool | str"]  # by the id of a node: how its test is decided, or what is left of it
 
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
@@ -18,10 +27,7 @@ _LOOPS = ("for ", "while ")  # how their guards begin
 _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
-@lru_cache(maxsize=20_000)
-def text_of(node: ast.AST) -> str:
-    """The text of an expression; each is asked for on every way through its function."""
-    return ast.unparse(node)
+Guards = tuple[str, ...]  # the texts of the open tests around something
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class Event:
     not come to."""
 
     collective: Collective
-    guards: tuple[str, ...]
-    after: frozenset[tuple[str, ...]]
+    guards: Guards
+    after: frozenset[Guards]
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -39,8 +45,6 @@ class Event:
 
 
 class End(Enum):
-    """How a block ends."""
-
     RETURN = "return"
     BREAK = "break"
     CONTINUE = "continue"
@@ -53,7 +57,7 @@ class Exit:
 
     text: str
     line: int
-    guards: tuple[str, ...]
+    guards: Guards
 
 
 @dataclass
@@ -71,94 +75,90 @@ class Way:
     events: list[Event] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     raised: bool = False
-    _left: list[tuple[str, ...]] = field(default_factory=list)  # the tests under which it has been left before
-    _left_turn: list[tuple[str, ...]] = field(default_factory=list)  # the same of a loop's turn
-    _left_loop: list[tuple[str, ...]] = field(default_factory=list)
+    _guards: Guards = ()
+    _left: dict[End, tuple[Guards, ...]] = field(default_factory=lambda: dict.fromkeys(End, ()))  # under which, before
     _unsynced: int = 0  # blocks of no_sync around it
     _failing: int = 0  # blocks that raise around it
     _caught_as: str = ""  # the name of the error in its handler
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
     def walk(self) -> None:
-        """Follow it to its end."""
-        self._block(self.node.body, ())
+        self._block(self.node.body)
 
     # --- statements
 
-    def _block(self, body: Iterable[ast.stmt], guards: tuple[str, ...]) -> End | None:
+    def _block(self, body: Iterable[ast.stmt]) -> End | None:
         for statement in body:
-            end = self._statement(statement, guards)
+            end = self._statement(statement)
             if end is not None:
                 return end
         return None
 
-    def _statement(self, node: ast.stmt, guards: tuple[str, ...]) -> End | None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    def _statement(self, node: ast.stmt) -> End | None:
+        if isinstance(node, DEFINITIONS):
             return None
         if isinstance(node, ast.If):
-            self._expression(node.test, guards)
-            return self._either(node, node.test, node.body, node.orelse, guards)
+            self._expression(node.test)
+            return self._either(node, node.test, node.body, node.orelse)
         if isinstance(node, (ast.For, ast.AsyncFor)):
-            self._expression(node.iter, guards)
-            return self._loop(f"for {text_of(node.iter)}", node, guards)
+            self._expression(node.iter)
+            return self._loop(f"for {text_of(node.iter)}", node)
         if isinstance(node, ast.While):
-            self._expression(node.test, guards)
-            return self._loop(f"while {text_of(node.test)}", node, guards)
-        if isinstance(node, ast.Try) or type(node).__name__ == "TryStar":
-            return self._try(node, guards)  # type: ignore[arg-type]
+            self._expression(node.test)
+            return self._loop(f"while {text_of(node.test)}", node)
+        if isinstance(node, TRIES):
+            return self._try(node)
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
-                self._expression(item.context_expr, guards)
+                self._expression(item.context_expr)
             suppressed = suppressing(node)
             if suppressed is not None:
-                return self._try(suppressed, guards)
+                return self._try(suppressed)
             unsynced = any(_calls(item.context_expr, "no_sync") for item in node.items)
             self._unsynced += unsynced
-            end = self._block(node.body, guards)
+            end = self._block(node.body)
             self._unsynced -= unsynced
             return end
         if isinstance(node, ast.Match):
-            self._expression(node.subject, guards)
-            ends = [self._branch(case.body, (*guards, text_of(case.pattern))) for case in node.cases]
+            self._expression(node.subject)
+            ends = [self._branch(case.body, text_of(case.pattern)) for case in node.cases]
             return ends[-1] if ends and all(ends) and ends[-1] is not None else None
         if isinstance(node, ast.Return):
-            return self._return(node, node.value, guards)
+            return self._return(node, node.value)
         if isinstance(node, (ast.Break, ast.Continue)):
             end = End.BREAK if isinstance(node, ast.Break) else End.CONTINUE
-            self.exits.append(Exit(end.value, node.lineno, guards))
+            self.exits.append(Exit(end.value, node.lineno, self._guards))
             return end
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and _ends_process(node.value)):
             return End.RAISE
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
-                self._expression(child, guards)
+                self._expression(child)
         if isinstance(node, ast.Assign):
-            self._set(node, guards)
+            self._set(node)
         return None
 
-    def _set(self, node: ast.Assign, guards: tuple[str, ...]) -> None:
+    def _set(self, node: ast.Assign) -> None:
         """Keep in mind which names of a training_step hold nothing that a backward pass could begin at."""
         number = isinstance(node.value, ast.Constant) and node.value.value is not None
         nothing = not number and self._without_gradient(node.value)
-        if self._runs_backward and nothing and all(guard.startswith(_LOOPS) for guard in guards):
+        if self._runs_backward and nothing and all(guard.startswith(_LOOPS) for guard in self._guards):
             self._nothing |= set(map(dotted, node.targets))
-            self.exits.append(Exit(text_of(node), node.lineno, guards))
+            self.exits.append(Exit(text_of(node), node.lineno, self._guards))
         else:
             self._nothing -= set(map(dotted, node.targets))
 
-    def _either(
-        self, node: ast.AST, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], guards: tuple[str, ...]
-    ) -> End | None:
-        decided = self._decided(node, test, guards)
+    def _either(self, node: ast.AST, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> End | None:
+        decided = self._decided(node, test)
         if isinstance(decided, bool):
-            return self._taken(body if decided else orelse, guards)
-        yes = self._branch(body, (*guards, decided))
-        no = self._branch(orelse, (*guards, f"not ({decided})"))
+            return self._taken(body if decided else orelse)
+        yes = self._branch(body, decided)
+        no = self._branch(orelse, f"not ({decided})")
         if yes is None or no is None:
             return None
         return yes if no is End.RAISE else no
 
-    def _decided(self, node: ast.AST, test: ast.expr, guards: tuple[str, ...]) -> bool | str:
+    def _decided(self, node: ast.AST, test: ast.expr) -> bool | str:
         """Whether a test holds, or its text where it is open.
 
         One that is asked again in its branch is not open, nor what a handler asks of its error, the one looked for.
@@ -169,94 +169,102 @@ class Way:
             )
             return not negated
         decided = self.decisions.get(id(node), text_of(test))
-        if isinstance(decided, str) and (decided in guards or f"not ({decided})" in guards):
-            return decided in guards
+        if isinstance(decided, str) and (decided in self._guards or f"not ({decided})" in self._guards):
+            return decided in self._guards
         return decided
 
-    def _taken(self, body: list[ast.stmt], guards: tuple[str, ...]) -> End | None:
-        """The block that is taken on this way: where it raises, whatever else holds, the rank ends."""
-        before = len(self._left) + len(self._left_turn) + len(self._left_loop)
-        end = self._block(body, guards)
-        left = len(self._left) + len(self._left_turn) + len(self._left_loop) > before
-        self.raised = self.raised or (end is End.RAISE and not left)
+    def _taken(self, body: list[ast.stmt]) -> End | None:
+        """Follow the block that this way takes: if it always raises, the rank ends."""
+        before = self._left
+        end = self._block(body)
+        self.raised = self.raised or (end is End.RAISE and self._left == before)
         return end
 
-    def _branch(self, body: list[ast.stmt], guards: tuple[str, ...]) -> End | None:
+    def _branch(self, body: list[ast.stmt], guard: str) -> End | None:
         """A block that may not be run: where it ends the function or the turn, what follows is come to without it."""
-        end = self._block(body, guards)
-        if end is End.RETURN:
-            self._left.append(guards)
-        elif end is End.CONTINUE:
-            self._left_turn.append(guards)
-        elif end is End.BREAK:
-            self._left_loop.append(guards)
+        with self._under(guard):
+            end = self._block(body)
+            if end is not None and end is not End.RAISE:
+                self._leave(end)
         return end
 
-    def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While, guards: tuple[str, ...]) -> End | None:
-        if self.decisions.get(id(loop)) is False:
-            return self._block(loop.orelse, guards)
-        first, left = len(self.events), len(self._left)
-        outer = self._left_turn, self._left_loop
-        self._left_turn, self._left_loop = [], []
-        end = self._block(loop.body, (*guards, text))
-        ways_out = [*self._left_loop, *self._left[left:]]
-        if end in (End.BREAK, End.RETURN):
-            ways_out.append(("once",))
-        for index in range(first, len(self.events)):  # the next turn is not come to, either
-            event = self.events[index]
-            self.events[index] = replace(event, after=event.after | frozenset(ways_out))
-        self._left_turn, self._left_loop = outer
-        if end is End.RETURN:
-            self._left.append((*guards, text))
-        return self._block(loop.orelse, guards)
+    def _leave(self, end: End) -> None:
+        self._left = {**self._left, end: (*self._left[end], self._guards)}
 
-    def _try(self, node: ast.Try, guards: tuple[str, ...]) -> End | None:
+    @contextmanager
+    def _under(self, *guards: str) -> Iterator[None]:
+        """Within it these tests hold."""
+        outer = self._guards
+        self._guards = (*outer, *guards)
+        yield
+        self._guards = outer
+
+    def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While) -> End | None:
+        if self.decisions.get(id(loop)) is False:
+            return self._block(loop.orelse)
+        first, outer = len(self.events), self._left
+        self._left = {**outer, End.CONTINUE: (), End.BREAK: ()}
+        with self._under(text):
+            end = self._block(loop.body)
+        returned = self._left[End.RETURN]
+        ways_out = {*self._left[End.BREAK], *returned[len(outer[End.RETURN]) :]}
+        if end in (End.BREAK, End.RETURN):
+            ways_out.add(("once",))
+        # The next turn is not come to, either.
+        self.events[first:] = [replace(each, after=each.after | ways_out) for each in self.events[first:]]
+        self._left = {**outer, End.RETURN: returned}
+        if end is End.RETURN:
+            with self._under(text):
+                self._leave(end)
+        return self._block(loop.orelse)
+
+    def _try(self, node: ast.Try) -> End | None:
         if self.caught is not None and self.caught[0].body is node.body:
-            end = self._error(node, *self.caught[1:], guards)
+            end = self._error(node, *self.caught[1:])
         else:
-            end = self._block(node.body, guards)
+            end = self._block(node.body)
             if end is None:
-                end = self._block(node.orelse, guards)
+                end = self._block(node.orelse)
             elif end is End.RAISE and node.handlers:  # it may be caught
                 end = None
-        last = self._block(node.finalbody, guards)
+        last = self._block(node.finalbody)
         return last if last is not None else end
 
-    def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool, guards: tuple[str, ...]) -> End | None:
-        """The handler, after all collectives of the block, or only those of its first call."""
-        first, exits, nothing = len(self.events), len(self.exits), set(self._nothing)
-        ways_out = [list(each) for each in (self._left, self._left_turn, self._left_loop)]
+    def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool) -> End | None:
+        """Follow the handler, after all collectives of the block or only those of its first call."""
+        first, exits, nothing, left = len(self.events), len(self.exits), set(self._nothing), self._left
         self._failing += 1
-        self._block(node.body, guards)
+        self._block(node.body)
         self._failing -= 1
-        self._left, self._left_turn, self._left_loop = ways_out
-        self._nothing = nothing
+        self._left, self._nothing = left, nothing
         del self.exits[exits:]
         if early:
             last = _first_call(node.body)
             self.events[first:] = [each for each in self.events[first:] if each.collective.line <= last]
         self._caught_as, outer = handler.name or "", self._caught_as
-        end = self._taken(handler.body, guards)
+        end = self._taken(handler.body)
         self._caught_as = outer
         return end
 
-    def _return(self, node: ast.Return, value: ast.expr | None, guards: tuple[str, ...]) -> End:
+    def _return(self, node: ast.Return, value: ast.expr | None) -> End:
         if isinstance(value, ast.IfExp) and self._runs_backward:
-            self._expression(value.test, guards)
-            decided = self._decided(value, value.test, guards)
+            self._expression(value.test)
+            decided = self._decided(value, value.test)
             if isinstance(decided, bool):
-                return self._return(node, value.body if decided else value.orelse, guards)
-            self._return(node, value.body, (*guards, decided))
-            return self._return(node, value.orelse, (*guards, f"not ({decided})"))
+                return self._return(node, value.body if decided else value.orelse)
+            with self._under(decided):
+                self._return(node, value.body)
+            with self._under(f"not ({decided})"):
+                return self._return(node, value.orelse)
         if value is not None:
-            self._expression(value, guards)
+            self._expression(value)
         nothing = value is None or self._without_gradient(value)
         if nothing and self._runs_backward and self._ends_in_backward(value):
             return End.RAISE
         if self._runs_backward and not nothing and not self._failing:
             why = "in which the gradients are reduced"
-            self._add(Collective("the backward pass", BACKWARD, node.lineno, why), guards)
-        self.exits.append(Exit(End.RETURN.value, node.lineno, guards))
+            self._add(Collective("the backward pass", BACKWARD, node.lineno, why))
+        self.exits.append(Exit(End.RETURN.value, node.lineno, self._guards))
         return End.RETURN
 
     def _without_gradient(self, value: ast.expr) -> bool:
@@ -270,71 +278,73 @@ class Way:
 
     def _ends_in_backward(self, value: ast.expr | None) -> bool:
         """Whether backward raises at once on what a step returns: a new tensor that requires no gradient."""
-        made = [each for each in ast.walk(value) if isinstance(each, ast.Call)] if value is not None else []
+        made = list(nodes(value, ast.Call)) if value is not None else []
         return bool(made) and not any(keyword.arg == "requires_grad" for each in made for keyword in each.keywords)
 
     @property
     def _runs_backward(self) -> bool:
         """Whether Lightning runs a backward pass on what the function returns."""
         surroundings = self.surroundings
-        step = self.name.rpartition(".")[2] == "training_step"
+        step = last_part(self.name) == "training_step"
         return step and surroundings.node is not None and not surroundings.manual
 
     # --- expressions
 
-    def _expression(self, node: ast.AST, guards: tuple[str, ...]) -> None:
-        """Its calls, in the order in which they are made."""
+    def _expression(self, node: ast.AST) -> None:
+        """Add its calls, in the order in which they are made."""
         if id(node) in self.silent:
             return
         before = len(self.events)
-        self._calls_in(node, guards)
+        self._calls_in(node)
         if len(self.events) == before and not self.decisions and self.caught is None:
             self.silent.add(id(node))
 
-    def _calls_in(self, node: ast.AST, guards: tuple[str, ...]) -> None:
+    def _calls_in(self, node: ast.AST) -> None:
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp):
-            self._expression(node.test, guards)
-            decided = self._decided(node, node.test, guards)
-            if decided is not False:
-                self._expression(node.body, guards if decided is True else (*guards, str(decided)))
-            if decided is not True:
-                self._expression(node.orelse, guards if decided is False else (*guards, f"not ({decided})"))
+            self._expression(node.test)
+            decided = self._decided(node, node.test)
+            if isinstance(decided, bool):
+                self._expression(node.body if decided else node.orelse)
+                return
+            with self._under(decided):
+                self._expression(node.body)
+            with self._under(f"not ({decided})"):
+                self._expression(node.orelse)
             return
         if isinstance(node, ast.BoolOp):
-            self._expression(node.values[0], guards)
-            decided = self._decided(node, node.values[0], guards)
+            self._expression(node.values[0])
+            decided = self._decided(node, node.values[0])
             goes_on = isinstance(node.op, ast.And)
             if isinstance(decided, str) or decided is goes_on:
-                for each in node.values[1:]:
-                    self._expression(each, (*guards, decided) if isinstance(decided, str) else guards)
+                with self._under(*([decided] if isinstance(decided, str) else [])):
+                    for each in node.values[1:]:
+                        self._expression(each)
             return
-        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            inner = guards
+        if isinstance(node, COMPREHENSIONS):
             for generator in node.generators:
-                self._expression(generator.iter, guards)
+                self._expression(generator.iter)
                 if self.decisions.get(id(generator)) is False:
                     return
-                inner = (*inner, f"for {text_of(generator.iter)}")
-            values = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            for value in values:
-                self._expression(value, inner)
+            with self._under(*(f"for {text_of(generator.iter)}" for generator in node.generators)):
+                for value in [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]:
+                    self._expression(value)
             return
         for child in ast.iter_child_nodes(node):
-            self._expression(child, guards)
+            self._expression(child)
         if isinstance(node, ast.Call):
             for made in self.made_by(node):
                 if made.pairs_with != BACKWARD or not self._unsynced:
-                    self._add(made, guards)
+                    self._add(made)
         elif isinstance(node, ast.Attribute):
             read = self.surroundings.property_read(node)
             if read is not None:
-                self._add(read, guards)
+                self._add(read)
 
-    def _add(self, collective: Collective, guards: tuple[str, ...]) -> None:
-        after = frozenset([*self._left, *self._left_turn, *self._left_loop])
-        self.events.append(Event(collective, guards, after))
+    def _add(self, collective: Collective) -> None:
+        after = frozenset(guards for left in self._left.values() for guards in left)
+        self.events.append(Event(collective, self._guards, after))
 
 
 def _first_call(body: list[ast.stmt]) -> int:
@@ -342,7 +352,7 @@ def _first_call(body: list[ast.stmt]) -> int:
     for statement in body:
         if isinstance(statement, (ast.With, ast.AsyncWith)):
             return _first_call(statement.body)
-        if any(isinstance(each, ast.Call) for each in ast.walk(statement)):
+        if any(nodes(statement, ast.Call)):
             return statement.end_lineno or statement.lineno
     return 0
 
@@ -361,7 +371,7 @@ def suppressing(node: ast.AST) -> ast.Try | None:
 
 
 def _asks_for(test: ast.expr, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(test))
+    return any(each.id == name for each in nodes(test, ast.Name))
 
 
 def _ends_process(node: ast.expr) -> bool:
@@ -369,4 +379,4 @@ def _ends_process(node: ast.expr) -> bool:
 
 
 def _calls(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Call) and dotted(each.func).endswith(name) for each in ast.walk(node))
+    return any(dotted(each.func).endswith(name) for each in nodes(node, ast.Call))

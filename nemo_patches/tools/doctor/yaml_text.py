@@ -9,6 +9,9 @@ from pathlib import Path
 
 import yaml
 
+from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.trees import Keys
+
 # libyaml where PyYAML was built with it, ten times as fast.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -24,10 +27,8 @@ _PLAIN_TAGS = frozenset(
 
 _ARE = {"mapping": "a NeMo config is", "sequence": "NeMo reads the inputs of an input_cfg"}
 
-Keys = tuple[str, ...]  # the path of a value: names of mappings' keys, and indices of sequences
 
-
-class ConfigError(Exception):
+class ConfigError(DoctorError):
     """The config cannot be read. The text says which file, where in it, and why."""
 
 
@@ -61,7 +62,7 @@ def read(path: Path, expected: str = "mapping") -> YamlText:
 
 
 def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
-    """The same of a text, in the name of a file."""
+    """The same for a text; path: the name to use for it."""
     try:
         _check_events(path, text)
         root = yaml.compose(text, Loader=LOADER)
@@ -97,7 +98,7 @@ def _content(path: Path) -> bytes:
 
 
 def decoded(path: Path, content: bytes, expected: str = "mapping") -> YamlText:
-    """The same of a file's bytes."""
+    """The same for a file's bytes."""
     if len(content) > LARGEST_FILE_BYTES:
         raise ConfigError(f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more")
     try:
@@ -107,7 +108,7 @@ def decoded(path: Path, content: bytes, expected: str = "mapping") -> YamlText:
 
 
 def _check_events(path: Path, text: str) -> None:
-    """Bound the depth and the size before anything recursive sees the text."""
+    """Bound depth and size before anything recursive sees the text."""
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=LOADER)):
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):

@@ -24,7 +24,7 @@ def run(name: str) -> int:
     settings = {"stall_timeout": f"{HANG_STALL_TIMEOUT.total_seconds():g}", **hang.settings}
     variables = " ".join(f"NEMO_PATCHES_{setting.upper()}={value}" for setting, value in settings.items())
     console.print(Text(f"With nemo_patches: {variables}"))
-    with processes.logs_folder() as logs:
+    with processes.logs_folder(console) as logs:
         with processes.fork_server(console, logs.path / "import.log"):
             results = [_shown(console, result) for result in runs.run([(hang, False), (hang, True)], logs.path, 2)]
         logs.is_kept = not all(result.as_expected for result in results)
@@ -32,8 +32,6 @@ def run(name: str) -> int:
             if not result.as_expected:
                 expected = hang.ours if result.patched else hang.stock
                 console.print(Text(f"Not as it should be: {_version(result)} {result.ending}, expected: {expected}"))
-        if logs.is_kept:
-            console.print(Text(f"The ranks' logs: {logs.path}"))
     return int(logs.is_kept)
 
 

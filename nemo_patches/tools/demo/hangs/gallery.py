@@ -1,6 +1,6 @@
-"""The hangs that `nemo-patches demo --hang NAME` and tests/hangs run: what was reported, and what is to come of each.
+"""The hangs that `nemo-patches demo --hang NAME` and tests/hangs run: who reported each, and how it is to end.
 
-Needs neither torch nor NeMo: a name that does not exist is refused at once.
+Imports neither torch nor NeMo, so that an unknown name is refused at once.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ ENDS, NAMED, HANGS, DIES = "ends", "is named", "hangs", "dies"
 
 @dataclass(frozen=True)
 class Hang:
-    """module: the one here with the scenario, a function of the hang's name with underscores.
+    """A hang that was reported, and how its job is to end, as stock and with nemo_patches.
 
-    stock, ours: how it comes out. named: a pattern of the stall line. settings: of apply(), beside a short
-    stall_timeout.
+    module: the one here with the scenario, a function that has the hang's name, with underscores. named: a pattern of
+    the stall line. settings: of apply(), in addition to a short stall_timeout.
     """
 
     name: str
@@ -48,16 +49,13 @@ class Hang:
         return " ".join((ast.get_docstring(function) or "").split())
 
 
-def _speech(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"NVIDIA-NeMo/Speech#{number}" for number in numbers)
+def _issues(repository: str, *numbers: int) -> tuple[str, ...]:
+    return tuple(f"{repository}#{number}" for number in numbers)
 
 
-def _lightning(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"Lightning-AI/pytorch-lightning#{number}" for number in numbers)
-
-
-def _torch(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"pytorch/pytorch#{number}" for number in numbers)
+_speech = partial(_issues, "NVIDIA-NeMo/Speech")
+_lightning = partial(_issues, "Lightning-AI/pytorch-lightning")
+_torch = partial(_issues, "pytorch/pytorch")
 
 
 def _of(rank: int, what: str) -> str:

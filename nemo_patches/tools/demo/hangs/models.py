@@ -1,4 +1,4 @@
-"""Small real NeMo models, and batches for them: of the demo's hangs, and of the tests of whole trainings."""
+"""Small real NeMo models, and batches for them, for the demo's hangs and for tests of whole trainings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nemo_patches.tools.demo import nest as demo_nest
-from nemo_patches.tools.demo.jobs import Job
+from nemo_patches.tools.demo.jobs import RankJob
 
 LABELS = [" ", "a", "b", "c", "d"]
 HIDDEN, FEATURES = 32, 16
@@ -102,14 +102,10 @@ def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
     return made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
 
 
-def nest(trainer: Any, job: Job) -> Any:
+def nest(trainer: Any, job: RankJob) -> Any:
     """The demo's, without data of its own; it takes the batches of `nest_batch`."""
-    from nemo.collections.asr.models import EncDecDenoiseMaskedTokenPredModel
-
-    config = {**demo_nest.model(job), "train_ds": None, "validation_ds": None}
-    model = made(EncDecDenoiseMaskedTokenPredModel, config, trainer)
-    model._modules.pop("decoder_ssl", None)  # see training.py
-    return model
+    torch.manual_seed(0)
+    return demo_nest.make({**demo_nest.model(job.folder, job.rank), "train_ds": None, "validation_ds": None}, trainer)
 
 
 def nest_batch(seed: int) -> Any:
@@ -148,7 +144,7 @@ class Batches(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Without a length, as Lhotse's and people's own; with `announced`, one that is a guess, as of tarred data."""
+    """Without a length, like Lhotse's data sets."""
 
     def __init__(self, seeds: range, size: int = 2) -> None:
         self.seeds, self.size = seeds, size

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.hangs.gallery import DIES, ENDS, HANGS, NAMED, Hang
-from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, Job
+from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, RankJob
 from nemo_patches.tools.demo.processes import RankProcess, free_port, start
 
 RANKS = 2
@@ -22,7 +22,7 @@ _STALL = re.compile(r"nemo_patches (?:INFO|WARNING) \[.*?\] no (?:encoder call|s
 
 @dataclass(frozen=True)
 class StallLine:
-    """after: what the line says for how long nothing has gone on."""
+    """A stall report of a rank's log. after: how long the rank had stood still by then, as the line says."""
 
     after: timedelta
     text: str
@@ -48,9 +48,9 @@ class Result:
 def run(
     hangs: Iterable[tuple[Hang, bool]], folder: Path, at_once: int, port: Callable[[], int] = free_port
 ) -> Iterator[Result]:
-    """Each as it comes out; the second of a pair is whether nemo_patches is applied. Needs the fork server.
+    """The results, in the order in which the runs end. Needs the fork server.
 
-    port: gives one that is free for a job's store.
+    hangs: each with whether nemo_patches is applied. port: returns a free one, for a job's store.
     """
     pending, running = list(hangs), list[_Run]()
     try:
@@ -79,7 +79,7 @@ class _Run:
     def of(cls, hang: Hang, patched: bool, folder: Path, port: int) -> _Run:
         own = folder / hang.name / ("nemo_patches" if patched else "stock")
         own.mkdir(parents=True)
-        jobs = (Job("hang", patched, rank, RANKS, port, own, timedelta(0), hang) for rank in range(RANKS))
+        jobs = (RankJob("hang", patched, rank, RANKS, port, own, timedelta(0), hang) for rank in range(RANKS))
         started = cls(hang, patched, [])
         try:
             started.ranks.extend(map(start, jobs))
@@ -92,7 +92,7 @@ class _Run:
         """One of the gallery's; empty while it goes on."""
         for rank in self.ranks:
             rank.receive()
-        live = [rank for rank in self.ranks if rank.process.exitcode is None]
+        live = [rank for rank in self.ranks if rank.is_running]
         if not live:
             return ENDS if all(rank.outcome.completed for rank in self.ranks) else DIES
         now = time.monotonic()
@@ -107,12 +107,12 @@ class _Run:
 
     @property
     def _limit(self) -> timedelta:
-        """The import of NeMo comes first, where nobody has asked the fork server for anything yet."""
+        """With NeMo's import, for which the first rank that a fork server is asked for has to wait."""
         return IMPORT_LIMIT + self.ranks[0].outcome.job.limit
 
     @staticmethod
     def _hangs(live: list[RankProcess]) -> bool:
-        """Nobody runs, and somebody waits in a collective."""
+        """Whether no rank runs, and some rank waits in a collective."""
         standing = [rank.outcome.stands for rank in live if rank.outcome.stands]
         return len(standing) == len(live) and any(each.collective for each in standing)
 

@@ -1,4 +1,4 @@
-"""One rank of a hang's job: runs the scenario, and tells the parent where it stands when it runs nothing any more."""
+"""One rank of a hang's job: runs the scenario, and tells the parent where it stands still."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from nemo.utils import logging as nemo_logging
 from nemo_patches.stall import stacks
 from nemo_patches.tools.demo.hangs.gallery import Hang
 from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.jobs import Begins, Job, Moves, Stands
+from nemo_patches.tools.demo.jobs import Notice, RankJob, Stands
 
 STANDS_AFTER_S, LOOK_EVERY_S = 3.0, 0.25
-RUNS_S = 0.02  # of CPU between two looks; a process that has run longer moves
+RUNS_S = 0.02  # CPU time between two looks; a thread that has used more moves
 
 
-def play(job: Job, hang: Hang, events: Connection) -> None:
-    """The scenario, to its end if it has one."""
+def play(job: RankJob, hang: Hang, events: Connection) -> None:
+    """Run the scenario to its end, if it has one."""
     warnings.filterwarnings("ignore")
     nemo_logging.setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     run = _as_users_code(hang, job.folder / f"job-{job.rank}")
     os.setpgid(0, 0)  # with its data loader's workers, which end with it
-    events.send(Begins())
+    events.send(Notice.BEGINS)
     with _watched(events):
         run(Rank(job))
 
 
 def _as_users_code(hang: Hang, folder: Path) -> Callable[[Rank], None]:
-    """The scenario, from a copy: a place in an installed nemo_patches is none of the user's own."""
+    """The scenario, loaded from a copy: frames inside an installed nemo_patches do not count as the user's code."""
     folder.mkdir()
     copy = shutil.copy(hang.source, folder)
     spec = importlib.util.spec_from_file_location(hang.module, copy)
@@ -73,7 +73,7 @@ def _watch(thread: int, events: Connection, over: threading.Event) -> None:
             place, since = now_at, time.monotonic()
             if stands:
                 stands = False
-                events.send(Moves())
+                events.send(Notice.MOVES)
         elif not stands and time.monotonic() - since > STANDS_AFTER_S:
             stands = True
             events.send(_standing(thread))

@@ -23,7 +23,7 @@ BATCHES = 4  # of rank 1; rank 0 has one more
 def uneven_training(rank: Rank) -> None:
     """Iterable data without a length, and rank 0 has one batch more; two epochs."""
     trainer = rank.trainer(max_epochs=2)
-    trainer.fit(Speech(), loader(Stream(BATCHES + (rank.number == 0))))
+    trainer.fit(Speech(), loader(NumberStream(BATCHES + (rank.number == 0))))
     save(trainer, rank)
 
 
@@ -32,7 +32,7 @@ def save(trainer: Any, rank: Rank) -> None:
     trainer.save_checkpoint(rank.folder / "last.ckpt")
 
 
-class Stream(IterableDataset[int]):
+class NumberStream(IterableDataset[int]):
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -82,7 +82,7 @@ def timer(rank: Rank) -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     trainer = rank.trainer(max_time="00:01:00:00", max_epochs=2)
-    trainer.fit(Classifier(), loader(Stream(BATCHES + (rank.number == 0))))
+    trainer.fit(Classifier(), loader(NumberStream(BATCHES + (rank.number == 0))))
     save(trainer, rank)
 
 

@@ -9,7 +9,7 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import ENCODER
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
 from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings
@@ -22,8 +22,7 @@ def check(code: Code) -> Findings:
     for each in code.divergences:
         if each.kind in (Kind.BRANCH, Kind.FIRST_RANK, Kind.NAME):
             what, instead = _said(each)
-            read = (*(at(one.name, one.line) for one in each.collectives), at(each.cause, each.line))
-            yield Finding(each.severity, f"{each.function}: {what}{each.guess}", read, instead)
+            yield Finding(each.severity, f"{each.function}: {what}{each.guess}", each.places, instead)
 
 
 def _said(each: Divergence) -> tuple[str, str]:

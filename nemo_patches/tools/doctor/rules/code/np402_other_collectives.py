@@ -7,8 +7,8 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.code import Code, at
-from nemo_patches.tools.doctor.finding import NOTE, Findings, note
+from nemo_patches.tools.doctor.code import Code
+from nemo_patches.tools.doctor.finding import NOTE, Findings, at, note
 
 WORST = NOTE
 

@@ -7,8 +7,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.code import Code, Method, at
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.code import Code, Method
+from nemo_patches.tools.doctor.finding import WARNING, Findings, at, warning
+from nemo_patches.tools.doctor.syntax import last_part
 
 WORST = WARNING
 
@@ -30,5 +31,4 @@ def check(code: Code) -> Findings:
 
 
 def _last_parts(method: Method) -> list[str]:
-    names = [call.rpartition(".")[2] for call in method.calls]
-    return [name for name in dict.fromkeys(names) if name in _CALLS]
+    return [name for name in dict.fromkeys(map(last_part, method.calls)) if name in _CALLS]

@@ -7,8 +7,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/core/classes/common.p
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.code import Code, at
-from nemo_patches.tools.doctor.finding import NOTE, Findings, note
+from nemo_patches.tools.doctor.code import Code
+from nemo_patches.tools.doctor.finding import NOTE, Findings, at, note
+from nemo_patches.tools.doctor.syntax import last_part
 
 WORST = NOTE
 
@@ -20,9 +21,9 @@ def check(code: Code) -> Findings:
     for each in code.classes:
         for name, method in each.methods.items():
             theirs = each.of_nemo.get(name)
-            wanted = [found for found in (theirs.decorators if theirs else []) if found.rpartition(".")[2] in _MATTER]
-            own = {found.rpartition(".")[2] for found in method.decorators}
-            missing = [found for found in wanted if found.rpartition(".")[2] not in own]
+            wanted = [found for found in (theirs.decorators if theirs else []) if last_part(found) in _MATTER]
+            own = set(map(last_part, method.decorators))
+            missing = [found for found in wanted if last_part(found) not in own]
             if missing:
                 what = f"{each.name}.{name} has no @{', @'.join(missing)}, as NeMo's {each.base} has"
                 instead = ", ".join(f"@{found}" for found in missing)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 
-from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Severity
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Severity, at
 
 WORST = WARNING
 
@@ -24,15 +24,17 @@ def check(code: Code) -> Findings:
     """Not where what decides has been reduced over all ranks before."""
     for each in code.divergences:
         if each.kind is Kind.EXIT:
-            instead = "the collective before it, on every rank"
-            if not each.by_rank:
-                instead = "a decision that all ranks share: all_reduce a flag, and leave where any rank has it"
             what = (
-                f"{each.function}: `{each.exit}` in line {each.exit_line}, by `{each.cause}`, leaves out {each.names}"
+                f"{each.function}: `{each.exit}` in line {each.exit_line}, by `{each.cause}`, leaves out {each.names}: "
             )
-            what += ": " + ("the other ranks wait in it" if each.by_rank else "ranks where that differs wait in it")
-            read = (at(each.exit, each.exit_line), *(at(one.name, one.line) for one in each.collectives))
-            yield Finding(_severity(each), f"{what}{each.guess}", (*read, at(each.cause, each.line)), instead)
+            if each.by_rank:
+                what += "the other ranks wait in it"
+                instead = "the collective before it, on every rank"
+            else:
+                what += "ranks where that differs wait in it"
+                instead = "a decision that all ranks share: all_reduce a flag, and leave where any rank has it"
+            read = (at(each.exit, each.exit_line), *each.places)
+            yield Finding(_severity(each), f"{what}{each.guess}", read, instead)
 
 
 def _severity(each: Divergence) -> Severity:

@@ -7,7 +7,7 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/16192
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.code import Code, at
+from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Kind
 from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings
@@ -24,6 +24,5 @@ def check(code: Code) -> Findings:
             what += ": ranks whose batches give another number of turns wait for each other"
             only_backward = all(one.pairs_with == BACKWARD for one in each.collectives)
             severity = NOTE if only_backward or each.function.endswith("_end") else each.severity
-            read = (*(at(one.name, one.line) for one in each.collectives), at(each.cause, each.line))
             instead = "as many turns on all ranks: all_reduce their number with MAX, and fill up with padding"
-            yield Finding(severity, f"{what}{each.guess}", read, instead)
+            yield Finding(severity, f"{what}{each.guess}", each.places, instead)

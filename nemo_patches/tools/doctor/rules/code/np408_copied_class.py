@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 
-from nemo_patches.tools.doctor.code import Class, Code, Copy, Method, at
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, note, warning
+from nemo_patches.tools.doctor.code import Class, Code, Copy, Method
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, at, note, warning
+from nemo_patches.tools.doctor.syntax import nodes
 
 WORST = WARNING
 
@@ -64,11 +65,11 @@ def _differences(each: Class, base: str, own: Method, theirs: Method) -> Finding
 
 
 def _tests(method: Method, name: str) -> bool:
-    tests = (each.test for each in ast.walk(method.node) if isinstance(each, (ast.If, ast.IfExp)))
-    return any(isinstance(part, ast.Name) and part.id == name for test in tests for part in ast.walk(test))
+    tests = [each.test for each in ast.walk(method.node) if isinstance(each, (ast.If, ast.IfExp))]
+    return any(part.id == name for test in tests for part in nodes(test, ast.Name))
 
 
 def _handlers(method: Method) -> list[ast.ExceptHandler]:
     """Those that do not raise in the end."""
-    handlers = [each for each in ast.walk(method.node) if isinstance(each, ast.ExceptHandler)]
+    handlers = nodes(method.node, ast.ExceptHandler)
     return [each for each in handlers if not isinstance(each.body[-1], ast.Raise)]

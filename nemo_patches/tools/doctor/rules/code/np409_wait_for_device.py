@@ -11,15 +11,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from nemo_patches.tools.doctor.code import Code, at
-from nemo_patches.tools.doctor.collectives import dotted
-from nemo_patches.tools.doctor.finding import NOTE, Findings, note
+from nemo_patches.tools.doctor.code import Code
+from nemo_patches.tools.doctor.finding import NOTE, Findings, at, note
+from nemo_patches.tools.doctor.syntax import DEFINITIONS, dotted, last_part, nodes, words
 
 WORST = NOTE
 
 _EVERY_STEP = ("forward", "forward_internal", "training_step", "update_max_seq_length", "on_train_batch_start")
-_LOOKS = frozenset(["isfinite", "isinf", "isnan"])
+_LOOKS = words("isfinite isinf isnan")
+_SYNCHRONIZES = ("torch.cuda.synchronize", "cuda.synchronize")
 _ALWAYS = ("torch.cuda.is_available", "is_cuda", "training", "is_initialized")  # tests that hold in a training
+_OF_PYTHON = ("math.", "np.", "numpy.")
+_INSTEAD = "a look every some hundred steps, or `nemo-patches run --trace DIR` with the checks inputs and cuda"
 
 
 def check(code: Code) -> Findings:
@@ -32,12 +35,9 @@ def check(code: Code) -> Findings:
                     yield note(what, at(text, line), _INSTEAD)
 
 
-_INSTEAD = "a look every some hundred steps, or `nemo-patches run --trace DIR` with the checks inputs and cuda"
-
-
 def _waits(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
     for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(statement, DEFINITIONS):
             continue
         if isinstance(statement, (ast.If, ast.Assert)) and _looks(statement.test):
             yield statement.lineno, ast.unparse(statement.test)
@@ -46,10 +46,7 @@ def _waits(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
                 yield from _waits(statement.body)
         elif isinstance(statement, (ast.With, ast.AsyncWith, ast.For, ast.While, ast.Try)):
             yield from _waits(statement.body)
-        elif any(
-            isinstance(each, ast.Call) and dotted(each.func) in ("torch.cuda.synchronize", "cuda.synchronize")
-            for each in ast.walk(statement)
-        ):
+        elif any(dotted(call.func) in _SYNCHRONIZES for call in nodes(statement, ast.Call)):
             yield statement.lineno, "torch.cuda.synchronize()"
 
 
@@ -58,9 +55,5 @@ def _looks(test: ast.expr) -> bool:
     first = test
     while isinstance(first, (ast.BoolOp, ast.UnaryOp)):
         first = first.values[0] if isinstance(first, ast.BoolOp) else first.operand
-    calls = [each for each in ast.walk(first) if isinstance(each, ast.Call)]
-    return any(dotted(each.func).rpartition(".")[2] in _LOOKS and not _of_python(each) for each in calls)
-
-
-def _of_python(call: ast.Call) -> bool:
-    return dotted(call.func).partition(".")[0] in ("math", "np", "numpy")
+    names = [dotted(call.func) for call in nodes(first, ast.Call)]
+    return any(last_part(name) in _LOOKS and not name.startswith(_OF_PYTHON) for name in names)

@@ -25,7 +25,7 @@ def check(job: Job) -> Findings:
         return
     by_reason: dict[str, list[Value]] = {}
     for keys, reason in job.config.broken.items():
-        by_reason.setdefault(reason, []).append(job.config.get(keys))
+        by_reason.setdefault(reason, []).append(job.get(keys))
     for reason, values in by_reason.items():
         others = f" (and {len(values) - 1} more)" if len(values) > 1 else ""
         what = f"{values[0].key}{others}: {reason}"

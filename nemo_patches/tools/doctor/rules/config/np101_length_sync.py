@@ -25,7 +25,7 @@ model:
 """
 
 # Where a checkpoint's own config brings the encoder along, with its flag.
-_CHECKPOINTS = (("model", "pretrained_asr"), ("init_from_nemo_model",), ("init_from_pretrained_model",))
+_CHECKPOINTS = ("model.pretrained_asr", "init_from_nemo_model", "init_from_pretrained_model")
 
 
 def check(job: Job) -> Findings:
@@ -36,21 +36,15 @@ def check(job: Job) -> Findings:
         yield from _of_class(encoder)
         yield _effective(job, encoder) if encoder.cls else _of_no_class(encoder)
     for target in unknown_in(job.config):
-        yield note(
-            f"{target.key}: a class that the doctor does not know; it cannot tell whether it has a length sync",
-            target,
-            "`nemo-patches status` tells what would be patched; a subclass has its base's length sync",
-        )
-    for keys in _CHECKPOINTS:
-        value = job.config.get(keys)
+        what = f"{target.key}: a class that the doctor does not know; it cannot tell whether it has a length sync"
+        instead = "`nemo-patches status` tells what would be patched; a subclass has its base's length sync"
+        yield note(what, target, instead)
+    for value in map(job.get, _CHECKPOINTS):
         if value.given and value.value is not None:
-            yield note(
-                f"the encoder that {value.key} brings has the {FLAG} of that checkpoint's own config",
-                value,
-                "print(encoder.sync_max_audio_length) on every rank tells it",
-            )
-    audio = job.config.get(("model", "audio_encoder"))
-    if isinstance(audio.value, dict) and job.config.get(("model", "punct_head")).given:
+            what = f"the encoder that {value.key} brings has the {FLAG} of that checkpoint's own config"
+            yield note(what, value, "print(encoder.sync_max_audio_length) on every rank tells it")
+    audio = job.get("model.audio_encoder")
+    if isinstance(audio.value, dict) and job.get("model.punct_head").given:
         yield note(
             "PunctuationCapitalizationLexicalAudioModel reduces the audio's length in samples over all ranks, at every "
             "call, and has no switch for it",
@@ -64,26 +58,18 @@ def _of_class(encoder: Encoder) -> Findings:
     if not flag.given:
         return
     if encoder.cls and not encoder.cls.has_flag:
-        yield warning(
-            f"{encoder.name} does not take {FLAG}: the job stops at its start, with a TypeError",
-            flag,
-            f"no {FLAG}: this class always reduces",
-        )
+        what = f"{encoder.name} does not take {FLAG}: the job stops at its start, with a TypeError"
+        yield warning(what, flag, f"no {FLAG}: this class always reduces")
     elif flag.known and not isinstance(flag.value, bool):
-        yield warning(
-            f"{flag.key} is {flag.value!r}, which is no switch: Python takes it as {str(bool(flag.value)).lower()}",
-            flag,
-            f"{FLAG}: true or {FLAG}: false",
-        )
+        what = f"{flag.key} is {flag.value!r}, which is no switch: Python takes it as {str(bool(flag.value)).lower()}"
+        yield warning(what, flag, f"{FLAG}: true or {FLAG}: false")
 
 
 def _of_no_class(encoder: Encoder) -> Finding:
-    return note(
-        f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a checkpoint; of NeMo's own "
-        "scripts, only those of speechlm2 in NeMo 3.0 read it there, for perception.encoder",
-        encoder.flag,
-        f"encoder.{FLAG} set in the training script, after the checkpoint was loaded",
-    )
+    what = f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a checkpoint; of NeMo's own "
+    what += "scripts, only those of speechlm2 in NeMo 3.0 read it there, for perception.encoder"
+    instead = f"encoder.{FLAG} set in the training script, after the checkpoint was loaded"
+    return note(what, encoder.flag, instead)
 
 
 def _effective(job: Job, encoder: Encoder) -> Finding:
@@ -99,9 +85,6 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
         wait = f"waits for {job.all_ranks} at most {seconds:g} s (sync={job.settings.sync})"
         return note(f"{encoder.where} ({encoder.name}): {value}; with nemo_patches a call {wait}", read)
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
-    return note(
-        f"{encoder.where} ({encoder.name}): {value}; every call, in validation too, waits for {job.all_ranks}, "
-        f"until the process group's timeout ({limit:g} min)",
-        read,
-        "nemo_patches, which bounds that wait, and says which rank is missing",
-    )
+    what = f"{encoder.where} ({encoder.name}): {value}; every call, in validation too, waits for {job.all_ranks}, "
+    what += f"until the process group's timeout ({limit:g} min)"
+    return note(what, read, "nemo_patches, which bounds that wait, and says which rank is missing")

@@ -53,6 +53,6 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     if dataset.get("is_tarred").value is True:
         return job.asr_encoder or bool(job.checkpoints)
     if job.asr_encoder:
-        return not job.config.get(("model", "transf_decoder")).given
+        return not job.get("model.transf_decoder").given
     # Canary: NVIDIA's own multitask models
     return bool(job.checkpoints) and not any("canary" in str(each.value).lower() for each in job.checkpoints)

@@ -27,8 +27,6 @@ def check(job: Job) -> Findings:
         manifest = dataset.get("manifest_filepath")
         count = None if dataset.training else dataset.entries(job.ranks)
         if count is not None and count < job.ranks:
-            yield warning(
-                f"{dataset.where}: {count} entries for {job.ranks_text}: some are counted more than once",
-                (manifest, job.devices, job.nodes),
-                "a larger set, or fewer ranks for evaluation",
-            )
+            what = f"{dataset.where}: {count} entries for {job.ranks_text}: some are counted more than once"
+            instead = "a larger set, or fewer ranks for evaluation"
+            yield warning(what, (manifest, job.devices, job.nodes), instead)

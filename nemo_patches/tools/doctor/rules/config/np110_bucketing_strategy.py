@@ -33,9 +33,6 @@ def check(job: Job) -> Findings:
             continue
         sizes = dataset.get("bucketing_batch_size")
         other = ", and other batch sizes" if sizes.value is not None else ""
-        yield Finding(
-            WARNING if other else NOTE,
-            f"{dataset.where}: in one step ranks have inputs of different buckets{other}, and wait for the slowest",
-            (strategy, sizes, files),
-            "bucketing_strategy: synced_randomized",
-        )
+        what = f"{dataset.where}: in one step ranks have inputs of different buckets{other}, and wait for the slowest"
+        instead = "bucketing_strategy: synced_randomized"
+        yield Finding(WARNING if other else NOTE, what, (strategy, sizes, files), instead)

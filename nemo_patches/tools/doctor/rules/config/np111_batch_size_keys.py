@@ -100,11 +100,8 @@ def _of_nemo(dataset: Dataset) -> Findings:
     adaptive, files = dataset.get("bucketing_batch_size"), dataset.get("tarred_audio_filepaths").value
     buckets = isinstance(files, list) and len(files) > 1 and isinstance(files[0], list)
     if dataset.tarred and buckets and adaptive.value is not None and adaptive.known and size.known and size.value != 1:
-        yield stops(
-            f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1",
-            (adaptive, size),
-            "batch_size: 1",
-        )
+        what = f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1"
+        yield stops(what, (adaptive, size), "batch_size: 1")
 
 
 def _of_lhotse(dataset: Dataset) -> Findings:
@@ -129,30 +126,20 @@ def _of_lhotse(dataset: Dataset) -> Findings:
     yield from _fixed_sizes(dataset, sizes)
     old = dataset.get("bucketing_batch_size")
     if old.given and old.value is not None:
-        yield warning(
-            f"{old.key}: Lhotse does not read that",
-            (old, *(value for value in sizes if value.given)),
-            "bucket_batch_size, with bucket_duration_bins",
-        )
+        what = f"{old.key}: Lhotse does not read that"
+        instead = "bucket_batch_size, with bucket_duration_bins"
+        yield warning(what, (old, *(value for value in sizes if value.given)), instead)
 
 
 def _fixed_sizes(dataset: Dataset, sizes: list[Value]) -> Findings:
     """Of buckets."""
     fixed, bins = dataset.get("bucket_batch_size"), dataset.get("bucket_duration_bins")
     if fixed.value is not None and bins.value is None:
-        yield stops(
-            f"{dataset.where}: bucket_batch_size without bucket_duration_bins",
-            (fixed, bins),
-            "bucket_duration_bins, as many as batch sizes",
-        )
+        what = f"{dataset.where}: bucket_batch_size without bucket_duration_bins"
+        yield stops(what, (fixed, bins), "bucket_duration_bins, as many as batch sizes")
     elif isinstance(fixed.value, list) and isinstance(bins.value, list) and len(fixed.value) != len(bins.value):
-        yield warning(
-            f"{dataset.where}: {len(fixed.value)} batch sizes for {len(bins.value)} buckets",
-            (fixed, bins),
-            "as many of bucket_batch_size as of bucket_duration_bins",
-        )
+        what = f"{dataset.where}: {len(fixed.value)} batch sizes for {len(bins.value)} buckets"
+        yield warning(what, (fixed, bins), "as many of bucket_batch_size as of bucket_duration_bins")
     elif fixed.value is not None and any(value.value is not None for value in sizes[:2]):
-        yield note(
-            f"{dataset.where}: bucket_batch_size counts, and batch_size and batch_duration do not",
-            (fixed, *sizes[:2]),
-        )
+        what = f"{dataset.where}: bucket_batch_size counts, and batch_size and batch_duration do not"
+        yield note(what, (fixed, *sizes[:2]))

@@ -37,10 +37,8 @@ def check(job: Job) -> Findings:
             Change(("trainer", "sync_batchnorm"), False),
         )
     elif not batch and all(value.known for value in normalisations):
-        yield note(
-            "sync_batchnorm has nothing to do: no encoder in the config has batch normalisation",
-            (switch, *normalisations),
-        )
+        what = "sync_batchnorm has nothing to do: no encoder in the config has batch normalisation"
+        yield note(what, (switch, *normalisations))
 
 
 def _normalisation(encoder: Encoder) -> Value:

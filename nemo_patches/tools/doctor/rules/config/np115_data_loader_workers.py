@@ -31,12 +31,9 @@ def check(job: Job) -> Findings:
         if job.several and dataset.training:
             workers = dataset.get("num_workers", 0)
             if workers.value == 0:
-                yield note(
-                    f"{dataset.where}: audio is read on the training thread of each of {job.ranks_text}: all "
-                    "wait for the slowest file",
-                    workers,
-                    "num_workers: 2 or more",
-                )
+                what = f"{dataset.where}: audio is read on the training thread of each of {job.ranks_text}: all "
+                what += "wait for the slowest file"
+                yield note(what, workers, "num_workers: 2 or more")
         ignored = [value for value in map(dataset.get, _NOT_READ) if value.given]
         if ignored and dataset.keys[0] in ("model", "data"):
             names = " and ".join(value.key for value in ignored)

@@ -29,10 +29,10 @@ def check(job: Job) -> Findings:
     for keys, section in job.config.mappings():
         if section.get("fuse_loss_wer") is not True:
             continue
-        part = job.config.get((*keys, "fused_batch_size"))
+        part = job.get((*keys, "fused_batch_size"))
         for dataset in job.datasets:
             if not dataset.training and part.number:
-                yield from _of(job, dataset, job.config.get((*keys, "fuse_loss_wer")), part)
+                yield from _of(job, dataset, job.get((*keys, "fuse_loss_wer")), part)
 
 
 def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Findings:

@@ -20,7 +20,7 @@ GOOD = BAD.replace("skip_nan_grad: true", "skip_nan_grad: false")
 
 def check(job: Job) -> Findings:
     """In the model's section, where NeMo looks for it."""
-    switch = job.config.get(("model", "skip_nan_grad"), False)
+    switch = job.get("model.skip_nan_grad", False)
     if job.several and switch.known and switch.value:
         yield note(
             f"skip_nan_grad reduces over {job.all_ranks} after every backward pass, and waits there for a missing one",

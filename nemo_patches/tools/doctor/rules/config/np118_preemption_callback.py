@@ -24,8 +24,8 @@ def check(job: Job) -> Findings:
     manager = job.config.tree.get("exp_manager")
     if not job.several or not isinstance(manager, dict) or job.accelerator.value == "cpu":
         return
-    switch = job.config.get(("exp_manager", "create_preemption_callback"), True)
-    checkpoints = job.config.get(("exp_manager", "create_checkpoint_callback"), True)
+    switch = job.get("exp_manager.create_preemption_callback", True)
+    checkpoints = job.get("exp_manager.create_checkpoint_callback", True)
     if switch.value is True and checkpoints.value is True:
         yield note(
             f"the preemption callback makes {job.ranks_text} wait for each other at the end of every training batch",

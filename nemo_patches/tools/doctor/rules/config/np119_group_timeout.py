@@ -31,7 +31,7 @@ _AS_A_DURATION = (
 
 def check(job: Job) -> Findings:
     """Only where the config sets it, as a strategy's keyword; a number stops the job on one rank, too."""
-    value = job.config.get(("trainer", "strategy", "timeout"))
+    value = job.get("trainer.strategy.timeout")
     if not value.known or value.value is None:
         return
     timeout, strategy = job.group_timeout, str(job.strategy.value).rpartition(".")[2]
@@ -41,18 +41,13 @@ def check(job: Job) -> Findings:
     elif not job.several or not job.ddp:
         return
     elif timeout is not None and job.settings is not None and timeout <= job.settings.timeout:
-        yield warning(
-            f"the process group gives up after {timeout.total_seconds():g} s, before a wait of nemo_patches "
-            f"({job.settings.timeout.total_seconds():g} s) ends and the missing rank is named",
-            value,
-            f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}",
-        )
+        what = f"the process group gives up after {timeout.total_seconds():g} s, before a wait of nemo_patches "
+        what += f"({job.settings.timeout.total_seconds():g} s) ends and the missing rank is named"
+        yield warning(what, value, f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}")
     elif timeout is not None and timeout > _LONG and not job.patched:
-        yield note(
-            f"a hang lasts {timeout.total_seconds() / 3600:g} h on {job.ranks_text} before PyTorch ends the job",
-            value,
-            "nemo_patches, which says within seconds which rank is missing; or a shorter timeout",
-        )
+        what = f"a hang lasts {timeout.total_seconds() / 3600:g} h on {job.ranks_text} before PyTorch ends the job"
+        instead = "nemo_patches, which says within seconds which rank is missing; or a shorter timeout"
+        yield note(what, value, instead)
     elif timeout is not None:
         what = f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job stops at its start there"
         yield note(what, value, _AS_A_DURATION)

@@ -47,14 +47,14 @@ def check(job: Job) -> Findings:
         if cls is not None and cls.name in known_keys.ENCODERS:
             yield from _close(job, keys, section, known_keys.ENCODERS[cls.name], "the job stops at its start")
         elif cls is None and "_target_" in section:
-            yield from _close_class(job.config.get((*keys, "_target_")))
+            yield from _close_class(job.get((*keys, "_target_")))
 
 
 def _of_trainer(job: Job, section: Collection[str]) -> Findings:
     for key in section:
         if key in known_keys.TRAINER:
             continue
-        value = job.config.get(("trainer", key))
+        value = job.get(("trainer", key))
         close = get_close_matches(key, known_keys.TRAINER - set(section), 1, _AS_CLOSE)
         instead = known_keys.TRAINER_1.get(key) or (f"{close[0]}: {value.value}" if close else "no such key")
         of_1 = " of Lightning 1" if key in known_keys.TRAINER_1 else ""
@@ -69,7 +69,7 @@ def _close(
     for key in section:
         close = [] if key in known else get_close_matches(key, known - set(section), 1, _AS_CLOSE)
         if close and not key.startswith(f"{close[0]}_") and not key.endswith(f"_{close[0]}"):
-            value = job.config.get((*keys, key))
+            value = job.get((*keys, key))
             what = f"{value.key} is not known, and looks like {close[0]}: {consequence}"
             yield warning(what, value, f"{close[0]}: {value.value}")
 

@@ -20,10 +20,7 @@ GOOD = BAD.replace("streaming_mode: true", "streaming_mode: false")
 
 def check(job: Job) -> Findings:
     """A model that has Sortformer's modules."""
-    switch = job.config.get(("model", "streaming_mode"), False)
-    if job.several and switch.value is True and job.config.get(("model", "sortformer_modules")).given:
-        yield note(
-            f"streaming_mode reduces the longest input over {job.all_ranks}, beside the encoder's length sync",
-            switch,
-            "the same number of batches on every rank",
-        )
+    switch = job.get("model.streaming_mode", False)
+    if job.several and switch.value is True and job.get("model.sortformer_modules").given:
+        what = f"streaming_mode reduces the longest input over {job.all_ranks}, beside the encoder's length sync"
+        yield note(what, switch, "the same number of batches on every rank")

@@ -44,52 +44,52 @@ def _names(job: Job) -> Findings:
         if "_target_" not in name:
             yield _refused("strategy is a mapping without _target_", strategy, "strategy: ddp, or a _target_ in it")
     elif strategy.given and strategy.known and name not in ("auto", *STRATEGIES):
-        yield _refused(f"there is no strategy {_text(strategy)}", strategy, _one_of(strategy, ("auto", *STRATEGIES)))
+        yield _refused(f"there is no strategy {strategy.text}", strategy, _one_of(strategy, ("auto", *STRATEGIES)))
     elif job.accelerator.value == "cpu" and str(name).startswith("fsdp"):
-        yield _refused(f"{_text(strategy)} needs GPUs", (strategy, job.accelerator), "strategy: ddp")
+        yield _refused(f"{strategy.text} needs GPUs", (strategy, job.accelerator), "strategy: ddp")
     if accelerator.given and accelerator.known and accelerator.value not in ACCELERATORS:
-        what = f"there is no accelerator {_text(accelerator)}"
+        what = f"there is no accelerator {accelerator.text}"
         yield _refused(what, accelerator, _one_of(accelerator, ACCELERATORS))
     if precision.known and precision.value not in (None, *PRECISIONS) and "flash" not in str(precision.value):
-        yield _refused(f"there is no precision {_text(precision)}", precision, _one_of(precision, PRECISIONS))
+        yield _refused(f"there is no precision {precision.text}", precision, _one_of(precision, PRECISIONS))
 
 
 def _numbers(job: Job) -> Findings:
     for limit in map(job.trainer, _SHARES):
         if limit.known and as_limit(limit) is None:
             instead = "a share from 0.0 to 1.0, or a whole number of batches"
-            is_time = isinstance(limit.value, dict) or ":" in _text(limit)
+            is_time = isinstance(limit.value, dict) or ":" in limit.text
             lightning = "Lightning before 2.6" if is_time and "val_check" in limit.key else "Lightning"
-            yield _refused(f"{limit.key} is {_text(limit)}", limit, instead, lightning)
+            yield _refused(f"{limit.key} is {limit.text}", limit, instead, lightning)
     for count in map(job.trainer, ("max_steps", "max_epochs")):
         null = count.value is None and count.key.endswith("epochs")
         if count.given and count.known and not null and (count.number is None or count.number < -1):
-            yield _refused(f"{count.key} is {_text(count)}", count, "a whole number, or -1 for no limit")
+            yield _refused(f"{count.key} is {count.text}", count, "a whole number, or -1 for no limit")
     nodes, devices = job.trainer("num_nodes", 1), job.devices
     if nodes.known and (not isinstance(nodes.value, int) or nodes.value < 1):
-        yield _refused(f"{nodes.key} is {_text(nodes)}", nodes, "a whole number, 1 or more")
+        yield _refused(f"{nodes.key} is {nodes.text}", nodes, "a whole number, 1 or more")
     on_cpu = job.accelerator.value == "cpu" and devices.value in (None, -1, "-1")
     if not isinstance(devices.value, bool) and (devices.value in (0, "0", []) or on_cpu):
-        yield _refused(f"{devices.key} is {_text(devices)}", (devices, job.accelerator), "how many devices to use")
+        yield _refused(f"{devices.key} is {devices.text}", (devices, job.accelerator), "how many devices to use")
 
 
 def _others(job: Job) -> Findings:
     clip, algorithm = job.trainer("gradient_clip_val"), job.trainer("gradient_clip_algorithm")
     if clip.known and not isinstance(clip.value, (int, float, type(None))):
-        yield _refused(f"{clip.key} is {_text(clip)}", clip, "gradient_clip_val: a number")
+        yield _refused(f"{clip.key} is {clip.text}", clip, "gradient_clip_val: a number")
     if algorithm.known and algorithm.value is not None and str(algorithm.value).lower() not in CLIPPING:
-        yield _refused(f"there is no {algorithm.key} {_text(algorithm)}", algorithm, _one_of(algorithm, CLIPPING))
+        yield _refused(f"there is no {algorithm.key} {algorithm.text}", algorithm, _one_of(algorithm, CLIPPING))
     profiler, fast, time = (job.trainer(key) for key in ("profiler", "fast_dev_run", "max_time"))
     if isinstance(profiler.value, str) and profiler.value not in PROFILERS:
-        yield _refused(f"there is no profiler {_text(profiler)}", profiler, _one_of(profiler, PROFILERS))
+        yield _refused(f"there is no profiler {profiler.text}", profiler, _one_of(profiler, PROFILERS))
     if fast.number is not None and fast.number < 0:
-        yield _refused(f"{fast.key} is {_text(fast)}", fast, "fast_dev_run: true, or how many batches")
+        yield _refused(f"{fast.key} is {fast.text}", fast, "fast_dev_run: true, or how many batches")
     no_time = isinstance(time.value, str) and not _TIME.fullmatch(time.value.strip())
     if time.known and (no_time or isinstance(time.value, (int, float))):
-        yield _refused(f"{time.key} is {_text(time)}", time, "max_time: DD:HH:MM:SS, as in 00:12:00:00")
+        yield _refused(f"{time.key} is {time.text}", time, "max_time: DD:HH:MM:SS, as in 00:12:00:00")
     reload_ = job.trainer("reload_dataloaders_every_n_epochs", 0)
     if reload_.known and (not isinstance(reload_.value, int) or reload_.value < 0):
-        yield _refused(f"{reload_.key} is {_text(reload_)}", reload_, "a whole number, 0 for never")
+        yield _refused(f"{reload_.key} is {reload_.text}", reload_, "a whole number, 0 for never")
 
 
 def _validation_never_comes(job: Job) -> Findings:
@@ -100,21 +100,19 @@ def _validation_never_comes(job: Job) -> Findings:
     batches = as_limit(interval)
     if epochs.value is None:
         if isinstance(batches, float) and interval.value is not None:
-            what = f"val_check_interval is {_text(interval)}, and without check_val_every_n_epoch it counts batches"
+            what = f"val_check_interval is {interval.text}, and without check_val_every_n_epoch it counts batches"
             yield _refused(what, (interval, epochs), "val_check_interval: a whole number")
     elif not isinstance(epochs.value, int):
-        yield _refused(f"{epochs.key} is {_text(epochs)}", epochs, "a whole number, or null")
+        yield _refused(f"{epochs.key} is {epochs.text}", epochs, "a whole number, or null")
     elif (
         fast.value is False
         and isinstance(batches, int)
         and isinstance(limit.batches, int)
         and batches > limit.batches > 0
     ):
-        yield _refused(
-            f"val_check_interval is {batches}, and an epoch has {limit.batches} batches",
-            (interval, limit.read, epochs),
-            "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs",
-        )
+        what = f"val_check_interval is {batches}, and an epoch has {limit.batches} batches"
+        instead = "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs"
+        yield _refused(what, (interval, limit.read, epochs), instead)
 
 
 def _share_of_no_length(job: Job) -> Findings:
@@ -128,17 +126,11 @@ def _share_of_no_length(job: Job) -> Findings:
                 if share.key == "trainer.val_check_interval" and isinstance(job.limit("training").batches, int):
                     continue  # the limit is the epoch's length
                 what = f"Lhotse reads {dataset.where}, which has no length to take a share of: {share.key}"
-                yield _refused(
-                    f"{what} is {_text(share)}", (share, dataset.get("use_lhotse")), "a whole number, or 1.0"
-                )
+                yield _refused(f"{what} is {share.text}", (share, dataset.get("use_lhotse")), "a whole number, or 1.0")
 
 
 def _refused(what: str, read: Value | tuple[Value, ...], instead: str, lightning: str = "Lightning") -> Finding:
     return warning(f"{what}: {lightning} stops the job at its start", read, instead)
-
-
-def _text(value: Value) -> str:
-    return "null" if value.value is None else repr(value.value)
 
 
 def _one_of(value: Value, known: tuple[str | int, ...]) -> str:

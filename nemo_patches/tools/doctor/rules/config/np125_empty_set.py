@@ -56,8 +56,6 @@ def _no_batch(job: Job, dataset: Dataset) -> Findings:
     count = dataset.entries(enough)
     if count is not None and count < enough:
         entries = f"{count} entr{'y' if count == 1 else 'ies'} for {job.ranks} rank{'s' * (ranks > 1)}"
-        yield warning(
-            f"{dataset.where}: {entries} in batches of {whole}, and drop_last: no rank has a batch",
-            (drop, size, dataset.get("manifest_filepath"), job.devices),
-            f"{dataset.where}.drop_last: false",
-        )
+        what = f"{dataset.where}: {entries} in batches of {whole}, and drop_last: no rank has a batch"
+        instead = f"{dataset.where}.drop_last: false"
+        yield warning(what, (drop, size, dataset.get("manifest_filepath"), job.devices), instead)

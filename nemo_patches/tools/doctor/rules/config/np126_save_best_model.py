@@ -24,8 +24,8 @@ GOOD = BAD.replace("always_save_nemo: true", "always_save_nemo: false")
 def check(job: Job) -> Findings:
     """Also without its own metric: then only which rank is first decides."""
     params = ("exp_manager", "checkpoint_callback_params")
-    always, best = (job.config.get((*params, key), False) for key in ("always_save_nemo", "save_best_model"))
-    makes_one = job.config.get(("exp_manager", "create_checkpoint_callback"), True).value is not False
+    always, best = (job.get((*params, key), False) for key in ("always_save_nemo", "save_best_model"))
+    makes_one = job.get("exp_manager.create_checkpoint_callback", True).value is not False
     if job.several and makes_one and always.value is True and best.value is True and not job.ranks_agree:
         yield warning(
             f"{job.ranks_text} each look for the best model at every checkpoint, and who finds it waits for the others",

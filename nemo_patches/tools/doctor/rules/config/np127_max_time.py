@@ -19,7 +19,7 @@ GOOD = BAD.replace(', max_time: "00:03:50:00"', "")
 
 def check(job: Job) -> Findings:
     """exp_manager's own limit makes a timer of the same kind."""
-    for value in (job.trainer("max_time"), job.config.get(("exp_manager", "max_time_per_run"))):
+    for value in (job.trainer("max_time"), job.get("exp_manager.max_time_per_run")):
         if job.several and job.has_trainer and value.value is not None and value.given:
             yield note(
                 f"{value.key} makes {job.ranks_text} wait for each other after every training batch, for a broadcast",

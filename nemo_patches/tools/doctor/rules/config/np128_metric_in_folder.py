@@ -26,9 +26,9 @@ _METRIC = re.compile(r"(?<!\$)\{\w[^{}]*\}")  # not an interpolation's
 def check(job: Job) -> Findings:
     """On one rank, too."""
     params = ("exp_manager", "checkpoint_callback_params")
-    folder, name = (job.config.get((*params, key)) for key in ("dirpath", "filename"))
-    resumes = job.config.get(("exp_manager", "resume_if_exists"), False).value is True
-    monitor = job.config.get((*params, "monitor"), "val_loss")
+    folder, name = (job.get((*params, key)) for key in ("dirpath", "filename"))
+    resumes = job.get("exp_manager.resume_if_exists", False).value is True
+    monitor = job.get((*params, "monitor"), "val_loss")
     if isinstance(folder.value, str) and folder.known and (metric := _METRIC.search(folder.value)):
         what = f"{metric[0]} in dirpath is not filled in: the folder is called so"
         yield warning(what, folder, "filename, for what has a metric in its name")

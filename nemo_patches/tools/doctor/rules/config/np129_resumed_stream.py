@@ -23,7 +23,7 @@ GOOD = BAD.replace("shard_seed: randomized", "shard_seed: trng")
 
 def check(job: Job) -> Findings:
     """On one rank, too. Only where every order is known to be the same in each launch."""
-    resumes = job.config.get(("exp_manager", "resume_if_exists"), False)
+    resumes = job.get("exp_manager.resume_if_exists", False)
     if resumes.value is not True:
         return
     for dataset in job.datasets:

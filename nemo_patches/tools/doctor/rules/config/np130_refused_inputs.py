@@ -15,7 +15,7 @@ from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
-from nemo_patches.tools.doctor.yaml_text import Keys
+from nemo_patches.tools.doctor.trees import Keys
 
 WORST = WARNING
 BAD = """\
@@ -37,7 +37,7 @@ def check(job: Job) -> Findings:
     """Each list once, also those of groups, and of files that the config names."""
     for keys, unread in job.config.unread.items():
         if unread.refused:
-            yield stops(unread.why, job.config.get(keys), "a list of inputs in that file, and nothing around it")
+            yield stops(unread.why, job.get(keys), "a list of inputs in that file, and nothing around it")
     said: set[str] = set()
     for dataset in job.datasets:
         if not dataset.lhotse:
@@ -56,9 +56,8 @@ def _of_list(job: Job, inputs: Value) -> Findings:
         yield stops(f"{inputs.key} is {what}", inputs, "a list of inputs, each with a type")
     if not isinstance(inputs.value, list):
         return
-    keys = tuple(inputs.key.split("."))
     for index, entry in enumerate(inputs.value):
-        yield from _of_entry(job, (*keys, str(index)), entry)
+        yield from _of_entry(job, (*inputs.keys, str(index)), entry)
     weights = [entry.get("weight") for entry in inputs.value if isinstance(entry, dict)]
     without = [str(index) for index, weight in enumerate(weights) if weight is None]
     if without and len(without) < len(weights):
@@ -71,13 +70,13 @@ def _of_list(job: Job, inputs: Value) -> Findings:
 
 
 def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
-    here = job.config.get(keys)
+    here = job.get(keys)
     if isinstance(entry, str):
         instead = f"{{type: group, input_cfg: {entry}}}"
         yield stops(f"{here.key} is {entry}, and a list of files is no list of inputs", here, instead)
     if not isinstance(entry, dict):
         return
-    name = job.config.get((*keys, "type"))
+    name = job.get((*keys, "type"))
     if name.value is None:
         yield stops(f"{here.key} has no type", here, "type: nemo, nemo_tarred, lhotse or lhotse_shar")
     elif isinstance(name.value, str) and name.value not in DATA_TYPES:
@@ -85,12 +84,12 @@ def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
         if close:
             yield stops(f"{name.key}: there is no type {name.value}, and it looks like {close[0]}", name, close[0])
     if name.value == "group":
-        inner = job.config.get((*keys, "input_cfg"))
+        inner = job.get((*keys, "input_cfg"))
         if inner.value is None:
             yield stops(f"{here.key} is a group without an input_cfg", here, "an input_cfg with its inputs")
         yield from _of_list(job, inner)
     elif name.known and name.value != "parquet":
-        yield from _parquet(job.config.get((*keys, "manifest_filepath")), f"its type is {name.value}")
+        yield from _parquet(job.get((*keys, "manifest_filepath")), f"its type is {name.value}")
 
 
 def _parquet(manifest: Value, why: str) -> Findings:

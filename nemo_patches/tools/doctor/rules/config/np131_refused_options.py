@@ -7,7 +7,6 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import ROLES, Dataset
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
 from nemo_patches.tools.doctor.job import Job
@@ -45,11 +44,11 @@ def _of(dataset: Dataset) -> Findings:
     for key in ("seed", "shard_seed"):
         seed = dataset.get(key, "trng")
         if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
-            yield stops(f"{seed.key} is {_text(seed)}", seed, f"{key}: a whole number, {' or '.join(_SEEDS)}")
+            yield stops(f"{seed.key} is {seed.text}", seed, f"{key}: a whole number, {' or '.join(_SEEDS)}")
     for key, words in _WORDS.items():
         word, used = dataset.get(key, words[0]), dataset.get(_USED_WITH[key])
         if word.known and word.value not in words and used.value is not None:
-            yield stops(f"{word.key} is {_text(word)}", (word, used), f"{key}: one of {', '.join(words)}")
+            yield stops(f"{word.key} is {word.text}", (word, used), f"{key}: one of {', '.join(words)}")
     to_map, to_iterable = dataset.get("force_map_dataset", False), dataset.get("force_iterable_dataset", False)
     if to_map.value is True and to_iterable.value is True:
         what = f"{to_map.key} and {to_iterable.key} exclude each other"
@@ -60,15 +59,11 @@ def _of(dataset: Dataset) -> Findings:
 
 
 def _of_fusion(job: Job, keys: tuple[str, ...]) -> Findings:
-    fusion = job.config.get((*keys, "sampler_fusion"), "round_robin")
+    fusion = job.get((*keys, "sampler_fusion"), "round_robin")
     if fusion.known and fusion.value not in _FUSIONS:
-        yield stops(f"{fusion.key} is {_text(fusion)}", fusion, f"one of {', '.join(_FUSIONS)}")
-    weights = job.config.get((*keys, "sampler_weights"))
+        yield stops(f"{fusion.key} is {fusion.text}", fusion, f"one of {', '.join(_FUSIONS)}")
+    weights = job.get((*keys, "sampler_weights"))
     if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
         sets = [dataset.keys[-1] for dataset in job.datasets if dataset.outer == keys]
         if without := [name for name in sets if name not in weights.value]:
             yield stops(f"{weights.key} has no {' and no '.join(without)}", weights, "a weight for each set")
-
-
-def _text(value: Value) -> str:
-    return "null" if value.value is None else repr(value.value)

@@ -33,7 +33,7 @@ _AS_CLOSE = 0.85  # of difflib
 
 def check(job: Job) -> Findings:
     """Of a strategy with a _target_, on any number of ranks."""
-    target = job.config.get(("trainer", "strategy", "_target_"))
+    target = job.get("trainer.strategy._target_")
     if not job.has_trainer or not isinstance(target.value, str):
         return
     module, _, name = target.value.rpartition(".")
@@ -55,10 +55,10 @@ def check(job: Job) -> Findings:
 
 
 def _keywords(job: Job) -> Findings:
-    section = job.config.get(("trainer", "strategy")).value
+    section = job.get("trainer.strategy").value
     for key in section if isinstance(section, dict) else ():
         if key not in DDP_STRATEGY and not key.startswith("_"):  # Hydra's own: _target_, _recursive_
-            value = job.config.get(("trainer", "strategy", key))
+            value = job.get(("trainer", "strategy", key))
             close = get_close_matches(key, DDP_STRATEGY, 1, _AS_CLOSE)
             what = f"{value.key}: DDPStrategy takes no {key}"
             yield stops(what, value, f"{close[0]}: {value.value}" if close else "no such key")
@@ -66,9 +66,7 @@ def _keywords(job: Job) -> Findings:
 
 def _sizes(job: Job) -> Findings:
     """What auto is: as many as nodes, and as devices of a node."""
-    data, tensor = (
-        job.config.get(("trainer", "strategy", f"{kind}_parallel_size"), "auto") for kind in ("data", "tensor")
-    )
+    data, tensor = (job.get(("trainer", "strategy", f"{kind}_parallel_size"), "auto") for kind in ("data", "tensor"))
     devices, nodes = count(job.devices.value), count(job.nodes.value)
     sizes = [nodes if data.value == "auto" else data.number, devices if tensor.value == "auto" else tensor.number]
     if not job.ranks or None in sizes or not devices or not nodes:

@@ -34,8 +34,5 @@ def check(machine: Machine) -> Findings:
     for name, wanted in machine.needs.items():
         version = machine.versions.get(name)
         if version is not None and not SpecifierSet(wanted).contains(version, prereleases=True):
-            yield warning(
-                f"NeMo {nemo} asks for {name} {wanted}",
-                fact(name, version),
-                f"{name} {wanted}",
-            )
+            what = f"NeMo {nemo} asks for {name} {wanted}"
+            yield warning(what, fact(name, version), f"{name} {wanted}")

@@ -20,9 +20,7 @@ def check(machine: Machine) -> Findings:
     """The free space in it, whatever uses the rest."""
     free = machine.shared_memory
     if free is not None and free < _ENOUGH_BYTES:
-        yield warning(
-            f"{size(free)} are free in /dev/shm; a data loader with several workers may need more than "
-            f"{size(_ENOUGH_BYTES)}",
-            fact("/dev/shm, free", size(free)),
-            "docker run --shm-size=16g, or --ipc=host; or num_workers: 0",
-        )
+        what = f"{size(free)} are free in /dev/shm; a data loader with several workers may need more than "
+        what += f"{size(_ENOUGH_BYTES)}"
+        instead = "docker run --shm-size=16g, or --ipc=host; or num_workers: 0"
+        yield warning(what, fact("/dev/shm, free", size(free)), instead)

@@ -26,11 +26,8 @@ def check(machine: Machine) -> Findings:
     values = map(machine.variable, _BLOCKING)
     blocking = next((value for value in values if value.given and value.value != "0"), None)
     if counts.value == "0" and blocking is None:  # a blocking wait raises when its time is over
-        yield error(
-            f"{counts.key}=0: a collective that times out is only logged, and the job hangs for ever",
-            counts,
-            f"{_NAME} not set at all, or 3, the default of torch 2.2 and later",
-        )
+        what = f"{counts.key}=0: a collective that times out is only logged, and the job hangs for ever"
+        yield error(what, counts, f"{_NAME} not set at all, or 3, the default of torch 2.2 and later")
     elif old.given:
         yield note(f"{_OLD_NAME} is the old name of {_NAME}, which torch warns about", (old, new))
     if blocking is not None:

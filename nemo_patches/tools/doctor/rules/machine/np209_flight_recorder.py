@@ -7,10 +7,10 @@ Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 from __future__ import annotations
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
-from nemo_patches.tools.doctor.machine import Machine
+from nemo_patches.tools.doctor.machine import OFF, Machine, parsed
 
 WORST = WARNING
 TOPIC = "flight recorder"
@@ -25,18 +25,12 @@ def check(machine: Machine) -> Findings:
     """A switched off recorder, wherever that is; what is only not set, where there are GPUs."""
     sizes, dump = [machine.variable(name) for name in _SIZES], machine.variable(_DUMP)
     length = next((value for value in sizes if value.given), sizes[1])
+    torch = parsed(machine.versions.get("torch", "0"))
     if length.given and str(length.value).lstrip("-").strip("0") == "":
         yield warning(f"{length.key}=0 switches the flight recorder off", length, _SET)
-    elif dump.given and str(dump.value).lower() in ("0", "n", "no", "false", "f"):
+    elif dump.given and str(dump.value).lower() in OFF:
         what = f"{_DUMP}={dump.value}: what the flight recorder has is not written when a collective times out"
         yield warning(what, dump, _SET)
-    elif machine.gpus and not (length.given and dump.given) and not _on_by_default(machine):
+    elif machine.gpus and not (length.given and dump.given) and not (torch and torch >= _ON_BY_DEFAULT):
         what = "whether the flight recorder is on depends on torch's version, and the job does not say it"
         yield note(f"{what}: set {_SET}", (length, dump), _SET)
-
-
-def _on_by_default(machine: Machine) -> bool:
-    try:
-        return Version(machine.versions.get("torch", "0")) >= _ON_BY_DEFAULT
-    except InvalidVersion:
-        return False

@@ -8,7 +8,7 @@ Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
-from nemo_patches.tools.doctor.machine import Machine
+from nemo_patches.tools.doctor.machine import OFF, Machine
 
 WORST = WARNING
 TOPIC = "the watchdog's own watch"
@@ -20,7 +20,7 @@ _LONG_S = 3600
 def check(machine: Machine) -> Findings:
     """On by default, with 480 s in torch 2.5 and later, 600 before."""
     monitoring, heartbeat = machine.variable(_MONITORING, "1"), machine.variable(_HEARTBEAT, "480")
-    if str(monitoring.value).lower() in ("0", "n", "no", "false", "f"):
+    if str(monitoring.value).lower() in OFF:
         what = f"{_MONITORING}={monitoring.value}: a watchdog that hangs is never ended, nor is its job"
         yield warning(what, monitoring, f"{_MONITORING} not set, and a longer {_HEARTBEAT}")
     elif heartbeat.given and not str(heartbeat.value).isdigit():

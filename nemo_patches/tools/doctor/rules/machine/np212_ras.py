@@ -8,10 +8,10 @@ Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/
 
 from __future__ import annotations
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from nemo_patches.tools.doctor.finding import NOTE, Findings, note
-from nemo_patches.tools.doctor.machine import Machine, fact
+from nemo_patches.tools.doctor.machine import Machine, fact, parsed
 
 WORST = NOTE
 TOPIC = "NCCL's RAS"
@@ -26,13 +26,6 @@ def check(machine: Machine) -> Findings:
     if switch.given and str(switch.value).strip() == "0":
         what = f"{_SWITCH}=0: when a job hangs, ncclras cannot be asked which rank does not answer"
         yield note(what, switch, f"no {_SWITCH}; it costs one idle thread for each process")
-    elif machine.nccl and _older(machine.nccl):
+    elif (nccl := parsed(machine.nccl)) and nccl < _SINCE:
         what = f"NCCL {machine.nccl} has no RAS, which tells which ranks of a job that hangs do not answer"
         yield note(what, fact("NCCL", machine.nccl), f"NCCL {_SINCE} or later")
-
-
-def _older(version: str) -> bool:
-    try:
-        return Version(version) < _SINCE
-    except InvalidVersion:
-        return False

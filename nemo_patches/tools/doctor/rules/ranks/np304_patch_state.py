@@ -20,12 +20,8 @@ def check(ranks: Ranks) -> Findings:
     for reasons, which in ranks.grouped(lambda facts: "; ".join(facts.unpatched)).items():
         if reasons:
             some = len(which) < len(ranks.facts)
-            yield Finding(
-                ERROR if some else WARNING,
-                f"NeMo would not be patched on {named(which) if some else 'any rank'}: {reasons}",
-                (),
-                instead,
-            )
+            what = f"NeMo would not be patched on {named(which) if some else 'any rank'}: {reasons}"
+            yield Finding(ERROR if some else WARNING, what, (), instead)
     by_itself = ranks.grouped(lambda facts: "" if facts.unpatched else facts.auto_apply.partition(" ")[0])
     off = by_itself.get("off", [])
     if off and "on" in by_itself:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from nemo_patches.text import named
 from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
-from nemo_patches.tools.doctor.ranks import Ranks
+from nemo_patches.tools.doctor.ranks import Ranks, by_value
 
 WORST = WARNING
 
@@ -27,13 +27,10 @@ def check(ranks: Ranks) -> Findings:
     unmeasured = [rank for rank in sorted(ranks.facts) if rank not in ranks.measured]
     if unmeasured:
         yield warning(f"{named(unmeasured)} did not come through the measurement", (), _INTERFACE)
-    problems: dict[str, list[int]] = {}
-    for rank, measured in sorted(ranks.measured.items()):
-        if measured.problem:
-            problems.setdefault(measured.problem, []).append(rank)
+    measured_ranks = sorted(ranks.measured.items())
+    problems = by_value((rank, measured.problem) for rank, measured in measured_ranks if measured.problem)
     for problem, which in problems.items():
         yield warning(f"no sync on {named(which)}: {problem}", (), _INTERFACE)
-    measured_ranks = sorted(ranks.measured.items())
     yield from _slow("sync", {rank: measured.syncs for rank, measured in measured_ranks}, _INTERFACE)
     requests = {rank: measured.requests for rank, measured in measured_ranks}
     yield from _slow("request to the store", requests, "fewer hops to the store's host, or a less busy one")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nemo_patches.text import named
 from nemo_patches.tools.doctor.finding import ERROR, Findings, error
-from nemo_patches.tools.doctor.ranks import Ranks
+from nemo_patches.tools.doctor.ranks import Ranks, by_value
 
 WORST = ERROR
 
@@ -23,10 +23,8 @@ def check(ranks: Ranks) -> Findings:
     if absent:
         what = f"{named(absent)} answered, and did not come through the collectives of the job's backend"
         yield error(what, (), instead)
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for rank, each in sorted(ranks.smoke.items()):
-        if each.at:
-            groups.setdefault((each.backend, each.at, each.problem), []).append(rank)
+    ended = sorted(ranks.smoke.items())
+    groups = by_value((rank, (each.backend, each.at, each.problem)) for rank, each in ended if each.at)
     for (backend, at, problem), which in groups.items():
         yield error(f"{named(which)}: {at} over {backend}: {problem}", (), instead)
     backends = sorted({each.backend for each in ranks.smoke.values()})

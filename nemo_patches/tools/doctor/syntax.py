@@ -1,0 +1,57 @@
+"""Shorthands for Python's syntax trees."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TypeVar
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # Python 3.10 has no except*
+IDENTITIES = (ast.Is, ast.IsNot)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def last_part(name: str) -> str:
+    """`c` of `a.b.c`."""
+    return name.rpartition(".")[2]
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of such an expression; of others the text, which no dotted name is."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    first = node.id if isinstance(node, ast.Name) else "()"
+    return ".".join([first, *reversed(parts)])
+
+
+@lru_cache(maxsize=20_000)
+def text_of(node: ast.AST) -> str:
+    """The text of an expression; each is asked for on every way through its function."""
+    return ast.unparse(node)
+
+
+def nodes(node: ast.AST, *kinds: type[Node]) -> Iterator[Node]:
+    """The nodes of some kinds in a tree."""
+    return (each for each in ast.walk(node) if isinstance(each, kinds))
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions in it."""
+    waiting = list(ast.iter_child_nodes(function))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, (*DEFINITIONS, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
