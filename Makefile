@@ -75,22 +75,21 @@ check: .venv/nemo-$(FIRST)/ready
 	.venv/nemo-$(FIRST)/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not alone"
 
 test-others:
-	$(MAKE) test-wheel $(OTHERS:%=test-together-%) $(OTHERS:%=test-alone-%)
+	$(MAKE) test-wheel $(OTHERS:%=test-together-%)
 
 test-%: .venv/nemo-%/ready
-	$(MAKE) test-together-$* test-alone-$*
+	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
 
-unless_first = $(if $(filter $1,$(firstword $(NEMO_VERSIONS))),,and not one_nemo)
-
-# On the first NeMo three files at a time; on another two, since the first one's that wait run beside it.
-# In the files' order: xdist's own puts files of few tests last, and test_both_ways.py, the longest, has the fewest.
+# On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
+# In the order of tests/conftest.py: xdist's own puts files of few tests last, and test_both_ways.py, among the longest, has few.
+PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n $(if $(filter $*,$(FIRST)),3,2) --dist loadfile --no-loadscope-reorder -m "not alone $(call unless_first,$*)"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)"
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python -m pytest -q --durations 15 -n 4 --dist loadfile --no-loadscope-reorder -m "alone $(call unless_first,$*)"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 4 -m alone
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import encoders
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -80,6 +81,7 @@ def pickled_by_one_rank(rank: int, size: int, path: str) -> None:
         torch.save((encoder, expected), path)
 
 
+@pytest.mark.one_nemo
 def test_a_pickle_of_a_grown_encoder_serves_where_nemo_patches_is_not_installed(tmp_path: Path) -> None:
     path = str(tmp_path / "encoder.pt")
     run_ranks(pickled_by_one_rank, 2, path)

@@ -37,11 +37,13 @@ RAISED = {
 }
 # Arguments: folder, then place:culprit for each job, or "alone" for rank 0 of 2 of which the other never starts.
 LAUNCHES = """
-import json, multiprocessing, os, runpy, sys
+import gc, json, multiprocessing, os, runpy, sys
 import lightning.pytorch, nemo.collections.asr.modules, nemo.core.config, torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import nemo_patches
+
+gc.freeze()  # else each collection in a rank goes through all of NeMo
 
 def script(way, folder, arguments, variables={}):
     os.environ.update(variables)

@@ -503,6 +503,7 @@ print(str(nemo_patches.status()).splitlines()[0])
 """
 
 
+@pytest.mark.one_nemo
 def test_under_auto_apply_it_is_named_when_the_class_is_made(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
