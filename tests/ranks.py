@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import gc
 import itertools
 import logging
 import multiprocessing
@@ -142,7 +141,6 @@ def _rank(
     group_timeout: float,
     dies: bool,
 ) -> None:
-    gc.freeze()  # else each collection goes through all of NeMo, 0.4 s, and copies it into this process
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

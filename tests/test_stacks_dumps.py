@@ -17,10 +17,10 @@ import ranks as real_ranks
 import stock_hangs as jobs
 from test_stacks import LENGTH_SYNC, STUCK_AFTER_S, looked_at, of, waits
 
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import fates, places
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, jobs_here, look
-from nemo_patches.tools.diagnose.collect.samples import py_spy
+from nemo_patches.tools.diagnose.collect.samples import Frame, py_spy
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources.stacks import of_samples, read, recognises
@@ -216,6 +216,12 @@ Current thread 0x00007f (most recent call first):
 Traceback (most recent call last):
   File "/job/other.py", line 1 in nothing
 """
+
+
+def test_the_standard_library_is_not_the_users_own_code_on_any_distribution() -> None:
+    for folder in ("/usr/lib/python3.11", "/usr/lib64/python3.12", "/opt/conda/lib/python3.10/site-packages/torch"):
+        assert places.is_library(Frame("wait", f"{folder}/threading.py", 320))
+    assert not places.is_library(Frame("wait", "/home/me/lib64/train.py", 320))
 
 
 def test_a_traceback_behind_a_stack_is_none_of_its_frames(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from rich.text import Text
 
 from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.errors import DemoError
-from nemo_patches.tools.demo.hang_verdict import verdict_on
 from nemo_patches.tools.demo.jobs import IMPORT_LIMIT, RankJob, RankOutcome, RunOutcome, Task
 from nemo_patches.tools.demo.progress import progress
 
@@ -142,6 +141,8 @@ def run(console: Console, task: Task, patched: bool, devices: int, folder: Path,
                 shown.update(f"{title}: " + " | ".join(f"rank {r.outcome.job.rank} {r.outcome.now}" for r in ranks))
             if deadline.is_for_hang and all(rank.is_running for rank in ranks):
                 shown.update(f"{title}: nemo-patches diagnose looks at it")
+                from nemo_patches.tools.demo.hang_verdict import verdict_on  # diagnose: only where a run hangs
+
                 verdict = verdict_on([rank.process.pid or 0 for rank in ranks], stall)
             outcomes = tuple(rank.end(deadline.why) for rank in ranks)
             took = time.monotonic() - began

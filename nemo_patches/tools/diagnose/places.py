@@ -13,6 +13,7 @@ from itertools import takewhile
 from nemo_patches.stall import waits
 from nemo_patches.stall.rank_kinds import LENGTH_SYNC
 from nemo_patches.stall.waits import Call
+from nemo_patches.tools.diagnose import frame_text
 from nemo_patches.tools.diagnose.collect.samples import Frame
 from nemo_patches.tools.diagnose.facts import Place
 from nemo_patches.tools.diagnose.verdicts import ENDING, LAST_THREADS, LOADER, LOCK
@@ -31,7 +32,6 @@ _MOST_NATIVE_FRAMES = 25
 _LOADER_FUNCTIONS = {"_try_get_data", "_get_data", "_next_data", "__next__", "_MultiProcessingDataLoaderIter"}
 _WORKER_FILES = ("utils/data/_utils/worker.py", "multiprocessing/")
 _LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<|\.so(\.|$)")
 _TORCH = re.compile(r"(?:^|/)torch/(.*)$")
 # py-spy and others print a file's path within its folder of sys.path.
 _SHORT_PACKAGES = (
@@ -92,7 +92,7 @@ def is_native(frame: Frame) -> bool:
 def is_library(frame: Frame) -> bool:
     is_short = not frame.file.startswith(("/", "<"))
     is_known = frame.file.startswith(_SHORT_PACKAGES) or frame.file in _SHORT_FILES
-    return is_native(frame) or bool(_LIBRARY.search(frame.file)) or (is_short and is_known)
+    return is_native(frame) or frame_text.is_library(frame.file) or (is_short and is_known)
 
 
 def trunk(frames: Sequence[Frame]) -> list[Frame]:

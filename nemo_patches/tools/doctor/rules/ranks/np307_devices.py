@@ -7,6 +7,8 @@ Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicat
 
 from __future__ import annotations
 
+import re
+
 from nemo_patches.text import named
 from nemo_patches.tools.doctor.finding import ERROR, Findings, error, warning
 from nemo_patches.tools.doctor.ranks import Ranks, differing
@@ -22,5 +24,5 @@ def check(ranks: Ranks) -> Findings:
         if identity and len(which) > 1:
             what = f"{named(which)} have the same GPU, {ranks.facts[which[0]].device} of {ranks.facts[which[0]].host}"
             yield error(what, (), "as many processes per host as GPUs, and LOCAL_RANK by launcher")
-    for name, values in differing(ranks, lambda facts: {"the device": facts.device.partition(" ")[2] or facts.device}):
+    for name, values in differing(ranks, lambda facts: {"the device": re.sub(r"^cuda:\d+ ", "", facts.device)}):
         yield warning(f"{name} differs: {values}", (), "hosts of one kind")
