@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -385,7 +386,8 @@ def test_parameters_that_need_not_be_equal_are_not_compared(
     ("name", "without", "words"),
     [
         ("one rank does not compare", 1, "one is late, makes no such steps, or does not compare"),
-        ("one rank without", 2, "not every rank is connected: one is not patched, or not started"),
+        # The roll call may have found out by then which one it is.
+        ("one rank without", 2, "(not every rank is connected: one is|rank 2:) not patched, or not started"),
     ],
 )
 def test_a_rank_that_does_not_answer_is_said_once(
@@ -394,7 +396,7 @@ def test_a_rank_that_does_not_answer_is_said_once(
     for rank, seen in enumerate(results):
         lines = seen[name].lines
         assert len(lines) == (rank != without)
-        assert all(words in line and "are not compared yet" in line for line in lines)
+        assert all(re.search(words, line) and "are not compared yet" in line for line in lines)
 
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool)

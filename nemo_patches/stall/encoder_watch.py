@@ -103,7 +103,7 @@ class EncoderWatch:
         came = self._sync.has_come(late.round)
         if came and not late.came_at:
             late.came_at = late.round.came_at or now
-        over = came or self._sync.is_over(late.round)
+        over = self._sync.is_over(late.round)
         due_at = late.due_at(timeout_s)
         is_anybodys = came or not over or late.timed_out is not None  # else its failure is reported by itself
         due = is_anybodys and due_at <= (late.came_at or now)

@@ -94,7 +94,7 @@ class WatchedRounds:
         self.round = round_
 
     def was_late(self, round_: Round, promise: Future[Report] | None = None) -> str:
-        """A wait for this round has timed out: publish it. Without a subscriber, log and return its text."""
+        """Publish that a wait for this round has timed out; without a subscriber, log it. Return the text."""
         round_.gave_up_at = time.monotonic()
         text = f"{self.call_title(round_)}: {self.late(round_, round_.gave_up_at - round_.issued_at)}"
         event = WaitTimedOut(self, round_, promise)
@@ -106,6 +106,7 @@ class WatchedRounds:
         return text
 
     def has_arrived(self, round_: Round, in_time: bool) -> None:
+        """The training thread has the result of this round."""
         round_.came_at = time.monotonic()
         if round_ is self._said:
             late_s = round_.came_at - round_.issued_at
@@ -139,7 +140,7 @@ class CallBegan(NamedTuple):
 
 
 class RoundsBegan(NamedTuple):
-    """Rounds that belong to a data loader, to be watched and reported like an encoder's."""
+    """Rounds of a data loader or of the checkpoints, to be watched and reported like an encoder's."""
 
     sync: WatchedRounds
 

@@ -323,25 +323,28 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     call = found.call + (not first.ending.phase and first.ending.position < others[0].ending.position)
     if kind in (ids.ENDED, ids.MISSING_RANK) and 0 < first.call.behind_since < call:
         call = first.call.behind_since
-        more = f" It has been behind since call {call}, which it skipped, or came to too late."
+        it_has, it = ("It has", "it") if len(some) == 1 else ("They have", "they")
+        more = f" {it_has} been behind since call {call}, which {it} skipped, or came to too late."
         found = replace(found, text=found.text + more)
     return replace(found, call=call)
 
 
 def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
-    first = some[0]
+    first, is_one = some[0], len(some) == 1
     told = doings([one.account for one in some])
     at = ""
     if kind == ids.SOME_INSIDE:
         inside = f"inside {first.call.title}, {_PHASES[first.ending.phase]}"
         return f"{inside}; {told}" if told else inside
     if kind == ids.KILLED:
-        return f"it was killed or crashed {_where(first)}: no record tells of its end"
+        they_were, their_end = ("it was", "its end") if is_one else ("they were", "their ends")
+        return f"{they_were} killed or crashed {_where(first)}: no record tells of {their_end}"
     if kind == ids.SILENT:
-        at = f"; its trace stops {_where(first)}"
+        at = f"; {'its trace stops' if is_one else 'their traces stop'} {_where(first)}"
     if kind == ids.MISSING_RANK and not told:
-        or_killed = "" if first.account.reported is not None or first.runs else ", or was killed there"
-        told = f"it is stuck before the encoder, in its data or elsewhere{or_killed}"
+        they_are, their, were = ("it is", "its", "was") if is_one else ("they are", "their", "were")
+        or_killed = "" if first.account.reported is not None or first.runs else f", or {were} killed there"
+        told = f"{they_are} stuck before the encoder, in {their} data or elsewhere{or_killed}"
     if kind == ids.MISSING_RANK and first.ending.unsure:
         at = f"; {first.ending.unsure}"
     return told + at
