@@ -107,11 +107,11 @@ class RollCall:
     def _warn(self, now: float) -> None:
         """Log it once, unless a report names the same ranks; a report may also say that it does not know."""
         stalls = self._stalls()
-        if self._has_late_round() and not stalls and not self._said_at:
+        if self._has_late_round() and not stalls:
             return
         self._is_warned = True
         named_there = {one.rank for stall in stalls for one in stall.missing if one.kind == UNANNOUNCED}
-        if self._said_at or not named_there.issuperset(self.missing):
+        if not named_there.issuperset(self.missing):
             self._said_at = now
             report(logging.WARNING, self._warning())
 

@@ -178,9 +178,9 @@ class StallMonitor:
         timeout_s = current().timeout.total_seconds()
         self.survey.tick(now)
         self._late_return.look()
-        if not is_last:
-            self.roll_call.look(now)
         self._watch_encoders(now, timeout_s, is_last)
+        if not is_last:
+            self.roll_call.look(now)  # after the rounds: a late one is reported with the same ranks
         self._end_report.look(now, is_last)
         self._watchdog.look(now, settings.call_timeout.total_seconds())
         self.job_stall.look(time.monotonic(), settings, is_last or self._notes.is_reverted)
