@@ -181,7 +181,8 @@ $(filter-out $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/
 
 # Each command's words, as they are now; look at the difference before you commit it.
 golden: .venv/nemo-$(DEMO_NEMO)/ready
-	RENEW_GOLDEN=1 .venv/nemo-$(DEMO_NEMO)/bin/python -m pytest -q tests/test_golden.py tests/doctor/test_doctor_golden.py
+	RENEW_GOLDEN=1 .venv/nemo-$(DEMO_NEMO)/bin/python -m pytest -q -k words \
+		tests/test_golden.py tests/doctor/test_doctor_golden.py tests/test_status_command.py tests/test_diff_command.py
 
 lint: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
 	@echo "== ruff and mypy"

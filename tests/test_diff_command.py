@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transcripts
 from diff_checkouts import (
     CONFORMER,
     CONV,
@@ -664,3 +665,19 @@ def test_nobodys_git_changes_what_is_printed(
     assert diff(checkout).stdout_bytes == expected
     assert diff(checkout, "--apply").exit_code == 0
     assert diff(checkout, "--reverse").exit_code == 0
+
+
+@one_nemo
+def test_the_words_of_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the diff itself, which is in patches/."""
+    monkeypatch.chdir(tmp_path)
+
+    def stock(folder: str, in_git: bool = False) -> None:
+        copied_nemo(Path(folder))
+        if in_git:
+            commit(Path(folder))
+
+    def edit(folder: str, file: str, old: str, new: str) -> None:
+        change(Path(folder, file), old, new)
+
+    transcripts.compare("diff", tmp_path, {"stock": stock, "edit": edit, "CONFORMER": CONFORMER, "CONV": CONV})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import nemo.package_info
 import pytest
 import torch
+import transcripts
 from interpreters import CHECKOUT, LAUNCHER, python
 
 import nemo_patches
@@ -212,3 +214,28 @@ def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
         assert (found["auto_apply"], found["chained"]) == ("off, NEMO_PATCHES_DISABLE=1", str(vendor))
     assert report(0, (CHECKOUT,))["chained"] == ""
     assert report(1, (tmp_path,))["chained"] == str(vendor)
+
+
+@pytest.mark.one_nemo
+def test_the_words_of_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without versions and defaults. `checkout` stands for our own; the others are NeMo's, or a vendor's."""
+    monkeypatch.chdir(tmp_path)
+    for name, version, changes in (
+        ("drifted", "2.7.9", {"all_reduce": "all_reduce_coalesced"}),
+        ("newer", "9.9.0", {}),
+        ("older", "2.0.0", {}),
+        ("broken", "2.7.9", {"import": "impo rt"}),
+    ):
+        checkout_of_nemo(tmp_path / name, version, **changes)
+    Path("shadowing").mkdir()
+    Path("shadowing", "sitecustomize.py").write_text("")
+
+    def shown(*folders: str, **variables: str) -> None:
+        done = status(path=tuple(CHECKOUT if name == "checkout" else tmp_path / name for name in folders), **variables)
+        sys.stdout.write((done.stdout + done.stderr).replace(str(CHECKOUT), "/checkout"))
+        raise SystemExit(done.returncode)
+
+    def kept(_: str, line: str) -> bool:
+        return not line.startswith("nemo_patches 0") and not line.endswith(" (default)")
+
+    transcripts.compare("status", tmp_path, {"status": shown}, kept)
