@@ -315,8 +315,8 @@ def never_announced(rank: int, size: int, why: str) -> Report | None:
 def test_a_rank_that_never_announced_itself_is_named(why: str) -> None:
     results = run_ranks(never_announced, 3, why, dies=(1,))
     for rank in (0, 2):
-        report = results[rank].value
-        assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "unannounced")]
+        report, said = results[rank].value, results[rank].lines()
+        assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "unannounced")], said
         assert report.call < TIMEOUT + SLACK_S
         assert report.report < TIMEOUT + REPORT_S
         # A busy machine's store may answer late, which is said; the rank is named once all the same.
