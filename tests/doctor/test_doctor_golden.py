@@ -16,7 +16,6 @@ import transcripts
 from nemo_patches.tools.doctor import examination, formats
 from nemo_patches.tools.doctor.gloo_probe import Gloo
 from nemo_patches.tools.doctor.machine import Memory
-from nemo_patches.tools.doctor.ranks import Smoke
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -38,13 +37,11 @@ def _machine(**facts: Any) -> None:
     _show("machine", machines.machine(**facts))
 
 
-def _ranks(*facts: Any, **given: Any) -> None:
-    """smoke: what came of the backend's test; silent, unmeasured: a rank without an answer, without measurements."""
-    smoke, silent, unmeasured = (given.pop(name, None) for name in ("smoke", "silent", "unmeasured"))
-    told = job_ranks.ranks(*facts, **given)
+def _ranks(*facts: Any, silent: int | None = None) -> None:
+    """silent: a rank without an answer."""
+    told = job_ranks.ranks(*facts)
     heard = {rank: facts for rank, facts in told.facts.items() if rank != silent}
-    measured = {rank: each for rank, each in told.measured.items() if rank != unmeasured}
-    _show("ranks", replace(told, facts=heard, measured=measured, smoke=smoke))
+    _show("ranks", replace(told, facts=heard))
 
 
 def test_the_doctors_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +49,4 @@ def test_the_doctors_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name, text in (("nest", configs.NEST), ("lhotse", configs.LHOTSE)):
         (tmp_path / f"{name}.yaml").write_text(text)
     names = {"machine": _machine, "ranks": _ranks, "environment": machines.environment, "Gloo": Gloo, "Memory": Memory}
-    transcripts.compare("doctor", tmp_path, {**names, "Smoke": Smoke, "VERSIONS": machines.VERSIONS}, _kept)
+    transcripts.compare("doctor", tmp_path, {**names, "VERSIONS": machines.VERSIONS}, _kept)
