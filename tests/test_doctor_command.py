@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -115,6 +116,22 @@ def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
     after = os.times()
     assert done.returncode == 0, done
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2 * 3 * 2
+
+
+def test_without_a_config_it_examines_the_variables_of_nccl_and_torch() -> None:
+    program = (
+        "import sys\n"
+        "from nemo_patches.tools.doctor import command, machine\n"
+        "from nemo_patches.tools.doctor.request import Request\n"
+        "code = command.carry_out(Request(json=True))\n"
+        "print(code, dict(machine.gather().environment), 'torch' in sys.modules, file=sys.stderr)"
+    )
+    variables = {"NCCL_ASYNC_ERROR_HANDLING": "0", "SECRET": "not kept"}
+    done = python("-c", program, path=(CHECKOUT,), **variables)
+    (report_,) = json.loads(done.stdout)
+    assert report_["config"] == socket.gethostname()
+    assert [(each["rule"], each["severity"]) for each in report_["findings"]] == [("NP208", "error")]
+    assert done.stderr == "1 {'NCCL_ASYNC_ERROR_HANDLING': '0'} False\n"
 
 
 def test_colour_only_on_a_terminal_that_wants_it(tmp_path: Path) -> None:

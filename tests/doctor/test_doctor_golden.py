@@ -14,8 +14,6 @@ import pytest
 import transcripts
 
 from nemo_patches.tools.doctor import examination, formats
-from nemo_patches.tools.doctor.gloo_probe import Gloo
-from nemo_patches.tools.doctor.machine import Memory
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -48,5 +46,4 @@ def test_the_doctors_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     for name, text in (("nest", configs.NEST), ("lhotse", configs.LHOTSE)):
         (tmp_path / f"{name}.yaml").write_text(text)
-    names = {"machine": _machine, "ranks": _ranks, "environment": machines.environment, "Gloo": Gloo, "Memory": Memory}
-    transcripts.compare("doctor", tmp_path, {**names, "VERSIONS": machines.VERSIONS}, _kept)
+    transcripts.compare("doctor", tmp_path, {"machine": _machine, "ranks": _ranks}, _kept)
