@@ -232,7 +232,7 @@ def diff(
 @app.command()
 @_options(request.parameters())
 def doctor(**given: Any) -> None:
-    """Find what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
+    """Find what in a training config can hang a run on several ranks, or stop it at its start. Nothing is executed.
 
     Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the ranks of a job.
 
