@@ -18,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import examination, interpolations, yaml_text
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.trees import walk
-from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 pytestmark = pytest.mark.one_nemo
 
@@ -387,9 +387,9 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name, said in (("folder", "a directory"), ("pipe", "not a regular file"), ("nowhere", "No such file")):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(DoctorError, match=said):
             reading.load(tmp_path / name)
-    with pytest.raises(ConfigError, match="not a regular file"):
+    with pytest.raises(DoctorError, match="not a regular file"):
         reading.load(Path("/dev/zero"))
 
 
@@ -398,5 +398,5 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 def test_no_text_makes_it_raise_anything_else(text: str) -> None:
     try:
         reading.with_overrides(yaml_text.parse(Path("x"), text))
-    except ConfigError as error:
+    except DoctorError as error:
         assert str(error).startswith("x")

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf, _utils
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_patches.tools.doctor import yaml_text
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, entries, place, walk, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, YamlText
 
 LONGEST_TEXT = 10_000  # characters that interpolations may make
 
@@ -52,24 +53,24 @@ def _loader() -> type[Any]:
 
 
 def plain(source: YamlText) -> Any:
-    """The values of a file, with every key as text; interpolations stay as they are written. Raises ConfigError."""
+    """The values of a file, with every key as text; interpolations stay as they are written. Raises DoctorError."""
     _check_interpolations(source)
     try:
         loader = _loader()
     except AttributeError:
-        raise ConfigError(
+        raise DoctorError(
             f"{source.path}: omegaconf {omegaconf.__version__} has its rules on numbers elsewhere; allowed: 2.3"
         ) from None
     try:
         return with_names(yaml.load(source.text, Loader=loader))
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(f"{source.path}: {first_line(error)}") from None
+        raise DoctorError(f"{source.path}: {first_line(error)}") from None
 
 
 def resolve(source: YamlText, tree: Any) -> Resolved:
     """Replace every interpolation in a tree of this file's values, in place, and put UNKNOWN where it cannot be told.
 
-    Those that name a key are followed. A resolver is never called. Raises ConfigError.
+    Those that name a key are followed. A resolver is never called. Raises DoctorError.
     """
     texts = [(keys, node) for keys, node in walk(tree) if node == _MISSING or _has_interpolation(node)]
     for keys, text in texts:
@@ -93,10 +94,10 @@ def _check_interpolations(source: YamlText) -> None:
             continue
         count += node.value.count("${")
         if count > _MOST_INTERPOLATIONS:
-            raise ConfigError(f"{source.path}: more than {_MOST_INTERPOLATIONS} interpolations")
+            raise DoctorError(f"{source.path}: more than {_MOST_INTERPOLATIONS} interpolations")
         if depth_of(node.value) > _MOST_NESTED:
             place = f"{source.path}:{source.line(keys)}: {'.'.join(keys)}"
-            raise ConfigError(f"{place}: more than {_MOST_NESTED} interpolations in each other")
+            raise DoctorError(f"{place}: more than {_MOST_NESTED} interpolations in each other")
 
 
 def _check_grammar(source: YamlText, keys: Keys, text: str) -> None:
@@ -104,7 +105,7 @@ def _check_grammar(source: YamlText, keys: Keys, text: str) -> None:
         OmegaConf.create([text])
     except (OmegaConfBaseException, RecursionError) as error:
         where = f"{source.path}:{source.line(keys)}: {'.'.join(keys)}"
-        raise ConfigError(f"{where} is no interpolation: {first_line(error)}") from None
+        raise DoctorError(f"{where} is no interpolation: {first_line(error)}") from None
 
 
 def depth_of(text: str) -> int:
@@ -238,7 +239,7 @@ class _Following:
         self._room -= sum(1 for _ in walk(value))
         if self._room < 0:
             what = f"more than {MOST_VALUES} values, when its interpolations are followed"
-            raise ConfigError(f"{self._source.path}: {what}")
+            raise DoctorError(f"{self._source.path}: {what}")
         return with_names(value)
 
 
