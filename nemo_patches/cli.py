@@ -232,9 +232,9 @@ def diff(
 @app.command()
 @_options(request.parameters())
 def doctor(**given: Any) -> None:
-    """Find what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
+    """Find what in a training config can hang a run on several ranks, or stop it at its start. Nothing is executed.
 
-    Without a config: check this machine. With --ranks: find differences between the ranks of a job.
+    Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the ranks of a job.
 
     Exit codes: 0 nothing, or notes only; 1 findings; 2 something cannot be read or done.
     """
