@@ -249,7 +249,7 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, answers of RAS, "
+            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, "
             "in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
@@ -275,13 +275,6 @@ def diagnose(
             help_="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
         ),
     ] = None,
-    ras: Annotated[
-        str | None,
-        with_value(
-            metavar="HOST[:PORT]|FILE",
-            help_="Ask NCCL's RAS (from 2.24) on a host of a running job; or read the output of ncclras.",
-        ),
-    ] = None,
     pids: Annotated[
         str,
         with_value(
@@ -295,7 +288,7 @@ def diagnose(
     from nemo_patches.tools.diagnose import command
 
     try:
-        raise typer.Exit(command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids))
+        raise typer.Exit(command.run(paths or [], json, watch, plot, perfetto, launch, job, pids))
     except command.DiagnoseError as error:
         refused = _refused("diagnose", error)
         if json:

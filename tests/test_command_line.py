@@ -95,7 +95,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "doctor --output-format xml": ("--output-format", "'xml'", "sarif"),
         "doctor --explain NP999": ("NP999",),
         "doctor --select NP9": ("NP9",),
-        "diagnose --job . --ras localhost": ("give files", "--job DIR"),
+        "diagnose --job . --pids 1": ("give files", "--job DIR"),
         "diagnose --pids 1,x": ("--pids=1,x", "with commas"),
         "diagnose --plot x.png": ("--plot", "a folder of traces"),
         "diagnose --launch first .": ("--launch=first", "0 or more"),

@@ -1,5 +1,6 @@
-"""What `diagnose` says for each of its verdicts once, in tests/golden/diagnose.txt; and what commands say of what is typed
-wrong. `make golden` writes both anew.
+"""One example of what `diagnose` says for each verdict, and what commands say of what is typed wrong.
+
+Both stand in tests/golden; `make golden` writes them anew.
 """
 
 from __future__ import annotations

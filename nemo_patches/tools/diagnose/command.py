@@ -18,13 +18,11 @@ from rich.console import Console
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading, running
 from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here, pids_in
-from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import NoSocketError, diagnose_job
 from nemo_patches.tools.diagnose.report_text import show
-from nemo_patches.tools.diagnose.sources import nccl_ras
 from nemo_patches.tools.diagnose.watch import follow, once
 
 JSON_FORMAT = 2  # docs/diagnose.md describes it
@@ -45,18 +43,17 @@ def run(
     perfetto: Path | None,
     launch: int | None = None,
     job: str | None = None,
-    ras: str | None = None,
     pids: str = "",
 ) -> int:
     """Print the report, write the pictures that are asked for, and return the exit code. Raises DiagnoseError."""
-    if (len(paths) > 0) + (job is not None) + (ras is not None) + bool(pids) > 1:
-        raise DiagnoseError("give files and folders, or --job DIR, or --ras HOST, or --pids: one of them, or none")
+    if sum(map(bool, (paths, job is not None, pids))) > 1:
+        raise DiagnoseError("give files and folders, or --job DIR, or --pids: one of them, or none")
     is_of_files = bool(paths)
     if not is_of_files and (watch or plot or perfetto or launch is not None):
         raise DiagnoseError("--watch, --plot, --perfetto and --launch need a folder of traces")
     try:
         if not is_of_files:
-            return _ask(job, ras, pids, json)
+            return _ask(job, pids, json)
         return _of_files(paths, json, watch, plot, perfetto, launch)
     except (UnreadableError, NothingToLookAtError) as error:
         raise DiagnoseError(safe(str(error))) from error
@@ -85,7 +82,8 @@ def _of_files(
         _draw(read, report, plot, perfetto)
     others = reading.read(found)
     if len(jobs) == 1 and not any(part.facts or part.findings for _, part in others):
-        report = jobs[0][1]
+        alone = jobs[0][1]
+        report = replace(alone, problems=(*found.problems, *reading.of_no_other_reader(alone.problems)))
     else:
         parts = [*others, *(("traces", reading.of_traces(each)) for each, _ in jobs)]
         report = judge(
@@ -94,12 +92,8 @@ def _of_files(
     return _print(report, json)
 
 
-def _ask(job: str | None, ras: str | None, pids: str, json: bool) -> int:
-    """Diagnose a running job: through its sockets (--job), NCCL's RAS (--ras), or its processes on this host."""
-    if ras is not None:
-        evidence = Evidence()
-        nccl_ras.ask(ras, evidence)
-        return _print(judge(evidence, safe(ras)), json)
+def _ask(job: str | None, pids: str, json: bool) -> int:
+    """Diagnose a running job: through its sockets (--job), or its processes on this host."""
     try:
         if job is not None:
             return _print(diagnose_job(Path(job)), json)
