@@ -254,19 +254,8 @@ def diagnose(
         ),
     ] = None,
     json: _Json = False,
-    watch: Annotated[bool, switch("--watch", "Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[
         Path | None, with_value(metavar="FILE", help_="Draw every rank's lag at every call, as a PNG.")
-    ] = None,
-    perfetto: Annotated[Path | None, with_value(metavar="FILE", help_="Write all calls for ui.perfetto.dev.")] = None,
-    launch: Annotated[
-        int | None,
-        with_value(
-            metavar="NUMBER",
-            help_="Of several launches, diagnose the one with this restart count.",
-            show_default="the last",
-            parser=_number(int, 0, math.inf),
-        ),
     ] = None,
     job: Annotated[
         str | None,
@@ -288,7 +277,7 @@ def diagnose(
     from nemo_patches.tools.diagnose import command
 
     try:
-        raise typer.Exit(command.run(paths or [], json, watch, plot, perfetto, launch, job, pids))
+        raise typer.Exit(command.run(paths or [], json=json, plot=plot, job=job, pids=pids))
     except command.DiagnoseError as error:
         refused = _refused("diagnose", error)
         if json:
