@@ -204,13 +204,6 @@ SCENARIOS = {
         (3,),
         26,
     ),
-    "one evaluation call more, files rotated": Scenario(
-        [steps(900) + evaluation(6 if rank == 3 else 5) + steps(9) + OUT for rank in range(4)],
-        ids.UNEVEN_CALLS,
-        (3,),
-        906,
-        bound=60_000,
-    ),
     "one evaluation call fewer": Scenario(
         [(steps(20) + evaluation(4 if rank == 3 else 5)) * 2 + steps(4) + OUT for rank in range(4)],
         ids.UNEVEN_CALLS,
@@ -240,7 +233,7 @@ SCENARIOS = {
             for rank in range(2)
         ],
         ids.UNEVEN_CALLS,
-        (1,),
+        (),  # of two ranks either may be wrong
         20,
     ),
     "an evaluation of which no end is known": Scenario(
@@ -253,7 +246,7 @@ SCENARIOS = {
         [with_a_second(12, left_out=5 if rank == 2 else 0) + OUT for rank in range(4)],
         ids.UNEVEN_CALLS,
         (2,),
-        5,
+        12,
     ),
     **{
         f"gradients accumulated over 3 calls and over 4, {'with' if reports else 'without'} stall reports": Scenario(
@@ -696,34 +689,6 @@ def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:
 
 
 FALLBACKS = (records.TIMEOUT, records.UNWAITED, records.ENDED)
-
-
-def two_encoders(rank: int, order: str) -> Iterator[records.Record]:
-    """Calls of encoders A and B; a call that waits in vain takes 10 s."""
-    yield header(rank, 3, 1e9, Setup())
-    for e, name in ((1, "A"), (2, "B")):
-        yield records.Encoder(0.0, e, name, True, "true", 5000, "", True, {}, {})
-    calls = {"A": 0, "B": 0}
-    for at, name in enumerate(order):
-        calls[name] += 1
-        e, n, outcome = "AB".index(name) + 1, calls[name], records.TIMEOUT if at > 4 else records.CAME
-        yield records.Enter(float(at), e, n, True, True, [1, 80, 9], "float32", "cpu", None)
-        yield records.Sync(at + 0.1, e, n, outcome, n, 0.1, 9, 9)
-        yield records.Leave(at + 0.2, e, n, [1], 0.2)
-
-
-@pytest.mark.parametrize(("odd", "found"), [("ABABBAAB", True), ("ABABAABA", False), ("ABABABAB", False)])
-def test_encoders_that_are_called_in_another_order(odd: str, found: bool, tmp_path: Path) -> None:
-    """One call more of an encoder is no other order."""
-    for rank in range(3):
-        lines = two_encoders(rank, odd if rank == 1 else "ABABABAB")
-        (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    if found:
-        assert (first.id, first.ranks, first.call) == (ids.DIFFERENT_ORDER, (1,), 5)
-        assert "rank 1 called B before A" in first.text
-    else:
-        assert first.id != ids.DIFFERENT_ORDER
 
 
 def test_a_skipped_call_is_told_by_its_number(tmp_path: Path) -> None:
