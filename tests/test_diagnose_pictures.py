@@ -15,7 +15,6 @@ from simulated_traces import Setup, file_name, header, write
 from nemo_patches.tools.diagnose.case import cases
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder, TracedJob
-from nemo_patches.tools.diagnose.lateness import late_seconds
 from nemo_patches.tools.diagnose.plot import draw as draw_report
 from nemo_patches.tools.diagnose.plot import labels
 from nemo_patches.tracing import records
@@ -76,10 +75,10 @@ def colours(png: Path) -> Any:
     return (imread(png)[:, :, :3] * 255).round().astype(int)
 
 
-EVALUATION, CULPRIT = (42, 157, 143), (209, 17, 73)
+CULPRIT = (209, 17, 73)
 
 
-def test_evaluation_and_the_rank_to_blame_stand_out_and_each_encoder_has_a_panel(tmp_path: Path) -> None:
+def test_the_rank_to_blame_stands_out_and_each_encoder_has_a_panel(tmp_path: Path) -> None:
     def count(name: str, rgb: tuple[int, int, int]) -> int:
         return int((np.abs(colours(tmp_path / f"{name}.png") - rgb).sum(axis=2) < 12).sum())
 
@@ -87,8 +86,7 @@ def test_evaluation_and_the_rank_to_blame_stand_out_and_each_encoder_has_a_panel
     hangs = [steps(20) + evaluation(9) + ([] if rank == 1 else steps(1)) for rank in range(3)]
     draw(job(tmp_path / "1", well), tmp_path / "well.png")
     draw(job(tmp_path / "2", hangs), tmp_path / "hangs.png")
-    assert count("hangs", EVALUATION) > 500 + count("well", EVALUATION)
-    assert count("hangs", CULPRIT) > 1500 + count("well", CULPRIT)  # its label, its row
+    assert count("hangs", CULPRIT) > 300 + count("well", CULPRIT)  # its label
     for file in (tmp_path / "1").iterdir():  # a second encoder, called as the first one is
         lines = file.read_bytes().splitlines(True)
         again = [line.replace(b'"e":0', b'"e":1').replace(b'Encoder"', b'Encoder #2"') for line in lines]
@@ -110,16 +108,6 @@ def test_a_rank_is_labelled_with_its_last_call(tmp_path: Path) -> None:
         "rank 3, last call 21: exception",
     ]
     assert labels(over, [0, 1]) == ["node0  rank 0, last call 3, then ended", "rank 1, last call 3, then ended"]
-
-
-def test_a_late_call_is_as_long_as_it_was(tmp_path: Path) -> None:
-    usual: list[Event] = [*steps(12), Exit()]
-    late: list[Event] = [*steps(5), Call(pause=26), Gradients(), *steps(6), Exit()]
-    stuck = [steps(5) if rank else steps(6) for rank in range(2)]
-    (came,) = cases(job(tmp_path / "came", [late, usual]))
-    (never,) = cases(job(tmp_path / "never", stuck))
-    assert {at: round(seconds) for at, seconds in late_seconds(came).items()} == {(0, 6): 26}
-    assert late_seconds(never).keys() == {(1, 6)} and late_seconds(never)[1, 6] > 60
 
 
 def test_a_verdict_with_dollar_signs_is_drawn(tmp_path: Path) -> None:
