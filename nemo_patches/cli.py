@@ -249,37 +249,19 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, answers of RAS, "
+            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, "
             "in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
     json: _Json = False,
-    watch: Annotated[bool, switch("--watch", "Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[
         Path | None, with_value(metavar="FILE", help_="Draw every rank's lag at every call, as a PNG.")
-    ] = None,
-    perfetto: Annotated[Path | None, with_value(metavar="FILE", help_="Write all calls for ui.perfetto.dev.")] = None,
-    launch: Annotated[
-        int | None,
-        with_value(
-            metavar="NUMBER",
-            help_="Of several launches, diagnose the one with this restart count.",
-            show_default="the last",
-            parser=_number(int, 0, math.inf),
-        ),
     ] = None,
     job: Annotated[
         str | None,
         with_value(
             metavar="DIR",
             help_="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
-        ),
-    ] = None,
-    ras: Annotated[
-        str | None,
-        with_value(
-            metavar="HOST[:PORT]|FILE",
-            help_="Ask NCCL's RAS (from 2.24) on a host of a running job; or read the output of ncclras.",
         ),
     ] = None,
     pids: Annotated[
@@ -295,7 +277,7 @@ def diagnose(
     from nemo_patches.tools.diagnose import command
 
     try:
-        raise typer.Exit(command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids))
+        raise typer.Exit(command.run(paths or [], json=json, plot=plot, job=job, pids=pids))
     except command.DiagnoseError as error:
         refused = _refused("diagnose", error)
         if json:

@@ -43,7 +43,7 @@ def test_every_help_says_the_defaults_and_the_choices(
     options = [" ".join(text.split()) for text in re.split(r"\n  (?=-)", output.partition("Options:")[2])[1:]]
     with_value = [text for text in options if re.match(r"--[a-z-]+ (<|\[|[A-Z]+(\.svg)? )", text)]
     assert [text for text in with_value if "[default: " not in text and "[required]" not in text] == []
-    assert len(with_value) == {"demo": 5, "run": 16, "status": 0, "diff": 2, "doctor": 6, "diagnose": 4}[command]
+    assert len(with_value) == {"demo": 5, "run": 16, "status": 0, "diff": 2, "doctor": 6, "diagnose": 2}[command]
     assert not re.search(r"<(str|int|float)", output)
 
 
@@ -95,10 +95,9 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "doctor --output-format xml": ("--output-format", "'xml'", "sarif"),
         "doctor --explain NP999": ("NP999",),
         "doctor --select NP9": ("NP9",),
-        "diagnose --job . --ras localhost": ("give files", "--job DIR"),
+        "diagnose --job . --pids 1": ("give files", "--job DIR"),
         "diagnose --pids 1,x": ("--pids=1,x", "with commas"),
         "diagnose --plot x.png": ("--plot", "a folder of traces"),
-        "diagnose --launch first .": ("--launch=first", "0 or more"),
     }
     for command in ("doctor", "diagnose", "diff --nemo", "demo --manifest"):
         for path in (empty, binary, missing, folder / "nothing", empty / "below"):
