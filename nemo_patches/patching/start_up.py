@@ -49,24 +49,28 @@ class _Finder:
         finally:
             self._asking.discard(asking)
 
-    def patch(self, name: str) -> None:
-        """Patch the module `name`, which is complete. No error here may fail its import."""
+    def patch(self, name: str, is_rank: bool = False) -> None:
+        """Patch the module `name`, which is complete. No error here may fail its import.
+
+        is_rank: for Lightning's, that this process is known to be one of several ranks.
+        """
         if self._failed:
             return
         try:
-            if name == CALLBACK_CONNECTOR:
+            if name == CALLBACK_CONNECTOR and not is_rank:
                 from nemo_patches.patching import trainer_callbacks
 
                 trainer_callbacks.hook(sys.modules[name])
+                if not trainer_callbacks.is_one_of_several_ranks():
+                    return  # a process that stays alone has no more of ours than the hook
             from nemo_patches.patching import monkeypatch
 
             monkeypatch.this_process.on_import(name)
         except Exception as error:
-            rank_log = sys.modules.get("nemo_patches.sync.rank_log")
-            if rank_log is not None and rank_log.raised_by_signal_handler(error):
-                raise  # the user's own, not ours
+            if not is_ours(error):
+                raise
             self._failed = True
-            _say_error(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
+            say_error(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
 
     def _wrapped(self, name: str, loader: "Any") -> "Any":
         util = sys.modules.get("importlib.util")
@@ -114,6 +118,17 @@ def installed() -> bool:
     return _finder in sys.meta_path
 
 
+def begin_watch() -> None:
+    """Report the stalls of this job, which trains with Lightning and has several ranks."""
+    _finder.patch(CALLBACK_CONNECTOR, is_rank=True)
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether it may be swallowed: not where a signal handler of the user's raised it while our code ran."""
+    rank_log = sys.modules.get("nemo_patches.sync.rank_log")
+    return rank_log is None or not rank_log.raised_by_signal_handler(error)
+
+
 def start(own_file: str) -> None:
     """Everything that our sitecustomize.py does; own_file is its __file__."""
     if os.environ.get(DISABLE_VARIABLE) != "1":
@@ -121,7 +136,7 @@ def start(own_file: str) -> None:
     _run_shadowed(os.path.abspath(own_file))
 
 
-def _say_error(text: str) -> None:
+def say_error(text: str) -> None:
     """One line on stderr in the form of the log lines (sync/rank_log.py), without logging."""
     variable = os.environ.get
     rank = variable("RANK") or variable("SLURM_PROCID") or "?"
