@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from collections.abc import Callable
 
-from nemo_patches.patching import start_up
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class JobWatch(Callback):  # type: ignore[misc]  # Lightning is not looked into
     """In a process that stays alone it imports nothing of ours."""
 
+    def __init__(self, begin_watch: Callable[[], None]) -> None:
+        self._begin_watch = begin_watch
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The process group is there now, and no data loader has forked a worker yet."""
         if trainer.world_size > 1:
-            start_up.begin_watch()
+            self._begin_watch()

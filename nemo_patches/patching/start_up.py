@@ -12,7 +12,14 @@ from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder
 from _thread import get_ident
 
-from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, TARGET_MODULES
+from nemo_patches.patching import (
+    CALLBACK_CONNECTOR,
+    COLLECTION,
+    DISABLE_VARIABLE,
+    TARGET_MODULES,
+    is_ours,
+    say_error,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,7 +67,7 @@ class _Finder:
             if name == CALLBACK_CONNECTOR and not is_rank:
                 from nemo_patches.patching import trainer_callbacks
 
-                trainer_callbacks.hook(sys.modules[name])
+                trainer_callbacks.hook(sys.modules[name], begin_watch)
                 if not trainer_callbacks.is_one_of_several_ranks():
                     return  # a process that stays alone has no more of ours than the hook
             from nemo_patches.patching import monkeypatch
@@ -123,28 +130,11 @@ def begin_watch() -> None:
     _finder.patch(CALLBACK_CONNECTOR, is_rank=True)
 
 
-def is_ours(error: Exception) -> bool:
-    """Whether it may be swallowed: not where a signal handler of the user's raised it while our code ran."""
-    rank_log = sys.modules.get("nemo_patches.sync.rank_log")
-    return rank_log is None or not rank_log.raised_by_signal_handler(error)
-
-
 def start(own_file: str) -> None:
     """Everything that our sitecustomize.py does; own_file is its __file__."""
     if os.environ.get(DISABLE_VARIABLE) != "1":
         install()
     _run_shadowed(os.path.abspath(own_file))
-
-
-def say_error(text: str) -> None:
-    """One line on stderr in the form of the log lines (sync/rank_log.py), without logging."""
-    variable = os.environ.get
-    rank = variable("RANK") or variable("SLURM_PROCID") or "?"
-    size = variable("WORLD_SIZE") or variable("SLURM_NTASKS") or "?"
-    try:  # noqa: SIM105
-        sys.stderr.write(f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}\n")
-    except Exception:
-        pass  # it cannot be reported anywhere
 
 
 # The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so no object of ours

@@ -11,10 +11,11 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from nemo_patches.patching import start_up
+from nemo_patches.patching import is_ours, say_error
 
 GROUP = "lightning.pytorch.callbacks_factory"
 _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
@@ -34,8 +35,12 @@ def is_one_of_several_ranks() -> bool:
     return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 
-def hook(connector: ModuleType) -> None:
-    """Add `callbacks` to those that Lightning finds by itself, unless they are there."""
+def hook(connector: ModuleType, begin_watch: Callable[[], None]) -> None:
+    """Add `callbacks` to those that Lightning finds by itself, unless they are there.
+
+    begin_watch: is called once a trainer has several ranks of which this process's launcher said nothing.
+    """
+    _this_process.begin_watch = begin_watch
     original = getattr(connector, _LOADS, None)
     if original is None:
         if os.environ.get(_VARIABLE):
@@ -63,6 +68,7 @@ class _Callbacks:
     """Those of this process's trainers."""
 
     def __init__(self) -> None:
+        self.begin_watch: Callable[[], None] | None = None  # under auto-apply
         self._failed = False
 
     def for_trainer(self) -> list[Any]:
@@ -70,39 +76,38 @@ class _Callbacks:
         if self._failed:
             return []
         try:
-            return _by_settings()
+            return self._by_settings()
         except Exception as error:
-            if not start_up.is_ours(error):
+            if not is_ours(error):
                 raise
             self._failed = True
-            text = f"no callback is added to Lightning's trainers: {type(error).__name__}: {error}"
-            start_up.say_error(text)
+            say_error(f"no callback is added to Lightning's trainers: {type(error).__name__}: {error}")
             return []
 
+    def _by_settings(self) -> list[Any]:
+        found: list[Any] = []
+        if self.begin_watch is not None and not is_one_of_several_ranks():
+            from nemo_patches.patching.job_watch import JobWatch
 
-def _by_settings() -> list[Any]:
-    found: list[Any] = []
-    if start_up.installed() and not is_one_of_several_ranks():
-        from nemo_patches.patching.job_watch import JobWatch
+            found.append(JobWatch(self.begin_watch))
+        if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
+            return found
+        from nemo_patches.patching.monkeypatch import this_process
+        from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
+        from nemo_patches.uneven.settings import EVALUATION, TRAINING
 
-        found.append(JobWatch())
-    if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
+        found.append(TrainerExceptions())
+        settings = this_process.uneven_settings()
+        if stages := settings.stop_together:
+            from nemo_patches.uneven.stop_together import StopTogether
+
+            found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
+        if settings.compare:
+            from nemo_patches.uneven.batch_count import BatchCount
+
+            found.append(BatchCount())
         return found
-    from nemo_patches.patching.monkeypatch import this_process
-    from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
-    from nemo_patches.uneven.settings import EVALUATION, TRAINING
-
-    found.append(TrainerExceptions())
-    settings = this_process.uneven_settings()
-    if stages := settings.stop_together:
-        from nemo_patches.uneven.stop_together import StopTogether
-
-        found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
-    if settings.compare:
-        from nemo_patches.uneven.batch_count import BatchCount
-
-        found.append(BatchCount())
-    return found
 
 
-callbacks = _Callbacks().for_trainer
+_this_process = _Callbacks()
+callbacks = _this_process.for_trainer
