@@ -86,19 +86,8 @@ def nemo_patches(
     """A length sync for NVIDIA NeMo's encoders that cannot hang, and tools for jobs that do."""
 
 
-def _refuse_beside_hang(context: typer.Context) -> None:
-    """A reported hang has its own data, ranks and limits."""
-    from nemo_patches.tools.demo.errors import DemoError
-
-    for name, value in context.params.items():
-        source = context.get_parameter_source(name)
-        if name != "hang" and source is not None and source.name != "DEFAULT":
-            raise DemoError(f"--{name}={value} is not allowed beside --hang; allowed: --hang alone")
-
-
 @app.command()
 def demo(
-    context: typer.Context,
     manifest: Annotated[
         Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
     ] = None,
@@ -108,20 +97,13 @@ def demo(
         typer.Option(metavar="SECONDS", parser=_number(float, 3, 120), help="How long one rank stalls, 3 to 120."),
     ] = 6.0,
     record: Annotated[Path | None, with_value(metavar="FILE.svg", help_="Also draw the output into this file.")] = None,
-    hang: Annotated[
-        str | None, with_value(metavar="NAME", help_="Run one hang of docs/hangs.md instead, on two ranks.")
-    ] = None,
 ) -> None:
     """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and compare them."""
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.errors import DemoError
-    from nemo_patches.tools.demo.hangs import command as hangs
 
     try:
-        if hang is None:
-            raise typer.Exit(command.run(manifest, devices, seconds, record))
-        _refuse_beside_hang(context)
-        raise typer.Exit(hangs.run(hang))
+        raise typer.Exit(command.run(manifest, devices, seconds, record))
     except DemoError as error:
         raise _refused("demo", error) from None
     except KeyboardInterrupt:

@@ -21,7 +21,6 @@ from simulated_traces import Setup, file_name, header
 from nemo_patches.channel import keys
 from nemo_patches.channel.side_channel import RoundFailed, SideChannel
 from nemo_patches.channel.store import JobStore
-from nemo_patches.channel.store_client import StoreClient
 from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.stall.rank_state import answer_of, groups_of
@@ -99,21 +98,6 @@ def test_what_another_rank_says_of_itself_is_printed_safely(text: str) -> None:
     missing = MissingRank(3, ELSEWHERE, told.host, 1, 1, 1.0, told.where, batch=told.batch)
     assert is_harmless(Answer((missing,) * 4, safe(text)).text(8))
     assert all(map(is_harmless, (*(getattr(told, field) for field in fields), *told.rounds, *told.apart.values())))
-
-
-@evil
-def test_figures_of_another_rank_are_printed_safely(text: str, said: list[str]) -> None:
-    lightning = pytest.importorskip("nemo_patches.lightning")
-    store = dist.HashStore()
-    client = StoreClient(JobStore(store, 0), print)
-    with client.asking() as part:
-        part.set(keys.FIGURES.format(rank=1), json.dumps([text] * 5))
-        part.set(keys.FIGURES.format(rank=2), json.dumps(text))
-    exchange = lightning._Exchange(client, 0, 3, lightning._Figures(1, 1, 1, 0, 0.0))
-    exchange.thread.join(60)
-    assert exchange.exchanged is None
-    (line,) = said
-    assert "cannot be read, and are not logged" in line and is_harmless(line)
 
 
 def texts_in(content: Any) -> Iterator[str]:

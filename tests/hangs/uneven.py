@@ -7,15 +7,15 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import small_models
 import torch
 import torch.distributed as dist
+from group import Rank
+from small_models import Speech, conformer, encode, loader, numbers
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 import nemo_patches
-from nemo_patches.tools.demo.hangs import models
-from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.hangs.models import Speech, conformer, encode, loader, numbers
 
 BATCHES = 4  # of rank 1; rank 0 has one more
 
@@ -43,8 +43,8 @@ class NumberStream(IterableDataset[int]):
 def training_meets_validation(rank: Rank) -> None:
     """Rank 1 has no more batches and validates (WER's all_gather); rank 0 still trains (DDP's broadcast)."""
     trainer = rank.trainer(limit_val_batches=1.0)
-    training = models.Stream(range(BATCHES + (rank.number == 0)))
-    trainer.fit(models.ctc(trainer), loader(training), loader(models.Batches(range(2))))
+    training = small_models.Stream(range(BATCHES + (rank.number == 0)))
+    trainer.fit(small_models.ctc(trainer), loader(training), loader(small_models.Batches(range(2))))
 
 
 def epoch_ends_early(rank: Rank) -> None:
@@ -91,6 +91,6 @@ def own_loop(rank: Rank) -> None:
     rank.join()
     model = DistributedDataParallel(conformer())
     batches: Any = numbers(BATCHES + (rank.number == 0))
-    for number in nemo_patches.stop_together(batches) if rank.job.patched else batches:
+    for number in nemo_patches.stop_together(batches) if rank.patched else batches:
         encode(model, number).sum().backward()
     dist.monitored_barrier(timeout=timedelta(seconds=30))

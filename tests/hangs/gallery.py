@@ -1,7 +1,4 @@
-"""The hangs that `nemo-patches demo --hang NAME` and tests/hangs run: who reported each, and how it is to end.
-
-Imports neither torch nor NeMo, so that an unknown name is refused at once.
-"""
+"""The hangs that are run here: who reported each, and how it is to end. Imports neither torch nor NeMo."""
 
 from __future__ import annotations
 

@@ -7,10 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from group import Rank
+from small_models import Speech, conformer, encode, numbers
 from torch.nn.parallel import DistributedDataParallel
-
-from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.hangs.models import Speech, conformer, encode, numbers
 
 STEPS, AT_STEP = 8, 4
 

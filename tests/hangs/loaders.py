@@ -6,11 +6,10 @@ import http.client
 import socket
 import threading
 
+from group import Rank
+from small_models import Speech, conformer, encode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
-
-from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.hangs.models import Speech, conformer, encode
 
 BATCHES, AT_BATCH = 8, 4
 

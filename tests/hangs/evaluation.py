@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import small_models
 import torch
 import torch.distributed as dist
 import torchmetrics
+from group import Rank
+from small_models import Speech, conformer, encode, loader, numbers
 from torch.nn.parallel import DistributedDataParallel
-
-from nemo_patches.tools.demo.hangs import models
-from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.hangs.models import Speech, conformer, encode, loader, numbers
 
 BATCHES = 3
 
@@ -20,23 +19,23 @@ BATCHES = 3
 def uneven_validation(rank: Rank) -> None:
     """Rank 0 has one more validation batch; in each, WER's compute() runs two barriers and two all_gathers."""
     trainer = rank.trainer(limit_val_batches=1.0, max_epochs=2)
-    validation = models.Batches(range(BATCHES + (rank.number == 0)))
-    trainer.fit(models.ctc(trainer), loader(models.Batches(range(2))), loader(validation))
+    validation = small_models.Batches(range(BATCHES + (rank.number == 0)))
+    trainer.fit(small_models.ctc(trainer), loader(small_models.Batches(range(2))), loader(validation))
 
 
 def fuse_loss_wer(rank: Rank) -> None:
     """The joint computes WER in each sub-batch of 2: rank 0's validation batches have three, rank 1's one."""
     trainer = rank.trainer(limit_val_batches=1.0, max_epochs=2)
-    validation = models.Stream(range(BATCHES), size=6 if rank.number == 0 else 2)
-    trainer.fit(models.rnnt(trainer, fused=True), loader(models.Batches(range(2))), loader(validation))
+    validation = small_models.Stream(range(BATCHES), size=6 if rank.number == 0 else 2)
+    trainer.fit(small_models.rnnt(trainer, fused=True), loader(small_models.Batches(range(2))), loader(validation))
 
 
 def encoder_on_some_ranks(rank: Rank) -> None:
     """A frozen encoder in front of a language model: rank 1's second batch has text only, and runs no encoder."""
     rank.join()
-    encoder, model = conformer().eval(), DistributedDataParallel(torch.nn.Linear(models.HIDDEN, 1))
+    encoder, model = conformer().eval(), DistributedDataParallel(torch.nn.Linear(small_models.HIDDEN, 1))
     for step in range(BATCHES):
-        embedded = torch.zeros(2, models.HIDDEN)
+        embedded = torch.zeros(2, small_models.HIDDEN)
         if step != 1 or rank.number == 0:
             with torch.no_grad():
                 embedded = encode(encoder, step).mean(-1)
@@ -46,7 +45,7 @@ def encoder_on_some_ranks(rank: Rank) -> None:
 def chunked_audio(rank: Rank) -> None:
     """Long audio is encoded chunk by chunk, so the number of encoder calls depends on the rank's own audio."""
     rank.join()
-    encoder, model = conformer().eval(), DistributedDataParallel(torch.nn.Linear(models.HIDDEN, 1))
+    encoder, model = conformer().eval(), DistributedDataParallel(torch.nn.Linear(small_models.HIDDEN, 1))
     for _ in range(BATCHES):
         with torch.no_grad():
             chunks = [encode(encoder, chunk).mean(-1) for chunk in range(4 if rank.number == 0 else 1)]

@@ -1,8 +1,9 @@
-"""Small real NeMo models, and batches for them, for the demo's hangs and for tests of whole trainings."""
+"""Small real NeMo models, and batches for them, for tests of hangs and of whole trainings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,6 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nemo_patches.tools.demo import nest as demo_nest
-from nemo_patches.tools.demo.jobs import RankJob
 
 LABELS = [" ", "a", "b", "c", "d"]
 HIDDEN, FEATURES = 32, 16
@@ -102,10 +102,10 @@ def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
     return made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
 
 
-def nest(trainer: Any, job: RankJob) -> Any:
+def nest(trainer: Any, folder: Path, rank: int) -> Any:
     """The demo's, without data of its own; it takes the batches of `nest_batch`."""
     torch.manual_seed(0)
-    return demo_nest.make({**demo_nest.model(job.folder, job.rank), "train_ds": None, "validation_ds": None}, trainer)
+    return demo_nest.make({**demo_nest.model(folder, rank), "train_ds": None, "validation_ds": None}, trainer)
 
 
 def nest_batch(seed: int) -> Any:

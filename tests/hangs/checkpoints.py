@@ -8,17 +8,16 @@ from typing import Any
 
 import fsspec
 import lightning.pytorch as pl
+import small_models
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
+from group import Rank
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
+from small_models import Speech, conformer, encode, numbers
 from torch.nn.parallel import DistributedDataParallel
-
-from nemo_patches.tools.demo.hangs import models
-from nemo_patches.tools.demo.hangs.group import Rank
-from nemo_patches.tools.demo.hangs.models import Speech, conformer, encode, numbers
 
 STEPS, AT_STEP = 8, 4
 
@@ -35,8 +34,9 @@ def nest_checkpoint(rank: Rank) -> None:
         "checkpoint_callback_params": parameters,
     }
     exp_manager(trainer, OmegaConf.create(manager))
-    training, validation = ([models.nest_batch(2 * number + rank.number) for number in range(4)] for _ in range(2))
-    trainer.fit(models.nest(trainer, rank.job), models.loader(training), models.loader(validation))
+    batches = [small_models.nest_batch(2 * number + rank.number) for number in range(4)]
+    model = small_models.nest(trainer, rank.folder, rank.number)
+    trainer.fit(model, small_models.loader(batches), small_models.loader(list(batches)))
 
 
 def save_on_rank_0(rank: Rank) -> None:
