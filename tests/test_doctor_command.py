@@ -517,13 +517,13 @@ def test_a_file_that_changed_meanwhile_or_cannot_be_written_is_left_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from nemo_patches.tools.doctor import fixes
-    from nemo_patches.tools.doctor.yaml_text import ConfigError
+    from nemo_patches.tools.doctor.errors import DoctorError
 
     path = write(tmp_path, CLEAN)
-    with pytest.raises(ConfigError, match="changed since it was read; nothing was written"):
+    with pytest.raises(DoctorError, match="changed since it was read; nothing was written"):
         fixes.write(path, STOCK, "x")
     assert path.read_text() == CLEAN
-    with pytest.raises(ConfigError, match="not written"):
+    with pytest.raises(DoctorError, match="not written"):
         fixes.write(tmp_path / "gone" / "nest.yaml", STOCK, "x")
 
 

@@ -108,15 +108,16 @@ def test_the_defaults_are_those_of_the_installed_nemo_and_lightning() -> None:
     nemo, lightning = (Path(str(importlib.util.find_spec(name).origin)).parent for name in ("nemo", "lightning"))  # type: ignore[union-attr]
     asr = nemo / "collections" / "asr" / "modules"
     for path, name, known in (
-        (asr / "conformer_encoder.py", "ConformerEncoder", against._ENCODER),
-        (asr / "audio_preprocessing.py", "AudioToMelSpectrogramPreprocessor", against._PREPROCESSOR),
+        (asr / "conformer_encoder.py", "ConformerEncoder", against.defaults("encoder")),
+        (asr / "audio_preprocessing.py", "AudioToMelSpectrogramPreprocessor", against.defaults("preprocessor")),
     ):
         own = defaults(path, name)
         assert {key: own[key] for key in known} == known
     own = defaults(lightning / "pytorch" / "trainer" / "trainer.py", "Trainer")
     # None is what Lightning replaces by these, in its own words: limits of 1.0, precision 32, no sync_batchnorm
-    assert {key: own[key] for key in against._TRAINER if own[key] is not None} == {
-        key: value for key, value in against._TRAINER.items() if own[key] is not None
+    trainer = against.defaults("trainer")
+    assert {key: own[key] for key in trainer if own[key] is not None} == {
+        key: value for key, value in trainer.items() if own[key] is not None
     }
 
 

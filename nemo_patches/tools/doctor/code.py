@@ -14,19 +14,12 @@ from pathlib import Path
 
 from nemo_patches.tools.doctor.collectives import BACKWARD, COMPUTE, ENCODER, LOG, Names, Surroundings
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
+from nemo_patches.tools.doctor.encoders import ENCODERS
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
-# NeMo's encoders with a length sync, by the file that each is in.
-_ENCODERS = {
-    "conformer_encoder": "ConformerEncoder",
-    "squeezeformer_encoder": "SqueezeformerEncoder",
-    "transformer_encoder": "TransformerEncoder",
-    "conv_asr": "ConvASREncoder",
-}
-_LENGTH_SYNCS = ("update_max_seq_length", "update_max_sequence_length")
 _OF_ANY_MODULE = words(
     """
     __init__ disabled_deployment_input_names disabled_deployment_output_names forward freeze
@@ -177,8 +170,8 @@ def _class(node: ast.ClassDef, names: Names, nemo: Path | None, in_nemo: bool) -
     for _, base, module in bases:
         of_nemo = {**_methods(base, Names(module)), **of_nemo}
     methods = _methods(node, names)
-    encoders = {name for name, _, _ in bases} & set(_ENCODERS.values())
-    copy = _copied(node.name, methods, nemo) if nemo and not encoders and not in_nemo else None
+    is_encoder = any(target.owner == name for target in ENCODERS for name, _, _ in bases)
+    copy = _copied(node.name, methods, nemo) if nemo and not is_encoder and not in_nemo else None
     return Class(node.name, node.lineno, methods, of_nemo, bases[0][0] if bases else "", copy)
 
 
@@ -189,22 +182,22 @@ def _methods(node: ast.ClassDef, names: Names) -> dict[str, Method]:
 
 def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None:
     """The encoder of NeMo's that most of a class's methods are named after; None if these are few."""
-    own, best, most = methods.keys() - _OF_ANY_MODULE, None, 0
-    if "forward" not in methods:
+    own = methods.keys() - _OF_ANY_MODULE
+    best = None
+    most = 0
+    if "forward" not in methods or len(own) < _FEWEST_COPIED:
         return None
-    for file, encoder in _ENCODERS.items():
-        path = nemo / "collections" / "asr" / "modules" / f"{file}.py"
-        if not path.is_file() or len(own) < _FEWEST_COPIED:
-            continue
-        tree = _module(path)
-        node = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == encoder), None)
-        theirs = _methods(node, Names(tree)) if node else {}
+    for target in ENCODERS:
+        path = nemo.joinpath(*target.module.split(".")[1:]).with_suffix(".py")
+        found = _defined(target.owner, _module(path), nemo) if path.is_file() else None
+        theirs = _methods(found[0], Names(found[1])) if found else {}
         specific = theirs.keys() - _OF_ANY_MODULE
         shared = len(own & specific)
-        named_after = name == encoder or (set(_LENGTH_SYNCS) & own & specific)
+        named_after = name == target.owner or target.method in own & specific
         enough = _FEWEST_COPIED if named_after else max(_FEWEST_COPIED, len(specific) // 2)
         if shared >= enough and shared > most:
-            best, most = Copy(encoder, theirs), shared
+            best = Copy(target.owner, theirs)
+            most = shared
     return best
 
 

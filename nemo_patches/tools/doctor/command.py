@@ -19,7 +19,6 @@ from nemo_patches.tools.doctor.examination import Examination
 from nemo_patches.tools.doctor.finding import Rule, Severity
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.request import FORMATS, SEVERITIES, Request
-from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 
 def carry_out(request: Request) -> int:
@@ -137,7 +136,7 @@ class _Run:
         try:
             for path in self.paths:
                 found |= loaders.settings(Job(reading.load(path, self.overrides)), ranks)
-        except ConfigError as error:
+        except DoctorError as error:
             return {"the config": str(error)}
         return found
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_patches.tools.doctor import input_files, interpolations, yaml_text
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.input_files import Unread
 from nemo_patches.tools.doctor.interpolations import LONGEST_TEXT, UNKNOWN, depth_of, first_line
 from nemo_patches.tools.doctor.trees import Keys, entries, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, ConfigError, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, YamlText
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -156,7 +157,7 @@ class Section:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config. Raises ConfigError for a file that cannot be read, or an override that does not fit it.
+    """Read a config. Raises DoctorError for a file that cannot be read, or an override that does not fit it.
 
     Of interpolations, those that name a key are followed. A resolver (${oc.env:HOME}, ${now:%Y}, a training script's
     own) is never called: what it would give belongs to the job's environment, and may be a secret. It is UNKNOWN.
@@ -188,7 +189,7 @@ def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
     """Refuse what Hydra composes of several files: a verdict on one of them would be none on the job."""
     entries = tree.get("defaults")
     if isinstance(entries, list) and not all(_changes_no_value(entry) for entry in entries):
-        raise ConfigError(
+        raise DoctorError(
             f"{source.path}:{source.line(('defaults',))}: composed by Hydra of other files, which are not read; "
             "examine the composed config: python train.py ... --cfg job > composed.yaml"
         )
@@ -219,9 +220,9 @@ def _overridden(path: Path, tree: dict[str, Any], texts: Sequence[str]) -> froze
             if not override.is_hydra_override():  # which is how the training script logs, and where it runs
                 given.append(_override(tree, override))
         except _Refused as why:
-            raise ConfigError(f"{path}: override {_shown(text)}{why}") from None
+            raise DoctorError(f"{path}: override {_shown(text)}{why}") from None
         except (HydraException, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: override {_shown(text)} is not allowed: {first_line(error)}") from None
+            raise DoctorError(f"{path}: override {_shown(text)} is not allowed: {first_line(error)}") from None
     return frozenset(given)
 
 

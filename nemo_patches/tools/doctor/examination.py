@@ -18,7 +18,6 @@ from nemo_patches.tools.doctor.finding import NOTE, Rule, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
 from nemo_patches.tools.doctor.suppressions import Pair, Suppression
-from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 CRASHED = "NP001"
 
@@ -104,7 +103,7 @@ def examine(
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
         config = reading.with_overrides(config_files.read(path), overrides)
-    except ConfigError as error:
+    except DoctorError as error:
         return Examination(str(path), "", (), str(error))
     agree = patched is not None and settings.CHECKPOINTS.value(None, os.environ) == settings.CHECKPOINTS.default
     job = Job(config, patched, agree)

@@ -14,9 +14,10 @@ import yaml
 
 from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.config import Config
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Change
 from nemo_patches.tools.doctor.trees import Keys, put, with_names
-from nemo_patches.tools.doctor.yaml_text import ConfigError, YamlText
+from nemo_patches.tools.doctor.yaml_text import YamlText
 
 
 def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
@@ -52,13 +53,13 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def write(path: Path, before: str, after: str) -> None:
-    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises ConfigError."""
+    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises DoctorError."""
     target = path.resolve()
     try:
         if target.read_bytes() != before.encode():
-            raise ConfigError(f"{path}: changed since it was read; nothing was written")
+            raise DoctorError(f"{path}: changed since it was read; nothing was written")
         if not os.access(target, os.W_OK):  # the folder alone decides whether a name can be given to another file
-            raise ConfigError(f"{path}: read-only; nothing was written")
+            raise DoctorError(f"{path}: read-only; nothing was written")
         with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
             file.write(after.encode())
         try:
@@ -68,7 +69,7 @@ def write(path: Path, before: str, after: str) -> None:
             os.unlink(file.name)
             raise
     except OSError as error:
-        raise ConfigError(f"{path}: not written: {error.strerror}") from None
+        raise DoctorError(f"{path}: not written: {error.strerror}") from None
 
 
 class _CannotBeMade(Exception):
@@ -81,7 +82,7 @@ def _with(source: YamlText, change: Change) -> YamlText:
     try:
         after = yaml_text.parse(source.path, text)
         wanted, got = _tree(source), _tree(after)
-    except ConfigError:
+    except DoctorError:
         raise _CannotBeMade("the text cannot be read after it") from None
     put(wanted, change.keys, change.value)
     if got != wanted:  # a style that was not foreseen

@@ -8,13 +8,13 @@ Link: docs/doctor.md
 from __future__ import annotations
 
 from collections.abc import Collection
-from difflib import get_close_matches
 
 from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.encoders import CLASS_NAMES, class_of
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import closest
 
 WORST = WARNING
 BAD = """\
@@ -48,20 +48,21 @@ def _of_trainer(job: Job, section: Collection[str]) -> Findings:
         if key in known_keys.TRAINER:
             continue
         value = job.get(("trainer", key))
-        close = get_close_matches(key, known_keys.TRAINER - set(section), 1, _AS_CLOSE)
-        instead = known_keys.TRAINER_1.get(key) or (f"{close[0]}: {value.value}" if close else "no such key")
-        of_1 = " of Lightning 1" if key in known_keys.TRAINER_1 else ""
-        hint = f", and looks like {close[0]}" if close and not of_1 else ""
-        what = f"{value.key} is not known{of_1 and ' any more'}{hint}: Lightning's trainer stops the job at its start"
-        yield warning(what, value, instead)
+        close = closest(key, known_keys.TRAINER - set(section), _AS_CLOSE)
+        known = "is not known, and looks like " + close if close else "is not known"
+        instead = f"{close}: {value.value}" if close else "no such key"
+        if key in known_keys.TRAINER_1:
+            known = "is not known any more"
+            instead = known_keys.TRAINER_1[key]
+        yield warning(f"{value.key} {known}: Lightning's trainer stops the job at its start", value, instead)
 
 
 def _close(job: Job, keys: tuple[str, ...], section: Collection[str], known: frozenset[str]) -> Findings:
     for key in section:
-        close = [] if key in known else get_close_matches(key, known - set(section), 1, _AS_CLOSE)
-        if close and not key.startswith(f"{close[0]}_") and not key.endswith(f"_{close[0]}"):
+        close = "" if key in known else closest(key, known - set(section), _AS_CLOSE)
+        if close and not key.startswith(f"{close}_") and not key.endswith(f"_{close}"):
             value = job.get((*keys, key))
-            yield stops(f"{value.key} is not known, and looks like {close[0]}", value, f"{close[0]}: {value.value}")
+            yield stops(f"{value.key} is not known, and looks like {close}", value, f"{close}: {value.value}")
 
 
 def _close_class(target: Value) -> Findings:
@@ -71,7 +72,7 @@ def _close_class(target: Value) -> Findings:
             yield stops(what, target, "the full name of a class, as package.module.Class")
         return
     module, _, name = target.value.rpartition(".")
-    close = get_close_matches(name, CLASS_NAMES, 1, _AS_CLOSE_CLASS)
+    close = closest(name, CLASS_NAMES, _AS_CLOSE_CLASS)
     if close and name not in CLASS_NAMES and module.startswith("nemo.collections.asr.modules"):
-        what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close[0]}"
-        yield warning(what, target, f"_target_: {module}.{close[0]}")
+        what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close}"
+        yield warning(what, target, f"_target_: {module}.{close}")
