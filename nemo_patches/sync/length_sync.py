@@ -8,14 +8,14 @@ encoders: state_dict, deepcopy, pickle and export see none of it. Who is missing
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import logging
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ import torch
 
 from ..channel import process_hooks
 from ..channel.process_hooks import InForkedChild
-from ..channel.side_channel import RoundFailed, SideChannel
+from ..channel.side_channel import RoundFailed, Rounds, SideChannel
 from ..channel.store import JobStore
 from . import events
 from .events import Group, Report, Round, WatchedRounds, bus
@@ -35,6 +35,7 @@ from .settings import Settings, SettingsError
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
+_LENGTHS = "lengths"  # the key of the rounds, the same on all ranks
 _LATE = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
 
@@ -129,6 +130,7 @@ class ProcessSync:
         """In a forked child: it is not a rank of its parent's process group, even if the parent has none yet."""
         self._lock = threading.RLock()  # a thread may have held it
         if (group_syncs := self._of_present_group()) is not None:
+            group_syncs.turn = Turn()
             group_syncs.channel.forget()
 
     def _of_present_group(self) -> GroupSyncs | None:
@@ -139,7 +141,51 @@ class ProcessSync:
             if group_syncs is not None:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
-        return group_syncs if group_syncs.group.size > 1 else None
+        return group_syncs if group_syncs.has_others else None
+
+
+class Turn:
+    """One call at a time, of all threads of a rank; and none within another, which a signal handler has interrupted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0  # whose turn it is
+
+    @contextlib.contextmanager
+    def taken(self, limit: timedelta) -> Iterator[bool]:
+        """Whether it is the caller's turn now; False within a turn of its own, or after waiting this long."""
+        lock = self._lock
+        is_own = self._thread != threading.get_ident() and lock.acquire(timeout=limit.total_seconds())
+        try:
+            if is_own:
+                self._thread = threading.get_ident()
+            elif self._thread != threading.get_ident():
+                # Nobody waits for it again: an exception of a signal handler may have kept it from being released.
+                self._lock = threading.Lock()
+            yield is_own
+        finally:
+            if is_own:
+                self._thread = 0
+                lock.release()
+
+
+class Sequence:
+    """Rounds of all encoders of a process group, in the order of its calls: like a reduce of stock, a round pairs what
+    comes, whichever encoder that is on another rank."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.protocol = LengthProtocol()
+        self.latest: tuple[EncoderSync, Round] | None = None  # the latest round, and whose it is
+
+    def came(self, in_time: bool, settings: Settings) -> None:
+        """The training thread has the latest round's result."""
+        if self.latest is not None:
+            sync, round_ = self.latest
+            sync.has_arrived(round_, in_time)
+            took_s = self.rounds.came_at - round_.issued_at
+            if took_s <= settings.timeout.total_seconds():
+                self.protocol.took(took_s)
 
 
 class GroupSyncs:
@@ -153,44 +199,26 @@ class GroupSyncs:
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store = JobStore(default_store, rank)
         self.group = Group(rank, size, store)
+        self.has_others = size > 1 and torch.distributed.get_backend() != "fake"  # torch's, of a rank that is alone
         self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
-        self._seen: Counter[str] = Counter()
-        self.latest: dict[str, LengthProtocol] = {}  # by kind: that of the latest encoder
-        self.first_rounds: dict[EncoderSync, float] = {}  # that have not completed: when they were issued
-        self._passed_over: list[EncoderSync] = []  # encoders that only this rank has called
+        self.turn = Turn()
         self.end_said = False
+        self._sequences: dict[str, Sequence] = {}
+        self._titles: Counter[str] = Counter()
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
-        if (sync := self.by_encoder.get(encoder)) is not None:
-            return sync
-        name = type(encoder).__name__
-        # Ranks must agree on which encoder is which without asking each other: by its kind, its parameters' names and,
-        # among equals, the order of first calls.
-        paths = "\n".join(path for path, _ in encoder.named_parameters())
-        kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-        if (sync := next((sync for sync in self._passed_over if sync.kind == kind), None)) is not None:
-            self._passed_over.remove(sync)
-            self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
-            self.first_rounds[sync] = time.monotonic()
-        else:
-            self._seen.update((kind, name))
-            title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-            sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self, like=self.latest.get(kind))
-        sync.serve(encoder)
-        self.by_encoder[encoder], self.latest[kind] = sync, sync.protocol
+        if (sync := self.by_encoder.get(encoder)) is None:
+            name = type(encoder).__name__
+            self._titles[name] += 1
+            title = name if self._titles[name] == 1 else f"{name} #{self._titles[name]}"
+            sync = self.by_encoder[encoder] = EncoderSync(title, _LENGTHS, self, encoder)
         return sync
 
-    def round_came(self, sync: EncoderSync, issued_at: float) -> None:
-        """Messages keep their order: where a round comes before another encoder's first one, which was issued earlier,
-        the others have gone on without that encoder, and what they call next of its kind takes its place."""
-        self.first_rounds.pop(sync, None)
-        self._passed_over = [other for other in self._passed_over if other is not sync]  # it is called again
-        for other in [other for other, at in self.first_rounds.items() if at < issued_at]:
-            del self.first_rounds[other]
-            if not other.rounds.done or other.rounds.came_at > sync.rounds.came_at:
-                self._passed_over.append(other)
-        self.channel.kept = {other.rounds for other in self._passed_over}  # another encoder may take its place
+    def sequence(self, key: str) -> Sequence:
+        if key not in self._sequences:
+            self._sequences[key] = Sequence(self.channel.rounds(key))
+        return self._sequences[key]
 
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
@@ -201,120 +229,109 @@ class GroupSyncs:
 
 
 class EncoderSync(WatchedRounds):
-    """One encoder's length sync on this rank: its rounds, and the protocol that says when to issue one and to wait."""
+    """One encoder's length sync on this rank: its calls, and the rounds that they issue and wait for."""
 
     def __init__(
-        self, title: str, key: str, group_syncs: GroupSyncs, late_text: str = _LATE, like: LengthProtocol | None = None
+        self, title: str, key: str, group_syncs: GroupSyncs, encoder: torch.nn.Module, late_text: str = _LATE
     ) -> None:
-        """key: the encoder's kind and a last part."""
-        super().__init__(title, key, group_syncs.group, group_syncs.channel.rounds(key), late_text)
-        self.group_syncs, self.kind = group_syncs, key.rpartition("-")[0]
-        self.protocol = LengthProtocol(like)
+        """key: of the rounds, the same for all encoders."""
+        self.sequence = group_syncs.sequence(key)
+        super().__init__(title, key, group_syncs.group, self.sequence.rounds, late_text)
+        self.group_syncs = group_syncs
         self.patience = _PATIENCE  # for the report of on_timeout="raise"
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._fallbacks, self._waited = 0, timedelta(0)
+        self._calls = self._issued = self._fallbacks = self._timeouts = 0
+        self._waited = timedelta(0)
+        weakref.finalize(encoder, self.encoder_was_deleted).atexit = False
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
+        settings = current()
+        with self.group_syncs.turn.taken(settings.timeout) as is_own:
+            return self._call(length, encoder, settings) if is_own else length
+
+    def _call(self, length: int, encoder: torch.nn.Module, settings: Settings) -> int:
         began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
-        settings, protocol = current(), self.protocol
         self.in_call = True
         try:
-            number, clock, training = protocol.calls + 1, protocol.clock, encoder.training
+            clock, training = self.sequence.protocol.clock, encoder.training
+            number = self._calls + 1
             self.latest_call = (number, clock)
             bus.publish(events.CallBegan(self, number, clock, training))
             wanted = getattr(encoder, "sync_max_audio_length", True)
             self.apart = FLAG_IS_OFF if not wanted else IS_LOCAL if settings.sync == "local" else ""
-            if not wanted and protocol.calls == 0:
+            if not wanted and number == 1:
                 bus.publish(events.FlagIsOff(encoder, self))
             if self.apart or self.ended:
-                protocol.calls += 1
+                self._calls = number
                 self._outcome = LOCAL if self.apart else ENDED
             else:
-                result = self.take_part(length, encoder.training, settings, began_at)
+                result = self.take_part(length, training, settings, began_at)
         finally:
             self.in_call, waited = False, self._waited - waited_before
-            bus.publish(events.CallLeft(encoder, self, self._outcome, self.rounds.issued, waited, length, result))
+            bus.publish(events.CallLeft(encoder, self, self._outcome, self._issued, waited, length, result))
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
         """One call's part in the rounds, while there are any. began_at: time.monotonic() at which the call began."""
-        protocol, self._outcome = self.protocol, ""
+        protocol, self._outcome = self.sequence.protocol, ""
+        self._calls += 1
         try:
             completed = self.rounds.poll() if protocol.outstanding else None
             if completed is not None:
-                self._round_came(settings.sync == "overlapped", settings)
+                self.sequence.came(False, settings)
             if protocol.begin(length, training, completed):
-                round_ = self._issue(length, training)
-                if settings.sync == "bounded":
-                    self._wait(settings, round_)
+                self._wait(settings, self._issue(length, training))
         except RoundFailed as error:
             self._outcome = ENDED
             if not self.rounds.over:  # else the process group was destroyed meanwhile
                 self._end(str(error), settings, began_at)
             return length
-        is_served = protocol.served or settings.sync == "overlapped"
-        self._outcome = self._outcome or (SERVED if is_served else UNWAITED)
-        self._fallbacks += not is_served
-        return length if self._outcome == TIMEOUT else protocol.agreed()
+        self._outcome = self._outcome or (SERVED if protocol.served else UNWAITED)
+        if not protocol.served:
+            self._fallbacks += 1
+            return length
+        return protocol.agreed()
 
     def _issue(self, length: int, training: bool) -> Round:
-        before = self.rounds.issued
-        round_ = Round(before + 1, self.protocol.calls, training, length, self.in_time_at)
+        before, protocol = self.rounds.issued, self.sequence.protocol
+        round_ = Round(before + 1, self._calls, training, length, self.in_time_at)
         try:
-            if before == 0:
-                self.group_syncs.first_rounds[self] = round_.issued_at
-            self.rounds.issue(self.protocol.value())
+            self.rounds.issue(protocol.value())
         finally:  # also where a signal handler has raised: its number is the channel's, on all ranks the same
             if self.rounds.issued > before:
+                self._issued += 1
+                self.sequence.latest = (self, round_)
                 self.was_issued(round_)
-            elif self.protocol.outstanding:
-                self.protocol.withdraw()
+            elif protocol.outstanding:
+                protocol.withdraw()
         return round_
 
-    def serve(self, encoder: torch.nn.Module) -> None:
-        """When the encoder is deleted, its rounds are closed.
-
-        An encoder that takes another's place begins anew: its first call takes part in the round that is outstanding.
-        """
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self.rounds.over, self.protocol = self.ended, LengthProtocol(self.protocol)
-            self.protocol.outstanding, self.protocol.rounds = True, 1
-        self._finalizer = weakref.finalize(encoder, self.rounds.close)
-        self._finalizer.atexit = False
-
     def counters(self) -> EncoderCounters:
-        counts = (self.protocol.calls, self.protocol.rounds, self._fallbacks, self.protocol.timeouts)
+        counts = (self._calls, self._issued, self._fallbacks, self._timeouts)
         return EncoderCounters(self.title, *counts, waited=self._waited, ended=self.ended)
 
-    def _round_came(self, in_time: bool, settings: Settings) -> None:
-        if round_ := self.round:
-            self.has_arrived(round_, in_time)
-            if (took_s := self.rounds.came_at - round_.issued_at) <= settings.timeout.total_seconds():
-                self.protocol.took(took_s)
-            self.group_syncs.round_came(self, round_.issued_at)
-
     def _wait(self, settings: Settings, round_: Round) -> None:
-        if (limit := self.protocol.wait_limit(settings.timeout)) is None:
+        protocol = self.sequence.protocol
+        if (limit := protocol.wait_limit(settings.timeout)) is None:
             return
         try:
             completed = self.rounds.wait(limit)
         finally:  # also where a signal handler raised
             self._waited += timedelta(seconds=time.monotonic() - round_.issued_at)
         if completed is not None:
-            self.protocol.came_in_time(completed, round_.training)
+            protocol.came_in_time(completed, round_.training)
             self._outcome = CAME
-            self._round_came(True, settings)
+            self.sequence.came(True, settings)
             return
-        self.protocol.timed_out()
+        protocol.timed_out()
+        self._timeouts += 1
         self._outcome = TIMEOUT
         promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
         text = self.was_late(round_, promise)
         _raise_if_chosen(promise, self.patience, text)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
-        text = f"{self.title}: the length sync has ended at call {self.protocol.calls}"
+        text = f"{self.title}: the length sync has ended at call {self._calls}"
         self.rounds.close(reason)
         if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
