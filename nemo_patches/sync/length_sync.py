@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import socket
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from ..channel import process_hooks
 from ..channel.process_hooks import InForkedChild
 from ..channel.side_channel import RoundFailed, Rounds, SideChannel
 from ..channel.store import JobStore
+from ..text import first_line
 from . import events
 from .events import Group, Report, Round, WatchedRounds, bus
 from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
@@ -201,6 +203,8 @@ class GroupSyncs:
         self.group = Group(rank, size, store)
         self.has_others = size > 1 and torch.distributed.get_backend() != "fake"  # torch's, of a rank that is alone
         self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
+        if why := _no_sockets():
+            self.channel.stop(why)
         self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
         self.turn = Turn()
         self.end_said = False
@@ -340,6 +344,17 @@ class EncoderSync(WatchedRounds):
         bus.publish(events.SyncEnded(self, promise))
         left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
         _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
+
+
+def _no_sockets() -> str:
+    """Why this process cannot make a socket, where another's class is in the place of Python's; empty if it can."""
+    try:
+        with socket.socket():
+            return ""
+    except OSError:
+        return ""  # no file is left: the channel says so, and tries again
+    except Exception as error:
+        return f"{socket.socket!r} is in the place of Python's socket.socket: {first_line(error)}"
 
 
 def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta, text: str) -> None:
