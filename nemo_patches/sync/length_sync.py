@@ -37,7 +37,7 @@ from .settings import Settings, SettingsError
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
-_LENGTHS = "lengths"  # the key of the rounds, the same on all ranks
+LENGTHS = "lengths"  # the key of the rounds, the same on all ranks
 _LATE = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
 
@@ -216,7 +216,7 @@ class GroupSyncs:
             name = type(encoder).__name__
             self._titles[name] += 1
             title = name if self._titles[name] == 1 else f"{name} #{self._titles[name]}"
-            sync = self.by_encoder[encoder] = EncoderSync(title, _LENGTHS, self, encoder)
+            sync = self.by_encoder[encoder] = EncoderSync(title, LENGTHS, self, encoder)
         return sync
 
     def sequence(self, key: str) -> Sequence:
