@@ -1,13 +1,14 @@
-"""Why a local length is safe: a tensor that grows in one process only is kept beside its module's buffers.
+"""Why a local length is safe: what grows in one process only is kept beside its module's buffers.
 
-NeMo registers positional encodings and the like as buffers, and replaces them by larger ones. DDP collects buffers anew
-at every forward and broadcasts rank 0's (pytorch issue 63916): unequal sizes overwrite other rows and other buffers. So
-the buffers keep the shape they had, and a property of the module's class reads what has grown.
-Not a plain attribute: torch.export takes none that has the name of a buffer.
+NeMo registers positional encodings and the like as buffers, and replaces them by larger ones. DDP
+collects buffers anew at every forward and broadcasts rank 0's (pytorch issue 63916): unequal sizes
+overwrite other rows and other buffers. So the buffers keep the shape they had, and a property of
+the module's class reads what has grown. Not a plain attribute: torch.export takes none that has the
+name of a buffer.
 
-Any thread may read, save or grow: a private tensor is there before anything else changes, and `_buffers` does not have
-it meanwhile. Plain functions: torch.compile traces through them, and breaks the graph at an object that it does not
-know (wrapt's).
+Any thread may read, save or grow: a private tensor is there before anything else changes, and the
+buffers do not have it meanwhile. Plain functions: torch.compile traces through them, and breaks the
+graph at an object that it does not know (wrapt's).
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -25,12 +26,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 _Value = TypeVar("_Value")
-_PRIVATE = "_nemo_patches_private"  # in a module's __dict__, replaced as a whole: its private tensors, by name
-LENGTH_SIZED = ("pe", "seq_range")  # buffers of Conformer and its likes; of Squeezeformer, ConvASR, punctuation
+_PRIVATE = "_nemo_patches_private"  # in a module's __dict__, replaced as a whole
+# Buffers of Conformer and its likes; of Squeezeformer, ConvASR and the punctuation model.
+LENGTH_SIZED = ("pe", "seq_range")
 
 
 class Private(NamedTuple):
-    """A tensor that has grown in this process, and what its buffer was then: it follows a cast or move of that."""
+    """A tensor that has grown in this process, and what its buffer was then, which it follows."""
 
     tensor: torch.Tensor
     dtype: torch.dtype | None  # None: there is no buffer
@@ -42,17 +44,23 @@ class Growth:
 
     def __init__(self) -> None:
         self.names: dict[type, set[str]] = {}  # of the private tensors in a class's modules
-        self.same_shape: dict[str, bool] = {}  # buffers that got other values of the same shape: whether it was logged
+        # Buffers that got other values of the same shape, and whether this was logged.
+        self.same_shape: dict[str, bool] = {}
         self.threads: set[int] = set()  # in which an encoder grows now
 
 
 growth = Growth()
 
 
-def grow_privately(encoder: Any, method: Callable[..., None], *arguments: Any, register_new: bool = False) -> None:
-    """Let NeMo's own `method` grow the encoder's length-sized buffers; make private those with a new shape, or new.
+def grow_privately(
+    encoder: Any,
+    method: Callable[..., None],
+    *arguments: Any,
+    register_new: bool = False,
+) -> None:
+    """Let NeMo's `method` grow the encoder; make those buffers private that are new or longer.
 
-    register_new: new buffers stay registered, as in stock: the encoder may still be under construction.
+    register_new: new ones stay registered, as in stock: the encoder may be under construction.
     """
     before = _buffers(encoder)
     for (_, name), (module, _) in before.items():
@@ -78,9 +86,11 @@ def grow_privately(encoder: Any, method: Callable[..., None], *arguments: Any, r
 
 
 def outside_inference_mode(function: Callable[..., _Value], *arguments: Any) -> _Value:
-    """Inference tensors can be neither saved for backward nor broadcast by DDP, and growth may happen in a validation.
+    """Growth may happen in a validation, and inference tensors can be neither saved for backward
+    nor broadcast by DDP.
 
-    Gradients stay as off as they were. torch.compile cannot trace the question, and has its own mode in its graphs.
+    Gradients stay as off as they were. torch.compile cannot trace the question, and has its own
+    mode in its graphs.
     """
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return function(*arguments)
@@ -94,12 +104,13 @@ def private_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def give_back_all() -> None:
-    """For revert(): turn every privately grown tensor back into its module's buffer, as in stock NeMo."""
+    """For revert(): turn every private tensor back into its module's buffer, as in stock NeMo."""
     if not growth.names:
         return
     # We never saw copies of an encoder; only the garbage collector knows them all.
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.nn.Module) and type(thing) in growth.names:  # a scripted one has other buffers
+        # A scripted module is of another class, and has other buffers.
+        if issubclass(type(thing), torch.nn.Module) and type(thing) in growth.names:
             thing._buffers.update(private_tensors(thing))
             thing.__dict__.pop(_PRIVATE, None)
     for owner, names in reversed(growth.names.items()):
@@ -113,11 +124,19 @@ def give_back_all() -> None:
     growth.names.clear()
 
 
-def _buffers(encoder: torch.nn.Module) -> dict[tuple[int, str], tuple[torch.nn.Module, torch.Tensor]]:
-    """By the dict that each is in: to torch.export's tracing every look gives the modules in other proxies."""
-    plain = (module for module in encoder.modules() if isinstance(vars(module).get("_buffers"), dict))  # not scripted
-    each = ((module, name, now) for module in plain for name, now in module._buffers.items())
-    return {(id(module._buffers), name): (module, now) for module, name, now in each if now is not None}
+_Buffers = dict[tuple[int, str], tuple[torch.nn.Module, torch.Tensor]]
+
+
+def _buffers(encoder: torch.nn.Module) -> _Buffers:
+    """By the dict that each is in: torch.export's tracing gives modules in ever new proxies."""
+    found: _Buffers = {}
+    for module in encoder.modules():
+        buffers = vars(module).get("_buffers")
+        if isinstance(buffers, dict):  # a scripted module has no such thing
+            for name, now in buffers.items():
+                if now is not None:
+                    found[id(buffers), name] = (module, now)
+    return found
 
 
 def _privates(module: Any) -> dict[str, Private]:
@@ -125,8 +144,10 @@ def _privates(module: Any) -> dict[str, Private]:
 
 
 def _set_private(module: Any, name: str, tensor: torch.Tensor, buffer: torch.Tensor | None) -> None:
-    dtype, device = (None, None) if buffer is None else (buffer.dtype, buffer.device)
-    module.__dict__[_PRIVATE] = {**_privates(module), name: Private(tensor, dtype, device)}
+    private = Private(tensor, None, None)
+    if buffer is not None:
+        private = Private(tensor, buffer.dtype, buffer.device)
+    module.__dict__[_PRIVATE] = {**_privates(module), name: private}
 
 
 def _make_private(module: Any, name: str, tensor: torch.Tensor, buffer: torch.Tensor | None) -> None:
@@ -140,13 +161,15 @@ def _make_private(module: Any, name: str, tensor: torch.Tensor, buffer: torch.Te
 
 
 def _followed(module: Any, name: str) -> torch.Tensor:
-    """A private tensor, in the dtype and on the device of its buffer where these have changed: FSDP casts buffers one
-    by one, by their `data`."""
-    tensor, dtype, device = _privates(module)[name]
+    """A private tensor, in its buffer's dtype and on its device where these have changed: FSDP
+    casts buffers one by one, by their `data`."""
+    private = _privates(module)[name]
     buffer = module._buffers.get(name)
-    if buffer is None or dtype is None or (buffer.dtype == dtype and buffer.device == device) or tensor.is_meta:
-        return tensor
-    tensor = outside_inference_mode(tensor.to, buffer.device, buffer.dtype)
+    if buffer is None or private.dtype is None or private.tensor.is_meta:
+        return private.tensor
+    if buffer.dtype == private.dtype and buffer.device == private.device:
+        return private.tensor
+    tensor = outside_inference_mode(private.tensor.to, buffer.device, buffer.dtype)
     if not torch.compiler.is_compiling():
         _set_private(module, name, tensor, buffer)
     return tensor
@@ -154,8 +177,8 @@ def _followed(module: Any, name: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _as_buffers(module: Any, names: Collection[str]) -> Iterator[None]:
-    """These private tensors are buffers meanwhile, as in stock. One that is replaced is no longer private."""
-    private = {name: tensor for name, tensor in private_tensors(module).items() if name in names}
+    """These private tensors are buffers meanwhile, as in stock. One that is replaced stays one."""
+    private = {name: each for name, each in private_tensors(module).items() if name in names}
     registered = {name: module._buffers.get(name) for name in private}
     module._buffers.update(private)
     try:
@@ -165,10 +188,11 @@ def _as_buffers(module: Any, names: Collection[str]) -> Iterator[None]:
             if module._buffers.get(name) is tensor:
                 _make_private(module, name, tensor, registered[name])
             else:
-                module.__dict__[_PRIVATE] = {other: each for other, each in _privates(module).items() if other != name}
+                others = {other: each for other, each in _privates(module).items() if other != name}
+                module.__dict__[_PRIVATE] = others
 
 
-# What a class with private tensors gets: a property for each, and its own methods, with regard to them.
+# What a class with private tensors gets: a property for each, and methods that regard them.
 
 
 def _prepare(owner: Any, *names: str) -> None:
@@ -194,7 +218,7 @@ def _restore(owner: type, name: str) -> None:
 
 
 def _reader(name: str) -> property:
-    """A property for a class whose modules may have this tensor privately; otherwise it reads as in stock."""
+    """For a class whose modules may have this tensor privately; otherwise it reads as in stock."""
 
     @torch.jit.unused  # torch.jit.script compiles a class's properties, and would not take this one
     def read(self: Any) -> Any:
@@ -214,30 +238,33 @@ def _reader(name: str) -> property:
     return property(read, write, delete)
 
 
-def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module._apply(self, fn, ...)`, called by .to(), .half() and the like, applied to the private tensors, too."""
+def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`_apply(self, fn, ...)`, which .to(), .half() and the like call: to private tensors, too."""
 
     @functools.wraps(original)
-    def method(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         before = _privates(self)
         result = original(self, fn, *args, **kwargs)
         for name, private in before.items():
-            _set_private(self, name, outside_inference_mode(fn, private.tensor), self._buffers.get(name))
+            tensor = outside_inference_mode(fn, private.tensor)
+            _set_private(self, name, tensor, self._buffers.get(name))
         return result
 
     return method
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that sets or deletes one attribute or buffer: what a growth sets is private, all else is as in stock."""
+    """A method that sets or deletes one attribute or buffer: what a growth sets is private, and
+    everything else is as in stock."""
 
     @functools.wraps(original)
     def method(self: Any, name: str, *args: Any, **kwargs: Any) -> None:
         is_private = name in _privates(self)
         if threading.get_ident() in growth.threads:
-            buffer = self._buffers.get(name)
+            buffer = self.__dict__.get("_buffers", {}).get(name)
+            is_sized = is_private or (buffer is not None and name in LENGTH_SIZED)
             tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, torch.Tensor) and (is_private or (buffer is not None and name in LENGTH_SIZED)):
+            if is_sized and isinstance(tensor, torch.Tensor):
                 _make_private(self, name, tensor, buffer)
                 return
         if is_private:
@@ -250,7 +277,7 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _persisting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that saves or loads a state dict, which has persistent buffers; none of NeMo's is one."""
+    """A method that saves or loads a state dict: of persistent buffers, which none of NeMo's is."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -261,7 +288,7 @@ def _persisting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _METHODS = {
-    "_apply": _apply,
+    "_apply": _applying,
     "__setattr__": _naming,
     "__delattr__": _naming,
     "register_buffer": _naming,
@@ -273,8 +300,9 @@ _METHODS = {
 def _reduce_as_registered(module: torch.nn.Module) -> tuple[Any, ...]:
     """Pickle a module with a private tensor as stock would: with that tensor in the buffer.
 
-    A process without nemo_patches, which may load it, grows the buffer and would go on reading a private tensor. A
-    copy (copy.deepcopy comes here too) stays in this process, and keeps its buffer's shape like the original.
+    A process without nemo_patches, which may load it, grows the buffer and would go on reading a
+    private tensor. A copy (copy.deepcopy comes here too) stays in this process, and keeps its
+    buffer's shape like the original.
     """
     function, arguments, state, *rest = cast("tuple[Any, ...]", module.__reduce_ex__(4))
     if sys._getframe(1).f_globals.get("__name__") != "copy":

@@ -1,8 +1,9 @@
-"""What an encoder calls instead of NeMo's all-reduce: the largest length among the ranks, with a timeout.
+"""What an encoder calls in place of NeMo's all-reduce: the largest length, with a timeout.
 
-`synced_length` is the whole interface to NeMo. It replaces the reduce of `ConformerEncoder.update_max_seq_length`
-(nemo/collections/asr/modules/conformer_encoder.py, NeMo 1.20 to 3.0) and of its likes. State lives here, beside the
-encoders: state_dict, deepcopy, pickle and export see none of it. Who is missing from a round, subscribers say.
+`synced_length` is the whole interface to NeMo. It replaces the reduce of
+`ConformerEncoder.update_max_seq_length` (nemo/collections/asr/modules/conformer_encoder.py, NeMo
+1.20 to 3.0) and of its likes. State lives here, beside the encoders: state_dict, deepcopy, pickle
+and export see none of it. Which ranks are missing from a round, subscribers say.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -42,7 +43,7 @@ _LATE = "not every rank's length came within {waited:.2f} s; using this rank's o
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, or a round failed (a rank has died), and on_timeout="raise" is set.
+    """With on_timeout="raise": not every rank's length came in time, or a rank has died.
 
     missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
     """
@@ -59,27 +60,30 @@ class EncoderCounters:
     encoder: str
     calls: int
     rounds: int
-    fallbacks: int  # calls that no round served: this rank's own length, or the latest agreed one if larger
+    fallbacks: int  # calls that no round served: they used this rank's own length
     timeouts: int  # waits that timed out
     waited: timedelta  # in all waits, including those that did not time out
     ended: str  # why there are no more rounds; empty while there are
 
 
 class ProcessSync:
-    """The length sync of this process: its settings, and the encoders of the current process group."""
+    """The length sync of this process: its settings, and the encoders of its process group."""
 
     def __init__(self) -> None:
         self.group_syncs: GroupSyncs | None = None
         self._settings: Settings | None = None
         self._lock = threading.RLock()  # two threads may make their first calls at once
-        self._given_up: Callable[[], object] = lambda: None  # the process group whose sync our own error has ended
+        # The process group whose sync an error of ours has ended.
+        self._given_up: Callable[[], object] = lambda: None
 
     def synced_length(self, encoder: torch.nn.Module, seq_length: int) -> int:
-        """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks, and never below its own.
+        """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks.
 
-        This rank's own where the others are late, where the encoder's own `sync_max_audio_length` is false, and where
-        there is no process group or only one rank. Waits at most the timeout (and half a second for the report of
-        on_timeout="raise"). Raises LengthSyncTimeout if that was chosen, and what a signal handler raises meanwhile.
+        Never below this rank's own, and just that where the others are late, where the encoder's
+        own `sync_max_audio_length` is false, and where there is no other rank. Waits at most the
+        timeout (and half a second for the report of on_timeout="raise"); before that, at most the
+        timeout for another thread's call. Raises LengthSyncTimeout if that was chosen, and what a
+        signal handler raises meanwhile.
         """
         length = int(seq_length)
         try:
@@ -88,10 +92,12 @@ class ProcessSync:
         except Exception as error:
             if isinstance(error, LengthSyncTimeout) or raised_by_signal_handler(error):
                 raise
-            # An error of ours must not reach training. If there is no process group, it was destroyed just now.
-            if (group := torch.distributed.group.WORLD) is not None and self._given_up() is not group:
+            # An error of ours must not reach training. Without a group, it was destroyed just now.
+            group = torch.distributed.group.WORLD
+            if group is not None and self._given_up() is not group:
                 self._given_up = weakref.ref(group)
-                report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
+                text = "the length sync has ended by an error of its own, please report it"
+                report(logging.ERROR, f"{text}: {error!r}")
             return length
 
     def use(self, settings: Settings) -> None:
@@ -99,7 +105,7 @@ class ProcessSync:
         self._settings = settings
 
     def current(self) -> Settings:
-        """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
+        """Those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
                 self._settings = Settings.resolve()
@@ -109,27 +115,32 @@ class ProcessSync:
         return self._settings
 
     def counters(self) -> tuple[EncoderCounters, ...]:
-        """The counters of every encoder that lives and was called under the present (or last) process group."""
-        return tuple(sync.counters() for sync in self.group_syncs.by_encoder.values()) if self.group_syncs else ()
+        """Of every encoder that lives and was called under the present (or last) process group."""
+        if self.group_syncs is None:
+            return ()
+        return tuple(sync.counters() for sync in self.group_syncs.by_encoder.values())
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
         """The encoder's sync under the current process group; None as in present_group()."""
         with self._lock:
-            return group_syncs.sync_of(encoder) if (group_syncs := self.present_group()) else None
+            group_syncs = self.present_group()
+            return None if group_syncs is None else group_syncs.sync_of(encoder)
 
     def present_group(self) -> GroupSyncs | None:
-        """The syncs under the current process group; None without other ranks, or after an error of ours. Any thread.
+        """The syncs under the current process group; None without other ranks, or after an error of
+        ours. Any thread.
 
-        Who sees another process group first publishes that it has begun.
+        The first one to see another process group publishes that it has begun.
         """
         with self._lock:
-            before, group_syncs = self.group_syncs, self._of_present_group()
+            before = self.group_syncs
+            group_syncs = self._of_present_group()
             if group_syncs is not None and group_syncs is not before:
                 bus.publish(events.GroupBegan(group_syncs.group, group_syncs.channel))
             return group_syncs
 
     def forget(self) -> None:
-        """In a forked child: it is not a rank of its parent's process group, even if the parent has none yet."""
+        """In a forked child: it is no rank of its parent's process group, not even of a later one."""
         self._lock = threading.RLock()  # a thread may have held it
         if (group_syncs := self._of_present_group()) is not None:
             group_syncs.turn = Turn()
@@ -139,7 +150,8 @@ class ProcessSync:
         default_group = torch.distributed.group.WORLD if is_distributed() else None
         if default_group is None or default_group is self._given_up():
             return None
-        if (group_syncs := self.group_syncs) is None or group_syncs.default_group() is not default_group:
+        group_syncs = self.group_syncs
+        if group_syncs is None or group_syncs.default_group() is not default_group:
             if group_syncs is not None:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
@@ -147,7 +159,7 @@ class ProcessSync:
 
 
 class Turn:
-    """One call at a time, of all threads of a rank; and none within another, which a signal handler has interrupted."""
+    """One call at a time, of all threads; and none of a signal handler's within another one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -155,14 +167,17 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self, limit: timedelta) -> Iterator[bool]:
-        """Whether it is the caller's turn now; False within a turn of its own, or after waiting this long."""
+        """Whether it is the caller's turn; not within its own one, nor after waiting this long."""
+        thread = threading.get_ident()
+        if self._thread == thread:
+            yield False
+            return
         lock = self._lock
-        is_own = self._thread != threading.get_ident() and lock.acquire(timeout=limit.total_seconds())
+        is_own = lock.acquire(timeout=limit.total_seconds())
         try:
             if is_own:
-                self._thread = threading.get_ident()
-            elif self._thread != threading.get_ident():
-                # Nobody waits for it again: an exception of a signal handler may have kept it from being released.
+                self._thread = thread
+            else:  # nobody waits for it again: a signal handler's exception may have kept it locked
                 self._lock = threading.Lock()
             yield is_own
         finally:
@@ -172,13 +187,15 @@ class Turn:
 
 
 class Sequence:
-    """Rounds of all encoders of a process group, in the order of its calls: like a reduce of stock, a round pairs what
-    comes, whichever encoder that is on another rank."""
+    """The rounds of all encoders of a process group, in the order of this rank's calls.
+
+    Like stock's reduce, a round pairs what comes, whichever encoder that is on another rank.
+    """
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds = rounds
         self.protocol = LengthProtocol()
-        self.latest: tuple[EncoderSync, Round] | None = None  # the latest round, and whose it is
+        self.latest: tuple[EncoderSync, Round] | None = None  # the latest round, and its encoder
 
     def came(self, in_time: bool, settings: Settings) -> None:
         """The training thread has the latest round's result."""
@@ -194,18 +211,22 @@ class GroupSyncs:
     """The encoders' syncs under one default process group."""
 
     def __init__(self, default_group: torch.distributed.ProcessGroup) -> None:
-        self.default_group = weakref.ref(default_group)  # a strong reference would keep NCCL's communicators
+        # Weak: a strong reference would keep NCCL's communicators.
+        self.default_group = weakref.ref(default_group)
         default_store = torch.distributed.distributed_c10d._get_default_store()
-        for owner in (default_group, default_store):  # whichever is released first: DDP may keep the group
+        # Whichever is released first: DDP may keep the group.
+        for owner in (default_group, default_store):
             weakref.finalize(owner, self.close).atexit = False  # not in a dying interpreter
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
+        size = torch.distributed.get_world_size()
         store = JobStore(default_store, rank)
         self.group = Group(rank, size, store)
-        self.has_others = size > 1 and torch.distributed.get_backend() != "fake"  # torch's, of a rank that is alone
+        # "fake" is torch's, for one process that tries out what a rank of many would do.
+        self.has_others = size > 1 and torch.distributed.get_backend() != "fake"
         self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
         if why := _no_sockets():
             self.channel.stop(why)
-        self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
+        self.by_encoder = weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync]()
         self.turn = Turn()
         self.end_said = False
         self._sequences: dict[str, Sequence] = {}
@@ -216,7 +237,8 @@ class GroupSyncs:
             name = type(encoder).__name__
             self._titles[name] += 1
             title = name if self._titles[name] == 1 else f"{name} #{self._titles[name]}"
-            sync = self.by_encoder[encoder] = EncoderSync(title, LENGTHS, self, encoder)
+            sync = self.by_encoder[encoder] = EncoderSync(title, LENGTHS, self)
+            sync.serve(encoder)
         return sync
 
     def sequence(self, key: str) -> Sequence:
@@ -233,10 +255,14 @@ class GroupSyncs:
 
 
 class EncoderSync(WatchedRounds):
-    """One encoder's length sync on this rank: its calls, and the rounds that they issue and wait for."""
+    """One encoder's length sync on this rank: its calls, and the rounds that they wait for."""
 
     def __init__(
-        self, title: str, key: str, group_syncs: GroupSyncs, encoder: torch.nn.Module, late_text: str = _LATE
+        self,
+        title: str,
+        key: str,
+        group_syncs: GroupSyncs,
+        late_text: str = _LATE,
     ) -> None:
         """key: of the rounds, the same for all encoders."""
         self.sequence = group_syncs.sequence(key)
@@ -245,25 +271,32 @@ class EncoderSync(WatchedRounds):
         self.patience = _PATIENCE  # for the report of on_timeout="raise"
         self._calls = self._issued = self._fallbacks = self._timeouts = 0
         self._waited = timedelta(0)
+        self._outcome = ""  # of the present call
+
+    def serve(self, encoder: torch.nn.Module) -> None:
+        """When the encoder is deleted, nobody watches its rounds any more."""
         weakref.finalize(encoder, self.encoder_was_deleted).atexit = False
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
-        """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
+        """The length that one encoder call grows to. Raises LengthSyncTimeout, if chosen."""
         settings = current()
         with self.group_syncs.turn.taken(settings.timeout) as is_own:
             return self._call(length, encoder, settings) if is_own else length
 
     def _call(self, length: int, encoder: torch.nn.Module, settings: Settings) -> int:
-        began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
+        began_at = time.monotonic()
+        waited_before = self._waited
+        result = length
+        self._outcome = ""
         self.in_call = True
         try:
-            clock, training = self.sequence.protocol.clock, encoder.training
+            clock = self.sequence.protocol.clock
+            training = encoder.training
             number = self._calls + 1
             self.latest_call = (number, clock)
             bus.publish(events.CallBegan(self, number, clock, training))
-            wanted = getattr(encoder, "sync_max_audio_length", True)
-            self.apart = FLAG_IS_OFF if not wanted else IS_LOCAL if settings.sync == "local" else ""
-            if not wanted and number == 1:
+            self.apart = _apart(encoder, settings)
+            if self.apart == FLAG_IS_OFF and number == 1:
                 bus.publish(events.FlagIsOff(encoder, self))
             if self.apart or self.ended:
                 self._calls = number
@@ -271,13 +304,23 @@ class EncoderSync(WatchedRounds):
             else:
                 result = self.take_part(length, training, settings, began_at)
         finally:
-            self.in_call, waited = False, self._waited - waited_before
-            bus.publish(events.CallLeft(encoder, self, self._outcome, self._issued, waited, length, result))
+            self.in_call = False
+            left = events.CallLeft(
+                encoder=encoder,
+                sync=self,
+                outcome=self._outcome,
+                round=self._issued,
+                waited=self._waited - waited_before,
+                local=length,
+                result=result,
+            )
+            bus.publish(left)
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
-        """One call's part in the rounds, while there are any. began_at: time.monotonic() at which the call began."""
-        protocol, self._outcome = self.sequence.protocol, ""
+        """One call's part in the rounds, while there are any. began_at: by time.monotonic()."""
+        protocol = self.sequence.protocol
+        self._outcome = ""
         self._calls += 1
         try:
             completed = self.rounds.poll() if protocol.outstanding else None
@@ -297,11 +340,12 @@ class EncoderSync(WatchedRounds):
         return protocol.agreed()
 
     def _issue(self, length: int, training: bool) -> Round:
-        before, protocol = self.rounds.issued, self.sequence.protocol
+        before = self.rounds.issued
+        protocol = self.sequence.protocol
         round_ = Round(before + 1, self._calls, training, length, self.in_time_at)
         try:
             self.rounds.issue(protocol.value())
-        finally:  # also where a signal handler has raised: its number is the channel's, on all ranks the same
+        finally:  # also where a signal handler has raised: its number is the channel's
             if self.rounds.issued > before:
                 self._issued += 1
                 self.sequence.latest = (self, round_)
@@ -311,8 +355,15 @@ class EncoderSync(WatchedRounds):
         return round_
 
     def counters(self) -> EncoderCounters:
-        counts = (self._calls, self._issued, self._fallbacks, self._timeouts)
-        return EncoderCounters(self.title, *counts, waited=self._waited, ended=self.ended)
+        return EncoderCounters(
+            encoder=self.title,
+            calls=self._calls,
+            rounds=self._issued,
+            fallbacks=self._fallbacks,
+            timeouts=self._timeouts,
+            waited=self._waited,
+            ended=self.ended,
+        )
 
     def _wait(self, settings: Settings, round_: Round) -> None:
         protocol = self.sequence.protocol
@@ -330,7 +381,7 @@ class EncoderSync(WatchedRounds):
         protocol.timed_out()
         self._timeouts += 1
         self._outcome = TIMEOUT
-        promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
+        promise = _promise(settings)
         text = self.was_late(round_, promise)
         _raise_if_chosen(promise, self.patience, text)
 
@@ -340,14 +391,14 @@ class EncoderSync(WatchedRounds):
         if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
             report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
+        promise = _promise(settings)
         bus.publish(events.SyncEnded(self, promise))
         left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
         _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
 
 
 def _no_sockets() -> str:
-    """Why this process cannot make a socket, where another's class is in the place of Python's; empty if it can."""
+    """Why this process makes no socket, where another class is in Python's place; or empty."""
     try:
         with socket.socket():
             return ""
@@ -357,8 +408,18 @@ def _no_sockets() -> str:
         return f"{socket.socket!r} is in the place of Python's socket.socket: {first_line(error)}"
 
 
+def _apart(encoder: torch.nn.Module, settings: Settings) -> str:
+    if not getattr(encoder, "sync_max_audio_length", True):
+        return FLAG_IS_OFF
+    return IS_LOCAL if settings.sync == "local" else ""
+
+
+def _promise(settings: Settings) -> futures.Future[Report] | None:
+    return futures.Future() if settings.on_timeout == "raise" else None
+
+
 def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta, text: str) -> None:
-    """on_timeout="raise": with the report in place of `text`, if a subscriber has promised one and gives it in time."""
+    """on_timeout="raise": with the report in place of `text`, if a subscriber gives it in time."""
     if promise is not None:
         if promise.running():
             futures.wait([promise], max(patience.total_seconds(), 0.0))

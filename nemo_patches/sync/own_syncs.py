@@ -1,6 +1,7 @@
-"""Classes that override the bounded length sync: unless they call it, they wait as their own code does. Named once.
+"""Classes that override the bounded length sync, and may not call it. Each is named once.
 
-From a look at the classes' attributes: nothing of the user's runs, and no code is read. `nemo-patches doctor` reads it.
+From a look at the classes' attributes: nothing of the user's runs, and no code is read. That is for
+`nemo-patches doctor`.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -19,7 +20,7 @@ _said: set[str] = set()  # a class that is made anew, by a reload or a decorator
 
 
 def overrides(owner: type, method: str) -> dict[str, str]:
-    """A sentence for each override in the subclasses of `owner` that there are, by the override's name."""
+    """A sentence for each override in the subclasses of `owner`, by the override's name."""
     found: dict[str, str] = {}
     rest = [owner]
     while rest:
@@ -30,7 +31,7 @@ def overrides(owner: type, method: str) -> dict[str, str]:
 
 
 def say(sentences: Iterable[str]) -> None:
-    """Log each once. A spawned data loader worker has the classes, too; its rank has logged them."""
+    """Log each once. A spawned data loader worker has the classes, too: its rank logs them."""
     for sentence in sentences:
         if sentence not in _said and not multiprocessing.current_process().daemon:
             _said.add(sentence)
@@ -38,7 +39,7 @@ def say(sentences: Iterable[str]) -> None:
 
 
 def watching(owner: Any, method: str, in_force: Callable[[], bool]) -> classmethod[Any, Any, None]:
-    """The `__init_subclass__` of an owner: looks at each subclass when it is made, after what there was before."""
+    """The `__init_subclass__` of an owner: looks at each subclass, after what there was before."""
     before = vars(owner).get("__init_subclass__")
 
     def __init_subclass__(cls: type, /, **keywords: Any) -> None:
@@ -49,7 +50,7 @@ def watching(owner: Any, method: str, in_force: Callable[[], bool]) -> classmeth
         try:
             if in_force():
                 say(_override(cls, owner, method).values())
-        except Exception as error:  # nothing of ours may break a class statement; status() looks again
+        except Exception as error:  # nothing of ours may break a class statement
             if raised_by_signal_handler(error):
                 raise
 
@@ -57,7 +58,7 @@ def watching(owner: Any, method: str, in_force: Callable[[], bool]) -> classmeth
 
 
 def _override(kind: type, owner: type, method: str) -> dict[str, str]:
-    """The method that a class has in place of the owner's; it may be a mixin's, or another subclass's."""
+    """The method that a class has in place of the owner's, which may be a mixin's."""
     base, found = next(_definitions(kind, method))
     is_function = type(found) is FunctionType
     if base is owner or (is_function and is_ours(found)):
@@ -65,12 +66,13 @@ def _override(kind: type, owner: type, method: str) -> dict[str, str]:
     module, name = (vars(type)[part].__get__(base) for part in ("__module__", "__qualname__"))
     title = f"{module}.{name}.{method}"
     place = f" ({line_of(found)})" if is_function else ""
-    return {title: f"{title}{place} overrides {owner.__name__}'s: not bounded, unless it calls super().{method}(...)"}
+    text = f"overrides {owner.__name__}'s: not bounded, unless it calls super().{method}(...)"
+    return {title: f"{title}{place} {text}"}
 
 
 def _definitions(kind: type, name: str) -> Iterator[tuple[type, Any]]:
-    """The classes that define this attribute, and what it is. As type has it: a metaclass of the user's may do, and
-    raise, what it likes."""
+    """The classes that define this attribute, and what it is. As type has them: a metaclass of the
+    user's may do, and raise, what it likes."""
     for base in vars(type)["__mro__"].__get__(kind):
         namespace = vars(type)["__dict__"].__get__(base)
         if name in namespace:

@@ -96,8 +96,9 @@ class EncoderChecks:
         if self._barrier is None or self._barrier.group_syncs is not sync.group_syncs:
             title, key = f"{sync.title}, barrier", f"{sync.key}-barrier"
             late_text = "not every rank came within {waited:.2f} s"
-            self._barrier = EncoderSync(title, key, sync.group_syncs, self._encoder, late_text)
+            self._barrier = EncoderSync(title, key, sync.group_syncs, late_text)
             self._barrier.patience = _REPORT_PATIENCE
+            self._barrier.serve(self._encoder)
         return self._barrier
 
 
