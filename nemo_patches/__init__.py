@@ -66,7 +66,7 @@ def __dir__() -> "list[str]":
 
 
 def apply(
-    sync: "Literal['bounded', 'overlapped', 'local'] | None" = None,
+    sync: "Literal['bounded', 'local'] | None" = None,
     timeout: "float | None" = None,
     on_timeout: "Literal['fallback', 'raise'] | None" = None,
     call_timeout: "float | None" = None,
@@ -85,8 +85,8 @@ def apply(
 ) -> None:
     """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
-    sync: "bounded" (default) waits for the other ranks at most `timeout`; "overlapped" never waits; "local" does not
-        communicate. timeout: seconds (default 10) that one encoder call waits. on_timeout: "fallback" (default)
+    sync: "bounded" (default) waits for the other ranks at most `timeout`; "local" does not communicate.
+        timeout: seconds (default 10) that one encoder call waits. on_timeout: "fallback" (default)
         continues with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
         never); if an encoder call lasts longer, all threads' stacks are logged, once. The call is not interrupted.
     stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank logs where all ranks

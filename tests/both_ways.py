@@ -15,7 +15,6 @@ import pickle
 import random
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,7 @@ import torch.distributed as dist
 # nemo_patches is imported in the ranks, where NeMo is there already: on a NeMo with its diff it brings all of it.
 
 SIZE = 2
-# Seconds; no wait of ranks that are in step may run out, so that every counter is determined. After the two waits that
-# do, fresh encoders of the kind inherit a 64th of it: 9 s, which a busy machine keeps.
+# Seconds; no wait of ranks that are in step may run out, so that every counter is determined.
 PATIENT = 600.0
 SHORT = 0.3
 LONG = 400  # frames; the encoders are built for fewer
@@ -99,7 +97,7 @@ def program(rank: int, size: int, ports: list[int]) -> tuple[dict[str, Any], dic
     apply()
     for name, encoder in older.items():
         scenarios[f"{name}: trained in a group, built before it"] = trained(lambda built=encoder: built, rank)
-    play("in a group", trained, local, overlapped, flag_off, uneven, raising, subclass)
+    play("in a group", trained, local, flag_off, uneven, raising, subclass)
     play("in a group", grown, set_directly, moved, copied, attention)
     play("in a group", compiled)  # last: what it leaves in the process is not for the others
     dist.barrier()
@@ -355,22 +353,6 @@ def local(make: Callable[[], Any], rank: int) -> Any:
     return {"outputs": outputs, "wrong rows": wrong, "counters": counters(), "end": state(encoder), **weights(whole)}
 
 
-def overlapped(make: Callable[[], Any], rank: int) -> Any:
-    """A call uses what an earlier round brought: the first one its own length, and one of the next the larger one."""
-    apply(sync="overlapped")
-    encoder = make()
-    encoders.sync(encoder, 100 + 200 * rank)
-    first = state(encoder)
-    deadline = time.monotonic() + PATIENT
-    while encoder.max_audio_length < 300:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        encoders.sync(encoder, 100 + 200 * rank)
-    apply()
-    dist.barrier()
-    return [first, state(encoder)]
-
-
 def flag_off(make: Callable[[], Any], rank: int) -> Any:
     encoder = make()
     if not encoders.has_flag(encoder):
@@ -408,6 +390,7 @@ def uneven(make: Callable[[], Any], rank: int) -> Any:
     ranks.come_in(encoder)
     for step in range(2):
         call(700 + 100 * step + rank)
+    ranks.forget_incidents()
     return [maxima, counters(), state(encoder)]
 
 
@@ -424,11 +407,15 @@ def raising(make: Callable[[], Any], rank: int) -> Any:
             found = (plain(str(error)), [owner.__name__ for owner in type(error).__mro__])
         apply()
     dist.barrier()
+    if rank == 0:
+        encoders.sync(encoder, 300)  # this round meets that one
+    ranks.come_in(encoder)
+    ranks.forget_incidents()
     return [found, counters(), state(encoder)]
 
 
 def subclass(make: Callable[[], Any], rank: int) -> Any:
-    """A user's class that overrides the method and calls super(); and one that reduces itself, which is said."""
+    """A user's class that overrides the method and calls super(); and one that reduces itself. Both are said."""
     encoder = make()
     owner: Any = type(encoder)
     update = update_of(owner)

@@ -148,18 +148,24 @@ class Round:
 
 @dataclass
 class Encoder:
-    """One encoder on one rank."""
+    """One encoder on one rank: its calls, and the rounds that they have issued."""
+
+    calls: int = 0
+    issued: int = 0
+
+
+@dataclass
+class Rounds:
+    """Of all encoders of one rank."""
 
     protocol: LengthProtocol = field(default_factory=LengthProtocol)
-    outstanding: Round | None = None
+    latest: Round | None = None
     issued: int = 0
     issued_at: float = 0.0
-    calls: int = 0
     healthy: timedelta = timedelta(0)  # the longest that the protocol has taken a healthy round for
 
     def take(self, round_: Round) -> int:
-        """The result of a round that has come, and what it took, as EncoderSync tells it."""
-        self.outstanding = None
+        """The result of a round that has come, and what it took, as Sequence tells it."""
         took = timedelta(seconds=round_.ends_at - self.issued_at)
         if took <= TIMEOUT:
             self.protocol.took(took.total_seconds())
@@ -173,16 +179,15 @@ class Job:
     def __init__(self, size: int, groups: Mapping[str, list[int]] | None = None) -> None:
         self.size = size
         self._sizes = {group: len(ranks) for group, ranks in (groups or {}).items()}
-        self.syncs: defaultdict[int, list[Round]] = defaultdict(list)  # by encoder
+        self.syncs: list[Round] = []
         self.collectives: defaultdict[str, list[Round]] = defaultdict(list)  # by group
         self.gone: set[int] = set()  # their connections are closed
         self.silent: set[int] = set()
 
-    def sync(self, encoder: int, number: int) -> Round:
-        rounds = self.syncs[encoder]
-        if number == len(rounds):
-            rounds.append(Round(self.size))
-        return rounds[number]
+    def sync(self, number: int) -> Round:
+        if number == len(self.syncs):
+            self.syncs.append(Round(self.size))
+        return self.syncs[number]
 
     def collective(self, group: str, number: int) -> Round:
         rounds = self.collectives[group]
@@ -193,10 +198,9 @@ class Job:
     def lose(self, rank: int, now: float) -> None:
         """All length syncs end with it."""
         self.gone.add(rank)
-        for rounds in self.syncs.values():
-            for round_ in rounds:
-                if not round_.came:
-                    round_.ends_at = min(round_.ends_at, now)
+        for round_ in self.syncs:
+            if not round_.came:
+                round_.ends_at = min(round_.ends_at, now)
 
     def waiting(self, now: float) -> set[int]:
         """Who is in a collective."""
@@ -238,6 +242,7 @@ class Rank:
     flag: bool = True
     watched: bool = False
     ahead: int = 1
+    rounds: Rounds = field(default_factory=Rounds)
     encoders: defaultdict[int, Encoder] = field(default_factory=lambda: defaultdict(Encoder))
     joined: list[tuple[Collective, int, Round]] = field(default_factory=list)  # each with its number in its group
     finished: bool = False  # with its events
@@ -326,31 +331,33 @@ class Rank:
 
     def _length_sync(self, call: Call, now: float) -> Generator[Pause, float, Sync]:
         """As EncoderSync.call does it."""
-        encoder = self.encoders[call.encoder]
-        protocol, overlapped, completed = encoder.protocol, self.sync == "overlapped", None
+        rounds, protocol, completed = self.rounds, self.rounds.protocol, None
         if not self.flag or self.sync == "local":
             return Sync(LOCAL, call.length, now)
         if self.job.gone:
             return Sync(ENDED, call.length, now)
-        if encoder.outstanding is not None and encoder.outstanding.ends_at <= now:
-            completed = encoder.take(encoder.outstanding)
+        if protocol.outstanding and rounds.latest is not None and rounds.latest.ends_at <= now:
+            completed = rounds.take(rounds.latest)
         if protocol.begin(call.length, call.training, completed):
-            assert encoder.outstanding is None, "a round was issued while one is outstanding"
-            encoder.outstanding = round_ = self.job.sync(call.encoder, encoder.issued)
-            encoder.issued, encoder.issued_at = encoder.issued + 1, now
+            assert not protocol.outstanding, "a round was issued while one is outstanding"
+            rounds.latest = round_ = self.job.sync(rounds.issued)
+            rounds.issued, rounds.issued_at = rounds.issued + 1, now
+            self.encoders[call.encoder].issued += 1
             round_.values[self.number] = protocol.value()
             round_.settle(now)
             limit = protocol.wait_limit(TIMEOUT)
-            if limit is not None and not overlapped:
+            if limit is not None:
                 until = yield now + limit.total_seconds(), round_
                 if round_.ends_at > until:
                     protocol.timed_out()
                     return Sync(TIMED_OUT, call.length, until, until - now)
                 if not round_.came:
                     return Sync(ENDED, call.length, until, until - now)
-                protocol.came_in_time(encoder.take(round_), call.training)
+                protocol.came_in_time(rounds.take(round_), call.training)
                 return Sync(CAME, protocol.agreed(), until, until - now)
-        return Sync(SERVED if protocol.served or overlapped else UNWAITED, protocol.agreed(), now)
+        if protocol.served:
+            return Sync(SERVED, protocol.agreed(), now)
+        return Sync(UNWAITED, call.length, now)
 
 
 def run(ranks: Iterable[Rank]) -> float:

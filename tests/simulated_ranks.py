@@ -47,5 +47,5 @@ def run(schedules: list[list[Event]]) -> list[Lengths]:
     simulated_job.run(ranks)
     assert all(rank.finished for rank in ranks), "deadlock"
     for rank, one in zip(ranks, lengths, strict=True):
-        one.healthy = rank.encoders[0].healthy
+        one.healthy = rank.rounds.healthy
     return lengths

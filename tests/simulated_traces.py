@@ -97,8 +97,8 @@ class Trace(Listener):
         facts = {"outcome": sync.outcome, "waited": round(sync.waited_s, 6), "local": call.length}
         self._of_call(rank, now, call, records.Sync, round=encoder.issued, result=sync.length, **facts)
         if sync.outcome == records.TIMEOUT and self.reports:
-            came = rank.job.syncs[call.encoder][encoder.issued - 1].values
-            absent = [number for number in range(rank.job.size) if number not in came]
+            assert rank.rounds.latest is not None
+            absent = [number for number in range(rank.job.size) if number not in rank.rounds.latest.values]
             told = self._told_of(rank.job, absent)
             name = _title(call.encoder)
             self.write(now + 0.05, records.Missing, name=name, n=encoder.calls, unknown="", **told)

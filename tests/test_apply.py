@@ -88,12 +88,12 @@ def test_apply_is_idempotent_and_a_second_one_changes_the_settings_and_says_so(c
     with listening(caplog):
         nemo_patches.apply(timeout=3)
         assert caplog.messages == []
-        nemo_patches.apply(timeout=4, sync="overlapped")
+        nemo_patches.apply(timeout=4, sync="local")
     (message,) = caplog.messages
-    assert "sync=overlapped, timeout=4 s" in message
+    assert "sync=local, timeout=4 s" in message
     assert "before: sync=bounded, timeout=3 s" in message
     assert attributes() == patched
-    assert nemo_patches.status().settings.sync == "overlapped"
+    assert nemo_patches.status().settings.sync == "local"
 
 
 class listening:

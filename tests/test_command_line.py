@@ -51,14 +51,14 @@ def test_the_choices_of_a_setting_are_in_the_help_and_completed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, output, _ = typed(capsys, monkeypatch, "run", "-h")
-    assert "--sync [bounded|overlapped|local]" in output
+    assert "--sync [bounded|local]" in output
     assert "[default: (10" in output
-    words = {"COMP_WORDS": "nemo-patches run --sync o", "COMP_CWORD": "3", "_NEMO_PATCHES_COMPLETE": "complete_bash"}
+    words = {"COMP_WORDS": "nemo-patches run --sync l", "COMP_CWORD": "3", "_NEMO_PATCHES_COMPLETE": "complete_bash"}
     program = "import sys; sys.argv[0] = 'nemo-patches'; from nemo_patches.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.split() == ["overlapped"]
+    assert done.stdout.split() == ["local"]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         f"demo --record {missing}/demo.svg": ("--record", "there is no folder"),
         "demo --record demo.png": ("--record=demo.png", ".svg"),
         "run": ("command",),
-        "run --sync x -- true": ("sync='x'", "'bounded', 'overlapped', 'local'"),
+        "run --sync x -- true": ("sync='x'", "'bounded', 'local'"),
         "run --tiemout 3 -- true": ("--tiemout", "--timeout"),
         "run --trace-size big -- true": ("trace_size='big'", "0.1 to 1000000"),
         "run --trace-checks all -- true": ("trace_checks='all'", "'inputs'"),

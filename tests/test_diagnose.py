@@ -121,13 +121,6 @@ SCENARIOS = {
         71,
         setups={rank: Setup(sync="local") for rank in range(4)},
     ),
-    "stuck before it, sync=overlapped": Scenario(
-        four(steps(70), [], steps(1)),
-        ids.MISSING_RANK,
-        (2,),
-        71,
-        setups={rank: Setup(sync="overlapped") for rank in range(4)},
-    ),
     **{
         f"all inside: {phase}": Scenario(
             [[*steps(20), long(phase)] for _ in range(4)],
@@ -896,20 +889,6 @@ def test_a_rank_whose_trace_was_stopped_did_not_make_fewer_calls(tmp_path: Path)
     stopped = records.Stopped(json.loads(lines[-1])["t"], "No space left on device")
     file.write_bytes(b"".join([*lines, records.encode(stopped)]))
     assert {one.id for one in diagnose(Folder(tmp_path).read()).findings} == {ids.NOT_ENOUGH}
-
-
-def test_ranks_that_run_freely_need_not_come_to_their_end_together(tmp_path: Path) -> None:
-    """With sync=overlapped, and without gradients, the length sync ends for those that are slower."""
-
-    def free(rank: int, calls: int) -> list[Event]:
-        return [Call(pause=(1.0, 0.1, 0.3)[rank])] * calls
-
-    setups = {rank: Setup(sync="overlapped") for rank in range(3)}
-    well = Scenario([free(rank, 9) + OUT for rank in range(3)], "", (), setups=setups)
-    assert report_on(well, tmp_path / "well").findings == ()
-    early = [free(2, 9) + OUT if rank == 2 else [*free(rank, 10), Gradients()] for rank in range(3)]
-    first = report_on(Scenario(early, "", (), setups=setups, reports=False), tmp_path / "early").findings[0]
-    assert (first.id, first.ranks) == (ids.ENDED, (2,)), first  # not rank 1, which was through before, and has no end
 
 
 def test_two_jobs_in_one_folder_stay_two(tmp_path: Path) -> None:

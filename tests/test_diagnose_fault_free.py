@@ -109,7 +109,7 @@ def test_a_rank_that_truly_stays_away_is_critical_and_named(seed: int, tmp_path:
     job, size = stretches(draw), draw.choice((2, 4, 8))
     away, waits = draw.randrange(size), draw.choice(([Call(), Gradients()], [Away(0.1), Gradients()]))
     schedules = [of_rank(draw, job) + steps(3) + ([] if rank == away else waits) for rank in range(size)]
-    sync = draw.choice(("bounded", "local", "overlapped"))
+    sync = draw.choice(("bounded", "local"))
     setups = {rank: Setup(sync=sync) for rank in range(size)}
     report = diagnose(Folder(write(tmp_path, schedules, setups, seed=seed)).read())
     first = report.findings[0]

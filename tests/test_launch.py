@@ -32,11 +32,11 @@ def shown(
 
 
 def test_the_settings_and_our_folder_are_in_the_environment_and_nothing_else_changes() -> None:
-    variables, _, path = shown("--sync", "overlapped", "--timeout", "5", "--on-timeout", "raise", "--", *SHOW)
+    variables, _, path = shown("--sync", "local", "--timeout", "5", "--on-timeout", "raise", "--", *SHOW)
     plain = json.loads(run(SHOW, environment()).stdout)[0]
     assert variables == {
         **plain,
-        "NEMO_PATCHES_SYNC": "overlapped",
+        "NEMO_PATCHES_SYNC": "local",
         "NEMO_PATCHES_TIMEOUT": "5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
         "PYTHONPATH": str(LAUNCHER),

@@ -26,15 +26,15 @@ def test_defaults() -> None:
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
     environment = {
-        "NEMO_PATCHES_SYNC": "overlapped",
+        "NEMO_PATCHES_SYNC": "local",
         "NEMO_PATCHES_TIMEOUT": "2.5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
         "NEMO_PATCHES_CALL_TIMEOUT": "0",
     }
     seconds = timedelta(seconds=1)
-    assert Settings.resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise")
-    given: dict[str, Any] = {"sync": "local", "timeout": 4, "on_timeout": "fallback"}
-    assert Settings.resolve(given, environment) == Settings("local", 4 * seconds, "fallback")
+    assert Settings.resolve(environment=environment) == Settings("local", 2.5 * seconds, "raise")
+    given: dict[str, Any] = {"sync": "bounded", "timeout": 4, "on_timeout": "fallback"}
+    assert Settings.resolve(given, environment) == Settings("bounded", 4 * seconds, "fallback")
     assert StallSettings.resolve(environment=environment) == StallSettings(0 * seconds)
     given = {"call_timeout": 7, "stall_timeout": 8, "stall_exit": 9, "on_stall": "page --me"}
     assert StallSettings.resolve(given, environment) == StallSettings(
@@ -46,7 +46,7 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
 @pytest.mark.parametrize(
     ("keyword", "value", "allowed"),
     [
-        ("sync", "blocking", "'bounded', 'overlapped', 'local'"),
+        ("sync", "blocking", "'bounded', 'local'"),
         ("sync", "", "'bounded'"),
         ("on_timeout", "abort", "'fallback', 'raise'"),
         ("timeout", 0, "0.001 to 86400"),

@@ -267,8 +267,8 @@ def test_a_rank_that_came_late_is_not_named_in_its_own_report(tmp_path: Path) ->
     assert len(second.lines("Missing: rank 2 of 3 | rank 2 (")) == 1
 
 
-def gone(rank: int, size: int, mode: str) -> Report | None:
-    encoder = in_step(timeout=TIMEOUT, sync=mode)
+def gone(rank: int, size: int) -> Report | None:
+    encoder = in_step(timeout=TIMEOUT)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -285,9 +285,8 @@ def gone(rank: int, size: int, mode: str) -> Report | None:
     return Report(max(calls), report, stall.missing)
 
 
-@pytest.mark.parametrize("mode", ["bounded", "overlapped"])
-def test_a_killed_rank_is_named(mode: str) -> None:
-    results = run_ranks(gone, 3, mode, dies=(1,))
+def test_a_killed_rank_is_named() -> None:
+    results = run_ranks(gone, 3, dies=(1,))
     for rank in (0, 2):
         report = results[rank].value
         assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "no heartbeat")]
@@ -564,9 +563,9 @@ def test_a_rank_that_waits_itself_after_a_call_without_a_round_is_not_blamed() -
     assert "Missing: none, every rank has come to this call by now" in line
 
 
-def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | None:
+def blocked_elsewhere(rank: int, size: int, folder: str) -> Report | None:
     """The waiting ranks' training threads are in another collective while their round stays open."""
-    encoder = in_step(timeout=TIMEOUT, sync=mode)
+    encoder = in_step(timeout=TIMEOUT)
     go_on = Path(folder, "go on")
     if rank == 1:
         read_audio(go_on)
@@ -590,9 +589,8 @@ def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | 
     return Report(call, seen[0], seen[1].missing)
 
 
-@pytest.mark.parametrize("mode", ["bounded", "overlapped"])
-def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(mode: str, tmp_path: Path) -> None:
-    results = run_ranks(blocked_elsewhere, 3, str(tmp_path), mode)
+def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(tmp_path: Path) -> None:
+    results = run_ranks(blocked_elsewhere, 3, str(tmp_path))
     for rank in (0, 2):
         report = results[rank].value
         assert [(one.rank, one.kind) for one in report.missing] == [(1, "elsewhere")]

@@ -128,20 +128,6 @@ def accused(findings: tuple[Finding, ...]) -> set[int]:
     return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
 
 
-def test_a_round_given_up_that_others_are_past_shows_no_wait(tmp_path: Path) -> None:
-    """Made up: with sync=overlapped no rank waits, and no call gives up; the record of one that did ends there."""
-    overlapped = {rank: Setup(sync="overlapped") for rank in range(3)}
-    of_rank = [*steps(4), *[Call()] * 4, *steps(5)]
-    write(tmp_path, [of_rank, of_rank, [*steps(4), Away(20.0), *of_rank[8:]]], overlapped, reports=False)
-    file = sorted(tmp_path.iterdir())[0]
-    lines = file.read_bytes().splitlines(True)
-    last = max(at for at, line in enumerate(lines) if b'"outcome":"served","round":5' in line)
-    given_up = lines[last].replace(b'"served"', b'"unwaited"')
-    file.write_bytes(b"".join([*lines[:last], given_up]))
-    _, evidence = read(tmp_path)
-    assert not [one for one in evidence.facts if isinstance(one.value, Seat)]
-
-
 def test_who_had_reported_that_it_waits_in_its_backward_is_not_accused(tmp_path: Path) -> None:
     """Without an end beside others that have one, whatever came of it in the end."""
     last: list[list[Event]] = [[Call(), Gradients()], [Call(), Gradients()], [Call(), TIMED_OUT], [Call(), Gradients()]]

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from nemo_patches.patching import COLLECTION
 from nemo_patches.patching.targets import TARGETS, Target
-from nemo_patches.sync.own_syncs import Owner, OwnSync, copies, own_syncs
+from nemo_patches.sync.own_syncs import overrides
 
 
 def import_target(target: Target) -> ModuleType | None:
@@ -42,16 +42,14 @@ def built_in() -> str:
     return next((version for target, module in _loaded() if (version := target.built_in(module))), "")
 
 
-def unbounded(patched: Collection[Target]) -> tuple[OwnSync, ...]:
-    """The classes in this process with a length sync that is not ours."""
-    owners = [
-        Owner(kind, target.method, target.setter)
-        for target, module in _loaded()
-        if (kind := target.find_owner(module)) and (target in patched or target.built_in(module))
-    ]
-    methods = {owner.method for owner in owners}
-    nemos = {(target.module, target.owner) for target in TARGETS}
-    return (*(own for owner in owners for own in own_syncs(owner)), *copies(methods, nemos))
+def overridden(patched: Collection[Target]) -> dict[str, str]:
+    """A sentence for each class in this process that overrides a bounded length sync, by the override's name."""
+    found: dict[str, str] = {}
+    for target, module in _loaded():
+        owner = target.find_owner(module)
+        if owner is not None and (target in patched or target.built_in(module)):
+            found |= overrides(owner, target.method)
+    return found
 
 
 def _loaded() -> Iterator[tuple[Target, ModuleType]]:

@@ -178,9 +178,9 @@ class Patching:
             nemo = "not installed"
         patched = [*self._patched, *(target for chosen in ALL_CHOSEN if self._has(chosen) for target in chosen.targets)]
         state, why = self._state(nemo, hook_installed, len(patched))
-        unbounded = imported.unbounded(self._patched)
-        if unbounded:
-            why = f"{why}, but not these length syncs: {', '.join(dict.fromkeys(own.title for own in unbounded))}"
+        overridden = imported.overridden(self._patched)
+        if overridden:
+            why = f"{why}; overridden by {', '.join(overridden)}"
         of_features = [feature.status() for feature in (*BEFORE_PATCHES, *AFTER_PATCHES)]
         return Status(
             nemo=nemo,
@@ -190,7 +190,7 @@ class Patching:
             trace=self._settings.trace,
             uneven=self.uneven_settings(),
             checkpoints=checkpoints.checkpoints.counters() if self._has(CHECKPOINTS) else None,
-            own_syncs=tuple(own.text for own in unbounded),
+            own_syncs=tuple(overridden.values()),
             state=state,
             why=why,
             **{name: value for fields in of_features for name, value in fields.items()},

@@ -36,7 +36,7 @@ class Status:
     stalls: encoder calls that not every rank has come to, with the missing ranks; or a job without encoder calls.
     loaders: what StopTogether and stop_together() have done on this rank.
     checkpoints: what the ranks have agreed on for checkpoints; None if each rank decides for itself.
-    own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
+    own_syncs: a sentence for each class that overrides a bounded length sync.
     comparisons: for each optimizer, the result of comparing all ranks' parameters.
     """
 

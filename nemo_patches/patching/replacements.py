@@ -15,7 +15,7 @@ import wrapt
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS, TARGETS, Target
 from nemo_patches.sync import checkpoints
 from nemo_patches.sync.encoder_methods import make_bounded_update, private_setter
-from nemo_patches.sync.own_syncs import Owner, watching
+from nemo_patches.sync.own_syncs import watching
 from nemo_patches.sync.places import place_of
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing.recorded_forward import recorded
@@ -67,7 +67,7 @@ class Replacements:
         self._replace(owner, target.method, make_bounded_update(original, _without_reduce(original), in_force))
         if target.setter:
             self._replace(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
-        self._replace(owner, "__init_subclass__", watching(Owner(owner, target.method, target.setter), in_force))
+        self._replace(owner, "__init_subclass__", watching(owner, target.method, in_force))
 
     def defer_metrics(self, in_force: Callable[[], bool]) -> None:
         """Put the deferred metrics around NeMo's evaluation epochs, unless they are there."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.imported import unbounded
+from nemo_patches.patching.imported import overridden
 from nemo_patches.patching.settings import AllSettings
 from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.stall.roll_call import AllAnnounced
@@ -51,7 +51,7 @@ class StartLines:
 
     def collection_complete(self, skipped: Mapping[Target, str]) -> None:
         self.patched([target for target in TARGETS if target in self._patched])
-        say_own_syncs(unbounded(self._patched))
+        say_own_syncs(overridden(self._patched).values())
         for target, reason in skipped.items():
             say(f"not patched: {target}: {reason}", logging.DEBUG)
         say(f"settings: {self._settings()}", logging.DEBUG)
@@ -66,7 +66,9 @@ class StartLines:
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
             say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}")
-            say_own_syncs(unbounded(self._patched))  # made since, where a class of theirs keeps ours from being asked
+            say_own_syncs(
+                overridden(self._patched).values()
+            )  # made since, where a class of theirs keeps ours from being asked
 
     def _flag_is_off(self, event: FlagIsOff) -> None:
         """On the training thread, at a first call. This rank speaks for itself: another's flag may be on."""

@@ -70,7 +70,7 @@ class OwnState:
             idle=idle,
             rounds=rounds,
             given_up=given_up,
-            apart={sync.key: sync.apart for sync in syncs if sync.apart},
+            apart=_apart(syncs),
             training=last.training,
             goes_on=goes_on,
             goes_on_for=max(calling_for, moving_for, 0.0),
@@ -88,7 +88,7 @@ class OwnState:
 
 
 def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
-    """By encoder: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
+    """By key: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
     rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
     in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
     given_up = {
@@ -96,4 +96,10 @@ def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[d
         for sync, round_ in rounds
         if not sync.has_come(round_) and (round_.gave_up_at or now - round_.issued_at >= timeout_s)
     }
-    return {sync.key: round_.number for sync, round_ in in_order}, given_up
+    return {sync.key: sync.rounds.issued for sync, _ in in_order}, given_up
+
+
+def _apart(syncs: list[WatchedRounds]) -> dict[str, str]:
+    """By key: why none of this rank's encoders takes part in its rounds, where none does."""
+    taking_part = {sync.key for sync in syncs if not sync.apart}
+    return {sync.key: sync.apart for sync in syncs if sync.key not in taking_part}

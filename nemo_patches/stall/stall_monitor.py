@@ -143,7 +143,7 @@ class StallMonitor:
         server = self.group.store.server
         try:
             self._socket = JobSocket(self.group.rank, server[1] if server is not None else 0)
-        except OSError as error:
+        except Exception as error:  # not an OSError where others' class is in the place of Python's socket
             report(logging.INFO, f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}")
 
     def _end(self) -> None:

@@ -106,7 +106,7 @@ class TrainingNotes:
         place = self._places.get(sync)
         if place is None:
             # When an encoder is new, forget those that were deleted.
-            kept = {sync: place for sync, place in self._places.items() if not sync.rounds.over}
+            kept = {sync: place for sync, place in self._places.items() if not sync.is_settled}
             place = kept[sync] = stacks.encoder_function()
             self._places = kept
         return place

@@ -59,6 +59,7 @@ class WatchedRounds:
         self.in_call = False  # a call is in its rounds
         self.in_time_at = 0.0  # when a round last came in time
         self._said: Round | None = None  # a late one that was logged here; no other until one comes in time
+        self._is_deleted = False  # the encoder
 
     @property
     def ended(self) -> str:
@@ -78,6 +79,16 @@ class WatchedRounds:
     def is_over(self, round_: Round) -> bool:
         """Whether this round has completed, or never will."""
         return self.has_come(round_) or self.has_failed() or bool(self.rounds.over)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to watch any more: its encoder was deleted, or there are no more rounds."""
+        is_open = self.round is not None and not self.has_come(self.round)
+        return bool(self.rounds.over) or (self._is_deleted and not is_open)
+
+    def encoder_was_deleted(self) -> None:
+        """Takes no lock: the garbage collector calls this."""
+        self._is_deleted = True
 
     def call_title(self, round_: Round) -> str:
         return f"{self.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"

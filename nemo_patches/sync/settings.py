@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from .protocol import SHORTEST_WAIT
 
 PREFIX = "NEMO_PATCHES_"
-SYNC_MODES = ("bounded", "overlapped", "local")
+SYNC_MODES = ("bounded", "local")
 _SHORTEST_S, _LONGEST_S = SHORTEST_WAIT.total_seconds(), 86400.0
 _SETTING = "nemo_patches setting"  # the key of a field's metadata
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -153,7 +153,7 @@ class Settings(SettingsTable):
     sync: str = word_setting(
         "sync",
         SYNC_MODES,
-        "bounded: wait for other ranks; overlapped: never; local: no communication.",
+        "bounded: wait for other ranks, at most the timeout; local: no communication.",
         is_shown=always,
     ).as_field()
     timeout: timedelta = seconds_setting(

@@ -18,7 +18,7 @@ from .sync import __version__
 from .sync.checkpoints import CheckpointError, replacements
 from .sync.encoder_methods import make_bounded_update, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
-from .sync.own_syncs import Owner, watching
+from .sync.own_syncs import watching
 from .sync.rank_log import report
 from .sync.settings import CHECKPOINTS, Settings, SettingsError, misspelt
 
@@ -39,7 +39,7 @@ def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]
         setattr(owner, method, update)
         if setter:
             setattr(owner, setter, private_setter(owner.__dict__[setter], lambda: True))
-        owner.__init_subclass__ = watching(Owner(owner, method, setter), lambda: True)
+        owner.__init_subclass__ = watching(owner, method, lambda: True)
         return owner  # type: ignore[no-any-return]
 
     return decorate
