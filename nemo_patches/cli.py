@@ -231,7 +231,7 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, "
+            help="Files and folders with traces, stall reports, stacks of hosts, logs, Flight Recorder dumps, "
             "in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
@@ -241,10 +241,7 @@ def diagnose(
     ] = None,
     job: Annotated[
         str | None,
-        with_value(
-            metavar="DIR",
-            help_="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
-        ),
+        with_value(metavar="DIR", help_="A running job, by the folder in which it runs."),
     ] = None,
     pids: Annotated[
         str,

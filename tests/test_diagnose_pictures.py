@@ -42,13 +42,12 @@ def in_step(folder: Path, ranks: int, calls: int) -> TracedJob:
     for rank in range(ranks):
         lines: list[records.Record] = [
             header(rank, ranks, 1e9 + 4000 * rank, Setup()),
-            records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "batch_norm", True, {}, {}),
         ]
         for n in range(1, calls + 1):
             waited = 0.0 if rank == 1 else 0.05 + 0.001 * (rank % 7)
-            lines.append(records.Enter(n * 0.2, 1, n, True, True, [8, 80, 900], "float32", "cuda:0", None))
-            lines.append(records.Sync(n * 0.2 + waited, 1, n, records.CAME, n, waited, 900, 900))
-            lines.append(records.Leave(n * 0.2 + 0.1, 1, n, [8], 0.1))
+            lines.append(records.Enter(n * 0.2, "ConformerEncoder", n, True, [8, 80, 900], "float32", "cuda:0"))
+            lines.append(records.Sync(n * 0.2 + waited, "ConformerEncoder", n, records.CAME, n, waited, 900, 900))
+            lines.append(records.Leave(n * 0.2 + 0.1, "ConformerEncoder", n, [8]))
         (folder / file_name(rank, 1e9 + 4000 * rank)).write_bytes(b"".join(map(records.encode, lines)))
     return Folder(folder).read()
 

@@ -14,22 +14,25 @@ import pytest
 from interpreters import CHECKOUT, environment, run
 
 pytestmark = pytest.mark.one_nemo
+RECORDERS = [0, 0, 0, 0, 1]  # of exceptions, into a trace: only where there will be one
 PROGRAM = """
 import json, os, sys
 from lightning.pytorch import Trainer
 
-def found(value):
-    os.environ["NEMO_PATCHES_STOP_TOGETHER"] = value
+def found(**variables):
+    os.environ.update({f"NEMO_PATCHES_{name}": value for name, value in variables.items()})
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     callbacks = Trainer(accelerator="cpu", **dict.fromkeys(off, False)).callbacks
     recorders.append([type(one).__name__ for one in callbacks].count("TrainerExceptions"))
     return [[one._training, one._evaluation] for one in callbacks if type(one).__name__ == "StopTogether"]
 
 recorders = []
-without = found("")
+without = found(STOP_TOGETHER="")
 ours = [name for name in sys.modules if name.startswith("nemo_patches")]
-settings = found("training"), found("training, evaluation"), found("soon")
-print(json.dumps([[without, ours], *settings, "nemo" in sys.modules, recorders]))
+settings = [found(STOP_TOGETHER=value) for value in ("training", "training, evaluation", "soon")]
+traced = [name for name in sys.modules if name.startswith("nemo_patches.tracing")]
+found(STOP_TOGETHER="", TRACE=sys.argv[1])
+print(json.dumps([[without, ours], *settings, "nemo" in sys.modules, recorders, traced]))
 """
 
 
@@ -48,7 +51,8 @@ def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(*path: Path) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", PROGRAM], environment(*path), cwd=path[0])  # a checkout may hold an egg-info
+    command = [sys.executable, "-c", PROGRAM, str(path[0] / "trace")]
+    return run(command, environment(*path), cwd=path[0])  # a checkout may hold an egg-info
 
 
 def seen(done: subprocess.CompletedProcess[str]) -> Any:
@@ -65,12 +69,13 @@ WATCH = "nemo_patches.patching.job_watch"  # a callback, which imports more wher
 
 def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
     """Nothing of ours is imported until a setting asks for it; then there is one of each."""
-    (without, ours), *found, with_nemo, recorders = seen(done)
+    (without, ours), *found, with_nemo, recorders, traced = seen(done)
     assert without == []
     assert set(ours) == ({*OF_THE_HOOK, WATCH} if hooked else {*OF_THE_HOOK} - {"nemo_patches.patching.start_up"})
     assert found == [[[True, False]], [[True, True]], []]
     assert not with_nemo
-    assert recorders == [0, 1, 1, 1]
+    assert recorders == RECORDERS
+    assert traced == []
 
 
 @pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])

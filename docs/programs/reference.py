@@ -28,7 +28,6 @@ ALSO = {
     "LoaderCounters": "nemo_patches.uneven.agreement",
     "ComparisonCounters": "nemo_patches.uneven.comparison",
     "lightning.StopTogether": "nemo_patches.uneven.stop_together",
-    "tracing.checks.FindingError": "nemo_patches.tracing.checks",
 }
 
 

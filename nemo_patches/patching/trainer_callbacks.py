@@ -1,4 +1,4 @@
-"""Adds callbacks to Lightning's trainers: to record exceptions, and, by the settings, StopTogether and BatchCount.
+"""Adds callbacks to Lightning's trainers: by the settings, to record exceptions, StopTogether and BatchCount.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer of the environment asks, also in
 projects that have nothing to do with it: nothing of ours is imported where no setting asks for it, and nothing raised
@@ -93,12 +93,14 @@ class _Callbacks:
         if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
             return found
         from nemo_patches.patching.monkeypatch import this_process
-        from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
-        from nemo_patches.uneven.settings import EVALUATION, TRAINING
 
-        found.append(TrainerExceptions())
+        if this_process.traces():
+            from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
+
+            found.append(TrainerExceptions())
         settings = this_process.uneven_settings()
         if stages := settings.stop_together:
+            from nemo_patches.uneven.settings import EVALUATION, TRAINING
             from nemo_patches.uneven.stop_together import StopTogether
 
             found.append(StopTogether(TRAINING in stages, EVALUATION in stages))

@@ -13,12 +13,18 @@ from rich.console import Console
 
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading, running
-from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here, pids_in
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    STUCK_AFTER_S,
+    NothingToLookAtError,
+    jobs_here,
+    pids_in,
+)
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import NoSocketError, diagnose_job
 from nemo_patches.tools.diagnose.report_text import show
+from nemo_patches.tools.diagnose.sources import stall_reports
 from nemo_patches.tools.diagnose.watch import once
 
 JSON_FORMAT = 2  # docs/diagnose.md describes it
@@ -63,8 +69,11 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
         report = replace(alone, problems=(*found.problems, *reading.of_no_other_reader(alone.problems)))
         return _print(report, json)
     parts = [*others, *(("traces", reading.of_traces(job)) for job, _ in jobs)]
+    evidence = reading.joined(parts, found.problems, found.earlier)
     source = ", ".join(safe(str(path)) for path in paths[:4])
-    return _print(judge(reading.joined(parts, found.problems, found.earlier), source), json)
+    # A rank that reports a stall has waited for stall_timeout.
+    stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
+    return _print(judge(evidence, source, stuck_after_s), json)
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:

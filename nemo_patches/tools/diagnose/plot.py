@@ -124,8 +124,9 @@ def _lags(case: Case, ranks: list[int], edges: Floats) -> Floats:
     """By rank and column the largest lag in seconds; 0 where it is not known, NaN where there is no call."""
     lags = np.full((len(ranks), len(edges) - 1), np.nan)
     for row, rank in enumerate(ranks):
-        if rank in case.tracks:
-            lags[row, _columns(np.array(case.tracks[rank].calls.n), edges)] = 0.0
+        track = case.tracks.get(rank)
+        if track is not None and track.calls.n:
+            lags[row, _columns(np.array(track.calls.n), edges)] = 0.0
     for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.lag, strict=True):
         numbers = np.array(case.tracks[rank].calls.n)[index]
         # The first rank's lag is 0, which is known.
