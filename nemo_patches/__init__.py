@@ -81,7 +81,6 @@ def apply(
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
-    compare: "int | None" = None,
 ) -> None:
     """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
@@ -102,8 +101,6 @@ def apply(
         trainers created from now on get a StopTogether, which drops batches (docs/uneven.md). "": none.
     checkpoints: "agreed" (default): all ranks follow rank 0's decisions in NeMo's checkpoint callback, and wait for
         each other there; CheckpointError if a rank has died. "stock": each rank decides for itself, and may hang.
-    compare: compare all ranks' parameters each time after this many optimizer steps (default 0: never), and name the
-        ranks whose parameters differ. Set it before the model is wrapped in DDP.
     A keyword that is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, and a line says so.
     It applies to this process and the processes that it forks. A spawned one (torch.multiprocessing.spawn, Lightning's

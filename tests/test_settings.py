@@ -75,12 +75,6 @@ def test_a_bad_variable_is_named() -> None:
         Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": "ten"})
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, "1.5", "often", True, 1e10, math.nan, math.inf])
-def test_a_number_of_steps_is_a_whole_one(value: object) -> None:
-    with pytest.raises(SettingsError, match=r"compare=.* is not allowed; allowed: a whole number of optimizer steps"):
-        UnevenSettings.resolve({"compare": value}, {})
-
-
 def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
     defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *UnevenSettings().items()]
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
@@ -106,7 +100,6 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         "on_finding": "raise",
         "metrics": "deferred",
         "stop_together": "training,evaluation",
-        "compare": "1000",
         "checkpoints": "stock",
     }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})

@@ -12,8 +12,6 @@ from nemo_patches.sync import length_sync
 from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import STDERR
-from nemo_patches.uneven.even_loader import even_loaders
-from nemo_patches.uneven.parameter_watch import parameter_watch
 from nemo_patches.uneven.settings import DEFERRED
 
 
@@ -46,11 +44,6 @@ def _start_dumps(settings: AllSettings) -> None:
         dumps.stop()
 
 
-UNEVEN = Feature(
-    lambda settings: parameter_watch.use(settings.uneven.compare),
-    lambda: parameter_watch.use(0),
-    lambda: {"comparisons": parameter_watch.counters(), "loaders": even_loaders.counters()},
-)
 SYNC = Feature(
     lambda settings: length_sync.use(settings.sync),
     lambda: None,  # the patched methods are its end
@@ -70,7 +63,7 @@ DUMPS = Feature(_start_dumps, dumps.stop, dict)
 
 # Started before NeMo's methods are patched, so that the first patched call finds its settings, and stopped after they
 # are restored, so that no call goes on unseen. The stall reports' settings stand in a trace's header.
-BEFORE_PATCHES = (UNEVEN, SYNC, STALL_REPORTS)
+BEFORE_PATCHES = (SYNC, STALL_REPORTS)
 # Started after NeMo's methods are patched, and stopped before they are restored. Tracing stops first, too: its hook for
 # exceptions came with the first encoder call, and is around that of the dumps.
 AFTER_PATCHES = (TRACING, DUMPS)

@@ -27,6 +27,7 @@ from nemo_patches.sync import checkpoints, length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.uneven.even_loader import even_loaders
 from nemo_patches.uneven.settings import UnevenSettings
 
 
@@ -151,7 +152,7 @@ class Patching:
             self._refuse(None, error)
             return
         # Metrics and checkpoints are as in stock until NeMo is imported.
-        settings = replace(settings, uneven=UnevenSettings(compare=settings.uneven.compare))
+        settings = replace(settings, uneven=UnevenSettings())
         for feature in WITHOUT_PATCHES:
             feature.start(settings)
 
@@ -188,6 +189,7 @@ class Patching:
             patched=tuple(map(str, patched)),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             trace=self._settings.trace,
+            loaders=even_loaders.counters(),
             uneven=self.uneven_settings(),
             checkpoints=checkpoints.checkpoints.counters() if self._has(CHECKPOINTS) else None,
             own_syncs=tuple(own.text for own in unbounded),

@@ -14,7 +14,6 @@ from nemo_patches.sync.settings import Settings
 from nemo_patches.text import named
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.agreement import LoaderCounters
-from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.settings import UnevenSettings
 
 
@@ -37,7 +36,6 @@ class Status:
     loaders: what StopTogether and stop_together() have done on this rank.
     checkpoints: what the ranks have agreed on for checkpoints; None if each rank decides for itself.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
-    comparisons: for each optimizer, the result of comparing all ranks' parameters.
     """
 
     nemo: str
@@ -55,7 +53,6 @@ class Status:
     uneven: UnevenSettings
     checkpoints: CheckpointCounters | None = None
     own_syncs: tuple[str, ...] = ()
-    comparisons: tuple[ComparisonCounters, ...] = ()
     state: str = "on"
     why: str = ""
 
@@ -70,7 +67,6 @@ class Status:
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
             *map(str, self.loaders),
-            *map(str, self.comparisons),
             *([] if self.checkpoints is None else [str(self.checkpoints)]),
         ]
         if self.unannounced:

@@ -1,4 +1,4 @@
-"""Adds callbacks to Lightning's trainers: to record exceptions, and, by the settings, StopTogether and BatchCount.
+"""Adds callbacks to Lightning's trainers: to record exceptions, and, by the settings, StopTogether.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
 entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
@@ -31,10 +31,6 @@ def callbacks() -> list[Any]:
         from nemo_patches.uneven.stop_together import StopTogether
 
         found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
-    if settings.compare:
-        from nemo_patches.uneven.batch_count import BatchCount
-
-        found.append(BatchCount())
     return found
 
 
