@@ -16,10 +16,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import nemo_patches
 from nemo_patches.channel import keys
 from nemo_patches.channel.store_client import StoreClient
+from nemo_patches.options.stop_together import StopTogether as StopTogether
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
-from nemo_patches.uneven.stop_together import StopTogether as StopTogether
 
 _MOST_RANKS = 64  # with more, every rank's own figures would be thousands of series
 _EXCHANGE_LIMIT_S, _LOOK_S = 5.0, 0.2

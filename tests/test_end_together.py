@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from nemo_patches.channel.extremes import packed, unpacked
 from nemo_patches.channel.side_channel import RoundFailed
-from nemo_patches.uneven import even_loader
-from nemo_patches.uneven.agreement import Agreement, Position, StopTogetherError
-from nemo_patches.uneven.even_loader import EvenLoader
+from nemo_patches.options import even_loader
+from nemo_patches.options.agreement import Agreement, Position, StopTogetherError
+from nemo_patches.options.even_loader import EvenLoader
 
 pytestmark = pytest.mark.one_nemo
 LIMIT_S = 60.0

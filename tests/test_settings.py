@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.settings import ALL_SETTINGS
+from nemo_patches.patching.settings import ALL_SETTINGS, OptionSettings
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt
 from nemo_patches.tracing.settings import TraceSettings
-from nemo_patches.uneven.settings import UnevenSettings
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -76,7 +75,7 @@ def test_a_bad_variable_is_named() -> None:
 
 
 def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
-    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *UnevenSettings().items()]
+    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *OptionSettings().items()]
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
     assert str(Settings(timeout=timedelta(seconds=2.5))) == "sync=bounded, timeout=2.5 s, on_timeout=fallback"
     assert str(StallSettings()) == "call_timeout=60 s, stall_timeout=60 s"

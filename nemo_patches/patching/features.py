@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_patches.patching.settings import AllSettings
+from nemo_patches.patching.settings import DEFERRED, AllSettings
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
 from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
 from nemo_patches.tracing.settings import STDERR
-from nemo_patches.uneven.settings import DEFERRED
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Feature:
 
 
 def _start_stall_reports(settings: AllSettings) -> None:
-    subscriber.use(settings.stall, str(settings.uneven), settings.uneven.metrics == DEFERRED)
+    subscriber.use(settings.stall, str(settings.options), settings.options.metrics == DEFERRED)
     subscriber.subscribe()
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from nemo_patches.patching.settings import AllSettings
+from nemo_patches.options.agreement import LoaderCounters
+from nemo_patches.options.checkpoints import CheckpointCounters
+from nemo_patches.patching.settings import AllSettings, OptionSettings
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.settings import StallSettings
-from nemo_patches.sync.checkpoints import CheckpointCounters
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import named
 from nemo_patches.tracing.settings import TraceSettings
-from nemo_patches.uneven.agreement import LoaderCounters
-from nemo_patches.uneven.settings import UnevenSettings
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Status:
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
     loaders: tuple[LoaderCounters, ...]
-    uneven: UnevenSettings
+    options: OptionSettings
     checkpoints: CheckpointCounters | None = None
     own_syncs: tuple[str, ...] = ()
     state: str = "on"
@@ -60,7 +59,7 @@ class Status:
         lines = [
             f"{self.state}: {self.why}",
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {AllSettings(self.settings, self.stall_settings, self.trace, self.uneven)}",
+            f"settings: {AllSettings(self.settings, self.stall_settings, self.trace, self.options)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),

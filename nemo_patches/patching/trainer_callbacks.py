@@ -23,12 +23,12 @@ def callbacks() -> list[Any]:
     if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
         return []
     from nemo_patches.patching.monkeypatch import this_process
+    from nemo_patches.patching.settings import EVALUATION, TRAINING
     from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
-    from nemo_patches.uneven.settings import EVALUATION, TRAINING
 
-    settings, found = this_process.uneven_settings(), [TrainerExceptions()]
+    settings, found = this_process.option_settings(), [TrainerExceptions()]
     if stages := settings.stop_together:
-        from nemo_patches.uneven.stop_together import StopTogether
+        from nemo_patches.options.stop_together import StopTogether
 
         found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import MappingProxyType
@@ -123,6 +123,23 @@ def word_setting(name: str, words: tuple[str, ...], help: str, **more: Any) -> S
     return Setting(name, words[0], lambda value: words[words.index(value)], allowed, help, words=words, **more)
 
 
+def words_setting(name: str, words: tuple[str, ...], also: str, help: str, **more: Any) -> Setting[tuple[str, ...]]:
+    """A setting that is some of these words, from a text with commas or a sequence, in this order; by default none."""
+
+    def read(value: object) -> tuple[str, ...]:
+        given = value.split(",") if isinstance(value, str) else value
+        if not isinstance(given, Sequence):
+            raise TypeError
+        chosen = {str(word).strip() for word in given}
+        if not chosen <= {*words, ""}:
+            raise ValueError
+        return tuple(word for word in words if word in chosen)
+
+    allowed = f"{', '.join(map(repr, words))}, {also}"
+    text = lambda value: ",".join(value) or "none"  # noqa: E731
+    return Setting[tuple[str, ...]](name, (), read, allowed, help, text, words=words, several=True, **more)
+
+
 def number(value: Any, low: float, high: float) -> float:
     """A number, or the text of one. Raises ValueError or TypeError if it is none, or out of bounds."""
     if isinstance(value, bool) or not low <= float(value) <= high:
@@ -138,12 +155,6 @@ def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False
     allowed = f"a number of seconds, {_SHORTEST_S:g} to {_LONGEST_S:g}" + (", or 0 (never)" if or_never else "")
     default = timedelta(seconds=default_s)
     return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s", **more)
-
-
-# Of NeMo's checkpoint callback, not of the length sync; a field of uneven/settings.py's table.
-CHECKPOINTS = word_setting(
-    "checkpoints", ("agreed", "stock"), "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own."
-)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.sync.settings import NOTHING, PREFIX, Setting, SettingsTable, number, word_setting
+from nemo_patches.sync.settings import NOTHING, PREFIX, Setting, SettingsTable, number, word_setting, words_setting
 
 INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
 CONTINUE, RAISE = "continue", "raise"
@@ -25,23 +25,6 @@ def _folder(value: object) -> Path | None:
 
 def _folder_or_stderr(value: object) -> Path | None:
     return STDERR if value in ("-", STDERR) else _folder(value)
-
-
-def words_setting(name: str, words: tuple[str, ...], also: str, help: str, **more: Any) -> Setting[tuple[str, ...]]:
-    """A setting that is some of these words, from a text with commas or a sequence, in this order; by default none."""
-
-    def read(value: object) -> tuple[str, ...]:
-        given = value.split(",") if isinstance(value, str) else value
-        if not isinstance(given, Sequence):
-            raise TypeError
-        chosen = {str(word).strip() for word in given}
-        if not chosen <= {*words, ""}:
-            raise ValueError
-        return tuple(word for word in words if word in chosen)
-
-    allowed = f"{', '.join(map(repr, words))}, {also}"
-    text = lambda value: ",".join(value) or "none"  # noqa: E731
-    return Setting[tuple[str, ...]](name, (), read, allowed, help, text, words=words, several=True, **more)
 
 
 def _needs_trace(table: TraceSettings) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 
+from nemo_patches.patching.settings import OptionSettings
 from nemo_patches.sync.settings import SYNC_MODES
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
@@ -14,7 +15,6 @@ from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import CAME, Input, Track
-from nemo_patches.uneven.settings import UnevenSettings
 
 _NEXT_DUMP = (
     "`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless NEMO_PATCHES_DUMP "
@@ -102,7 +102,7 @@ def other_than_configured(cases: list[Case]) -> list[Finding]:
 
 
 # A header leaves out settings with these values.
-_DEFAULTS = {setting.name: setting.text(value) for setting, value in UnevenSettings().items()}
+_DEFAULTS = {setting.name: setting.text(value) for setting, value in OptionSettings().items()}
 _FLAGS = {"true": True, "false": False}
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from nemo_patches.options.even_loader import Counts, EvenLoader, even_loaders
 from nemo_patches.sync.rank_log import report
-from nemo_patches.uneven.even_loader import Counts, EvenLoader, even_loaders
 
 _KINDS = {"train": "training", "val": "validation", "test": "test"}  # by Lightning's names
 

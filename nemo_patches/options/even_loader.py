@@ -12,10 +12,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from nemo_patches.options.agreement import Agreement, Agreements, LoaderCounters, Position, StopTogetherError
+from nemo_patches.options.left_pass import LeftPass
 from nemo_patches.sync.rank_log import rank_and_size, report
 from nemo_patches.sync.settings import PREFIX
-from nemo_patches.uneven.agreement import Agreement, Agreements, LoaderCounters, Position, StopTogetherError
-from nemo_patches.uneven.left_pass import LeftPass
 
 _DISABLE_VARIABLE = PREFIX + "DISABLE"
 _OWN_ATTRIBUTES = {
