@@ -30,7 +30,7 @@ def callbacks() -> list[Any]:
     if stages := settings.stop_together:
         from nemo_patches.options.stop_together import StopTogether
 
-        found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
+        found.append(StopTogether(training=TRAINING in stages, evaluation=EVALUATION in stages))
     return found
 
 
