@@ -143,7 +143,6 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     if BY_THE_CLOCK:
         both_stages = [StopTogether(True, True)]
         note("by the clock", stream(2 + more), stream(2), callbacks=both_stages, val_check_interval=timedelta(0))
-    note("half of the least announced", tarred(6 - 2 * more), stream(1), val_check_interval=0.5)
     for name, val, limit in (("none has one to validate", stream(0), 1.0), ("half of none", sized(0), 0.5)):
         note(name, stream(1), val, callbacks=[StopTogether(False, True)], limit_val_batches=limit)
 
@@ -164,10 +163,7 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     trainer.validate(asr_models.ctc(trainer), stream(2 + more), verbose=False)
     trainer.test(asr_models.ctc(trainer), stream(3 + more), verbose=False)
     seen["validate"] = progress.validations
-    seen["plain loops"], together = plain_loops(rank)
-    (seen["status"],) = (loader for loader in nemo_patches.status().loaders if loader.loader.startswith("data"))
-    assert str(seen["status"]) in str(nemo_patches.status())
-    del together
+    seen["plain loops"] = plain_loops(rank)
     os.environ["NEMO_PATCHES_DISABLE"] = "1"
     note("disabled", stream(2))
     assert nemo_patches.stop_together([1, 2]) == [1, 2]
@@ -184,7 +180,6 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     seen["no batch"] = raised(lambda: fit(stream(3 * (1 - more)), callbacks=[StopTogether()]))
     seen["no batch, sized"] = raised(lambda: nemo_patches.stop_together(sized(3 * more)))
     seen["out of step"] = raised(lambda: leave_early(rank))
-    seen["two at once"] = raised(two_passes_at_once)
     nemo_patches.apply(sync="local")
     seen["joined"] = joined(5 - 2 * more)
     return seen
@@ -206,7 +201,7 @@ def joined(count: int) -> str:
     return parameters(model)
 
 
-def plain_loops(rank: int) -> tuple[list[int], Any]:
+def plain_loops(rank: int) -> list[int]:
     given = []
     together = nemo_patches.stop_together(range_stream(3 + 2 * rank))
     for _ in range(2):
@@ -216,7 +211,7 @@ def plain_loops(rank: int) -> tuple[list[int], Any]:
             break
     for _ in range(2):  # a loader of each epoch's own
         given.append(sum(1 for _ in nemo_patches.stop_together(range_stream(2 + rank))))
-    return given, together
+    return given
 
 
 def range_stream(count: int) -> Any:
@@ -241,12 +236,6 @@ def leave_early(rank: int) -> None:
                 break
 
 
-def two_passes_at_once() -> None:
-    together = nemo_patches.stop_together(range_stream(3))
-    for _ in zip(together, together, strict=True):
-        pass
-
-
 def raised(function: Any) -> str:
     try:
         function()
@@ -269,10 +258,7 @@ def results(checkpoints: Path) -> list[Result]:
 def seen(results: list[Result]) -> dict[str, Any]:
     """What both ranks have seen, where that is the same."""
     first, second = (result.value for result in results)
-    different = {"status", "total"}
-    assert {name: first[name] for name in first if name not in different} == {
-        name: second[name] for name in second if name not in different
-    }
+    assert first == second
     return dict(first)
 
 
@@ -304,13 +290,12 @@ def test_an_even_run_is_stocks_to_the_last_bit(kind: str, seen: dict[str, Any]) 
         ("all for sanity", [1], [2, 2], 1),
         ("none has one to validate", [1], [0], 1),
         ("half of none", [1], [], 1),  # as stock, which skips it
-        ("half of the least announced", [4], [1, 1], 4),
         ("limited once", [1], [], 1),
         ("then without", [3, 3], [], 6),
         ("by a setting", [3], [], 3),
         ("limited", [4], [1], 4),  # it is validated after a pass that ends before its limit
         ("at its limit", [3], [1], 3),
-        ("announced", [3], [1], 3),  # as stock, which takes the announced length for the length
+        ("announced", [4], [1], 4),  # an announced length is a guess
         ("half an epoch", [4], [1], 4),
         ("saved", [2], [1], 2),
         pytest.param(
@@ -343,28 +328,18 @@ def test_switched_off_it_does_nothing_and_says_so(seen: dict[str, Any], results:
     assert seen["disabled"] == ([2], [], 2)
     for result in results:
         assert len(result.lines("ranks do not end their passes together: NEMO_PATCHES_DISABLE=1")) == 1
-        assert len(result.lines("StopTogether does nothing for this training loader")) == 1
 
 
-def test_it_works_outside_lightning_and_counts(seen: dict[str, Any], results: list[Result]) -> None:
+def test_it_works_outside_lightning(seen: dict[str, Any]) -> None:
     assert seen["validate"] == [2, 3]
     assert seen["plain loops"] == [3, 3, 2, 2]
-    counters = [result.value["status"] for result in results]
-    assert [(rank.passes, rank.batches, rank.passes_cut) for rank in counters] == [(2, 6, 0), (2, 6, 2)]
 
 
 def test_it_says_once_a_pass_who_ran_out_and_what_was_left_out(results: list[Result]) -> None:
     title = "training loader 22 (TarredStream): pass 1 ends on every rank after 4 batches: "
     assert len(results[0].lines(title + "rank 1 has no more; this rank's others are left out")) == 1
     assert len(results[1].lines(title + "this rank has no more, others have")) == 1
-    assert (
-        len(
-            results[0].lines(
-                "training loader 4 (Batches)", "rank 1 has 4 batches", "1 of this rank's 5 left out in each"
-            )
-        )
-        == 1
-    )
+    assert len(results[0].lines("training loader 4 (Batches): rank 1 has 4 batches", "this rank has 5")) == 1
     assert not results[0].lines("validation loader 1 (")  # even
     assert len(results[0].lines("StopTogether(training=True, evaluation=False) has no effect")) == 1
 
@@ -378,10 +353,6 @@ def test_a_rank_without_any_batch_raises_on_all_with_the_loaders_name(seen: dict
 def test_ranks_that_left_a_pass_at_different_batches_are_told_on_all(seen: dict[str, Any]) -> None:
     places = "rank 1 is at batch 5 of pass 1, rank 0 is at batch 1 of pass 2"
     assert f"the ranks are out of step: {places}; some rank has left a pass early" in seen["out of step"]
-
-
-def test_a_pass_that_goes_on_beside_a_newer_one_raises_on_all(seen: dict[str, Any]) -> None:
-    assert "(iter_again): pass 1 cannot go on, since pass 2 has begun" in seen["two at once"]
 
 
 def test_torchs_own_join_works_beside_a_length_sync_that_does_not_wait(seen: dict[str, Any]) -> None:

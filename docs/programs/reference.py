@@ -25,7 +25,6 @@ FUNCTIONS = ("apply", "revert", "status")
 ALSO = {
     "Stall": "nemo_patches.stall.missing_rank",
     "EncoderCounters": "nemo_patches.sync.length_sync",
-    "LoaderCounters": "nemo_patches.options.agreement",
     "lightning.LengthSyncCallback": "nemo_patches.lightning",
     "lightning.StopTogether": "nemo_patches.options.stop_together",
     "tracing.checks.FindingError": "nemo_patches.tracing.checks",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 from nemo_patches.channel.extremes import VALUES, Extremes
@@ -22,22 +20,6 @@ _SET_UP = 0  # instead of a batch
 
 class StopTogetherError(RuntimeError):
     """The ranks cannot end a pass together: a rank has died, is at another batch, or has no batch at all."""
-
-
-@dataclass(frozen=True)
-class LoaderCounters:
-    """What one loader has yielded on this rank. passes_cut: those that ended while this rank still had a batch."""
-
-    loader: str
-    passes: int
-    batches: int
-    passes_cut: int
-    waited: timedelta
-
-    def __str__(self) -> str:
-        waited_s = self.waited.total_seconds()
-        given = f"{self.passes} passes, {self.batches} batches"
-        return f"{self.loader}: {given}; {self.passes_cut} passes cut; waited {waited_s:.3f} s"
 
 
 class Position(NamedTuple):
@@ -76,15 +58,12 @@ class Agreement:
             place=lambda batch: f"batch {batch}" if batch else "set-up",
         )
 
-    @property
-    def waited(self) -> timedelta:
-        return self._rounds.waited
-
-    def least_length(self, length: int | None) -> tuple[int | None, int]:
-        """The smallest length of any rank (None: some rank has none), and a rank that has it."""
+    def least_length(self, length: int | None) -> tuple[int | None, int, bool]:
+        """The smallest length of any rank (None: some rank has none), a rank that has it, and whether all have it."""
         self._issue(_NO_LENGTH if length is None else length + 1)
-        lowest = self._result().lowest
-        return (None if lowest.value == _NO_LENGTH else lowest.value - 1), lowest.rank
+        highest, lowest = self._result()
+        least = None if lowest.value == _NO_LENGTH else lowest.value - 1
+        return least, lowest.rank, highest.value == lowest.value
 
     def say(self, position: Position) -> None:
         """Tell the others whether this rank has the batch at this position. Does not wait."""

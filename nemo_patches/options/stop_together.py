@@ -29,7 +29,6 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         self._evaluation = evaluation
         self._trainer: Trainer | None = None  # whose strategy hands its loaders to this callback
         self._given: tuple[Any, Any] | None = None  # the trainer's limit and interval, while it sets up its loaders
-        self._limits: list[float] = []  # then, of each of the training loaders; inf: none
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size < 2:
@@ -59,17 +58,15 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The loaders are set up. Lightning is to know how many batches there are, and when to validate."""
-        if self._given is None:
-            return
-        most = max(self._limits)
         self._give_back(trainer)
-        interval = trainer.val_check_interval
-        if trainer.fit_loop.max_batches == math.inf:
-            trainer.fit_loop.max_batches = most
-            if isinstance(interval, int) and interval > most and trainer.check_val_every_n_epoch is not None:
+        limit = trainer.limit_train_batches
+        interval = vars(trainer).get("val_check_interval")  # not with validations by the clock, of Lightning 2.6
+        if isinstance(limit, int) and trainer.fit_loop.max_batches == math.inf:
+            trainer.fit_loop.max_batches = limit
+            if isinstance(interval, int) and interval > limit and trainer.check_val_every_n_epoch is not None:
                 raise MisconfigurationException(
-                    f"val_check_interval={interval} would never validate: no training pass has more than {most:.0f} "
-                    f"batches; allowed: 1 to {most:.0f}, a fraction, or any with check_val_every_n_epoch=None"
+                    f"val_check_interval={interval} would never validate: no training pass has more than {limit} "
+                    f"batches; allowed: 1 to {limit}, a fraction, or any with check_val_every_n_epoch=None"
                 )
 
     on_train_epoch_start = on_train_start  # the loaders may have been reloaded
@@ -79,12 +76,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         if not (self._training if trainer.training else self._evaluation and stage in _KINDS):
             return loader
         even = even_loaders.make(loader, _KINDS[stage], may_be_empty=not trainer.training)
-        if not isinstance(even, EvenLoader):
-            text = "ranks cannot tell each other that a loader has ended: nemo_patches is off, or torch.distributed is"
-            report(logging.WARNING, f"StopTogether does nothing for this {_KINDS[stage]} loader: {text}")
-        elif trainer.training:
+        if isinstance(even, EvenLoader) and trainer.training:
             self._keep_limit(trainer, even)
-        elif even.agreed_length is None:
+        elif isinstance(even, EvenLoader) and even.agreed_length is None:
             even.limit = lambda: _evaluation_limit(trainer, stage)  # not one batch more: the next pass might miss it
         return even
 
@@ -93,26 +87,22 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         knows of itself, and would not validate after one that ended before."""
         if self._given is None:
             self._given = trainer.limit_train_batches, vars(trainer).get("val_check_interval", 1.0)
-        given, interval = self._given
-        limits = [limit for limit in (given, even.announced_length) if isinstance(limit, int) and limit]
-        limit = min(limits, default=None)
-        self._limits.append(math.inf if limit is None else limit)
-        if limit is None or _is_fraction(given):
-            return  # there is none, or Lightning says that it has no length to take a fraction of
+        limit, interval = self._given
+        if not isinstance(limit, int):
+            return  # none; or a fraction, which Lightning refuses where there is no length
         if even.agreed_length is not None:
             even.limit = lambda: limit
             return  # Lightning does the same
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         even.limit = lambda: limit - (progress.completed if trainer.fit_loop.restarting else 0)
         trainer.limit_train_batches = 1.0
-        if _is_fraction(interval) and max(self._limits) < math.inf:
-            trainer.val_check_interval = max(int(max(self._limits) * interval), 1)
+        if isinstance(interval, float) and interval != 1.0:
+            trainer.val_check_interval = max(int(limit * interval), 1)
 
     def _give_back(self, trainer: Trainer) -> None:
         if self._given is not None:
             trainer.limit_train_batches, trainer.val_check_interval = self._given
             self._given = None
-            self._limits = []
 
 
 def _evaluation_limit(trainer: Trainer, stage: str) -> int | None:
@@ -120,7 +110,3 @@ def _evaluation_limit(trainer: Trainer, stage: str) -> int | None:
     if trainer.sanity_checking:
         limits.append(trainer.num_sanity_val_steps)
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
-
-
-def _is_fraction(value: int | float) -> bool:
-    return isinstance(value, float) and value != 1.0

@@ -14,7 +14,6 @@ import torch
 
 from nemo_patches.growth import give_back_all
 from nemo_patches.options import checkpoints
-from nemo_patches.options.even_loader import even_loaders
 from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, imported
 from nemo_patches.patching.chosen import ALL_CHOSEN, CHECKPOINTS, ChosenPatch, import_chosen
 from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, WITHOUT_PATCHES
@@ -189,7 +188,6 @@ class Patching:
             patched=tuple(map(str, patched)),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             trace=self._settings.trace,
-            loaders=even_loaders.counters(),
             options=self.option_settings(),
             checkpoints=checkpoints.checkpoints.counters() if self._has(CHECKPOINTS) else None,
             own_syncs=tuple(own.text for own in unbounded),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from nemo_patches.options.agreement import LoaderCounters
 from nemo_patches.options.checkpoints import CheckpointCounters
 from nemo_patches.patching.settings import AllSettings, OptionSettings
 from nemo_patches.stall.missing_rank import Stall
@@ -32,7 +31,6 @@ class Status:
     trace_file: the file that is being written, or why there is none; empty without a trace.
     unannounced: ranks that show no sign of nemo_patches: not patched, or not started.
     stalls: encoder calls that not every rank has come to, with the missing ranks; or a job without encoder calls.
-    loaders: what StopTogether and stop_together() have done on this rank.
     checkpoints: what the ranks have agreed on for checkpoints; None if each rank decides for itself.
     own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
     """
@@ -48,7 +46,6 @@ class Status:
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
-    loaders: tuple[LoaderCounters, ...]
     options: OptionSettings
     checkpoints: CheckpointCounters | None = None
     own_syncs: tuple[str, ...] = ()
@@ -65,7 +62,6 @@ class Status:
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
-            *map(str, self.loaders),
             *([] if self.checkpoints is None else [str(self.checkpoints)]),
         ]
         if self.unannounced:
