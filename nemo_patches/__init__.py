@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
 
+    from nemo_patches.options.agreement import StopTogetherError as StopTogetherError
+    from nemo_patches.options.checkpoints import CheckpointError as CheckpointError
+    from nemo_patches.options.even_loader import stop_together as stop_together
     from nemo_patches.patching.admission import UnsupportedNeMo as UnsupportedNeMo
     from nemo_patches.patching.process_status import Status as Status
     from nemo_patches.patching.targets import DriftError as DriftError
     from nemo_patches.stall.missing_rank import MissingRank as MissingRank
-    from nemo_patches.sync.checkpoints import CheckpointError as CheckpointError
     from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
     from nemo_patches.sync.settings import SettingsError as SettingsError
-    from nemo_patches.uneven.agreement import StopTogetherError as StopTogetherError
-    from nemo_patches.uneven.even_loader import stop_together as stop_together
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,15 +40,15 @@ __all__ = [
 
 # Imported at their first use; the same as above, for type checkers.
 _MODULE_OF = {
-    "CheckpointError": "nemo_patches.sync.checkpoints",
+    "CheckpointError": "nemo_patches.options.checkpoints",
     "DriftError": "nemo_patches.patching.targets",
     "LengthSyncTimeout": "nemo_patches.sync.length_sync",
     "MissingRank": "nemo_patches.stall.missing_rank",
     "SettingsError": "nemo_patches.sync.settings",
     "Status": "nemo_patches.patching.process_status",
-    "StopTogetherError": "nemo_patches.uneven.agreement",
+    "StopTogetherError": "nemo_patches.options.agreement",
     "UnsupportedNeMo": "nemo_patches.patching.admission",
-    "stop_together": "nemo_patches.uneven.even_loader",
+    "stop_together": "nemo_patches.options.even_loader",
 }
 
 if not TYPE_CHECKING:  # a type checker would take any attribute of a module that has __getattr__
@@ -78,7 +78,6 @@ def apply(
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
-    compare: "int | None" = None,
 ) -> None:
     """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
@@ -97,8 +96,6 @@ def apply(
         trainers created from now on get a StopTogether, which drops batches (docs/uneven.md). "": none.
     checkpoints: "agreed" (default): all ranks follow rank 0's decisions in NeMo's checkpoint callback, and wait for
         each other there; CheckpointError if a rank has died. "stock": each rank decides for itself, and may hang.
-    compare: compare all ranks' parameters each time after this many optimizer steps (default 0: never), and name the
-        ranks whose parameters differ. Set it before the model is wrapped in DDP.
     A keyword that is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, and a line says so.
     It applies to this process and the processes that it forks. A spawned one (torch.multiprocessing.spawn, Lightning's

@@ -429,19 +429,17 @@ def test_a_child_forked_before_its_parents_first_call_does_not_take_its_place() 
 def without_a_free_thread(rank: int, size: int, folder: str) -> None:
     if rank == 1:
         threading.stack_size(1 << 50)  # no thread can be started
-    nemo_patches.apply(timeout=2.0, trace=folder, compare=1)
+    nemo_patches.apply(timeout=2.0, trace=folder)
     encoder = encoders.conformer()
-    optimizer = torch.optim.SGD(encoder.parameters())
     for length in (100, 200):
         encoders.sync(encoder, length)
-        optimizer.step()
     assert encoder.max_audio_length == 200
 
 
 def test_where_no_thread_can_be_started_that_is_said_and_training_goes_on(tmp_path: Path) -> None:
     _, result = run_ranks(without_a_free_thread, 2, str(tmp_path))
     lines = [*result.lines("WARNING"), *result.lines("ERROR")]
-    assert len(lines) == 4
+    assert len(lines) == 3
     assert all("can't start new thread" in line and "please report it" not in line for line in lines)
 
 

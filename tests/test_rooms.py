@@ -24,12 +24,12 @@ MAY_IMPORT = {
     "sync": {"text", "growth", "channel", "sync"},
     "stall": {"text", "channel", "sync", "stall"},
     "tracing": {"text", "channel", "sync", "stall", "patching", "tracing"},
-    "uneven": {"text", "channel", "sync", "stall", "uneven"},
-    "patching": {"text", "growth", "channel", "sync", "stall", "tracing", "uneven", "patching"},
+    "options": {"text", "channel", "sync", "options"},
+    "patching": {"text", "growth", "channel", "sync", "stall", "tracing", "options", "patching"},
     "vendoring": {"text", "channel", "sync", "patching", "vendoring"},
     # "" is the package: its public API.
-    "tools": {"text", "channel", "sync", "stall", "tracing", "uneven", "patching", "vendoring", "tools", ""},
-    "": {"text", "channel", "sync", "stall", "tracing", "uneven", "patching", ""},
+    "tools": {"text", "channel", "sync", "stall", "tracing", "options", "patching", "vendoring", "tools", ""},
+    "": {"text", "channel", "sync", "stall", "tracing", "options", "patching", ""},
 }
 VENDORED = (
     "growth",

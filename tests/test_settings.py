@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.settings import ALL_SETTINGS, TraceSettings
+from nemo_patches.patching.settings import ALL_SETTINGS, OptionSettings, TraceSettings
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt
-from nemo_patches.uneven.settings import UnevenSettings
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -74,14 +73,8 @@ def test_a_bad_variable_is_named() -> None:
         Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": "ten"})
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, "1.5", "often", True, 1e10, math.nan, math.inf])
-def test_a_number_of_steps_is_a_whole_one(value: object) -> None:
-    with pytest.raises(SettingsError, match=r"compare=.* is not allowed; allowed: a whole number of optimizer steps"):
-        UnevenSettings.resolve({"compare": value}, {})
-
-
 def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
-    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *UnevenSettings().items()]
+    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *OptionSettings().items()]
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
     assert str(Settings(timeout=timedelta(seconds=2.5))) == "sync=bounded, timeout=2.5 s, on_timeout=fallback"
     assert str(StallSettings()) == "call_timeout=60 s, stall_timeout=60 s"
@@ -104,7 +97,6 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         "trace_checks": "cuda",
         "metrics": "deferred",
         "stop_together": "training,evaluation",
-        "compare": "1000",
         "checkpoints": "stock",
     }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})

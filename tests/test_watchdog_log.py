@@ -508,7 +508,7 @@ def of_group_9(rank: int) -> str:
         ),
         ("[rank2]: torch.distributed.DistBackendError: NCCL error: remote process exited", WAITED_IN_VAIN, ()),
         ("[rank2]: lightning.fabric.utilities.exceptions.SIGTERMException", NOT_ENOUGH, ()),
-        ("[rank2]: nemo_patches.uneven.agreement.StopTogetherError: loader: the ranks cannot end together "
+        ("[rank2]: nemo_patches.options.agreement.StopTogetherError: loader: the ranks cannot end together "
          "any more: rank 3 (pid 7 on n3) has left", WAITED_IN_VAIN, ()),
         # Kills for want of memory, which come before the time-outs that follow from them.
         (f"slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed.\n"

@@ -25,9 +25,7 @@ FUNCTIONS = ("apply", "revert", "status")
 ALSO = {
     "Stall": "nemo_patches.stall.missing_rank",
     "EncoderCounters": "nemo_patches.sync.length_sync",
-    "LoaderCounters": "nemo_patches.uneven.agreement",
-    "ComparisonCounters": "nemo_patches.uneven.comparison",
-    "lightning.StopTogether": "nemo_patches.uneven.stop_together",
+    "lightning.StopTogether": "nemo_patches.options.stop_together",
 }
 
 

@@ -19,7 +19,6 @@ class AtExit(Enum):
     None of them runs where os._exit ends the process, or a signal does.
     """
 
-    COMPARISONS = auto()  # of parameters: they use the side channels
     STALL_MONITORS = auto()  # they report a last time, over the side channels, for the trace
     SIDE_CHANNELS = auto()  # they tell the other ranks that this one leaves
 
@@ -32,7 +31,6 @@ class InForkedChild(Enum):
     STALL_MONITORS = auto()
     STALL_SUBSCRIBER = auto()
     TRACE = auto()
-    COMPARISONS = auto()
 
 
 _steps: dict[AtExit | InForkedChild, Callable[[], object]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_patches.patching.imported import drift
 from nemo_patches.patching.replacements import Replacements
+from nemo_patches.patching.settings import STOCK, OptionSettings
 from nemo_patches.patching.targets import (
     CHECKPOINT_BASES,
     CHECKPOINT_TARGETS,
@@ -17,14 +18,13 @@ from nemo_patches.patching.targets import (
     METRIC_TARGETS,
     Target,
 )
-from nemo_patches.uneven.settings import STOCK, UnevenSettings
 
 
 @dataclass(frozen=True)
 class ChosenPatch:
     """Methods that are patched together, or not at all.
 
-    setting: of UnevenSettings; STOCK leaves them as they are. others: what else must look as expected.
+    setting: of OptionSettings; STOCK leaves them as they are. others: what else must look as expected.
     refusal: what cannot be done where something does not. left: what is then said under auto-apply.
     """
 
@@ -35,12 +35,12 @@ class ChosenPatch:
     refusal: str
     left: str
 
-    def is_wanted(self, uneven: UnevenSettings) -> bool:
-        return bool(getattr(uneven, self.setting) != STOCK)
+    def is_wanted(self, options: OptionSettings) -> bool:
+        return bool(getattr(options, self.setting) != STOCK)
 
-    def without(self, uneven: UnevenSettings) -> UnevenSettings:
+    def without(self, options: OptionSettings) -> OptionSettings:
         as_stock: dict[str, Any] = {self.setting: STOCK}
-        return replace(uneven, **as_stock)
+        return replace(options, **as_stock)
 
     def drift(self) -> dict[Target, str]:
         return drift(self.targets + self.others)
@@ -65,9 +65,9 @@ CHECKPOINTS = ChosenPatch(
 ALL_CHOSEN = (METRICS, CHECKPOINTS)
 
 
-def import_chosen(uneven: UnevenSettings) -> None:
+def import_chosen(options: OptionSettings) -> None:
     """Import the modules to patch. A missing one is a drift."""
     for chosen in ALL_CHOSEN:
-        for target in chosen.targets + chosen.others if chosen.is_wanted(uneven) else ():
+        for target in chosen.targets + chosen.others if chosen.is_wanted(options) else ():
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(target.module)

@@ -8,12 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_patches.patching.settings import AllSettings
+from nemo_patches.patching.settings import DEFERRED, AllSettings
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.uneven.even_loader import even_loaders
-from nemo_patches.uneven.parameter_watch import parameter_watch
-from nemo_patches.uneven.settings import DEFERRED
 
 _TRACING = "nemo_patches.tracing.recorder"
 _FORWARD = "nemo_patches.tracing.recorded_forward"
@@ -29,7 +26,7 @@ class Feature:
 
 
 def _start_stall_reports(settings: AllSettings) -> None:
-    subscriber.use(settings.stall, str(settings.uneven), settings.uneven.metrics == DEFERRED)
+    subscriber.use(settings.stall, str(settings.options), settings.options.metrics == DEFERRED)
     subscriber.subscribe()
 
 
@@ -63,11 +60,6 @@ def import_wanted(settings: AllSettings) -> None:
         importlib.import_module(_FORWARD)
 
 
-UNEVEN = Feature(
-    lambda settings: parameter_watch.use(settings.uneven.compare),
-    lambda: parameter_watch.use(0),
-    lambda: {"comparisons": parameter_watch.counters(), "loaders": even_loaders.counters()},
-)
 SYNC = Feature(
     lambda settings: length_sync.use(settings.sync),
     lambda: None,  # the patched methods are its end
@@ -86,6 +78,6 @@ TRACING = Feature(_start_tracing, _stop_tracing, _trace_status)
 
 # Started before NeMo's methods are patched, so that the first patched call finds its settings, and stopped after they
 # are restored, so that no call goes on unseen. The stall reports' settings stand in a trace's header.
-BEFORE_PATCHES = (UNEVEN, SYNC, STALL_REPORTS)
+BEFORE_PATCHES = (SYNC, STALL_REPORTS)
 # Started after NeMo's methods are patched, and stopped before they are restored.
 AFTER_PATCHES = (TRACING,)

@@ -13,20 +13,20 @@ from types import ModuleType
 import torch
 
 from nemo_patches.growth import give_back_all
+from nemo_patches.options import checkpoints
 from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, imported
 from nemo_patches.patching.chosen import ALL_CHOSEN, CHECKPOINTS, ChosenPatch, import_chosen
 from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, import_wanted
 from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.settings import AllSettings, TraceSettings
+from nemo_patches.patching.settings import AllSettings, OptionSettings, TraceSettings
 from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines, say
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.settings import StallSettings
-from nemo_patches.sync import checkpoints, length_sync
+from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError
-from nemo_patches.uneven.settings import UnevenSettings
 
 
 class Patching:
@@ -42,7 +42,7 @@ class Patching:
         self._follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
         self._settings = AllSettings()  # in force; the sync and the stall reports keep their own, also after a revert
-        self._said_of_uneven = ""
+        self._said_of_options = ""
         self._refused = ""  # why the import hook patches nothing
         self._lines = StartLines(self._patched, self._settings_in_force)
 
@@ -61,20 +61,20 @@ class Patching:
                 self._follows_imports = self._collection_complete = False
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := imported.import_target(target)) is not None}
-        import_chosen(settings.uneven)
+        import_chosen(settings.options)
         import_wanted(settings)
         with self._lock:
             if self._in_force:  # also where another thread has patched meanwhile
                 self._change_settings(settings)
                 return False
             if built_in := imported.built_in():
-                self._leave_alone(built_in, settings.trace, settings.uneven)
+                self._leave_alone(built_in, settings.trace, settings.options)
                 return False
             admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
             for chosen in ALL_CHOSEN:
-                if problems := self._drift(chosen, settings.uneven):
+                if problems := self._drift(chosen, settings.options):
                     drift.append(f"{chosen.refusal}: {' | '.join(problems.values())}")
             if drift:
                 raise DriftError(
@@ -112,7 +112,7 @@ class Patching:
                 if admission.disabled():
                     return
                 if built_in := target.built_in(module):
-                    self._leave_alone(built_in, TraceSettings.resolve(), UnevenSettings.resolve())
+                    self._leave_alone(built_in, TraceSettings.resolve(), OptionSettings.resolve())
                     return
             settings = self._settings_in_force() if self._in_force else AllSettings.resolve()
             admission.require_supported(admission.nemo_version())
@@ -132,9 +132,9 @@ class Patching:
         drift: dict[Target, str] = {}
         if self._in_force:
             for chosen in ALL_CHOSEN:
-                if problems := self._drift(chosen, self._settings.uneven):
+                if problems := self._drift(chosen, self._settings.options):
                     drift |= problems
-                    self._settings = replace(self._settings, uneven=chosen.without(self._settings.uneven))
+                    self._settings = replace(self._settings, options=chosen.without(self._settings.options))
                     report(logging.ERROR, f"{chosen.left}: {' | '.join(problems.values())}")
             if drift:
                 STALL_REPORTS.start(self._settings_in_force())
@@ -152,7 +152,7 @@ class Patching:
             self._refuse(None, error)
             return
         # Metrics and checkpoints are as in stock until NeMo is imported.
-        settings = replace(settings, uneven=UnevenSettings(compare=settings.uneven.compare))
+        settings = replace(settings, options=OptionSettings())
         for feature in BEFORE_PATCHES:
             feature.start(settings)
 
@@ -189,7 +189,7 @@ class Patching:
             patched=tuple(map(str, patched)),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             trace=self._settings.trace,
-            uneven=self.uneven_settings(),
+            options=self.option_settings(),
             checkpoints=checkpoints.checkpoints.counters() if self._has(CHECKPOINTS) else None,
             own_syncs=tuple(overridden.values()),
             state=state,
@@ -228,17 +228,17 @@ class Patching:
         except SettingsError:  # which is logged when NeMo is imported
             return False
 
-    def uneven_settings(self) -> UnevenSettings:
+    def option_settings(self) -> OptionSettings:
         """The settings in force, else the environment's. A bad variable is logged once, and not used."""
         if self._in_force or not self._follows_imports:
-            return self._settings.uneven
+            return self._settings.options
         try:
-            return UnevenSettings() if admission.disabled() else UnevenSettings.resolve()
+            return OptionSettings() if admission.disabled() else OptionSettings.resolve()
         except SettingsError as error:
-            if str(error) != self._said_of_uneven:
+            if str(error) != self._said_of_options:
                 report(logging.ERROR, f"{error}; nothing is done about uneven batches")
-            self._said_of_uneven = str(error)
-            return UnevenSettings()
+            self._said_of_options = str(error)
+            return OptionSettings()
 
     def _settings_in_force(self) -> AllSettings:
         return replace(self._settings, sync=length_sync.current(), stall=subscriber.settings_in_force())
@@ -273,13 +273,13 @@ class Patching:
 
     def _patch_chosen(self) -> None:
         for chosen in ALL_CHOSEN:
-            if chosen.is_wanted(self._settings.uneven):
+            if chosen.is_wanted(self._settings.options):
                 chosen.patch(self.replacements, partial(self._is_chosen, chosen))
 
     def _change_settings(self, settings: AllSettings) -> None:
         before = self._settings_in_force()
         for chosen in ALL_CHOSEN:
-            if problems := self._drift(chosen, settings.uneven):
+            if problems := self._drift(chosen, settings.options):
                 raise DriftError(f"{chosen.refusal}, nothing was changed: {' | '.join(problems.values())}")
         self._settings = settings
         for feature in BEFORE_PATCHES:
@@ -289,21 +289,21 @@ class Patching:
         if before != self._settings_in_force():
             report(logging.INFO, f"settings changed: {self._settings_in_force()} (before: {before})")
 
-    def _drift(self, chosen: ChosenPatch, uneven: UnevenSettings) -> dict[Target, str]:
+    def _drift(self, chosen: ChosenPatch, options: OptionSettings) -> dict[Target, str]:
         """Why it cannot be patched, if it should be and is not yet."""
-        return chosen.drift() if chosen.is_wanted(uneven) and not self._is_patched(chosen.targets[0]) else {}
+        return chosen.drift() if chosen.is_wanted(options) and not self._is_patched(chosen.targets[0]) else {}
 
     def _is_patched(self, target: Target) -> bool:
         module = sys.modules.get(target.module)
         return module is not None and self.replacements.has(target.find_owner(module))
 
     def _is_chosen(self, chosen: ChosenPatch) -> bool:
-        return self._in_force and chosen.is_wanted(self._settings.uneven)
+        return self._in_force and chosen.is_wanted(self._settings.options)
 
     def _has(self, chosen: ChosenPatch) -> bool:
         return self._is_chosen(chosen) and self._is_patched(chosen.targets[0])
 
-    def _leave_alone(self, built_in: str, trace: TraceSettings, uneven: UnevenSettings) -> None:
+    def _leave_alone(self, built_in: str, trace: TraceSettings, options: OptionSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
         self._follows_imports = False
         for feature in BEFORE_PATCHES:  # _watch() may have started them
@@ -312,7 +312,7 @@ class Patching:
         reason = _built_in_text(built_in)
         self._skipped.clear()
         self._skipped.update(dict.fromkeys(TARGETS, reason))
-        others = replace(uneven, checkpoints=UnevenSettings().checkpoints)  # whose variable holds there, too
+        others = replace(options, checkpoints=OptionSettings().checkpoints)  # whose variable holds there, too
         missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(others))))
         say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import wrapt
 
+from nemo_patches.options import checkpoints
+from nemo_patches.options.deferred_metrics import deferred_metrics
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS, TARGETS, Target
-from nemo_patches.sync import checkpoints
 from nemo_patches.sync.encoder_methods import make_bounded_update, private_setter
 from nemo_patches.sync.own_syncs import watching
 from nemo_patches.sync.places import place_of
 from nemo_patches.sync.rank_log import report
-from nemo_patches.uneven.deferred_metrics import deferred_metrics
 
 _ABSENT = object()
 _FORWARD = "forward"

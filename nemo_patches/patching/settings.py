@@ -19,10 +19,12 @@ from nemo_patches.sync.settings import (
     Settings,
     SettingsError,
     SettingsTable,
+    word_setting,
     words_setting,
 )
-from nemo_patches.uneven.settings import UnevenSettings
 
+STOCK, DEFERRED, AGREED = "stock", "deferred", "agreed"
+TRAINING, EVALUATION = STAGES = ("training", "evaluation")
 STDERR = Path("-")  # in place of a trace's folder
 INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
 _ALWAYS_SHORT = ("sync", "timeout")
@@ -72,7 +74,29 @@ class TraceSettings(SettingsTable):
         return super().resolve(given, environment)
 
 
-TABLES: tuple[type[SettingsTable], ...] = (Settings, StallSettings, TraceSettings, UnevenSettings)
+@dataclass(frozen=True)
+class OptionSettings(SettingsTable):
+    """What switches on options/, which is imported only then; hence this table is here. stop_together: of STAGES."""
+
+    metrics: str = word_setting(
+        "metrics",
+        (STOCK, DEFERRED),
+        "stock: WER and BLEU wait for all ranks in every batch; deferred: once, at the end.",
+    ).as_field()
+    stop_together: tuple[str, ...] = words_setting(
+        "stop_together",
+        STAGES,
+        "also both, with a comma",
+        "Loaders whose passes end on all ranks after the same number of batches: training, evaluation, or both.",
+    ).as_field()
+    checkpoints: str = word_setting(
+        "checkpoints",
+        (AGREED, STOCK),
+        "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own.",
+    ).as_field()
+
+
+TABLES: tuple[type[SettingsTable], ...] = (Settings, StallSettings, TraceSettings, OptionSettings)
 ALL_SETTINGS: tuple[Setting[Any], ...] = tuple(setting for table in TABLES for setting in table.settings())
 
 
@@ -83,7 +107,7 @@ class AllSettings:
     sync: Settings = Settings()
     stall: StallSettings = StallSettings()
     trace: TraceSettings = TraceSettings()
-    uneven: UnevenSettings = UnevenSettings()
+    options: OptionSettings = OptionSettings()
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any] = NOTHING) -> AllSettings:
@@ -92,17 +116,17 @@ class AllSettings:
             Settings.resolve(given),
             StallSettings.resolve(given),
             TraceSettings.resolve(given),
-            UnevenSettings.resolve(given),
+            OptionSettings.resolve(given),
         )
 
     def __str__(self) -> str:
         """The trace's only where there is one."""
         trace = str(self.trace) if self.trace.folder else ""
-        return "; ".join(filter(None, (f"{self.sync}, {self.stall}", trace, str(self.uneven))))
+        return "; ".join(filter(None, (f"{self.sync}, {self.stall}", trace, str(self.options))))
 
     def short(self) -> str:
         """For the line at the start: the mode and the wait, and what else is not as by default."""
-        items = (item for table in (self.sync, self.stall, self.trace, self.uneven) for item in table.items())
+        items = (item for table in (self.sync, self.stall, self.trace, self.options) for item in table.items())
         return ", ".join(
             setting.shown(value)
             for setting, value in items

@@ -1,4 +1,4 @@
-"""Adds callbacks to Lightning's trainers: by the settings, to record exceptions, StopTogether and BatchCount.
+"""Adds callbacks to Lightning's trainers: by the settings, to record exceptions, and StopTogether.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer of the environment asks, also in
 projects that have nothing to do with it: nothing of ours is imported where no setting asks for it, and nothing raised
@@ -98,16 +98,12 @@ class _Callbacks:
             from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
 
             found.append(TrainerExceptions())
-        settings = this_process.uneven_settings()
+        settings = this_process.option_settings()
         if stages := settings.stop_together:
-            from nemo_patches.uneven.settings import EVALUATION, TRAINING
-            from nemo_patches.uneven.stop_together import StopTogether
+            from nemo_patches.options.stop_together import StopTogether
+            from nemo_patches.patching.settings import EVALUATION, TRAINING
 
-            found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
-        if settings.compare:
-            from nemo_patches.uneven.batch_count import BatchCount
-
-            found.append(BatchCount())
+            found.append(StopTogether(training=TRAINING in stages, evaluation=EVALUATION in stages))
         return found
 
 

@@ -23,7 +23,7 @@ _FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _LIBRARIES = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OURS = (_PACKAGE, *(os.path.join(_PACKAGE, room) for room in ("channel", "sync", "stall", "tracing", "uneven")))
+_OURS = (_PACKAGE, *(os.path.join(_PACKAGE, room) for room in ("channel", "sync", "stall", "tracing", "options")))
 _ENCODER_METHODS = os.path.join(_PACKAGE, "sync", "encoder_methods.py")
 
 

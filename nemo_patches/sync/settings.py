@@ -165,12 +165,6 @@ def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False
     return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s", **more)
 
 
-# Of NeMo's checkpoint callback, not of the length sync; a field of uneven/settings.py's table.
-CHECKPOINTS = word_setting(
-    "checkpoints", ("agreed", "stock"), "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own."
-)
-
-
 @dataclass(frozen=True)
 class Settings(SettingsTable):
     """How the length sync behaves in this process."""

@@ -18,10 +18,9 @@ from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
-from nemo_patches.patching.settings import ALL_SETTINGS, refusals
+from nemo_patches.patching.settings import ALL_SETTINGS, DEFERRED, STOCK, OptionSettings, refusals
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target, has_diff
 from nemo_patches.sync.settings import SettingsError
-from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
@@ -98,9 +97,9 @@ def examine() -> EnvironmentStatus:
     nemo = _nemo_version()
     encoders = tuple(map(_target, TARGETS))
     built_in = any(target.built_in for target in encoders)
-    uneven = _uneven_settings()
-    metrics = _metrics(built_in) if uneven.metrics == DEFERRED else _Chosen()
-    callback = _checkpoint_callback(built_in) if uneven.checkpoints != STOCK else _Chosen()
+    options = _option_settings()
+    metrics = _metrics(built_in) if options.metrics == DEFERRED else _Chosen()
+    callback = _checkpoint_callback(built_in) if options.checkpoints != STOCK else _Chosen()
     auto_apply, shadowed_by = _auto_apply()
     switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
     switched_off = [] if built_in else [*switched_off, *filter(None, [shadowed_by])]
@@ -227,11 +226,11 @@ def _target(target: Target) -> TargetReport:
         raise StatusError(f"{file}: {error}") from error
 
 
-def _uneven_settings() -> UnevenSettings:
+def _option_settings() -> OptionSettings:
     try:
-        return UnevenSettings.resolve()
+        return OptionSettings.resolve()
     except SettingsError:  # _refusals() has it
-        return UnevenSettings()
+        return OptionSettings()
 
 
 def _metric_target(target: Target, built_in: bool) -> TargetReport:

@@ -1,4 +1,4 @@
-"""nemo_patches inside a vendored NeMo: the length sync, checkpoints and, where stall/ is beside it, stall reports.
+"""nemo_patches inside a vendored NeMo: the length sync and, where stall/ is beside it, stall reports.
 
 In nemo_patches this file is vendoring/vendored_package.py; the diffs carry it as the __init__.py beside sync/.
 """
@@ -15,14 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .sync import __version__
-from .sync.checkpoints import CheckpointError, replacements
 from .sync.encoder_methods import make_bounded_update, private_setter
 from .sync.length_sync import LengthSyncTimeout, counters
 from .sync.own_syncs import watching
 from .sync.rank_log import report
-from .sync.settings import CHECKPOINTS, Settings, SettingsError, misspelt
+from .sync.settings import Settings, misspelt
 
-__all__ = ["CheckpointError", "LengthSyncTimeout", "__version__", "bounded_length_sync", "counters", "stalls"]
+__all__ = ["LengthSyncTimeout", "__version__", "bounded_length_sync", "counters", "stalls"]
 
 
 def bounded_length_sync(method: str, setter: str = "") -> Callable[[type], type]:
@@ -50,22 +49,6 @@ def stalls() -> tuple[Any, ...]:
     return _stalls()
 
 
-def _agree_on_checkpoints() -> None:
-    """Have NeMo's checkpoint callback take rank 0's decisions, as apply() does. Its own file cannot ask for
-    that: it is imported before this package, also where there is no ASR."""
-    if not __name__.startswith("nemo."):
-        return  # a copy elsewhere
-    try:
-        if CHECKPOINTS.value(None, os.environ) != CHECKPOINTS.default:
-            return
-        from nemo.utils.callbacks.nemo_model_checkpoint import NeMoModelCheckpoint
-    except (ImportError, SettingsError) as error:
-        report(logging.ERROR, f"each rank decides about checkpoints, as in stock NeMo: {error}")
-        return
-    for name, method in replacements(NeMoModelCheckpoint, lambda: True).items():
-        setattr(NeMoModelCheckpoint, name, method)
-
-
 def _subscribe() -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
     """Let stall/ watch the sync, if it is here. Returns the function for the stalls, and the reports' settings."""
     spec = importlib.util.find_spec(".stall", __name__)
@@ -87,11 +70,10 @@ def _say_misspelt() -> None:
     """Log our variables that have no effect here; if nemo_patches itself is in use, it does so."""
     if "nemo_patches" not in sys.modules and not multiprocessing.current_process().daemon:  # a loader's worker
         for sentence in misspelt(
-            os.environ, [setting.variable for setting in (*Settings.settings(), CHECKPOINTS, *_stall_settings)]
+            os.environ, [setting.variable for setting in (*Settings.settings(), *_stall_settings)]
         ):
             report(logging.WARNING, sentence)
 
 
-_agree_on_checkpoints()
 _stalls, _stall_settings = _subscribe()
 _say_misspelt()

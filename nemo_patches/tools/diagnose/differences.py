@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 
+from nemo_patches.patching.settings import OptionSettings
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import CAME, ENDED, LOCAL, UNSYNCED, Input, Track
-from nemo_patches.uneven.settings import UnevenSettings
 
 _NEXT_ALIKE = (
     "Give every rank the same environment, config and data pipeline; ranks that differ may wait for each other, or "
@@ -71,7 +71,7 @@ def _own_sync(job: TracedJob, rank: int, is_off: bool) -> str:
 
 
 # A header leaves out settings with these values.
-_DEFAULTS = {setting.name: setting.text(value) for setting, value in UnevenSettings().items()}
+_DEFAULTS = {setting.name: setting.text(value) for setting, value in OptionSettings().items()}
 
 
 def different_ranks(job: TracedJob, cases: list[Case], without_sync: bool = False) -> list[Finding]:

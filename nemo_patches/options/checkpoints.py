@@ -5,7 +5,6 @@ between collectives on what a rank sees: whether a file exists, its own metrics,
 their names. A rank that sees something else than rank 0 takes another branch, and all hang. Here every rank takes over
 rank 0's view before such a branch. The job's collectives stay what they are, and rank 0 does what it does in stock.
 """
-# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ from typing import Any
 
 import torch
 
-from ..channel.extremes import VALUE_BITS, VALUES, Extremes
-from ..channel.side_channel import RoundFailed
-from .length_sync import GroupSyncs, current, process
-from .patient_rounds import PatientRounds
-from .rank_log import raised_by_signal_handler, report
+from nemo_patches.channel.extremes import VALUE_BITS, VALUES, Extremes
+from nemo_patches.channel.side_channel import RoundFailed
+from nemo_patches.sync.length_sync import GroupSyncs, current, process
+from nemo_patches.sync.patient_rounds import PatientRounds
+from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 
 _LATE = "not every rank has come to this checkpoint within {waited:.2f} s; all wait for that"
 _CHUNK = VALUE_BITS // 8  # bytes of a text in one round
