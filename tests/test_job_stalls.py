@@ -33,7 +33,7 @@ from nemo_patches.sync import rank_log
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 STALL_TIMEOUT = 3.0
-AT_ONCE = {"stall_timeout": STALL_TIMEOUT, "call_timeout": 0.0}
+AT_ONCE = {"stall_timeout": STALL_TIMEOUT}
 
 
 class Lines(logging.Handler):
@@ -150,7 +150,7 @@ WAYS: dict[str, tuple[Callable[[Trainer], None], str]] = {
 def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: str) -> dict[str, Any]:
     found = {}
     for way in only or WAYS:
-        nemo_patches.apply(stall_timeout=0, call_timeout=0)
+        nemo_patches.apply(stall_timeout=0)
         trainer = Trainer(Path(folder, way.replace(" ", "_")), broadcast_buffers)
         for batch_idx in range(3):  # noqa: B007  # a stall's report says which it was
             trainer.step()
@@ -282,7 +282,7 @@ DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
 
 
 def deadlock(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -> None:
-    nemo_patches.apply(stall_timeout=0, call_timeout=0)
+    nemo_patches.apply(stall_timeout=0)
     trainer = Trainer(Path(folder), broadcast_buffers)
     for _ in range(3):
         trainer.step()
@@ -330,7 +330,7 @@ def test_a_deadlock_is_told_handed_to_the_command_and_ended(way: str, broadcast_
 def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
     """A launcher that hangs has it: the progress bar of one rank blocks, and so do the lines about that."""
     trace = "-" if rank == CULPRIT else ""  # its thread blocks, too
-    nemo_patches.apply(stall_timeout=0, call_timeout=0, trace=trace)
+    nemo_patches.apply(stall_timeout=0, trace=trace)
     trainer = Trainer(Path(folder), broadcast_buffers=True)
     for _ in range(3):
         trainer.step()

@@ -22,14 +22,14 @@ TIMEOUT = 3.0
 def one_stays_away(rank: int, size: int, room: int) -> Any:
     """Every rank calls all encoders once, then all ranks but the last again. room: encoders that a rank tells of."""
     rank_state._MOST_ENCODERS = room
-    nemo_patches.apply(sync="overlapped", timeout=120.0, call_timeout=0.0)
+    nemo_patches.apply(sync="overlapped", timeout=120.0)
     # Ranks match encoders by their parameters' names.
     encoders = [torch.nn.ParameterDict({f"weight{number}": torch.zeros(1)}) for number in range(ENCODERS)]
     call_in_own_order(rank, encoders)
     syncs = [length_sync.sync_of(encoder) for encoder in encoders]
     wait_until(lambda: all(sync is not None and sync.rounds.done == 1 for sync in syncs))
     wait_until(all_have_come)
-    nemo_patches.apply(sync="overlapped", timeout=TIMEOUT, call_timeout=0.0)
+    nemo_patches.apply(sync="overlapped", timeout=TIMEOUT)
     dist.barrier()
     stalls: tuple[Any, ...] = ()
     if rank < size - 1:

@@ -52,7 +52,7 @@ class Job:
     def __init__(self, rank: int, size: int, seed: int, is_connected: bool = True) -> None:
         job_stall._HELD_UP_S, job_stall._TOGETHER_S = HELD_UP_S, TOGETHER_S
         self.rank, self.size, self.chance = rank, size, random.Random(seed)
-        nemo_patches.apply(stall_timeout=0, call_timeout=0)
+        nemo_patches.apply(stall_timeout=0)
         self.encoder = encoders.conformer()
         torch.manual_seed(0)
         self.other_model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -62,7 +62,7 @@ class Job:
         self.encode()
         wait_until(lambda: all_have_come() or not is_connected)
         dist.barrier()
-        nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=STALL_EXIT, call_timeout=0)
+        nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=STALL_EXIT)
 
     def encode(self) -> None:
         for _ in range(2):

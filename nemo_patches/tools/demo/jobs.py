@@ -44,7 +44,7 @@ class RankJob:
         """The keywords for nemo_patches.apply()."""
         if self.hang is None:
             return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
-        timeouts = {"timeout": 1.0, "call_timeout": 0.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
+        timeouts = {"timeout": 1.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
         return {**timeouts, "dump": str(self.folder / "dump"), **self.hang.settings}
 
     @property
