@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 PYTHON = "python"
 OURS = "nemo_patches"
-_TYPED = ("<stdin>", "<string>", "<ipython-input")  # the user's own, from no file; else "<" is some library's
+_CELL = "<ipython-input"  # the user's own, from no file; else "<" is some library's
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of ours
@@ -30,7 +30,7 @@ def origin(file: str) -> Origin:
         if folder in parts:
             inner = parts[parts.index(folder) + 1 :]
             return Origin(inner[0], "/".join(inner))
-    is_from_no_file = file.startswith("<") and not file.startswith(_TYPED)
+    is_from_no_file = file.startswith("<") and not file.startswith(_CELL)
     if is_from_no_file or file.startswith(_STDLIB):
         return Origin(PYTHON, f"{PYTHON}/{parts[-1]}")
     if os.path.dirname(file) in _OUR_FOLDERS:

@@ -20,8 +20,8 @@ _LOADERS = ("/torch/utils/data/", "/loops/fetchers.py")
 _SERVERS = {"IPython", "gunicorn", "hypercorn", "ipykernel", "prompt_toolkit", "tornado", "uvicorn"}
 _SERVES = "wait_for_termination"  # of grpc, whose other waits are for answers
 _BETWEEN = {PYTHON, "anyio", "uvloop", "zmq"}  # a server, or the user's own code, and the wait
-# By a file of Python's own, and a function in it that the user's code calls. With PERHAPS: it may be another wait, for a
-# thread of the user's own that reads data, or for an answer over the network.
+# By a file of Python's own, and a function in it that the user's code calls. With PERHAPS: it may wait for a thread of
+# the user's own that reads data, or for an answer over the network.
 _WAITS = {
     ("base_events.py", "run_forever"): "run_forever()",
     ("base_events.py", "run_until_complete"): PERHAPS + "asyncio's loop",

@@ -193,7 +193,8 @@ class Dumps:
         if group is None:
             return
         found = recent.records(error)
-        where = "" if error is not None else stacks.where(stacks.training_thread(recent.thread, recent.native_thread).ident)
+        thread = stacks.training_thread(recent.thread, recent.native_thread).ident
+        where = "" if error is not None else stacks.where(thread)
         said = first_line(error) if error is not None else ""
         header = make_header(TraceSettings(), length_sync.current(), recent.started)
         header = replace(header, rank=group.rank, world_size=group.size, bound=0)
