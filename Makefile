@@ -110,7 +110,7 @@ test-python-%:
 
 # NeMo $(DEMO_NEMO) on other Pythons, with all that it needs in a version for that Python: not in CI. docs/vendors.md has the results.
 test-nemo-pythons: $(PYTHONS:%=test-nemo-python-%)
-TESTS_ON_PYTHONS = $(TESTS_WITH_torch) $(TESTS_WITH_lightning) as_stock trace dump_triggers last_batch job_stalls
+TESTS_ON_PYTHONS = $(TESTS_WITH_torch) $(TESTS_WITH_lightning) as_stock trace job_folder last_batch job_stalls
 
 test-nemo-python-%: .venv/nemo-python-%/ready
 	@echo "== NeMo on Python $*"

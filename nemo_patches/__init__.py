@@ -76,7 +76,6 @@ def apply(
     trace_size: "float | None" = None,
     trace_checks: "str | Sequence[str] | None" = None,
     on_finding: "Literal['continue', 'raise'] | None" = None,
-    dump: "str | os.PathLike[str] | None" = None,
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
@@ -93,8 +92,6 @@ def apply(
     trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
         trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
         several, with commas. on_finding: "continue" (default) logs a finding; "raise" also raises it out of the call.
-    dump: a folder; without a trace, a rank writes its last encoder calls there when a rank is missing, when an
-        exception ends it, and on SIGUSR2. Default: a folder for the job in the system's temporary one. "": never.
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
         are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning
         trainers created from now on get a StopTogether, which drops batches (docs/uneven.md). "": none.

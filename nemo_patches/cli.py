@@ -249,8 +249,8 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, answers of RAS, "
-            "in any mix; - is standard input. None: the jobs that run on this host."
+            help="Files and folders with traces, stall reports, stacks of hosts, logs, Flight Recorder dumps, answers "
+            "of RAS, in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
     json: _Json = False,
@@ -270,10 +270,7 @@ def diagnose(
     ] = None,
     job: Annotated[
         str | None,
-        with_value(
-            metavar="DIR",
-            help_="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
-        ),
+        with_value(metavar="DIR", help_="A running job, by the folder in which it runs."),
     ] = None,
     ras: Annotated[
         str | None,

@@ -114,33 +114,15 @@ class listening:
         logger.removeHandler(self.caplog.handler)
 
 
-@pytest.mark.parametrize("off", ["trace", "dump"])
-def test_calls_are_kept_for_a_dump_unless_there_is_a_trace_or_it_is_off(off: str, tmp_path: Path) -> None:
+def test_a_traces_hook_for_exceptions_comes_with_the_first_call_and_goes_with_the_trace(tmp_path: Path) -> None:
     own = sys.excepthook
-    nemo_patches.apply(dump=tmp_path)
-    kept = sys.excepthook
-    assert kept is not own
-    nemo_patches.apply(dump=tmp_path)
-    assert sys.excepthook is kept
-    if off == "trace":
-        nemo_patches.apply(trace=tmp_path)
-    else:
-        nemo_patches.apply(dump="")
-    assert sys.excepthook is own
-    nemo_patches.apply(trace="", dump=tmp_path)
-    assert sys.excepthook is not own
-    assert "dump=" + str(tmp_path) in str(nemo_patches.status())
-    nemo_patches.revert()
-    assert sys.excepthook is own
-
-
-def test_the_hooks_for_exceptions_of_a_trace_and_of_the_dumps_are_taken_back_one_from_the_other(tmp_path: Path) -> None:
-    own = sys.excepthook
-    nemo_patches.apply(trace="-", dump=tmp_path)
-    of_dumps = sys.excepthook
+    nemo_patches.apply()
     encoders.run(encoders.conformer(), 40)
-    assert own is not of_dumps is not sys.excepthook is not own
-    nemo_patches.revert()
+    nemo_patches.apply(trace="-")
+    assert sys.excepthook is own
+    encoders.run(encoders.conformer(), 40)
+    assert sys.excepthook is not own
+    nemo_patches.apply(trace="")
     assert sys.excepthook is own
 
 

@@ -567,33 +567,6 @@ def test_who_ended_early_comes_before_who_has_no_end(tmp_path: Path) -> None:
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (0,)), report
 
 
-def dumped(folder: Path, without: int, where: str = "read (a.py:1)") -> None:
-    """Make the files dumps, all but one."""
-    for rank, file in enumerate(sorted(folder.iterdir())):
-        if rank == without:
-            file.unlink()
-            continue
-        last = json.loads(file.read_bytes().splitlines()[-1])["t"]
-        with file.open("ab") as stream:
-            stream.write(records.encode(records.Dumped(last + 30, "a rank is missing", where, "")))
-
-
-@pytest.mark.parametrize(
-    ("schedules", "without", "severity"),
-    [
-        (four(steps(9), [Killed(gone=False)], steps(1)), 2, CRITICAL),  # its neighbours are of one host
-        (four(steps(9), [Killed(gone=False)], steps(1), rank=3), 3, "warning"),  # it may be another host's first
-    ],
-)
-def test_dumps_of_ranks_that_waited_name_who_has_none(
-    schedules: list[list[Event]], without: int, severity: str, tmp_path: Path
-) -> None:
-    dumped(write(tmp_path, schedules, reports=False), without)
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    assert (first.id, first.ranks, first.severity) == (ids.MISSING_RANK, (without,), severity), first
-    assert "write a dump" in first.text
-
-
 def test_settings_that_differ_between_ranks_are_named_and_older_headers_have_none(tmp_path: Path) -> None:
     write(tmp_path, [steps(9) + OUT] * 3)
     assert diagnose(Folder(tmp_path).read()).findings == ()
@@ -630,20 +603,6 @@ def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_
     file.write_bytes(file.read_bytes()[:5000])
     report = diagnose(Folder(tmp_path / "cut").read())
     assert [one.id for one in report.findings] == [ids.NOT_ENOUGH], report  # not: rank 1 stopped at call 90
-
-
-@pytest.mark.parametrize(("after", "finding", "ranks"), [(5, ids.STOPPED_AT_ONCE, ()), (30, ids.MISSING_RANK, (1,))])
-def test_dumps_name_a_rank_only_where_others_have_waited_for_long(
-    after: float, finding: str, ranks: tuple[int, ...], tmp_path: Path
-) -> None:
-    """Somebody has sent SIGUSR2: that the job hangs, he may only think."""
-    write(tmp_path, [[*steps(9), Call(stuck="length sync")], steps(9)], reports=False)
-    for file in tmp_path.iterdir():
-        lines = file.read_bytes().splitlines(True)
-        dumped = records.Dumped(json.loads(lines[-1])["t"] + after, "SIGUSR2", "", "")
-        file.write_bytes(b"".join([*lines, records.encode(dumped)]))
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    assert (first.id, first.ranks) == (finding, ranks), first
 
 
 def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:

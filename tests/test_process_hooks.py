@@ -59,7 +59,6 @@ def test_the_orders_hold_and_one_error_keeps_no_other_from_running() -> None:
         "InForkedChild.STALL_MONITORS",
         "InForkedChild.STALL_SUBSCRIBER",
         "InForkedChild.TRACE",
-        "InForkedChild.DUMP",
         "InForkedChild.COMPARISONS",
         "forked",
         "theirs, from after our import",

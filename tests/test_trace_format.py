@@ -45,9 +45,6 @@ FORMAT_1 = {
     "failed": "t: float; thread: str; type: str; message: str; traceback: str",
     "sigterm": "t: float",
     "end": "t: float",
-    "call": "t: float; e: int; n: int; training: bool | None; inside: bool; outcome: str; round: int; waited: float; "
-    "local: int; result: int",
-    "dumped": "t: float; why: str; where: str; error: str",
 }
 
 

@@ -102,16 +102,6 @@ def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path:
     assert (off.folder, off.checks) == (None, ())
 
 
-def test_dumps_go_where_a_keyword_or_a_variable_says_and_nowhere_if_it_is_empty(tmp_path: Path) -> None:
-    variable = {"NEMO_PATCHES_DUMP": str(tmp_path)}
-    assert TraceSettings.resolve(environment={}).dump is None  # the job's own
-    assert TraceSettings.resolve(environment=variable).dump == str(tmp_path)
-    assert TraceSettings.resolve(environment={"NEMO_PATCHES_DUMP": ""}).dump == ""
-    assert TraceSettings.resolve({"dump": ""}, variable).dump == ""
-    assert TraceSettings.resolve({"dump": "here"}, variable).dump == str(Path("here").absolute())
-    assert str(TraceSettings.resolve({"dump": ""}, {})) == "dump=off"
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -120,7 +110,6 @@ def test_dumps_go_where_a_keyword_or_a_variable_says_and_nowhere_if_it_is_empty(
         ({"trace_size": "much"}, "trace_size='much' is not allowed"),
         ({"trace_checks": "input"}, "trace_checks='input' is not allowed; allowed.*'inputs', 'cuda', 'barrier'"),
         ({"on_finding": "stop"}, "on_finding='stop' is not allowed; allowed: 'continue', 'raise'"),
-        ({"dump": 5}, "dump=5 is not allowed; allowed: a folder"),
         (
             {"trace": "", "trace_checks": "inputs"},
             "trace_checks='inputs' is not allowed without a trace: set trace=DIR",

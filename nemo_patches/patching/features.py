@@ -9,9 +9,7 @@ from typing import Any
 from nemo_patches.patching.settings import AllSettings
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.tracing.dump import dumps
 from nemo_patches.tracing.recorder import tracing
-from nemo_patches.tracing.settings import STDERR
 from nemo_patches.uneven.even_loader import even_loaders
 from nemo_patches.uneven.parameter_watch import parameter_watch
 from nemo_patches.uneven.settings import DEFERRED
@@ -39,13 +37,6 @@ def _start_tracing(settings: AllSettings) -> None:
             tracing.start(settings.trace)
 
 
-def _start_dumps(settings: AllSettings) -> None:
-    if settings.trace.folder in (None, STDERR):  # there is no file of the calls
-        dumps.start(settings.trace.dump)
-    else:
-        dumps.stop()
-
-
 UNEVEN = Feature(
     lambda settings: parameter_watch.use(settings.uneven.compare),
     lambda: parameter_watch.use(0),
@@ -66,13 +57,9 @@ STALL_REPORTS = Feature(
     },
 )
 TRACING = Feature(_start_tracing, tracing.stop, lambda: {"trace_file": tracing.where()})
-DUMPS = Feature(_start_dumps, dumps.stop, dict)
 
 # Started before NeMo's methods are patched, so that the first patched call finds its settings, and stopped after they
 # are restored, so that no call goes on unseen. The stall reports' settings stand in a trace's header.
 BEFORE_PATCHES = (UNEVEN, SYNC, STALL_REPORTS)
-# Started after NeMo's methods are patched, and stopped before they are restored. Tracing stops first, too: its hook for
-# exceptions came with the first encoder call, and is around that of the dumps.
-AFTER_PATCHES = (TRACING, DUMPS)
-# Of a job that trains with Lightning and has no encoder of NeMo's.
-WITHOUT_PATCHES = (*BEFORE_PATCHES, DUMPS)
+# Started after NeMo's methods are patched, and stopped before they are restored.
+AFTER_PATCHES = (TRACING,)

@@ -15,7 +15,7 @@ import torch
 from nemo_patches.growth import give_back_all
 from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, imported
 from nemo_patches.patching.chosen import ALL_CHOSEN, CHECKPOINTS, ChosenPatch, import_chosen
-from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, WITHOUT_PATCHES
+from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS
 from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.settings import AllSettings
@@ -152,7 +152,7 @@ class Patching:
             return
         # Metrics and checkpoints are as in stock until NeMo is imported.
         settings = replace(settings, uneven=UnevenSettings(compare=settings.uneven.compare))
-        for feature in WITHOUT_PATCHES:
+        for feature in BEFORE_PATCHES:
             feature.start(settings)
 
     def revert(self) -> None:
@@ -296,7 +296,7 @@ class Patching:
     def _leave_alone(self, built_in: str, trace: TraceSettings, uneven: UnevenSettings) -> None:
         """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
         self._follows_imports = False
-        for feature in WITHOUT_PATCHES:  # _watch() may have started them
+        for feature in BEFORE_PATCHES:  # _watch() may have started them
             feature.stop()
         self._lines.misspelt()
         reason = _built_in_text(built_in)

@@ -36,8 +36,8 @@ class AllSettings:
         )
 
     def __str__(self) -> str:
-        """The trace's only where there is one, or other dumps than by default."""
-        trace = str(self.trace) if self.trace.folder or self.trace.dump is not None else ""
+        """The trace's only where there is one."""
+        trace = str(self.trace) if self.trace.folder else ""
         return "; ".join(filter(None, (f"{self.sync}, {self.stall}", trace, str(self.uneven))))
 
     def short(self) -> str:

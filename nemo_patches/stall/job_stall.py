@@ -30,6 +30,7 @@ from .missing_rank import MissingRank, Stall
 from .progress import Progress
 from .rank_groups import grouped
 from .rank_survey import Look
+from .report_file import ReportFile
 from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
 from .verdict import Verdict, judged
@@ -69,7 +70,13 @@ class JobStallWatch:
     """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
 
     def __init__(
-        self, notes: TrainingNotes, rank: int, size: int, progress: Progress, begin_look: Callable[[], Look]
+        self,
+        notes: TrainingNotes,
+        rank: int,
+        size: int,
+        progress: Progress,
+        begin_look: Callable[[], Look],
+        report_file: ReportFile,
     ) -> None:
         self._notes = notes
         self._rank = rank
@@ -78,6 +85,7 @@ class JobStallWatch:
         world = torch.distributed.group.WORLD  # outlives its destruction in a DDP module; None: destroyed just now
         self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
         self._begin_look = begin_look
+        self._report_file = report_file
         self._last = LastCall()  # the one that the fields below are of
         self._stepped_at = progress.stepped_at  # the same
         self._look: Look | None = None  # the one under way, and its purpose
@@ -229,10 +237,14 @@ class JobStallWatch:
         self._told = (verdict.level, text)
         report(verdict.level, text)
         bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
-        if verdict.level >= logging.WARNING and not self._is_paged:
-            self._is_paged = True
-            if settings.on_stall:
-                self._page(found, settings.on_stall, self._as_json(verdict, text, now))
+        if verdict.level < logging.WARNING:
+            return
+        content = self._as_json(verdict, text, now)
+        is_first = not self._is_paged
+        self._is_paged = True
+        if is_first and settings.on_stall:
+            self._page(found, settings.on_stall, content)
+        self._report_file.write(content, names_folder=is_first)
 
     def _page(self, found: Found, command: str, text: str) -> None:
         """The first rank that is heard runs the command, but for those whose os.wait() might get what starts it."""
@@ -260,6 +272,7 @@ class JobStallWatch:
         return json.dumps(
             {
                 "rank": self._rank,
+                "time": round(time.time(), 3),
                 "world_size": self._size,
                 "level": logging.getLevelName(verdict.level),
                 "idle_s": round(now - (self._last.since or self._stepped_at), 1),

@@ -12,9 +12,9 @@ OURS = "nemo_patches"
 _CELL = "<ipython-input"  # the user's own, from no file; else "<" is some library's
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of ours
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOMS = ("channel", "sync", "stall", "tracing", "uneven")
-_OUR_FOLDERS = (PACKAGE, *(os.path.join(PACKAGE, room) for room in _ROOMS))
+_OUR_FOLDERS = (_FOLDER, *(os.path.join(_FOLDER, room) for room in _ROOMS))
 
 
 class Origin(NamedTuple):

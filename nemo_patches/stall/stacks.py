@@ -12,14 +12,13 @@ from types import FrameType
 from typing import NamedTuple
 
 from .kernel_call import kernel_call
-from .libraries import OURS, PACKAGE, origin
+from .libraries import origin
 from .occupation import Frame, Occupation
 from .occupation import occupation as occupation_of
 
 LONGEST = 600  # characters
 _OWN_FRAMES = 5
 _FOLDS = 4
-_ENCODER_METHODS = os.path.join(PACKAGE, "sync", "encoder_methods.py")
 
 
 class Thread(NamedTuple):
@@ -66,24 +65,6 @@ def training_thread(caller: int, native_id: int) -> Thread:
     if caller in sys._current_frames() and os.path.exists(f"/proc/self/task/{native_id}"):
         return Thread(caller, native_id)
     return Thread(threading.main_thread().ident or 0, os.getpid())
-
-
-def runs(thread: int, place: tuple[str, str]) -> bool:
-    """Whether this thread is running the function `place` (its file, its name)."""
-    return any((frame.code.co_filename, frame.code.co_name) == place for frame in seen(thread))
-
-
-def encoder_function() -> tuple[str, str]:
-    """The file and name of the encoder's function that has called the length sync on this thread: its forward."""
-    frame: FrameType | None = sys._getframe(1)
-    inside_the_sync = True
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not inside_the_sync and origin(file).package not in (OURS, "torch"):
-            return file, frame.f_code.co_name
-        inside_the_sync = inside_the_sync and file != _ENCODER_METHODS
-        frame = frame.f_back
-    return "", ""
 
 
 def seen(thread: int) -> list[Frame]:

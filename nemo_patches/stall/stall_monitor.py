@@ -37,6 +37,7 @@ from .missing_rank import Stall
 from .own_state import OwnState
 from .progress import Progress
 from .rank_survey import Look, RankSurvey
+from .report_file import ReportFile
 from .roll_call import RollCall
 from .settings import StallSettings
 from .sync_end_report import SyncEndReport
@@ -66,7 +67,10 @@ class StallMonitor:
         self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_late_round, self.stalls)
         self._watches: dict[WatchedRounds, EncoderWatch] = {}
         self._end_report = SyncEndReport(channel, size, look, notes.end_promises)
-        self.job_stall = JobStallWatch(notes, rank, size, self.progress, look)
+        server = group.store.server
+        self._store_port = server[1] if server is not None else 0
+        report_file = ReportFile(rank, self._store_port)
+        self.job_stall = JobStallWatch(notes, rank, size, self.progress, look, report_file)
         self._socket: JobSocket | None = None
         self._visitors: list[tuple[socket.socket, Look]] = []
         self._wakes = -1  # a file that wakes the thread
@@ -139,9 +143,8 @@ class StallMonitor:
             self._end()
 
     def _begin(self) -> None:
-        server = self.group.store.server
         try:
-            self._socket = JobSocket(self.group.rank, server[1] if server is not None else 0)
+            self._socket = JobSocket(self.group.rank, self._store_port)
         except OSError as error:
             report(logging.INFO, f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}")
 

@@ -1,4 +1,4 @@
-"""What a trace and a dump know about an encoder: its number and name in the file, its last call, its DDP."""
+"""What a trace knows about an encoder: its number and name in the file, its last call, its DDP."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import torch
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
+from nemo_patches.stall.missing_rank import MissingRank, StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
@@ -33,8 +34,7 @@ from nemo_patches.tracing.encoder_facts import positions
 from nemo_patches.tracing.encoder_state import EncoderState
 from nemo_patches.tracing.exception_hooks import ExceptionHooks, exit_in_flight
 from nemo_patches.tracing.lengths_copy import LengthsCopies
-from nemo_patches.tracing.recording import Recording
-from nemo_patches.tracing.records import End, Grow, Lengths, Memory, Record, Stopped
+from nemo_patches.tracing.records import End, Grow, Lengths, Memory, Missing, Record, Stalled, Stopped
 from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
@@ -72,12 +72,15 @@ class Tracing:
         return self.recorder.where() if self.recorder is not None else ""
 
 
-class Recorder(Recording):
-    """One trace of this process: its writer, from the first encoder call on, and what it knows of the encoders."""
+class Recorder:
+    """One trace of this process: its writer, from the first encoder call on, and what it knows of the encoders.
+
+    The length sync's events come on the training thread, a stall report on its monitor's.
+    """
 
     def __init__(self, settings: TraceSettings) -> None:
-        super().__init__()
         self.settings = settings
+        self.failed = ""  # the exception that ends this process, in a line, unless an encoder is called again
         self.guard = _Guard(self)
         self.writer: TraceWriter | None = None
         self._over = ""  # why nothing is recorded any more
@@ -139,6 +142,15 @@ class Recorder(Recording):
                 self._open(_process_group())
             self.note_failed(error)
 
+    def note_failed(self, error: BaseException, thread: str = "") -> None:
+        """An exception that nobody catches in this thread; without a name: it ends the process, as far as is known."""
+        said = first_line(error)
+        if not thread:
+            if said == self.failed:
+                return  # the trainer's callback has told of it, and now the interpreter does
+            self.failed = said
+        self.put(records.failed(self.now(), thread, error))
+
     def end(self, level: int, why: str) -> None:
         """Record nothing any more, and say why."""
         if not self._over:
@@ -169,8 +181,14 @@ class Recorder(Recording):
             writer.put_later(lambda: _memory(t, device))
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Those of what a trace and a dump record alike, and what ends this process; our errors end the trace."""
-        handlers = super().handlers() | {StallExits: lambda _: self.process_ends(EXIT_CODE)}
+        """For the event bus; our errors end the trace."""
+        handlers: dict[type, Callable[[Any], None]] = {
+            CallLeft: self.call_left,
+            Grown: self.grown,
+            StallReported: self.stall_reported,
+            JobStalled: self.job_stalled,
+            StallExits: lambda _: self.process_ends(EXIT_CODE),
+        }
         return {kind: self._guarded(handle) for kind, handle in handlers.items()}
 
     def _guarded(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -185,8 +203,14 @@ class Recorder(Recording):
             self._uncaught |= not thread
             self.note_failed(error, thread)
 
+    def stall_reported(self, event: StallReported) -> None:
+        ranks, kinds, where = _of_each(event.missing)
+        collectives = [rank.collective for rank in event.missing]
+        self.put(Missing(self.now(), event.encoder, event.call, ranks, kinds, where, event.unknown, collectives))
+
     def job_stalled(self, event: JobStalled) -> None:
-        super().job_stalled(event)
+        waited = event.level >= logging.WARNING
+        self.put(Stalled(self.now(), *_of_each(event.missing if waited else ()), event.text, waited))
         self._put_memory()  # a GPU that waits in a collective is busy, one that nobody gives work is not
 
     def call_left(self, event: CallLeft) -> None:
@@ -270,6 +294,10 @@ class Recorder(Recording):
             self._hooks = ExceptionHooks(self._guarded_failed, threads=True)
         process_hooks.at_last(_close)
         return True
+
+
+def _of_each(missing: tuple[MissingRank, ...]) -> tuple[list[int], list[str], list[str]]:
+    return [rank.rank for rank in missing], [rank.kind for rank in missing], [rank.where for rank in missing]
 
 
 def _process_group() -> Any:

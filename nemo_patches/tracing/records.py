@@ -304,34 +304,6 @@ class End:
     exit_code: int | None = None  # None if not known
 
 
-@dataclass(frozen=True)
-class Call:
-    """In a dump: a call of which only the length sync is known."""
-
-    k: ClassVar[str] = "call"
-    t: float  # when its length sync returned; with an empty outcome, when that began
-    e: int
-    n: int
-    training: bool | None  # None if not known
-    inside: bool  # it has not left the encoder; told of the last call only
-    outcome: str  # empty: it is in its length sync
-    round: int  # as in Sync, with all that follows
-    waited: float
-    local: int
-    result: int
-
-
-@dataclass(frozen=True)
-class Dumped:
-    """The last record of a dump. The process goes on, unless an exception has ended it."""
-
-    k: ClassVar[str] = "dumped"
-    t: float
-    why: str
-    where: str  # what the thread that called an encoder last does; empty if not known
-    error: str  # the exception that no one has caught, in one line; empty if there is none
-
-
 Record = (
     Header
     | Encoder
@@ -355,8 +327,6 @@ Record = (
     | Failed
     | Sigterm
     | End
-    | Call
-    | Dumped
 )
 
 

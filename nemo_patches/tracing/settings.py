@@ -53,7 +53,7 @@ class TraceSettings(SettingsTable):
     """What is recorded, and where.
 
     folder: None: no trace; STDERR: lines for a person. size: MiB that the files of one process may have.
-    checks: of CHECKS. dump: a folder for what is dumped without a trace; None: one of the job's own; empty: no dumps.
+    checks: of CHECKS.
     """
 
     # A trace's header has fields of their own for the size and the checks; the folders may differ between ranks.
@@ -65,7 +65,7 @@ class TraceSettings(SettingsTable):
         "A folder in which every rank records its encoder calls; '-': a line before and after each call, on stderr.",
         lambda folder: str(folder or "off"),
         is_alike=False,
-        is_shown=lambda table: table.folder is not None or table.dump is None,
+        is_shown=lambda table: table.folder is not None,
     ).as_field()
     size: float = Setting(
         "trace_size",
@@ -91,17 +91,6 @@ class TraceSettings(SettingsTable):
         (CONTINUE, RAISE),
         "continue: log what a check finds; raise: raise it out of the encoder call, too.",
         is_shown=lambda table: bool(table.checks),
-    ).as_field()
-    dump: str | None = Setting[str | None](
-        "dump",
-        None,
-        lambda value: str(_folder(value) or ""),
-        "a folder's path, or '' (no dumps)",
-        "Without a trace: the folder for the last encoder calls when a rank is missing; '': no dumps.",
-        lambda folder: "a temporary folder" if folder is None else folder or "off",
-        may_be_empty=True,
-        is_alike=False,
-        is_shown=lambda table: table.folder is None and table.dump is not None,
     ).as_field()
 
     @classmethod

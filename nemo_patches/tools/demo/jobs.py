@@ -45,7 +45,7 @@ class RankJob:
         if self.hang is None:
             return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
         timeouts = {"timeout": 1.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
-        return {**timeouts, "dump": str(self.folder / "dump"), **self.hang.settings}
+        return {**timeouts, **self.hang.settings}
 
     @property
     def slow_rank(self) -> int:

@@ -68,8 +68,7 @@ class Case:
         trace, call, behind = self.job.traces[rank], self.endings[rank].call, self.behind(rank)
         age = f", {behind:.1f} s before the newest record of all" if behind is not None else ""
         where = f"call {call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if call else "no call"
-        place = f"; it was in {safe(trace.dumped.where)}" if trace.dumped is not None and trace.dumped.where else ""
-        return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}{place}"
+        return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}"
 
 
 _KINDS_IN_WORDS = {
@@ -90,7 +89,6 @@ _KINDS_IN_WORDS = {
     "finding": "a check's finding",
     "grow": "the positional encoding has grown",
     "lost": "records were lost",
-    "dumped": "its dump was written",
 }
 
 

@@ -17,14 +17,19 @@ from rich.console import Console
 
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading, running
-from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here, pids_in
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    STUCK_AFTER_S,
+    NothingToLookAtError,
+    jobs_here,
+    pids_in,
+)
 from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import NoSocketError, diagnose_job
 from nemo_patches.tools.diagnose.report_text import show
-from nemo_patches.tools.diagnose.sources import nccl_ras
+from nemo_patches.tools.diagnose.sources import nccl_ras, stall_reports
 from nemo_patches.tools.diagnose.watch import follow, once
 
 JSON_FORMAT = 2  # docs/diagnose.md describes it
@@ -88,9 +93,11 @@ def _of_files(
         report = jobs[0][1]
     else:
         parts = [*others, *(("traces", reading.of_traces(each)) for each, _ in jobs)]
-        report = judge(
-            reading.joined(parts, found.problems, found.earlier), ", ".join(safe(str(path)) for path in paths[:4])
-        )
+        evidence = reading.joined(parts, found.problems, found.earlier)
+        source = ", ".join(safe(str(path)) for path in paths[:4])
+        # A rank that reports a stall has waited for stall_timeout.
+        stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
+        report = judge(evidence, source, stuck_after_s)
     return _print(report, json)
 
 

@@ -16,10 +16,6 @@ from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import CAME, Input, Track
 from nemo_patches.uneven.settings import UnevenSettings
 
-_NEXT_DUMP = (
-    "`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless NEMO_PATCHES_DUMP "
-    "is one that all share."
-)
 _NEXT_ALIKE = (
     "Give every rank the same environment, config and data pipeline; ranks that differ may wait for each other, or "
     "reduce what does not belong together."
@@ -39,9 +35,7 @@ def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Fi
     waiting = sorted({ending.rank for case in cases for ending in case.endings.values() if ending.in_vain})
     waited = f"; {named(waiting)} waited in vain at the end, perhaps for it" if waiting else ""
     next_step = "Set NEMO_PATCHES_TRACE on every rank and host, to a folder that all share, or copy the missing files."
-    if job.has_dumps:
-        text, next_step = f"There is no dump of {who} here{waited}.", _NEXT_DUMP
-    elif CAME in outcomes_of(cases):
+    if CAME in outcomes_of(cases):
         text = f"{who} {part} in the length sync, and left no trace here{waited}."
     else:
         text = f"There is no sign of {who} of {job.world_size}: not started, not patched, not traced, or not yet at a "

@@ -82,23 +82,20 @@ class _RecordedPhases:
     sync: bool
     pre: bool
     any_left: bool  # whether the end of any call is recorded
-    dumped: bool  # a dump has only the length syncs
 
 
-def _recorded_phases(traces: dict[int, RankTrace], tracks: dict[int, Track]) -> _RecordedPhases:
+def _recorded_phases(tracks: dict[int, Track]) -> _RecordedPhases:
     calls = [track.calls for track in tracks.values()]
-    dumped = any(trace.dumped for trace in traces.values())
     return _RecordedPhases(
-        sync=dumped or any((np.array(of_rank.outcome) != UNSYNCED).any() for of_rank in calls),
+        sync=any((np.array(of_rank.outcome) != UNSYNCED).any() for of_rank in calls),
         pre=any((~np.isnan(np.array(of_rank.pre))).any() for of_rank in calls),
         any_left=any(LEFT in of_rank.ended for of_rank in calls),
-        dumped=dumped,
     )
 
 
 def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool) -> dict[int, Ending]:
     """The ending of every rank with a trace, also if it has not called this encoder."""
-    phases = _recorded_phases(traces, tracks)
+    phases = _recorded_phases(tracks)
     starts = anchors(tracks)
     # If only some traces were stopped, those ranks made calls that are not recorded; if all were, the job is over.
     over = all(trace.is_over for trace in traces.values())
@@ -196,7 +193,7 @@ def _phase(track: Track, phases: _RecordedPhases) -> str:
         return LAYERS
     if 0 < track.room < track.result:
         return GROWTH
-    return LAYERS if phases.dumped or (phases.any_left and not phases.pre) else PRE_ENCODE
+    return LAYERS if phases.any_left and not phases.pre else PRE_ENCODE
 
 
 def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:

@@ -99,7 +99,7 @@ Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member
 
 @dataclass(frozen=True)
 class Fact:
-    """cite: printed as it is: "train.log:4711", "rank 3's dump", "node7, pid 4711".
+    """cite: printed as it is: "train.log:4711", "rank 3's trace", "node7, pid 4711".
 
     at: seconds since 1970 by the clock of `host`, 0 if unknown; compared only with the same host's. own: said by the
     rank's own process or the kernel; False: by another rank or the launcher.
@@ -135,10 +135,10 @@ class Evidence:
     patched: nemo_patches is on, so an all-reduce of one number is not the length sync. world_size: 0 if unknown.
     findings: a source's own, about other things than hangs (stragglers, settings that differ). looked_for: for the
     report on files in which nothing was recognised. saw_a_wait: a stall monitor saw some rank wait in a collective.
-    perhaps_missing: ranks reported missing only by ranks that have ended in good order since, or whose dumps may lie
-    elsewhere. traces_alone: there is no other source, and the calls decide what rounds and places would. explained: by
-    encoder, the ranks that are behind for a reason that a finding gives; not empty where ranks are not at the same
-    step, so that reaching a round shows nothing.
+    perhaps_missing: ranks reported missing only by ranks that have ended in good order since. traces_alone: there is
+    no other source, and the calls decide what rounds and places would. explained: by encoder, the ranks that are behind
+    for a reason that a finding gives; not empty where ranks are not at the same step, so that reaching a round shows
+    nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)

@@ -166,10 +166,6 @@ class TracedJob:
         """Ranks without a file, readable or not, that are not in `told`: ranks known from elsewhere."""
         return tuple(rank for rank in self.absent if rank not in self.suspects | told)
 
-    @property
-    def has_dumps(self) -> bool:
-        return any(trace.dumped for trace in self.traces.values())
-
 
 class Folder:
     """A folder of traces; read() reads on where it has stopped the last time."""

@@ -1,4 +1,4 @@
-"""How a rank's process ended, as its own trace or dump tells: the evidence that comes after the stall reports.
+"""How a rank's process ended, as its own trace tells: the evidence that comes after the stall reports.
 
 Exceptions are told apart by their type and their innermost frames, and by words only where nothing else has them.
 """
@@ -145,7 +145,7 @@ def process_end(trace: RankTrace) -> ProcessEnd:
         return ProcessEnd(terminated=True, where=_place(frames), in_collective=in_collective, at=trace.sigterm_at)
     if trace.end is not None and trace.end.exit_code == STALL_EXIT:
         return ProcessEnd(error="stall_exit", terminated=True)
-    said = trace.dumped.error if trace.dumped is not None else trace.end.error if trace.end is not None else ""
+    said = trace.end.error if trace.end is not None else ""
     if failed is None and not said:
         in_good_order = trace.end is not None and not trace.end.exit_code
         return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
@@ -164,8 +164,7 @@ def ending_failure(trace: RankTrace) -> records.Failed | None:
     if failed is None or any(track.calls.n and track.calls.entered[-1] > failed.t for track in trace.tracks.values()):
         return None
     over = trace.end is not None and not trace.end.error
-    survived = trace.stopped or over or (trace.dumped is not None and not trace.dumped.error)
-    return None if survived else failed
+    return None if trace.stopped or over else failed
 
 
 def error_of(record: records.Failed | records.Raised) -> Error:

@@ -46,7 +46,6 @@ _Sync, _Grow, _PreEncoded = structs[records.Sync], structs[records.Grow], struct
 _FirstLayer, _Leave, _Raised = structs[records.FirstLayer], structs[records.Leave], structs[records.Raised]
 _Missing, _Memory, _CheckFinding = structs[records.Missing], structs[records.Memory], structs[records.CheckFinding]
 _Lost, _End, _Stopped = structs[records.Lost], structs[records.End], structs[records.Stopped]
-_Call, _Dumped = structs[records.Call], structs[records.Dumped]
 _Failed, _Stalled, _Sigterm = structs[records.Failed], structs[records.Stalled], structs[records.Sigterm]
 _Backward, _BackwardEnded = structs[records.Backward], structs[records.BackwardEnded]
 _Lengths, _KeptRecord = structs[records.Lengths], structs[records.Kept]
@@ -239,7 +238,6 @@ class RankTrace:
     sigterm_at: float | None = None  # seconds since `started`; a file that was copied may tell a later time
     after_sigterm: bool = False  # records follow that stack
     stopped: str = ""  # why the trace was stopped while the process went on; empty if it was not
-    dumped: records.Dumped | None = None  # these are the last calls, kept in memory until then
     count: int = 0
     bad_lines: int = 0
     odd_records: int = 0  # that do not follow from those before
@@ -397,25 +395,6 @@ class RankTrace:
             calls.left[-1], calls.ended[-1] = after, RAISED
             _keep(self.raised, _kept(record))
 
-    def _whole_call(self, track: Track, record: Any) -> None:
-        """Take a call of a dump, whose first call may have any number."""
-        calls, code = track.calls, _CODES.get(record.outcome, UNSYNCED)
-        unknown = bool(record.outcome) and code == UNSYNCED
-        if (
-            unknown
-            or record.waited < 0
-            or (calls.n and (record.n <= calls.n[-1] or 0 < record.round < calls.round[-1]))
-        ):
-            self._odd(track)
-            return
-        calls.begin(record.n, UNKNOWN if record.training is None else record.training, record.t - record.waited)
-        calls.ended[-1] = OPEN if record.inside else BARE
-        if code != UNSYNCED:
-            calls.synced[-1], calls.outcome[-1], calls.waited[-1] = record.waited, code, record.waited
-            track.result = record.result
-        if code not in (UNSYNCED, LOCAL, ENDED):
-            calls.round[-1] = record.round
-
     def _follows(self, track: Track, number: int) -> bool:
         """Whether a call may have this round: it issued the next one, or none. A leap counts once the next agrees."""
         before = track.calls.round[-1]
@@ -489,16 +468,11 @@ class RankTrace:
         elif kind is _Grow and record.e in self.tracks:
             track = self.tracks[record.e]
             track.room = max(track.room, record.new)
-        elif kind is _Call and record.e in self.tracks:
-            self._whole_call(self.tracks[record.e], record)
         elif kind is _Sigterm:
             self.sigterm_at = record.t
         elif kind is _Lost:
             self.lost += max(record.count, 1)
             self._damage_all()
-        elif kind is _Dumped:
-            self.dumped = _kept(record)
-            self.ended = record.t if record.error else None
         elif kind is _End:
             self.ended, self.end = record.t, _kept(record)
         elif kind is _Stopped:

@@ -13,7 +13,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
-from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
+from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks, stall_reports
 
 _TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
 _FOR_OTHER_READERS = (": not a trace", ": a folder; not looked into")  # how folder.py's lines on others' files end
@@ -39,6 +39,7 @@ class Reader:
 
 # A file may be of several kinds: a log may hold stacks. A file that no other reader recognises is a log.
 _READERS = (
+    Reader(stall_reports.KIND, stall_reports.recognises, stall_reports.read),  # before stacks, which see more
     Reader("stacks", stacks.recognises, stacks.read),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
     Reader("answers of NCCL's RAS", nccl_ras.recognises, nccl_ras.read),
@@ -48,7 +49,7 @@ _LOGS = Reader("logs", logs.recognises, logs.read)
 
 @dataclass
 class Found:
-    """Files found. traces: the folders with traces or dumps of nemo_patches. by_reader: all other files."""
+    """Files found. traces: the folders with traces. by_reader: all other files."""
 
     traces: list[Path] = field(default_factory=list)
     by_reader: dict[str, list[Path]] = field(default_factory=dict)
@@ -139,7 +140,7 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
 
 
 def of_traces(job: TracedJob) -> Evidence:
-    """The evidence of a folder of traces or dumps, for use beside other evidence."""
+    """The evidence of a folder of traces, for use beside other evidence."""
     evidence = Evidence()
     report = diagnose(job, evidence)
     evidence.findings += [one for one in report.findings if one.id not in (*JUDGED, ids.NOT_ENOUGH)]
@@ -174,7 +175,8 @@ def joined(
         whole.findings += part.findings
         whole.saw_a_wait |= part.saw_a_wait
         whole.perhaps_missing |= part.perhaps_missing
-        whole.ranks += part.ranks
+        # Of a rank that several sources have, the last one's: a trace's.
+        whole.ranks = list({one.rank: one for one in (*whole.ranks, *part.ranks)}.values())
         whole.summary += part.summary
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
         whole.patched |= part.patched
