@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,14 +21,6 @@ _ID_FIELDS = ("cuts", "sample_ids", "sample_id", "ids", "id")
 _SAMPLE_IDS = 4  # in NeMo's tuples of signals, their lengths, transcripts and their lengths, the ids come last
 _SHOWN = 4  # ids
 _LONGEST = 60  # characters of one
-
-
-class _Ids(NamedTuple):
-    """of: what they are of. shown: the first ones."""
-
-    of: str
-    shown: tuple[str, ...]
-    total: int
 
 
 def last_batch(trainer: Any) -> str:
@@ -44,51 +36,42 @@ def last_batch(trainer: Any) -> str:
 
 
 def _ids_text(batch: object) -> str:
-    found = next(filter(None, map(_ids, _fields(batch))), None)
-    if found is None:
-        return ""
-    shown = ", ".join(safe(one, _LONGEST) for one in found.shown)
-    more = f", +{found.total - len(found.shown)}" if found.total > len(found.shown) else ""
-    return f": {found.of} {shown}{more}"
+    for field in _fields(batch):
+        of, ids, total = _ids(field)
+        if ids:
+            more = f", +{total - len(ids)}" if total > len(ids) else ""
+            return f": {of} {', '.join(safe(str(one), _LONGEST) for one in ids)}{more}"
+    return ""
 
 
-def _fields(batch: object) -> Iterator[object]:
+def _fields(batch: object) -> Iterable[object]:
     """Those that may have the ids, by their names or their places."""
     if type(batch) is dict:
-        yield from (batch.get(name) for name in _ID_FIELDS)
-    elif type(batch) is tuple or type(batch) is list:
-        yield from (field for field in batch if _cuts(field) is not None)
-        yield from batch[_SAMPLE_IDS : _SAMPLE_IDS + 1]
-    elif isinstance(batch, tuple):
-        names = _names(batch)
-        yield from (tuple.__getitem__(batch, names.index(name)) for name in _ID_FIELDS if name in names)
-    elif not issubclass(type(batch), dict | list):
-        yield from (inspect.getattr_static(batch, name, None) for name in _ID_FIELDS)
+        return [batch.get(name) for name in _ID_FIELDS]
+    if type(batch) is tuple or type(batch) is list:
+        return [*(field for field in batch if _cuts(field) is not None), *batch[_SAMPLE_IDS : _SAMPLE_IDS + 1]]
+    names = inspect.getattr_static(type(batch), "_fields", None)
+    if issubclass(type(batch), tuple) and type(names) is tuple and _plain(names):
+        named: dict[str, object] = dict(zip(names, tuple.__iter__(batch), strict=False))  # type: ignore[arg-type]
+        return [named.get(name) for name in _ID_FIELDS]
+    return [inspect.getattr_static(batch, name, None) for name in _ID_FIELDS]
 
 
-def _names(batch: tuple[object, ...]) -> tuple[str, ...]:
-    """Of a named tuple's fields; empty for any other tuple."""
-    names = inspect.getattr_static(type(batch), "_fields", ())
-    are_names = type(names) is tuple and all(type(name) is str for name in names)
-    return names if are_names and len(names) == tuple.__len__(batch) else ()
-
-
-def _ids(field: object) -> _Ids | None:
+def _ids(field: object) -> tuple[str, Sequence[Any], int]:
+    """What they are of, the first of them, and how many there are."""
     if (cuts := _cuts(field)) is not None:
-        first = cuts.values() if isinstance(cuts, dict) else cuts
-        return _if_ids("cuts", (inspect.getattr_static(cut, "id", None) for cut in islice(first, _SHOWN)), len(cuts))
-    if type(field) is torch.Tensor:
-        if field.device.type != "cpu" or field.dim() != 1 or field.is_floating_point():
-            return None
-        return _if_ids("samples", field[:_SHOWN].tolist(), len(field))
+        first = islice(cuts.values() if isinstance(cuts, dict) else cuts, _SHOWN)
+        return "cuts", _plain([inspect.getattr_static(cut, "id", None) for cut in first]), len(cuts)
+    if type(field) is torch.Tensor and field.device.type == "cpu" and field.dim() == 1:
+        return "samples", _plain(field[:_SHOWN].tolist()), len(field)
     if type(field) is tuple or type(field) is list:
-        return _if_ids("samples", field[:_SHOWN], len(field))
-    return None
+        return "samples", _plain(field[:_SHOWN]), len(field)
+    return "", (), 0
 
 
-def _if_ids(of: str, shown: Iterable[object], count: int) -> _Ids | None:
-    texts = tuple(one if type(one) is str else str(one) for one in shown if type(one) is str or type(one) is int)
-    return _Ids(of, texts, count) if len(texts) == min(count, _SHOWN) > 0 else None
+def _plain(values: Sequence[Any]) -> Sequence[Any]:
+    """The same, if all are texts or whole numbers, and of no class of the user's; else none."""
+    return values if all(type(value) is str or type(value) is int for value in values) else ()
 
 
 def _cuts(field: object) -> dict[str, Any] | list[Any] | tuple[Any, ...] | None:

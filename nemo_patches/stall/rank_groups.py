@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ..channel.links import VANISHED
 from ..channel.survey import HELD_UP, NO_SURVEYS, NOT_THERE
@@ -136,6 +136,9 @@ _MEANINGS = {
 }
 
 
+_OF_STATE = {one.name for one in fields(RankGroup)} & {one.name for one in fields(RankState)}
+
+
 def grouped(found: Found) -> tuple[RankGroup, ...]:
     """The groups of all ranks: the suspects first, the smallest group of these before the others."""
     single = [_of_state(rank, state) for rank, state in found.states.items()]
@@ -161,25 +164,8 @@ def grouped(found: Found) -> tuple[RankGroup, ...]:
 
 
 def _of_state(rank: int, state: RankState) -> RankGroup:
-    return RankGroup(
-        runs=((rank, rank),),
-        kind=state.goes_on or (WAITING if state.collective else ELSEWHERE),
-        host=state.host,
-        pid=state.pid,
-        calls=state.calls,
-        idle=state.idle,
-        where=state.where,
-        collective=state.collective,
-        caller=state.caller,
-        hook=state.hook,
-        activity=state.activity,
-        request=state.request,
-        worker_states=state.worker_states,
-        batch=state.batch,
-        still=state.still,
-        sleeps=state.sleeps,
-        goes_on_for=state.goes_on_for,
-    )
+    kind = state.goes_on or (WAITING if state.collective else ELSEWHERE)
+    return RankGroup(((rank, rank),), kind, **{name: getattr(state, name) for name in _OF_STATE})
 
 
 def _of_silent(rank: int, how: str, found: Found) -> RankGroup:
