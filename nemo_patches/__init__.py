@@ -69,7 +69,6 @@ def apply(
     sync: "Literal['bounded', 'local'] | None" = None,
     timeout: "float | None" = None,
     on_timeout: "Literal['fallback', 'raise'] | None" = None,
-    call_timeout: "float | None" = None,
     stall_timeout: "float | None" = None,
     stall_exit: "float | None" = None,
     on_stall: "str | None" = None,
@@ -83,8 +82,7 @@ def apply(
 
     sync: "bounded" (default) waits for the other ranks at most `timeout`; "local" does not communicate.
         timeout: seconds (default 10) that one encoder call waits. on_timeout: "fallback" (default)
-        continues with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
-        never); if an encoder call lasts longer, all threads' stacks are logged, once. The call is not interrupted.
+        continues with this rank's own length; "raise" raises LengthSyncTimeout.
     stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank logs where all ranks
         are. stall_exit: seconds (default 0: never) of such a stall, after which the process ends with exit code 83.
         on_stall: a command, run once per stall by one rank, with the report as JSON on its standard input.

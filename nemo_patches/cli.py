@@ -112,7 +112,7 @@ def demo(
 
 
 def _setting_option(setting: Setting[Any]) -> Parameter:
-    """--call-timeout for call_timeout."""
+    """--stall-timeout for stall_timeout."""
     default = setting.text(setting.default) + setting.unit
     if setting.words:
         option = choice(setting.words, setting.several, help=setting.help, show_default=default)

@@ -233,7 +233,7 @@ def in_step(**settings: Any) -> torch.nn.Module:
 
     import nemo_patches
 
-    nemo_patches.apply(**{**settings, "timeout": CONNECTING_S, "call_timeout": 0.0})
+    nemo_patches.apply(**{**settings, "timeout": CONNECTING_S})
     encoder = encoders.conformer()
     dist.barrier()
     for _ in range(2):

@@ -147,9 +147,9 @@ def test_the_first_line_is_short_and_the_rest_is_at_debug(caplog: Any) -> None:
     assert (first.levelno, {record.levelno for record in rest}) == (logging.INFO, {logging.DEBUG})
     assert len(message) <= 250
     assert "; sync=bounded, timeout=10 s, stall_exit=300 s" in message
-    assert "call_timeout" not in message
+    assert "stall_timeout" not in message
     texts = "\n".join(record.getMessage() for record in rest)
-    assert "call_timeout=60 s" in texts
+    assert "stall_timeout=60 s" in texts
     for skipped in nemo_patches.status().skipped:
         assert f"not patched: {skipped.target}: {skipped.reason}" in texts
 

@@ -258,8 +258,8 @@ def test_every_entry_needed_is_dealt_out_once(devices: int, tmp_path: Path) -> N
 
 
 def test_a_variable_that_is_not_allowed_is_said_before_anything_starts(tmp_path: Path) -> None:
-    error = refused(temporary=tmp_path, NEMO_PATCHES_CALL_TIMEOUT="soon")
-    assert "NEMO_PATCHES_CALL_TIMEOUT='soon' is not allowed; allowed: a number of seconds" in error
+    error = refused(temporary=tmp_path, NEMO_PATCHES_STALL_TIMEOUT="soon")
+    assert "NEMO_PATCHES_STALL_TIMEOUT='soon' is not allowed; allowed: a number of seconds" in error
 
 
 @pytest.mark.parametrize(

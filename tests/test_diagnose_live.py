@@ -90,11 +90,11 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
         wait_until(lambda: progress.stepped_at > began - 1 and progress.still_s(time.monotonic()) > 4, 60)
         put(name, asked_for)
 
-    nemo_patches.apply(timeout=4.0, stall_timeout=200.0, call_timeout=0.0)
+    nemo_patches.apply(timeout=4.0, stall_timeout=200.0)
     dist.barrier()
     scenario("early", lambda: when_it_stands("early", job), wait_for_the_reader)
 
-    nemo_patches.apply(timeout=120.0, stall_timeout=6.0, call_timeout=0.0)
+    nemo_patches.apply(timeout=120.0, stall_timeout=6.0)
     dist.barrier()
     scenario("waits", lambda: when_it_stands("waits", job), wait_for_the_reader)
 

@@ -33,7 +33,7 @@ from nemo_patches.sync import rank_log
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 STALL_TIMEOUT = 3.0
-AT_ONCE = {"stall_timeout": STALL_TIMEOUT, "call_timeout": 0.0}
+AT_ONCE = {"stall_timeout": STALL_TIMEOUT}
 
 
 class Lines(logging.Handler):
@@ -150,9 +150,9 @@ WAYS: dict[str, tuple[Callable[[Trainer], None], str]] = {
 def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: str) -> dict[str, Any]:
     found = {}
     for way in only or WAYS:
-        nemo_patches.apply(stall_timeout=0, call_timeout=0)
+        nemo_patches.apply(stall_timeout=0)
         trainer = Trainer(Path(folder, way.replace(" ", "_")), broadcast_buffers)
-        for batch_idx in range(3):  # noqa: B007  # a stall's report says which it was
+        for _ in range(3):
             trainer.step()
         wait_until(all_have_come)
         dist.barrier()
@@ -194,7 +194,6 @@ def test_the_rank_that_is_waited_for_is_named_on_every_rank(ways: tuple[bool, li
         first, *others = groups.split(" | ")
         assert first.startswith(f"rank {CULPRIT} ("), text
         assert WAYS[way][1] in first
-        assert ("last batch 2" in first) == (WAYS[way][1] != "no heartbeat")
         # Rank 2 has rank 0's buffers, and may go on until it needs rank 1's length or gradients.
         assert all(
             re.fullmatch(rf"ranks? 0?(, )?2?( \(.*\))?: ({IN_A_COLLECTIVE}), in .*", other) for other in others
@@ -282,7 +281,7 @@ DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
 
 
 def deadlock(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -> None:
-    nemo_patches.apply(stall_timeout=0, call_timeout=0)
+    nemo_patches.apply(stall_timeout=0)
     trainer = Trainer(Path(folder), broadcast_buffers)
     for _ in range(3):
         trainer.step()
@@ -330,7 +329,7 @@ def test_a_deadlock_is_told_handed_to_the_command_and_ended(way: str, broadcast_
 def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
     """A launcher that hangs has it: the progress bar of one rank blocks, and so do the lines about that."""
     trace = "-" if rank == CULPRIT else ""  # its thread blocks, too
-    nemo_patches.apply(stall_timeout=0, call_timeout=0, trace=trace)
+    nemo_patches.apply(stall_timeout=0, trace=trace)
     trainer = Trainer(Path(folder), broadcast_buffers=True)
     for _ in range(3):
         trainer.step()

@@ -92,7 +92,7 @@ def test_what_keeps_another_rank_from_taking_part_is_printed_safely(text: str) -
 @evil
 def test_what_another_rank_says_of_itself_is_printed_safely(text: str) -> None:
     (entry,) = answer_of(state(3))
-    fields = ("host", "versions", "settings", "phase", "encoder", "where", "caller", "hook", "batch", "collective")
+    fields = ("host", "versions", "settings", "encoder", "where", "caller", "hook", "batch", "collective")
     entry["state"] |= {**dict.fromkeys(fields, text), "rounds": {text: 1}, "apart": {text: text}}
     ((_, told),) = groups_of(json.loads(json.dumps([entry])), 4)
     missing = MissingRank(3, ELSEWHERE, told.host, 1, 1, 1.0, told.where, batch=told.batch)

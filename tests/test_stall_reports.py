@@ -32,7 +32,6 @@ from ranks import (
     in_step,
     join_group,
     run_ranks,
-    stall_monitor,
     wait_for_others,
     wait_until,
 )
@@ -599,71 +598,6 @@ def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(tm
         assert len(results[rank].lines("not every rank's length came")) == 1
 
 
-def long_calls(rank: int, size: int, folder: str) -> list[str]:
-    """Two encoder calls on rank 0 that last until its watch has said so: one in Python, one in C++, in a collective."""
-    nemo_patches.apply(timeout=30.0, call_timeout=0.0)
-    said = Said()
-    encoder = encoders.conformer()
-    encoders.run(encoder, 100)  # it connects the ranks, and a first forward takes longest
-    dist.barrier()
-    nemo_patches.apply(timeout=30.0, call_timeout=3.0)
-    for number, wait in enumerate((wait_in_a_layer, barrier_in_a_layer)):
-        go_on = Path(folder, str(number))
-        if rank == 0:
-            release = threading.Thread(target=touch_when, args=(go_on, lambda n=number: len(said.lines) > n))
-            release.start()
-            hook = encoder.pre_encode.register_forward_pre_hook(lambda *_, wait=wait, go_on=go_on: wait(go_on))
-            encoders.run(encoder, 100)
-            hook.remove()
-            release.join()
-        else:
-            encoders.run(encoder, 100)
-            wait_until(go_on.exists)
-            if wait is barrier_in_a_layer:
-                dist.barrier()
-    dist.barrier()
-    return said.lines
-
-
-LOOKS_AFTER = 3
-
-
-def touch_when(file: Path, condition: Callable[[], object]) -> None:
-    """When the condition holds and the monitor has looked several times since: once is to be once."""
-    wait_until(condition)
-    looks = LOOKS_AFTER
-    watchdog = stall_monitor()._watchdog
-    original = watchdog.look
-
-    def counting(*arguments: Any) -> None:
-        nonlocal looks
-        looks -= 1
-        original(*arguments)
-
-    watchdog.look = counting
-    wait_until(lambda: looks <= 0)
-    watchdog.look = original
-    file.touch()
-
-
-def wait_in_a_layer(go_on: Path) -> None:
-    wait_until(go_on.exists)
-
-
-def barrier_in_a_layer(go_on: Path) -> None:
-    dist.barrier()
-
-
-def test_a_long_call_is_said_once_with_all_stacks_and_not_interrupted(tmp_path: Path) -> None:
-    first, second = run_ranks(long_calls, 2, str(tmp_path))
-    assert second.value == []
-    assert len(first.value) == 2
-    for number, (line, place) in enumerate(zip(first.value, ("wait_in_a_layer", "barrier_in_a_layer"), strict=True)):
-        assert f"ConformerEncoder: call {number + 2} has lasted " in line
-        assert "it is in: forward, after the length sync. Nothing is interrupted. | " in line
-        assert f"{place} (tests/test_stall_reports.py:" in line.split("thread MainThread: ")[1].split(" | ")[0]
-
-
 def late_lines(lines: list[str]) -> list[str]:
     return [line for line in lines if "not every rank's length came" in line]
 
@@ -739,7 +673,7 @@ def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
     versions, settings = results[0].lines("WARNING")
     assert "ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
     assert versions.endswith("; rank 2: nemo_patches 0.1.0, nemo 2.7.3")
-    more = "on_timeout=fallback, call_timeout=60 s, stall_timeout=60 s"
+    more = "on_timeout=fallback, stall_timeout=60 s"
     others = f"ranks 1-2: sync=bounded, timeout=20 s, {more}; metrics=deferred, stop_together=training"
     assert settings.endswith(f"here sync=bounded, timeout=30 s, {more}; {others}")
     assert results[1].lines("WARNING") == results[2].lines("WARNING") == []

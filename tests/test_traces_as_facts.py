@@ -119,8 +119,6 @@ def accused(findings: tuple[Finding, ...]) -> set[int]:
     return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
 
 
-
-
 @pytest.mark.parametrize(("last", "accused_ranks"), [([], {2}), ([Call()], set())], ids=["behind", "beside them"])
 def test_an_exception_after_others_timed_out_is_a_cause_if_they_waited_for_that_rank(
     last: list[Event], accused_ranks: set[int], tmp_path: Path

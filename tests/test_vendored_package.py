@@ -85,20 +85,18 @@ def test_a_stall_that_does_not_work_is_said_once_and_breaks_nothing(
 def test_a_variable_that_has_no_effect_there_is_said_once(has_stall: bool, vendored: Path) -> None:
     if has_stall:
         shutil.copytree(PACKAGE / "stall", vendored / "stall", ignore=shutil.ignore_patterns("__pycache__"))
-    names = ("NEMO_PATCHES_TIMEOUT", "NEMO_PATCHES_TIMEOUTS", "NEMO_PATCHES_TRACE", "NEMO_PATCHES_CALL_TIMEOUT")
+    names = ("NEMO_PATCHES_TIMEOUT", "NEMO_PATCHES_TIMEOUTS", "NEMO_PATCHES_TRACE", "NEMO_PATCHES_STALL_TIMEOUT")
     variables = dict.fromkeys(names, "3") | {"RANK": "5"}
     program = PROGRAM.replace("'nemo_patches', ", "")
     done = run([sys.executable, "-c", program], environment(**variables), cwd=vendored.parent)
-    settings = "SYNC, TIMEOUT, ON_TIMEOUT, CHECKPOINTS" + (
-        ", CALL_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ON_STALL" * has_stall
-    )
+    settings = "SYNC, TIMEOUT, ON_TIMEOUT, CHECKPOINTS" + (", STALL_TIMEOUT, STALL_EXIT, ON_STALL" * has_stall)
     sentences = [
         "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?",
         f"NEMO_PATCHES_TRACE is not a setting, and has no effect; settings, after NEMO_PATCHES_: {settings}",
     ]
-    if not has_stall:  # stall/ alone watches for long calls
+    if not has_stall:  # stall/ alone has that setting
         sentences.insert(
-            0, "NEMO_PATCHES_CALL_TIMEOUT is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
+            0, "NEMO_PATCHES_STALL_TIMEOUT is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
         )
     lines = done.stderr.splitlines()
     assert [line.partition("] ")[2] for line in lines] == sentences

@@ -1,4 +1,4 @@
-"""Adds callbacks to Lightning's trainers: by the settings, to record exceptions, and StopTogether.
+"""Adds callbacks to Lightning's trainers: to know the batch and, by the settings, exceptions and StopTogether.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer of the environment asks, also in
 projects that have nothing to do with it: nothing of ours is imported where no setting asks for it, and nothing raised
@@ -92,8 +92,10 @@ class _Callbacks:
             found.append(JobWatch(self.begin_watch))
         if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
             return found
+        from nemo_patches.patching.known_trainer import KnownTrainer
         from nemo_patches.patching.monkeypatch import this_process
 
+        found.append(KnownTrainer())
         if this_process.traces():
             from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
 

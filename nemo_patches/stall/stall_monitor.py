@@ -27,7 +27,6 @@ from ..channel.store_client import StoreClient
 from ..sync.events import Group, WatchedRounds, bus
 from ..sync.length_sync import current
 from ..text import first_line
-from .call_watchdog import CallWatchdog
 from .encoder_watch import EncoderWatch
 from .found import Found
 from .job_socket import JobSocket
@@ -68,7 +67,6 @@ class StallMonitor:
         self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_late_round, self.stalls)
         self._watches: dict[WatchedRounds, EncoderWatch] = {}
         self._end_report = SyncEndReport(channel, size, look, notes.end_promises)
-        self._watchdog = CallWatchdog(notes)
         server = group.store.server
         self._store_port = server[1] if server is not None else 0
         report_file = ReportFile(rank, self._store_port)
@@ -76,6 +74,7 @@ class StallMonitor:
         self._socket: JobSocket | None = None
         self._visitors: list[tuple[socket.socket, Look]] = []
         self._wakes = -1  # a file that wakes the thread
+        self._wakes_lock = threading.Lock()  # so that none writes to a file that has this one's number next
         try:
             self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             channel.take_surveys(self.survey)  # here, because the training thread may be about to issue its first round
@@ -114,7 +113,7 @@ class StallMonitor:
 
     def _wake(self) -> None:
         """Any thread: make the monitor look at once."""
-        with contextlib.suppress(OSError):  # closed just now
+        with self._wakes_lock:
             if self._wakes >= 0:
                 os.eventfd_write(self._wakes, 1)
 
@@ -154,9 +153,10 @@ class StallMonitor:
             visitor.close()
         if self._socket is not None:
             self._socket.close()
-        if self._wakes >= 0:
-            wakes, self._wakes = self._wakes, -1
-            os.close(wakes)
+        with self._wakes_lock:
+            if self._wakes >= 0:
+                os.close(self._wakes)
+            self._wakes = -1
 
     def _wait(self, pause_s: float) -> None:
         """Sleep until a question or an answer comes, at most this long."""
@@ -170,9 +170,8 @@ class StallMonitor:
                 os.eventfd_read(self._wakes)
 
     def _pause_s(self) -> float:
-        timeout, settings = current().timeout, self._settings()
-        limits = (settings.call_timeout, settings.stall_timeout)
-        shortest = min([timeout, *(limit for limit in limits if limit)]).total_seconds()
+        timeout = current().timeout
+        shortest = min(timeout, self._settings().stall_timeout or timeout).total_seconds()
         is_busy = self._has_late_round() or self.survey.is_busy
         return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
@@ -185,7 +184,6 @@ class StallMonitor:
         if not is_last:
             self.roll_call.look(now)  # after the rounds: a late one is reported with the same ranks
         self._end_report.look(now, is_last)
-        self._watchdog.look(now, settings.call_timeout.total_seconds())
         self.job_stall.look(time.monotonic(), settings, is_last or self._notes.is_reverted)
         self._answer_visitors()
 

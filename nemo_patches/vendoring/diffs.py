@@ -27,7 +27,7 @@ _ABOUT = {
     Part.STALL: f"""\
  stall: {FOLDER}/stall/, optional: every rank's log says who is missing from a stalled
  call or job, and what that rank does. It needs sync (runtime-sync.diff).
- Settings: NEMO_PATCHES_CALL_TIMEOUT, _STALL_TIMEOUT, _STALL_EXIT, _ON_STALL.
+ Settings: NEMO_PATCHES_STALL_TIMEOUT, _STALL_EXIT, _ON_STALL.
 """,
 }
 

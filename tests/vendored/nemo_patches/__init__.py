@@ -52,7 +52,6 @@ def apply(
     sync: str | None = None,
     timeout: float | None = None,
     on_timeout: str | None = None,
-    call_timeout: float | None = None,
     stall_timeout: float | None = None,
 ) -> None:
     given = dict(locals())
