@@ -100,7 +100,7 @@ def demo(
 ) -> None:
     """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and compare them."""
     from nemo_patches.tools.demo import command
-    from nemo_patches.tools.demo.errors import DemoError
+    from nemo_patches.tools.demo.jobs import DemoError
 
     try:
         raise typer.Exit(command.run(manifest, devices, seconds, record))

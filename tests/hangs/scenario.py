@@ -59,7 +59,7 @@ def play(rank: Rank, events: Connection) -> None:
         _run(rank, events)
     except Exception as error:
         traceback.print_exc()
-        events.send(Ended(logs.shortened(f"{type(error).__name__}: {error}")))
+        events.send(Ended(str(error).partition("\n")[0]))
         sys.exit(1)
     events.send(Ended(""))
 
