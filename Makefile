@@ -128,7 +128,7 @@ test-nemo-python-%: .venv/nemo-python-%/ready
 test-torch: $(TORCHES:%=test-with-torch-%)
 test-lightning: $(LIGHTNINGS:%=test-with-lightning-%)
 TESTS_WITH_torch = stragglers private_growth exit peers stall_reports auto_apply
-TESTS_WITH_lightning = lightning_callback trainer_callbacks stop_together launch
+TESTS_WITH_lightning = trainer_callbacks stop_together launch
 
 # NeMo asks for Lightning up to 2.4. 2.6.0 can be imported with NeMo 2.4 and before only, later ones with none; and it does not
 # load NeMo's own checkpoints, which hold more than weights, unless torch is told to.

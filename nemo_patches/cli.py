@@ -86,19 +86,8 @@ def nemo_patches(
     """A length sync for NVIDIA NeMo's encoders that cannot hang, and tools for jobs that do."""
 
 
-def _refuse_beside_hang(context: typer.Context) -> None:
-    """A reported hang has its own data, ranks and limits."""
-    from nemo_patches.tools.demo.errors import DemoError
-
-    for name, value in context.params.items():
-        source = context.get_parameter_source(name)
-        if name != "hang" and source is not None and source.name != "DEFAULT":
-            raise DemoError(f"--{name}={value} is not allowed beside --hang; allowed: --hang alone")
-
-
 @app.command()
 def demo(
-    context: typer.Context,
     manifest: Annotated[
         Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
     ] = None,
@@ -108,20 +97,13 @@ def demo(
         typer.Option(metavar="SECONDS", parser=_number(float, 3, 120), help="How long one rank stalls, 3 to 120."),
     ] = 6.0,
     record: Annotated[Path | None, with_value(metavar="FILE.svg", help_="Also draw the output into this file.")] = None,
-    hang: Annotated[
-        str | None, with_value(metavar="NAME", help_="Run one hang of docs/hangs.md instead, on two ranks.")
-    ] = None,
 ) -> None:
     """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and compare them."""
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.errors import DemoError
-    from nemo_patches.tools.demo.hangs import command as hangs
 
     try:
-        if hang is None:
-            raise typer.Exit(command.run(manifest, devices, seconds, record))
-        _refuse_beside_hang(context)
-        raise typer.Exit(hangs.run(hang))
+        raise typer.Exit(command.run(manifest, devices, seconds, record))
     except DemoError as error:
         raise _refused("demo", error) from None
     except KeyboardInterrupt:
@@ -221,9 +203,9 @@ def diff(
 @app.command()
 @_options(request.parameters())
 def doctor(**given: Any) -> None:
-    """Find what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
+    """Find what in a training config can hang a run on several ranks, or stop it at its start. Nothing is executed.
 
-    Without a config: check this machine. With --ranks: find differences between the ranks of a job.
+    Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the ranks of a job.
 
     Exit codes: 0 nothing, or notes only; 1 findings; 2 something cannot be read or done.
     """
@@ -238,37 +220,19 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, answers of RAS, "
+            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, "
             "in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
     json: _Json = False,
-    watch: Annotated[bool, switch("--watch", "Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[
         Path | None, with_value(metavar="FILE", help_="Draw every rank's lag at every call, as a PNG.")
-    ] = None,
-    perfetto: Annotated[Path | None, with_value(metavar="FILE", help_="Write all calls for ui.perfetto.dev.")] = None,
-    launch: Annotated[
-        int | None,
-        with_value(
-            metavar="NUMBER",
-            help_="Of several launches, diagnose the one with this restart count.",
-            show_default="the last",
-            parser=_number(int, 0, math.inf),
-        ),
     ] = None,
     job: Annotated[
         str | None,
         with_value(
             metavar="DIR",
             help_="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
-        ),
-    ] = None,
-    ras: Annotated[
-        str | None,
-        with_value(
-            metavar="HOST[:PORT]|FILE",
-            help_="Ask NCCL's RAS (from 2.24) on a host of a running job; or read the output of ncclras.",
         ),
     ] = None,
     pids: Annotated[
@@ -284,7 +248,7 @@ def diagnose(
     from nemo_patches.tools.diagnose import command
 
     try:
-        raise typer.Exit(command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids))
+        raise typer.Exit(command.run(paths or [], json=json, plot=plot, job=job, pids=pids))
     except command.DiagnoseError as error:
         refused = _refused("diagnose", error)
         if json:

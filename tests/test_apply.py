@@ -196,22 +196,6 @@ def without_group(rank: int, size: int, function: Any) -> Any:
     return function()
 
 
-def test_the_lightning_callback_says_once_that_nothing_is_patched(caplog: Any) -> None:
-    from nemo_patches.lightning import LengthSyncCallback
-
-    callback = LengthSyncCallback()
-    trainer: Any = None
-    with listening(caplog):
-        for _ in range(2):
-            callback.on_fit_start(trainer, trainer)
-    (message,) = caplog.messages
-    assert "LengthSyncCallback logs nothing: no NeMo encoder is patched in this process (off here: " in message
-    nemo_patches.apply()
-    with listening(caplog):
-        LengthSyncCallback().on_fit_start(trainer, trainer)
-    assert caplog.messages == []
-
-
 def test_status_has_one_of_three_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def state() -> str:
         return nemo_patches.status().state

@@ -215,25 +215,6 @@ def test_a_manifest_is_trained_on_and_an_interrupt_ends_every_rank(number: signa
         end(process)
 
 
-def test_a_hang_that_was_reported_is_shown_as_stock_and_with_nemo_patches(tmp_path: Path) -> None:
-    process = start("--hang", "skipped-backward", temporary=tmp_path)
-    try:
-        output, error = process.communicate(timeout=LIMIT)
-        assert (process.returncode, error) == (0, ""), output + error
-        assert not left_behind(process)
-        assert not list(tmp_path.glob("nemo-patches-demo-*"))
-    finally:
-        end(process)
-    assert output.startswith("skipped-backward: Rank 1 skips a batch between forward and backward")
-    assert "Reported as: Lightning-AI/pytorch-lightning#5243, " in output
-    stood = (
-        r"  rank 0: backward, which reduces the gradients, in skipped_backward \(steps.py:\d+\)\n"
-        r"  rank 1: DDP's buffer broadcast, in \w+ \(\w+.py:\d+\)\n"
-    )
-    assert re.search(rf"^stock hangs:\n{stood}", output, re.MULTILINE)
-    assert re.search(rf"^with nemo_patches it is named:\n{stood}  its line, after \d+ s: rank 0 ", output, re.MULTILINE)
-
-
 def manifest_of(durations: list[float], folder: Path) -> Path:
     manifest = folder / "manifest.json"
     lines = [json.dumps({"audio_filepath": manifest.name, "duration": duration}) for duration in durations]

@@ -6,16 +6,14 @@ import bisect
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from interpreters import CHECKOUT, python
+from interpreters import python
 from simulated_job import (
     PHASES,
     STEP,
@@ -39,7 +37,7 @@ from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder, Part, UnreadableError
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
-from nemo_patches.tools.diagnose.watch import follow, once
+from nemo_patches.tools.diagnose.watch import once
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -206,13 +204,6 @@ SCENARIOS = {
         (3,),
         26,
     ),
-    "one evaluation call more, files rotated": Scenario(
-        [steps(900) + evaluation(6 if rank == 3 else 5) + steps(9) + OUT for rank in range(4)],
-        ids.UNEVEN_CALLS,
-        (3,),
-        906,
-        bound=60_000,
-    ),
     "one evaluation call fewer": Scenario(
         [(steps(20) + evaluation(4 if rank == 3 else 5)) * 2 + steps(4) + OUT for rank in range(4)],
         ids.UNEVEN_CALLS,
@@ -242,7 +233,7 @@ SCENARIOS = {
             for rank in range(2)
         ],
         ids.UNEVEN_CALLS,
-        (1,),
+        (),  # of two ranks either may be wrong
         20,
     ),
     "an evaluation of which no end is known": Scenario(
@@ -255,7 +246,7 @@ SCENARIOS = {
         [with_a_second(12, left_out=5 if rank == 2 else 0) + OUT for rank in range(4)],
         ids.UNEVEN_CALLS,
         (2,),
-        5,
+        12,
     ),
     **{
         f"gradients accumulated over 3 calls and over 4, {'with' if reports else 'without'} stall reports": Scenario(
@@ -700,34 +691,6 @@ def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:
 FALLBACKS = (records.TIMEOUT, records.UNWAITED, records.ENDED)
 
 
-def two_encoders(rank: int, order: str) -> Iterator[records.Record]:
-    """Calls of encoders A and B; a call that waits in vain takes 10 s."""
-    yield header(rank, 3, 1e9, Setup())
-    for e, name in ((1, "A"), (2, "B")):
-        yield records.Encoder(0.0, e, name, True, "true", 5000, "", True, {}, {})
-    calls = {"A": 0, "B": 0}
-    for at, name in enumerate(order):
-        calls[name] += 1
-        e, n, outcome = "AB".index(name) + 1, calls[name], records.TIMEOUT if at > 4 else records.CAME
-        yield records.Enter(float(at), e, n, True, True, [1, 80, 9], "float32", "cpu", None)
-        yield records.Sync(at + 0.1, e, n, outcome, n, 0.1, 9, 9)
-        yield records.Leave(at + 0.2, e, n, [1], 0.2)
-
-
-@pytest.mark.parametrize(("odd", "found"), [("ABABBAAB", True), ("ABABAABA", False), ("ABABABAB", False)])
-def test_encoders_that_are_called_in_another_order(odd: str, found: bool, tmp_path: Path) -> None:
-    """One call more of an encoder is no other order."""
-    for rank in range(3):
-        lines = two_encoders(rank, odd if rank == 1 else "ABABABAB")
-        (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    if found:
-        assert (first.id, first.ranks, first.call) == (ids.DIFFERENT_ORDER, (1,), 5)
-        assert "rank 1 called B before A" in first.text
-    else:
-        assert first.id != ids.DIFFERENT_ORDER
-
-
 def test_a_skipped_call_is_told_by_its_number(tmp_path: Path) -> None:
     """Rank 2 leaves its 7th call out, and makes no 12th: nothing but the length sync holds the others back."""
     calls = [Call(pause=20)] * 12  # where they are in step again before the end, nothing tells which call it was
@@ -823,29 +786,6 @@ def test_in_a_job_that_runs_a_rank_that_the_others_gave_up_on_is_told(tmp_path: 
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
 
 
-def test_watching_tells_each_verdict_once_as_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "later"
-    folder.mkdir()
-    source = write(tmp_path / "source", four(steps(70), [], steps(1)))
-    whole = {folder / file.name: file.read_bytes() for file in source.iterdir()}
-    looks = 0
-
-    def sleep(_: float) -> None:
-        nonlocal looks
-        looks += 1
-        for file, content in whole.items() if looks > 2 else ():
-            file.write_bytes(content[: len(content) * min(looks - 2, 10) // 10])
-
-    watch: Iterator = follow(folder, sleep)
-    _, first = next(watch)
-    assert first.findings == () and "running" in first.verdict
-    assert capsys.readouterr().err.count("waiting for a trace\n") == 1
-    _, last = next(watch)
-    while last.exit_code == 0:  # the number of calls grows
-        _, last = next(watch)
-    assert last.findings[0].id == ids.MISSING_RANK
-
-
 # What else may be in the folder.
 
 
@@ -930,12 +870,8 @@ def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Pat
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
     why, *earlier = report.earlier
-    assert "the launch with restart 1: " in why
+    assert "the launch with restart 1, begun last by torchrun's restart count" in why
     assert len(earlier) == 4 and all("restart 0" in line for line in earlier)
-    report = diagnose(Folder(tmp_path, launch=0).read())
-    assert (report.findings[0].id, report.earlier) == (ids.OUTSIDE, ())
-    with pytest.raises(UnreadableError, match="--launch=7: no such launch; there are 0, 1"):
-        Folder(tmp_path, launch=7).read()
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
@@ -1261,7 +1197,6 @@ JSON_KEYS = {
     [
         (("nowhere",), "No such file or directory"),
         ((".",), "it is empty"),
-        ((".", "--watch", "--plot", "x.png"), "--watch with --plot"),
         (("file.jsonl", "--plot", "x.png"), "no folder of traces"),
         (("file.jsonl",), "give the folder that it is in"),
     ],
@@ -1292,38 +1227,6 @@ def test_what_a_file_says_is_printed_safely(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "\x1b" not in done.stdout and "\x07" not in done.stdout and "[red]RED[/red]" in done.stdout
     assert "\x1b" not in json.loads(run(str(tmp_path), "--json").stdout)["verdict"]
-
-
-def test_watch_ends_with_ctrl_c(tmp_path: Path) -> None:
-    write(tmp_path, SCENARIOS["ended early"].schedules)
-    watch = [sys.executable, "-m", "nemo_patches", "diagnose", str(tmp_path), "--watch"]
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("--- ")  # pytest-timeout bounds this
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert errors == "" and process.returncode in (0, 1)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_while_a_report_is_printed_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ignores an exception in a destructor, and rich runs some while it prints."""
-
-    class PressesCtrlC:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    def waits_on(_: float) -> None:
-        raise AssertionError("the watch goes on")
-
-    write(tmp_path, SCENARIOS["ended early"].schedules)
-    monkeypatch.setattr(command, "show", lambda *_: PressesCtrlC() and None)
-    monkeypatch.setattr(command, "follow", lambda path, launch: follow(path, waits_on))
-    assert command.run([tmp_path], json=False, watch=True, plot=None, perfetto=None) in (0, 1)
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

@@ -306,5 +306,6 @@ def test_several_jobs_in_one_folder_are_named(folders: Path, monkeypatch: pytest
 
 
 def test_the_command_takes_one_thing_to_look_at(tmp_path: Path) -> None:
-    for arguments in ([".", "--job", str(tmp_path)], ["--job", str(tmp_path), "--watch"], ["--job", str(tmp_path)]):
+    plot = ["--job", str(tmp_path), "--plot", "x.png"]
+    for arguments in ([".", "--job", str(tmp_path)], plot, ["--job", str(tmp_path)]):
         assert CliRunner().invoke(app, ["diagnose", *arguments]).exit_code == 2

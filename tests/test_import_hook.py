@@ -435,7 +435,7 @@ def test_apply_refuses_an_unsupported_nemo() -> None:
 
 
 def built_in() -> tuple[int, int]:
-    start(NEMO_PATCHES_COMPARE="5")  # Lightning is imported, so the job is watched
+    start(NEMO_PATCHES_COMPARE="5", WORLD_SIZE="2")  # Lightning is imported in one of two ranks: the job is watched
     before = parameter_watch.every
     sys.modules[CONFORMER].ConformerEncoder.update_max_seq_length.__nemo_patches__ = "0.1.0"  # as a diff leaves it
     monkeypatch.this_process.on_import(CONFORMER)

@@ -86,6 +86,27 @@ def test_a_file_that_tells_nothing_changes_nothing(tmp_path: Path) -> None:
     assert after.findings == before.findings
 
 
+RAS = """\
+Job summary
+===========
+  Nodes  Processes         GPUs  Processes     GPUs
+(total)   per node  per process    (total)  (total)
+      1          4            1          4        4
+
+Communicators... (0.00s)
+=============
+"""
+
+
+def test_what_ncclras_has_printed_is_said_once_to_be_not_read(tmp_path: Path) -> None:
+    traces_of_a_stuck_rank(tmp_path)
+    before = diagnosed(tmp_path)
+    (tmp_path / "ras.txt").write_text(RAS)
+    after = diagnosed(tmp_path)
+    assert after.findings == before.findings
+    assert [line for line in after.problems if "ras" in line] == ["ras.txt: NCCL RAS output: not read; see `ncclras`"]
+
+
 def test_dumps_name_the_rank_and_stacks_say_where_it_is(tmp_path: Path) -> None:
     done = [entry | {"state": "completed", "retired": True} for entry in steps(6)]
     write_dumps(tmp_path, {0: steps(7), 1: steps(7), 2: done, 3: steps(7)})

@@ -21,7 +21,6 @@ from simulated_traces import Setup, file_name, header
 from nemo_patches.channel import keys
 from nemo_patches.channel.side_channel import RoundFailed, SideChannel
 from nemo_patches.channel.store import JobStore
-from nemo_patches.channel.store_client import StoreClient
 from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.stall.rank_state import answer_of, groups_of
@@ -101,21 +100,6 @@ def test_what_another_rank_says_of_itself_is_printed_safely(text: str) -> None:
     assert all(map(is_harmless, (*(getattr(told, field) for field in fields), *told.rounds, *told.apart.values())))
 
 
-@evil
-def test_figures_of_another_rank_are_printed_safely(text: str, said: list[str]) -> None:
-    lightning = pytest.importorskip("nemo_patches.lightning")
-    store = dist.HashStore()
-    client = StoreClient(JobStore(store, 0), print)
-    with client.asking() as part:
-        part.set(keys.FIGURES.format(rank=1), json.dumps([text] * 5))
-        part.set(keys.FIGURES.format(rank=2), json.dumps(text))
-    exchange = lightning._Exchange(client, 0, 3, lightning._Figures(1, 1, 1, 0, 0.0))
-    exchange.thread.join(60)
-    assert exchange.exchanged is None
-    (line,) = said
-    assert "cannot be read, and are not logged" in line and is_harmless(line)
-
-
 def texts_in(content: Any) -> Iterator[str]:
     if isinstance(content, dict):
         yield from content
@@ -129,23 +113,23 @@ def texts_in(content: Any) -> Iterator[str]:
 
 @evil
 def test_the_doctor_prints_what_ranks_publish_safely(text: str) -> None:
-    own = ranks.Facts(0, "node0", 1, "CPU", "", {"nemo": "3.0.0"}, {"sync": "bounded"}, {}, (), "on")
+    own = ranks.Facts(0, "node0", 1, {"nemo": "3.0.0"}, {"sync": "bounded"}, {})
     short = text if len(text) < 1000 else text[:20_000]  # so that all of it is taken
-    other = ranks.Facts(1, short, 2, short, short, {"nemo": short}, {"sync": short}, {short: short}, (short,), short)
+    other = ranks.Facts(1, short, 2, {"nemo": short}, {"sync": short}, {short: short}, {"batch_size": short})
     store = dist.HashStore()
     for facts in (own, other):
         store.set(f"facts/{facts.rank}", json.dumps(msgspec.to_builtins(facts)))
-        store.add("facts", 1)
-    collected = exchange._collect(store, "facts", range(2), ranks.Facts, timedelta(seconds=5))
+    collected = exchange._collect(store, 2, timedelta(seconds=5))
+    assert not store.check(["facts/0"])  # a launcher that starts all ranks again may keep the store
     assert collected[0] == own and ((1 in collected) == (text != EVIL["half a character"]))  # which is no JSON
-    measured = {1: ranks.Measured(1, problem=safe(text))}
-    job = ranks.Ranks(2, timedelta(seconds=5), collected, measured)
+    job = ranks.Ranks(2, timedelta(seconds=5), collected)
     assert all(map(is_harmless, job.lines()))
     assert all(map(is_harmless, texts_in(json.loads(json.dumps(job.as_json())))))
     for what in (lambda facts: facts.versions, lambda facts: facts.settings, lambda facts: facts.environment):
         assert all(is_harmless(name + values) for name, values in ranks.differing(job, what))
+    store.set("facts/0", json.dumps(msgspec.to_builtins(own)))
     store.set("facts/1", json.dumps({**msgspec.to_builtins(own), "rank": 1, "host": "x" * (1 << 20)}))
-    assert list(exchange._collect(store, "facts", range(2), ranks.Facts, timedelta(seconds=5))) == [0]
+    assert list(exchange._collect(store, 2, timedelta(seconds=5))) == [0]
 
 
 @evil

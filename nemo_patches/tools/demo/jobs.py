@@ -8,8 +8,6 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_patches.tools.demo.hangs.gallery import Hang
-
 BATCH_SIZE = 2
 TRAINING_STEPS = 6
 STALL_AFTER_STEPS = 1
@@ -20,10 +18,8 @@ EVALUATION_BATCHES = 6  # where a rank stays away
 LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
 IMPORT_LIMIT = timedelta(minutes=3)
 LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; twice the stall is added
-HANG_LIMIT = timedelta(seconds=120)  # for what takes 5 to 15 s
-HANG_STALL_TIMEOUT = timedelta(seconds=4)
 
-Task = Literal["a rank stays away", "training", "positional encoding", "hang"]
+Task = Literal["a rank stays away", "training", "positional encoding"]
 
 
 @dataclass(frozen=True)
@@ -37,15 +33,11 @@ class RankJob:
     port: int
     folder: Path  # with the manifests; the log goes there too
     stall: timedelta  # zero: none
-    hang: Hang | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The keywords for nemo_patches.apply()."""
-        if self.hang is None:
-            return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
-        timeouts = {"timeout": 1.0, "call_timeout": 0.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
-        return {**timeouts, "dump": str(self.folder / "dump"), **self.hang.settings}
+        return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
 
     @property
     def slow_rank(self) -> int:
@@ -58,8 +50,6 @@ class RankJob:
 
     @property
     def limit(self) -> timedelta:
-        if self.hang is not None:
-            return HANG_LIMIT
         return LIMIT_PER_RANK * self.world_size + 2 * self.stall
 
     @property
@@ -74,11 +64,9 @@ class RankJob:
 class Notice(Enum):
     """An event without data."""
 
-    BEGINS = auto()
     VALIDATED = auto()  # a batch
     STALLS = auto()  # for the job's stall
     STAYS_AWAY = auto()
-    MOVES = auto()  # the training thread runs again
     FINISHED = auto()
 
 
@@ -104,19 +92,11 @@ class WrongRows:
 
 
 @dataclass(frozen=True)
-class Stands:
-    """The training thread has not run for a while. collective: the one that it waits in, or empty."""
-
-    where: str
-    collective: str
-
-
-@dataclass(frozen=True)
 class Failed:
     error: str  # short
 
 
-Event = Notice | TrainingStep | EncoderCall | WrongRows | Stands | Failed
+Event = Notice | TrainingStep | EncoderCall | WrongRows | Failed
 
 
 @dataclass(frozen=True)
@@ -129,8 +109,6 @@ class RankOutcome:
     validation_batches: int = 0
     rows: WrongRows | None = None
     is_away: bool = False
-    has_begun: bool = False
-    stands: Stands | None = None
     now: str = "starts"
     completed: bool = False
     ended: str = ""  # "" while it runs
@@ -155,12 +133,6 @@ class RankOutcome:
                 return replace(self, longest_encoder_call=max(self.longest_encoder_call, took))
             case WrongRows():
                 return replace(self, rows=event)
-            case Notice.BEGINS:
-                return replace(self, has_begun=True, now="runs")
-            case Stands(where):
-                return replace(self, stands=event, now=where)
-            case Notice.MOVES:
-                return replace(self, stands=None, now="runs")
             case Failed(error):
                 return replace(self, ended=f"died: {error}", now="died")
             case Notice.FINISHED:

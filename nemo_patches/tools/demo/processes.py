@@ -184,8 +184,7 @@ class _Deadline:
 
 def start(job: RankJob) -> RankProcess:
     receiver, sender = _context.Pipe(duplex=False)
-    # A daemon may have no children: in the hangs, data loaders have workers.
-    process = _context.Process(target=_rank_process, args=(job, sender), daemon=job.hang is None)
+    process = _context.Process(target=_rank_process, args=(job, sender), daemon=True)
     process.start()
     sender.close()  # the rank's end; with ours open, its death would not be seen
     return RankProcess(process, receiver, RankOutcome(job))
@@ -216,9 +215,6 @@ class RankProcess:
         """Kill the process if it still runs, take in its last events and reap it. Whether it was killed."""
         self.receive()
         pid = self.process.pid
-        if pid is not None and self.outcome.job.hang is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
-                os.killpg(pid, signal.SIGKILL)
         # If a signal to all has ended the fork server, a rank seems to have ended, too; its pipe is open if it has not.
         if pid is None or (not self.is_running and self.events is None):
             return False

@@ -36,7 +36,6 @@ with ends_after(IMPORT_LIMIT):
     import torch
 
     from nemo_patches.tools.demo import evaluation, positional_encoding, training
-    from nemo_patches.tools.demo.hangs import scenario
 
 
 def run(job: RankJob, events: Connection) -> None:
@@ -59,9 +58,7 @@ def run(job: RankJob, events: Connection) -> None:
                 nemo_patches.apply(**job.settings)
             else:
                 nemo_patches.revert()  # the user may have auto-apply on, and stock must be stock
-            if job.hang is not None:
-                scenario.play(job, job.hang, events)
-            elif job.task == "training":
+            if job.task == "training":
                 training.pretrain(job, events)
             elif job.task == "a rank stays away":
                 evaluation.evaluate(job, events)

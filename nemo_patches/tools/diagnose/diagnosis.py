@@ -31,10 +31,9 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Diagno
 from nemo_patches.tools.diagnose.folder import TracedJob, bounded
 from nemo_patches.tools.diagnose.judge import rule
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
-from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
 from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNSYNCED, UNWAITED, RankTrace
 from nemo_patches.tools.diagnose.sources import traces
-from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
+from nemo_patches.tools.diagnose.uneven_calls import UnevenRow, uneven_calls, uneven_rows
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_SUMMARIES = 8
@@ -47,9 +46,9 @@ JUDGED = frozenset(
         *(ids.ALL_INSIDE, ids.OUTSIDE, ids.STOPPED_AT_ONCE, ids.ALL_IN, ids.NOT_SEEN, ids.WAITED_IN_VAIN),
     }
 )
-_HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD}
+_HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.NO_BACKWARD}
 # Where ranks are at different steps, which of them reached a round or the next call shows nothing.
-_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
+_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC})
 _OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 
 
@@ -57,14 +56,12 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     """evidence: receives the facts that the report rests on."""
     evidence = Evidence() if evidence is None else evidence
     encoders = cases(job)
-    swapped = swapped_order(encoders)
-    left_out = [] if swapped else skipped_call(encoders)
-    findings = [*different_sync(job, encoders), *swapped, *left_out]
+    findings = different_sync(job, encoders)
     without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     findings += check_findings(job, encoders)
     behind: dict[str, set[int]] = {}
     for case in encoders:
-        of_encoder, behind[case.name] = _of_encoder(case, [one for one in left_out if one.encoder == case.name])
+        of_encoder, behind[case.name] = _of_encoder(case)
         findings += of_encoder
     gpus = gpu_utilisation(job)
     if any(behind.values()) or any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in findings):
@@ -100,17 +97,18 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     )
 
 
-def _of_encoder(case: Case, left_out: list[Finding]) -> tuple[list[Finding], set[int]]:
+def _of_encoder(case: Case) -> tuple[list[Finding], set[int]]:
     """The findings from its calls, and the ranks that are behind for a reason that one of them gives."""
-    pairs = [] if left_out else uneven_calls(case)
-    explained = _explained(case, [run for _, run in pairs])
-    kinds = set(explained.values())
+    rows = uneven_rows(case)
+    explained = _explained(case, rows)
     findings = caught_exceptions(case)
-    findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
+    for training in (True, False):
+        if of_kind := [row for row in rows if row.training == training]:
+            findings.append(uneven_calls(case, of_kind, explains=training in explained.values()))
     # Where the ranks made unequal numbers of training calls, calls with the same number are of different steps.
-    skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
+    skipped = None if any(row.training for row in rows) else skipped_backward(case)
     findings += [skipped.finding] if skipped else []
-    waiting = (skipped.waiting if skipped else frozenset()) | _behind_by_one(case, left_out)
+    waiting = skipped.waiting if skipped else frozenset()
     if accumulation := unlike_accumulation(case):
         findings += accumulation
         waiting = frozenset(case.endings)
@@ -143,7 +141,7 @@ def _summary(case: Case) -> str:
     return f"{case.name}: {most} calls, {given_up} fallbacks on all ranks, longest wait {longest:.2f} s{cost}{begins}."
 
 
-def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
+def _explained(case: Case, uneven: list[UnevenRow]) -> dict[int, bool]:
     """The ranks that are behind only because they made fewer calls, each with whether these are training calls."""
     top = max((ending.position for ending in case.sure.values()), default=(0, 0))
     explained = {}
@@ -151,15 +149,9 @@ def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
         if ending.position == top:
             continue
         training = ending.position[0] != top[0]
-        if any(run.training == training and rank in run.fewer for run in uneven):
+        if any(row.training == training and rank in row.fewer for row in uneven):
             explained[rank] = training
     return explained
-
-
-def _behind_by_one(case: Case, left_out: list[Finding]) -> frozenset[int]:
-    top = max((ending.position[0] for ending in case.sure.values()), default=0)
-    ranks = {rank for finding in left_out for rank in finding.ranks}
-    return frozenset(rank for rank in ranks & case.sure.keys() if case.sure[rank].position[0] >= top - 1)
 
 
 def _not_enough(job: TracedJob, encoders: list[Case], findings: list[Finding]) -> list[Finding]:
@@ -199,7 +191,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     if root is None:
         return tuple(ordered)
     explained = {ids.TIMEOUTS, ids.WAITED_IN_VAIN}
-    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD):
+    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.NO_BACKWARD):
         explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))

@@ -174,9 +174,8 @@ class TracedJob:
 class Folder:
     """A folder of traces; read() reads on where it has stopped the last time."""
 
-    def __init__(self, path: Path, launch: int | None = None) -> None:
-        """launch: torchrun's restart count; None: the latest."""
-        self.path, self.launch = path, launch
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._starts: dict[tuple[int, int, float, str], Start] = {}
         self._parts: set[Path] = set()
         self._problems: dict[Path, str] = {}
@@ -189,7 +188,7 @@ class Folder:
         if not self._starts:
             why = "; ".join(self._problem_lines()) or "it is empty"
             raise UnreadableError(f"{self.path}: no trace file in it: {why}")
-        starts, others = _of_the_last_job(_picked(list(self._starts.values()), self.launch))
+        starts, others = _of_the_last_job(self._starts.values())
         latest, earlier = _launches(starts)
         self._read_all(latest)
         size = _world_size(latest)
@@ -202,7 +201,7 @@ class Folder:
         job.suspects = {rank for rank in self._suspects if rank not in job.traces}
         job.earlier = [_earlier_line(start) for start in earlier] + [_other_job_line(start) for start in others]
         if job.earlier:
-            job.earlier.insert(0, _why_these(latest, earlier, self.launch))
+            job.earlier.insert(0, _why_these(latest, earlier))
         job.moving = bool(counts_before) and any(
             start.trace.count > counts_before.get(key, 0) for key, start in self._starts.items() if start in latest
         )
@@ -325,23 +324,12 @@ def _of_the_last_job(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]
     return last, [start for of_job in jobs.values() if of_job is not last for start in of_job]
 
 
-def _picked(starts: list[Start], launch: int | None) -> list[Start]:
-    if launch is None:
-        return starts
-    picked = [start for start in starts if start.header.restart == launch]
-    if not picked:
-        there = ", ".join(map(str, sorted({start.header.restart for start in starts})))
-        raise UnreadableError(f"--launch={launch}: no such launch; there are {there} (torchrun's restart count)")
-    return picked
-
-
-def _why_these(latest: list[Start], earlier: list[Start], launch: int | None) -> str:
+def _why_these(latest: list[Start], earlier: list[Start]) -> str:
     header = latest[0].header
     counted = earlier and all(start.header.restart < header.restart for start in earlier)
     by = "torchrun's restart count" if counted else "its hosts' clocks"
-    why = "as --launch asks" if launch is not None else f"begun last by {by}; --launch N picks another"
     job = f" of job {safe(header.job)}" if header.job else ""
-    return f"diagnosed is the launch with restart {header.restart}{job}: {why}; the following are not"
+    return f"diagnosed is the launch with restart {header.restart}{job}, begun last by {by}; the following are not"
 
 
 def _other_job_line(start: Start) -> str:

@@ -157,28 +157,6 @@ def late_calls(case: Case) -> dict[int, list[int]]:
     return late
 
 
-def late_seconds(case: Case) -> dict[tuple[int, int], float]:
-    """By rank and call, how much later than the first it came to a round that others gave up, or up to the end."""
-    given_up, seconds = _given_up(case), dict[tuple[int, int], float]()
-    for number, waited in given_up.gave_up.items():
-        began = [at for rank, call in waited.items() if (at := _entered(case, rank, call)) is not None]
-        if not began:
-            continue
-        for rank, call in given_up.came.get(number, {}).items():
-            if (at := _entered(case, rank, call)) is not None:
-                seconds[rank, call] = at - min(began)
-        if number == max(given_up.gave_up):
-            never = [ending for ending in case.sure.values() if ending.round < number and not ending.inside]
-            seconds |= {(ending.rank, ending.call + 1): case.newest - min(began) for ending in never}
-    return {at: late for at, late in seconds.items() if late > 0}
-
-
-def _entered(case: Case, rank: int, call: int) -> float | None:
-    """On the common scale."""
-    calls = case.tracks[rank].calls
-    return case.clocks.common(rank, calls.entered[int(np.searchsorted(np.array(calls.n), call))])
-
-
 def incidents(case: Case) -> list[Finding]:
     """Rounds that some ranks gave up and others came to late; and timeouts that no trace explains."""
     given_up = _given_up(case)

@@ -68,8 +68,6 @@ def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -
         )
     if request.ranks and (len(paths) > 1 or request.patched or request.fix or request.against):
         raise DoctorError("found --ranks with several configs, --patched, --fix or --against; allowed: one config")
-    if request.nccl and not request.ranks:
-        raise DoctorError("--nccl without --ranks; it is run on every rank: torchrun ... doctor --ranks --nccl")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
     if request.json and request.output_format not in (None, "json"):
@@ -114,9 +112,10 @@ class _Run:
         """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
         from nemo_patches.tools.doctor import exchange, rank_place
 
-        here, code = rank_place.place(), 0
+        here = rank_place.place()
+        code = 0
         try:
-            job_ranks = exchange.examine(here, self._loaders(here.size), self.request.nccl)
+            job_ranks = exchange.examine(here, self._loaders(here.size))
             if job_ranks is not None:
                 ranks_report = Examination(
                     f"{here.size} ranks",

@@ -121,10 +121,6 @@ class Rule:
         return getattr(self._module, "FOLDED", False)
 
     @property
-    def topic(self) -> str:
-        return getattr(self._module, "TOPIC", "")
-
-    @property
     def bad(self) -> str:
         return getattr(self._module, "BAD", "")
 

@@ -16,7 +16,6 @@ _DDP = tuple(
     for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
 )
 
-DATASET = frozenset[str](_TABLE["dataset"])
 TRAINER = frozenset[str](_TABLE["trainer"])
 TRAINER_1: dict[str, str] = _TABLE["trainer_of_lightning_1"]
 EXP_MANAGER = frozenset[str](_TABLE["exp_manager"])

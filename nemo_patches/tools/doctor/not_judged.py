@@ -23,6 +23,7 @@ from nemo_patches.tools.doctor.trees import Keys
 RULE = "NP005"
 _NOT_ASSUMED = ("NP0", "NP101", "NP120")  # on reading, on each encoder there is, on how keys are written
 _MOST = 100  # assumptions
+_MOST_NAMED = 3  # manifests
 
 _MANIFEST = {"manifest_filepath": "a.json"}
 _SHARED_OUT = [{"type": "nemo", **_MANIFEST}]
@@ -179,22 +180,16 @@ def _of_type(config: Config, keys: Keys) -> Iterator[_Unknown]:
 
 def _no_manifest(job: Job) -> Findings:
     """A note on sets whose entries would be counted if their manifest were here."""
-    away, rules = [], set()
-    for dataset in job.datasets:
-        manifest = dataset.get("manifest_filepath")
-        if dataset.tarred is not False or not isinstance(manifest.value, str) or os.path.isfile(manifest.value):
-            continue
-        counted = {
-            "NP109": job.several and not dataset.training,
-            "NP125": job.has_trainer and dataset.get("drop_last", False).on,
-        }
-        if any(counted.values()):
-            away.append(manifest)
-            rules |= {name for name, counts in counted.items() if counts}
+    if not job.has_trainer:
+        return
+    dropping = [dataset for dataset in job.datasets if dataset.tarred is False and dataset.get("drop_last", False).on]
+    manifests = [dataset.get("manifest_filepath") for dataset in dropping]
+    away = [each for each in manifests if isinstance(each.value, str) and not os.path.isfile(each.value)]
     if away:
-        names = ", ".join(str(each.value) for each in away[:3]) + (f" and {len(away) - 3} more" * (len(away) > 3))
-        what = f"not judged: {', '.join(sorted(rules))}: no file on this machine: {names}"
-        yield note(what, tuple(away[:3]), "on a machine with the data, entries are counted")
+        more = f" and {len(away) - _MOST_NAMED} more" if len(away) > _MOST_NAMED else ""
+        names = ", ".join(str(each.value) for each in away[:_MOST_NAMED])
+        what = f"not judged: NP125: no file on this machine: {names}{more}"
+        yield note(what, tuple(away[:_MOST_NAMED]), "on a machine with the data, entries are counted")
 
 
 def _no_trainer(job: Job) -> Findings:

@@ -30,7 +30,7 @@ def show(reports: Sequence[Examination], console: Console, *, quiet: bool = Fals
         folded = [pair for pair in report.findings if fold and pair[0].folded and pair[1].severity is Severity.NOTE]
         if not quiet:
             _print(console, f"{report.name}: {report.headline}")
-            for line in (*report.lines, *_ticks(report, console)):
+            for line in report.lines:
                 _print(console, line)
         for pair in report.findings:
             if pair not in folded:
@@ -59,11 +59,6 @@ def _show(name: str, rule: Rule, finding: Finding, console: Console, quiet: bool
     if rule.identifier not in explained:
         explained.add(rule.identifier)
         _print(console, f"    why: {rule.why} {rule.link}")
-
-
-def _ticks(report: Examination, console: Console) -> list[str]:
-    mark = "\u2713" if console.encoding.lower().startswith("utf") else "ok"
-    return [f"{mark} {rule.identifier} {rule.topic}" for rule in report.passed if rule.topic]
 
 
 def as_json(report: Examination) -> dict[str, Any]:

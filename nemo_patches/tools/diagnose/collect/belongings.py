@@ -1,4 +1,4 @@
-"""Other evidence of a job on its host: logs, traces and dumps of nemo_patches, Flight Recorder dumps, NCCL's RAS."""
+"""Other evidence of a job on its host: logs, traces and dumps of nemo_patches, Flight Recorder dumps."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.collect.proc_files import (
-    link,
-    read,
-    started_at,
-    variables,
-)
+from nemo_patches.tools.diagnose.collect.proc_files import link, started_at, variables
 
-LOG, TRACES, DUMPS, FLIGHT_RECORDER, RAS = "log", "traces", "dumps", "Flight Recorder dump", "NCCL RAS"
+LOG, TRACES, DUMPS, FLIGHT_RECORDER = "log", "traces", "dumps", "Flight Recorder dump"
 _FLIGHT_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # followed by the rank
 _FLIGHT_RECORDER_DEFAULTS = ("/tmp/nccl_trace_rank_", "/tmp/comm_lib_trace_rank_")
 
 
 @dataclass(frozen=True)
 class Belonging:
-    """kind: LOG, TRACES, DUMPS, FLIGHT_RECORDER: a path of this host; RAS: an address."""
+    """kind: LOG, TRACES, DUMPS, FLIGHT_RECORDER. path: of this host."""
 
     kind: str
     path: str
@@ -52,8 +47,6 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
         path = os.path.join(folder, f"{start}{rank.rank}")
         if os.path.isfile(path) and _changed(path) >= began:  # an earlier job's may lie there still
             yield Belonging(FLIGHT_RECORDER, path)
-    if "libnccl" in read(f"{process}/maps") and given.get("NCCL_RAS_ENABLE") != "0":
-        yield Belonging(RAS, given.get("NCCL_RAS_ADDR", "localhost:28028"))
 
 
 def _folder_of_dumps(pid: int, temporary: str) -> str:
