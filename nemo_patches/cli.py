@@ -187,17 +187,17 @@ def diff(
 
     try:
         checkout = checkouts.read(nemo)
-        if note := diffs.left_out(checkout):
-            typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
-        if not check:  # bytes, since a checkout's carriage returns are part of the diff
-            typer.echo(diffs.text(checkout), nl=False)
-            return
-        applies, answer = diffs.check(checkout)
+        text = b"" if check else diffs.text(checkout)
+        applies, answer = diffs.check(checkout) if check else (True, "")
+        note = diffs.left_out(checkout)
     except DiffError as error:
         raise _refused("diff", error) from None
+    if note:
+        typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
     if not applies:
         raise _refused("diff", DiffError(answer), 1)
-    typer.echo(answer)
+    # Bytes: a checkout's carriage returns are part of the diff.
+    typer.echo(answer if check else text, nl=check)
 
 
 @app.command()

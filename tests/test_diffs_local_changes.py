@@ -32,7 +32,10 @@ IMPORT = b"from nemo.collections.asr.parts.utils.bounded_length_sync import max_
 BOUNDED = re.compile(rb"seq_length = max_length_in_time\(self, seq_length(, self\.sync_max_audio_length)?\)")
 REGISTERED = re.compile(rb"[^\r\n]*if hasattr\(self, 'seq_range'\):.*?persistent=False\)[^\r\n]*", re.DOTALL)
 PLAIN = re.compile(rb"[^\r\n]*# Not a buffer: [^\r\n]*[\r\n]+[ \t\f]*self.seq_range = seq_range")
-MASK, MASK_ON = b"self.seq_range[:max_audio_length].expand(", b"self.seq_range[:max_audio_length].to(seq_lens.device).expand("
+MASK, MASK_ON = (
+    b"self.seq_range[:max_audio_length].expand(",
+    b"self.seq_range[:max_audio_length].to(seq_lens.device).expand(",
+)
 
 
 def path_of(target: Target) -> str:
@@ -345,7 +348,6 @@ ANYWHERE: dict[str, Change] = {  # edited, on every target
     ),
     "deep text elsewhere": at_start("x = " + "(" * 60 + "1" + ")" * 60 + "\n"),
 }
-
 
 
 def setter_first(text: str, target: Target) -> str:

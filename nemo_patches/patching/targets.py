@@ -79,7 +79,7 @@ class Target:
         if BOUNDED_FUNCTION in method.co_names:
             return HAS_DIFF
         # What calls something unknown may reduce there.
-        is_known = any(reads.issuperset(method.co_names) for reads in self.reads)
+        is_known = any(reads.issuperset(method.co_names) for reads in self.reads if "all_reduce" in reads)
         return NO_REDUCE if is_known and "all_reduce" not in method.co_names else ""
 
     def drift(self, module: ModuleType) -> str:

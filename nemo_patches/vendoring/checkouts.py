@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_patches.patching.targets import BOUNDED_SYNC, TARGETS
-from nemo_patches.vendoring.edit import constants, edited, path_of
+from nemo_patches.vendoring.edit import edited, path_of
 from nemo_patches.vendoring.errors import DiffError
 from nemo_patches.vendoring.git import Files
 from nemo_patches.vendoring.tables import READS, TABLES
@@ -34,11 +35,15 @@ class Checkout:
     version: str  # NeMo's
     files: Files  # those of PATHS that are here
 
-    def edits(self) -> list[Edit]:
-        """What the edit changes here, by path. Raises DiffError."""
+    def require_stock(self) -> None:
+        """Raise DiffError if the edit is here already."""
         if NEW_FILE in self.files:
             text = f"the edit is here already ({NEW_FILE})"
             raise DiffError(f"{self.folder}: {text}; take it out as it was put in: git apply -R FILE")
+
+    def edits(self) -> list[Edit]:
+        """What the edit changes here, by path. Raises DiffError."""
+        self.require_stock()
         if not self.files.keys() & set(map(path_of, TARGETS)):
             raise DiffError(f"{self.folder}: none of the files with a length sync is here")
         for path, table in READS.items():
@@ -46,7 +51,7 @@ class Checkout:
                 text = f"{path} reads the table in {table}, which is not here"
                 raise DiffError(f"{self.folder}: {text}: it would stay a buffer")
         edits = [Edit(path, before, edited(before, path)) for path, before in sorted(self.files.items())]
-        new_file = Edit(NEW_FILE, None, (DIFFS / Path(NEW_FILE).name).read_bytes())
+        new_file = Edit(NEW_FILE, None, _new_file())
         return sorted([*edits, new_file], key=lambda edit: edit.path)
 
 
@@ -63,16 +68,25 @@ def read(folder: Path) -> Checkout:
     return Checkout(folder, version, files)
 
 
+def _new_file() -> bytes:
+    file = DIFFS / Path(NEW_FILE).name
+    try:
+        return file.read_bytes()
+    except OSError:
+        text = "this copy of nemo_patches has no patches/ with it; a checkout of it has"
+        raise DiffError(text) from None
+
+
 def _version_of(folder: Path) -> str:
-    """The version in nemo/package_info.py."""
+    """The version in nemo/package_info.py, read without running it."""
     file = folder / "nemo" / "package_info.py"
     try:
-        values = constants(file.read_bytes(), str(file))
+        source = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         needed = "needed is the folder that has nemo/package_info.py"
         raise DiffError(f"{folder}: no NeMo here ({error.strerror}); {needed}") from None
-    try:
-        numbers = ".".join(values[name] for name in ("MAJOR", "MINOR", "PATCH"))
-        return numbers + values["PRE_RELEASE"]
-    except KeyError as error:
-        raise DiffError(f"{file}: found no {error}") from None
+    numbers = re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)$", source, re.MULTILINE)
+    pre_release = re.search(r"""^PRE_RELEASE = ['"](\w*)['"]$""", source, re.MULTILINE)
+    if [name for name, _ in numbers] != ["MAJOR", "MINOR", "PATCH"] or not pre_release:
+        raise DiffError(f"{file}: found no MAJOR, MINOR, PATCH and PRE_RELEASE, which NeMo has there")
+    return ".".join(number for _, number in numbers) + pre_release[1]

@@ -41,62 +41,48 @@ def text(checkout: Checkout) -> bytes:
 
 
 def check(checkout: Checkout) -> tuple[bool, str]:
-    """Whether a committed diff applies to a checkout and gives what `text` gives, in a sentence, too.
+    """Whether the diff of its series in patches/ applies and gives what `text` gives; and a sentence about it.
 
     Raises DiffError if it cannot be told.
     """
-    folder, version = checkout.folder, checkout.version
+    folder, version, series = checkout.folder, checkout.version, _series(checkout.version)
+    checkout.require_stock()
     planned: dict[str, bytes] = {}
     otherwise = f"`nemo-patches diff --nemo {folder}` makes one for it"
     try:
         planned = {edit.path: edit.after for edit in checkout.edits()}
     except DiffError as error:
         otherwise = f"`nemo-patches diff` makes none for it: {error}"
-    reasons = []
-    for series, diff in _committed(version).items():
-        name = f"nemo-{series}.diff"
-        try:
-            after = git.apply(diff, checkout.files)
-        except DiffError as error:
-            if series == _series(version):  # the others were made from other code
-                reasons.append(f"{name} does not apply ({error})")
-            continue
-        if after == planned:
-            return True, f"{name} applies cleanly to NeMo {version}"
-        other = ", but gives something else than this NeMo needs" if planned else ""
-        reasons.append(f"{name} would apply{other}")
-    none = f"no committed diff is for NeMo {_series(version)}, and none of the others applies"
-    return False, f"{folder}: {'; '.join(reasons) or none}; {otherwise}"
+    committed = _committed(series)
+    if committed is None:
+        return False, f"{folder}: no diff of patches/ is for NeMo {series}; {otherwise}"
+    name = f"nemo-{series}.diff"
+    try:
+        after = git.apply(committed, checkout.files)
+    except DiffError as error:
+        return False, f"{folder}: {name} does not apply ({error}); {otherwise}"
+    if after == planned:
+        return True, f"{name} applies cleanly to NeMo {version}"
+    other = ", but gives something else than this NeMo needs" if planned else ""
+    return False, f"{folder}: {name} would apply{other}; {otherwise}"
 
 
 def left_out(checkout: Checkout) -> str:
     """Which files that the diff of its series edits are not in a checkout, in a sentence; else empty."""
     series = _series(checkout.version)
-    diff = _committed(checkout.version).get(series, b"").decode()
-    edited = re.findall(r"^--- a/(.+)$", diff, re.MULTILINE)
-    missing = [path for path in edited if path not in checkout.files]
+    diff = (_committed(series) or b"").decode()
+    missing = [path for path in re.findall(r"^--- a/(.+)$", diff, re.MULTILINE) if path not in checkout.files]
     if not missing:
         return ""
     text = f"not here, although NeMo {series} has it: {', '.join(missing)}"
     return f"{text}; if it was moved, its reduce stays"
 
 
-def _committed(version: str) -> dict[str, bytes]:
-    """The committed diffs by series, that of this version first. Raises DiffError if there are none."""
-    found = {file.stem.removeprefix("nemo-"): file for file in DIFFS.glob("nemo-*.diff")}
-    if not found:
-        raise DiffError(
-            "this copy of nemo_patches has no committed diffs with it; a checkout of it has them in patches/"
-        )
-    newest_first = sorted(found, key=_numbers, reverse=True)
-    newest_first.sort(key=lambda series: series != _series(version))
-    return {series: found[series].read_bytes() for series in newest_first}
+def _committed(series: str) -> bytes | None:
+    file = DIFFS / f"nemo-{series}.diff"
+    return file.read_bytes() if file.is_file() else None
 
 
 def _series(version: str) -> str:
     """As in 2.7."""
-    return ".".join(map(str, _numbers(version)[:2]))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
+    return ".".join(re.findall(r"\d+", version)[:2])

@@ -30,43 +30,18 @@ def path_of(target: Target) -> str:
 
 def edited(source: bytes, path: str) -> bytes:
     """A file with the edit. Raises DiffError, with the place, if the code is not as expected."""
-    try:
-        return _edited(source, path)
-    except RecursionError:  # what Python compiles may still be too deep for ast.dump
-        text = "found an expression too deep to compare"
-        raise DiffError(f"{path}:1: {_title(path)}: {text}") from None
-
-
-def constants(source: bytes, path: str) -> dict[str, str]:
-    """The constants of a module, read without running it. Raises DiffError if Python rejects it."""
-    _, _, tree = _read(source, path)
-    return {
-        node.targets[0].id: str(node.value.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
-        if isinstance(node.value.value, str | int)
-    }
-
-
-def _title(path: str) -> str:
-    """What of a file is edited."""
-    target = next((target for target in TARGETS if path_of(target) == path), None)
-    table = next((table for table in TABLES if table.path == path), None)
-    return str(target) if target else f"{table.owner}.{table.function}" if table else path
-
-
-def _edited(source: bytes, path: str) -> bytes:
     encoding, text, tree = _read(source, path)
-    file = _KnownFile(tree, text, path)
-    for table in TABLES:
-        if table.path == path:
-            file.replace(table)
-    for target in TARGETS:
-        if path_of(target) == path:
+    target = next((target for target in TARGETS if path_of(target) == path), None)
+    file = _KnownFile(tree, text, f"{path}:%d: {target}: " if target else f"{path}:%d: ")
+    try:
+        for table in TABLES:
+            if table.path == path:
+                file.replace(table)
+        if target:
             file.bound(target)
-    return file.text().encode(encoding)
+        return file.changed().encode(encoding)
+    except RecursionError:  # what Python compiles may still be too deep for ast.dump
+        file.refuse(1, "found an expression too deep to compare")
 
 
 def _read(source: bytes, path: str) -> tuple[str, str, ast.Module]:
@@ -97,56 +72,59 @@ class _Change:
     instead: str
     node: ast.stmt | None = None  # what these lines are, or come after; None for the import
 
+    def statements(self) -> list[ast.stmt]:
+        """What there is instead of the node."""
+        kept = [self.node] if self.node is not None and self.last < self.first else []
+        return [*kept, *ast.parse(self.instead).body]
+
 
 class _Changed(ast.NodeTransformer):
     """Makes the changes in a syntax tree, but for the import."""
 
     def __init__(self, changes: Iterable[_Change]) -> None:
-        self._changes = [change for change in changes if change.node is not None]
+        self._changes = changes
 
-    def visit(self, node: ast.AST) -> ast.AST | list[ast.AST]:
-        new: list[ast.AST] = [self.generic_visit(node)]
-        for change in self._changes:
-            if change.node is node:
-                kept = new if change.last < change.first else []
-                new = [*kept, *ast.parse(change.instead).body]
-        return new if len(new) > 1 else new[0]
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt]:
+        found = [change for change in self._changes if change.node is node]
+        self.generic_visit(node)
+        return found[0].statements() if found else node
 
 
 class _KnownFile:
     """A file of NeMo whose code is found exactly as it is known; raises DiffError where it is not."""
 
-    def __init__(self, tree: ast.Module, text: str, path: str) -> None:
+    def __init__(self, tree: ast.Module, text: str, refusal: str) -> None:
+        """refusal: how the text of one begins, with %d for the line."""
         self._tree = tree
-        self._path = path
-        self._title = _title(path)
+        self._refusal = refusal
         self._lines = list(io.StringIO(text, newline=""))
         self._changes: list[_Change] = []
         for number, line in enumerate(self._lines, 1):
             if BOUNDED_FUNCTION in line:
-                self._refuse(number, f"found {BOUNDED_FUNCTION}, a name that the edit brings")
+                self.refuse(number, f"found {BOUNDED_FUNCTION}, a name that the edit brings")
 
     def replace(self, table: KnownStatement) -> None:
         """Put another statement into the place of a known one."""
         function = self._function(table.owner, table.function)
-        found = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and ast.unparse(node) == table.known]
+        statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+        found = [node for node in statements if ast.unparse(node) == table.known]
         if len(found) != 1:
-            first, *_ = table.known.splitlines()
-            text = f"{table.owner}.{table.function}: expected `{first}` and what follows once"
-            self._refuse(function, f"{text}, found it {len(found)} times")
+            first = table.known.split("\n")[0]
+            text = f"expected `{first}` and what follows once, found it {len(found)} times"
+            self.refuse(function, f"{table.owner}.{table.function}: {text}")
         self._change(found[0], table.instead)
         if table.methods:
             last = function.end_lineno or 0
-            self._changes.append(_Change(last + 1, last, self._indentation(function), table.methods, function))
+            indentation = self._indentation(function)
+            self._changes.append(_Change(last + 1, last, indentation, table.methods, function))
 
     def bound(self, target: Target) -> None:
         """Put the call of the bounded sync into the place of the reduce."""
-        arguments = ", ".join(target.parameters)
-        method = self._function(target.owner, target.method, arguments)
+        method = self._function(target.owner, target.method, ", ".join(target.parameters))
         statements = method.body[1:] if ast.get_docstring(method) is not None else method.body
         if len(statements) != 2 or not all(isinstance(node, ast.If) for node in statements):
             text = f"expected the reduce and the growth, found {len(statements)} statements"
-            self._refuse(method, text)
+            self.refuse(method, text)
         reduce, growth = statements
         _, length, device = target.parameters
         local = self._require_reduce(reduce, length, device)
@@ -154,15 +132,20 @@ class _KnownFile:
         if target.setter:
             setter = self._function(target.owner, target.setter, "self, max_audio_length")
             self._require_local(setter, set())
-        self._require_not_set(target)
+        for node in ast.walk(self._tree):
+            is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            name = getattr(node, "attr", "")
+            if is_set and name in (target.method, target.setter):
+                text = f"expected no other {name}, found that `{ast.unparse(node)}` is set"
+                self.refuse(node, text)
         assert isinstance(reduce, ast.If)
         flag = f", {_FLAG}" if _FLAG in ast.unparse(reduce.test) else ""
         self._change(reduce, f"{length} = {BOUNDED_FUNCTION}(self, {length}{flag})")
         after = self._place_of_import(self._one(ast.ClassDef, target.owner, self._tree))
         self._changes.append(_Change(after + 1, after, "", _IMPORT))
 
-    def text(self) -> str:
-        """The file with all changes."""
+    def changed(self) -> str:
+        """The file with all changes. Refuses what makes another program than they should."""
         lines = list(self._lines)
         # From the end to the beginning, so that line numbers hold.
         for change in sorted(self._changes, key=lambda change: change.first, reverse=True):
@@ -172,30 +155,30 @@ class _KnownFile:
             indented = [change.indentation + line if line else "" for line in new]
             lines[change.first - 1 : change.last] = [line + end for line in indented]
         text = "".join(lines)
-        self._require_nothing_else(text)
+        try:
+            tree = ast.parse(text)
+            compile(tree, "edited", "exec", dont_inherit=True)
+        except SyntaxError:
+            # Of all places the import's alone can be amid a line that goes on, by a backslash.
+            last = min(change.last for change in self._changes)
+            self.refuse(last, "with our import after this line it would not be Python")
+        tree.body = [node for node in tree.body if ast.unparse(node) != _IMPORT]
+        expected = ast.dump(_Changed(self._changes).visit(self._tree))  # type: ignore[arg-type]
+        if ast.dump(tree) != expected:
+            self.refuse(1, "the edit would change more than it should")
         return text
 
+    def refuse(self, place: ast.AST | int, text: str) -> NoReturn:
+        line = place if isinstance(place, int) else getattr(place, "lineno", 1)
+        raise DiffError(self._refusal % line + text)
+
     def _change(self, node: ast.stmt, instead: str) -> None:
-        first, last = node.lineno, node.end_lineno or 0
-        self._changes.append(_Change(first, last, self._indentation(node), instead, node))
+        last = node.end_lineno or 0
+        self._changes.append(_Change(node.lineno, last, self._indentation(node), instead, node))
 
     def _indentation(self, node: ast.stmt) -> str:
         line = self._lines[node.lineno - 1]
         return line[: len(line) - len(line.lstrip())]
-
-    def _require_nothing_else(self, edited: str) -> None:
-        """Refuse an edited text whose program differs in more than the changes."""
-        try:
-            tree = ast.parse(edited)
-            compile(tree, self._path, "exec", dont_inherit=True)
-        except SyntaxError:
-            # Of all places the import's alone can be amid a line that goes on, by a backslash.
-            last = min(change.last for change in self._changes)
-            self._refuse(last, "with our import after this line it would not be Python")
-        tree.body = [node for node in tree.body if ast.unparse(node) != _IMPORT]
-        expected = ast.dump(_Changed(self._changes).visit(self._tree))  # type: ignore[arg-type]
-        if ast.dump(tree) != expected:
-            self._refuse(1, "the edit would change more than it should")
 
     def _require_reduce(self, node: ast.stmt, length: str, device: str) -> str:
         """The name of its local variable."""
@@ -205,10 +188,10 @@ class _KnownFile:
         test = ast.unparse(node.test)
         if test not in tests or node.orelse:
             found = f"if {test}` with an `else" if node.orelse else f"if {test}"
-            self._refuse(node, f"expected `if {'` or `if '.join(tests)}`, found `{found}`")
+            self.refuse(node, f"expected `if {'` or `if '.join(tests)}`, found `{found}`")
         first = node.body[0]
-        target = first.targets[0] if isinstance(first, ast.Assign) else None
-        name = target.id if isinstance(target, ast.Name) else "?"
+        assigned = first.targets[0] if isinstance(first, ast.Assign) else None
+        name = assigned.id if isinstance(assigned, ast.Name) else "?"
         expected = [
             f"{name} = torch.tensor([{length}], dtype=torch.float32, device={device})",
             f"torch.distributed.all_reduce({name}, op=torch.distributed.ReduceOp.MAX)",
@@ -217,10 +200,9 @@ class _KnownFile:
         texts = [ast.unparse(statement) for statement in node.body]
         for statement, text, wanted in zip(node.body, texts, expected, strict=False):
             if text != wanted:
-                self._refuse(statement, f"expected `{wanted}`, found `{text}`")
+                self.refuse(statement, f"expected `{wanted}`, found `{text}`")
         if len(texts) != len(expected):
-            text = f"expected a reduce of {len(expected)} statements, found {len(texts)}"
-            self._refuse(node, text)
+            self.refuse(node, f"expected a reduce of {len(expected)} statements, found {len(texts)}")
         return name
 
     def _require_growth(self, node: ast.stmt, target: Target, names: set[str]) -> None:
@@ -229,55 +211,37 @@ class _KnownFile:
         length = target.parameters[1]
         wanted = f"{length} > self.max_audio_length"
         if ast.unparse(node.test) != wanted or node.orelse:
-            self._refuse(node, f"expected `if {wanted}`, found `if {ast.unparse(node.test)}`")
+            self.refuse(node, f"expected `if {wanted}`, found `if {ast.unparse(node.test)}`")
         found = "; ".join(ast.unparse(statement) for statement in node.body)
         if target.setter and found != f"self.{target.setter}({length})":
-            self._refuse(node.body[0], f"expected `self.{target.setter}({length})`, found `{found}`")
+            self.refuse(node.body[0], f"expected `self.{target.setter}({length})`, found `{found}`")
         self._require_local(node, names)
 
     def _require_local(self, where: ast.stmt, names: set[str]) -> None:
-        """Refuse, in what grows the tables: a collective, these names, and another buffer."""
-        gone = {
-            id(inner)
-            for change in self._changes
-            if change.node is not None and change.last >= change.first
-            for inner in ast.walk(change.node)
-        }
+        """Refuse, in what grows the tables: these names, a collective, and another buffer."""
+        changed = [change.node for change in self._changes if change.node is not None]
+        gone = {id(inner) for node in changed for inner in ast.walk(node) if node is not where}
+        refused = names | _COLLECTIVES | {"register_buffer"}
         for node in ast.walk(where):
-            name = ""
-            if isinstance(node, ast.Name):
-                name = node.id
-            elif isinstance(node, ast.Attribute):
-                name = node.attr
-            if id(node) not in gone and name in names | _COLLECTIVES | {"register_buffer"}:
+            name = getattr(node, "id", None) or getattr(node, "attr", None)
+            if name in refused and id(node) not in gone:
                 text = f"expected no {name} in what grows the tables, found `{ast.unparse(node)}`"
-                self._refuse(node, text)
-
-    def _require_not_set(self, target: Target) -> None:
-        for node in ast.walk(self._tree):
-            is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
-            if is_set and node.attr in (target.method, target.setter):  # type: ignore[attr-defined]
-                text = f"expected no other {node.attr}, found that `{ast.unparse(node)}` is set"  # type: ignore[attr-defined]
-                self._refuse(node, text)
+                self.refuse(node, text)
 
     def _place_of_import(self, owner: ast.ClassDef) -> int:
         """After how many lines: where isort would have it among NeMo's own imports."""
         imports = [node for node in self._tree.body if isinstance(node, ast.ImportFrom)]
-        own = [
-            node
-            for node in imports
-            if node.level == 0 and (node.module or "").startswith("nemo.") and node.lineno < owner.lineno
-        ]
+        nemos = [node for node in imports if node.level == 0 and (node.module or "").startswith("nemo.")]
+        own = [node for node in nemos if node.lineno < owner.lineno]
         if not own:
-            text = "found no import of NeMo's own before the class to put ours beside"
-            self._refuse(owner, text)
+            self.refuse(owner, "found no import of NeMo's own before the class to put ours beside")
         before = [node for node in own if (node.module or "") < BOUNDED_SYNC]
         beside = before[-1] if before else own[0]
         first, last = beside.lineno, beside.end_lineno or 0
-        on_these_lines = [node for node in self._tree.body if node.lineno <= last and first <= (node.end_lineno or 0)]
-        if len(on_these_lines) > 1:
+        overlapping = [node for node in self._tree.body if node.lineno <= last and first <= (node.end_lineno or 0)]
+        if len(overlapping) > 1:
             text = "expected an import of NeMo's own on a line of its own, found more on the line"
-            self._refuse(beside, text)
+            self.refuse(beside, text)
         return last if before else first - 1
 
     def _function(self, owner: str, name: str, arguments: str = "") -> ast.FunctionDef:
@@ -286,11 +250,10 @@ class _KnownFile:
         function: ast.FunctionDef = self._one(ast.FunctionDef, name, kind)
         found = ast.unparse(function.args).replace(": int", "")
         if arguments and found != arguments:
-            text = f"arguments of {name}: expected ({arguments}), found ({found})"
-            self._refuse(function, text)
+            self.refuse(function, f"arguments of {name}: expected ({arguments}), found ({found})")
         decorators = [ast.unparse(node) for node in function.decorator_list]
         if decorators:
-            self._refuse(function, f"decorators of {name}: expected none, found {decorators}")
+            self.refuse(function, f"decorators of {name}: expected none, found {decorators}")
         return function
 
     def _one(self, kind: type, name: str, where: ast.Module | ast.ClassDef):  # type: ignore[no-untyped-def]
@@ -299,12 +262,8 @@ class _KnownFile:
             outside = where if isinstance(where, ast.ClassDef) else 1
             kinds = [type(node).__name__ for node in found]
             text = f"expected one {name}, and that inside no `if` or `try`, found {kinds}"
-            self._refuse(found[-1] if found else outside, text)
+            self.refuse(found[-1] if found else outside, text)
         return found[0]
-
-    def _refuse(self, place: ast.AST | int, text: str) -> NoReturn:
-        line = place if isinstance(place, int) else getattr(place, "lineno", 1)
-        raise DiffError(f"{self._path}:{line}: {self._title}: {text}")
 
 
 def _bound(name: str, where: ast.Module | ast.ClassDef) -> list[ast.AST]:
@@ -315,7 +274,7 @@ def _bound(name: str, where: ast.Module | ast.ClassDef) -> list[ast.AST]:
         node = rest.pop()
         given = getattr(node, "asname", None) or getattr(node, "name", "")
         is_set = isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-        if given == name or (is_set and node.id == name):  # type: ignore[attr-defined]
+        if given == name or (is_set and getattr(node, "id", "") == name):
             found.append(node)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             rest.extend(ast.iter_child_nodes(node))
