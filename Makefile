@@ -14,17 +14,15 @@ MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 MATRIX_HOST = 2.7.3
 UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-compile --no-deps --upgrade --target
 
-# One diff of NeMo's own files for each series, made from its last release, and one of each of our folders, the same for
-# all; `make patches` makes them all anew, and CI compares.
+# One diff for each series, made from its last release; `make patches` makes them all anew, and CI compares.
 PATCHES = 1.23.0 2.0.0 $(MATRIX)
-RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
 # Each test starts processes, and each would compile the tests and all of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
-.PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
+.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
+.PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PHONY: lint types golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
@@ -38,7 +36,7 @@ help:
 	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
 	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
-	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
+	@echo "make test-vendored  the scenarios on NeMo with its diff, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
 	@echo "make golden     tests/golden anew: all that each command prints, for its inputs there"
 	@echo "make benchmark  ratios against stock"
@@ -82,7 +80,7 @@ test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
 
 # On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
-# In the order of tests/conftest.py: xdist's own puts files of few tests last, and test_both_ways.py, among the longest, has few.
+# In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
@@ -236,24 +234,21 @@ endef
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-print_diff = .venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$1 --parts $2
+print_diff = .venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$1
 
-patches: $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%)
+patches: $(PATCHES:%=patch-%)
 
 $(PATCHES:%=patch-%): patch-%: .venv/unpacked/nemo-%/ready
-	$(call print_diff,$*,nemo) > patches/nemo-$(call series,$*).diff
-
-$(RUNTIME:%=patch-runtime-%): patch-runtime-%: .venv/unpacked/nemo-$(DEMO_NEMO)/ready
-	$(call print_diff,$(DEMO_NEMO),$*) > patches/runtime-$*.diff
+	$(call print_diff,$*) > patches/nemo-$(call series,$*).diff
 
 # Each diff against every release of its series, not only the one it was made from; downloads what is not unpacked.
 patches-table: .venv/nemo-$(DEMO_NEMO)/ready
 	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py
 
 # What docs/vendors.md says of patches/upstream/, by series.
-UPSTREAM_2.2 = encoders/0001*.patch conv-asr/*.patch squeezeformer/*.patch
+UPSTREAM_2.2 = encoders/0001*.patch conv-asr/*.patch squeezeformer/*.patch checkpoint/*.patch
 UPSTREAM_2.3 = $(UPSTREAM_2.2)
-UPSTREAM_2.4 = encoders/000[13]*.patch conv-asr/*.patch squeezeformer/*.patch
+UPSTREAM_2.4 = encoders/000[13]*.patch conv-asr/*.patch squeezeformer/*.patch checkpoint/*.patch
 UPSTREAM_2.5 = $(UPSTREAM_2.4)
 UPSTREAM_2.6 = $(UPSTREAM_2.4)
 UPSTREAM_2.7 = $(UPSTREAM_2.4)
@@ -261,37 +256,19 @@ UPSTREAM_3.0 = encoders/000[134]*.patch conv-asr/*.patch checkpoint/*.patch
 try_upstream = cd .venv/unpacked/nemo-$1 && GIT_CEILING_DIRECTORIES=$$(cd .. && pwd -P) git apply --check --include='nemo/*' \
 	$(UPSTREAM_$(call series,$1):%=$(CURDIR)/patches/upstream/%)
 
-# Whether each committed diff is what `make patches` would make of the released wheel.
+# Whether each committed diff is what `make patches` would make of the released wheel, and each tool takes it in and out.
 check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 	@echo "== patches/ against the released wheels"
-	@$(foreach release,$(PATCHES),$(call print_diff,$(release),nemo) | cmp - patches/nemo-$(call series,$(release)).diff &&) \
-		$(foreach part,$(RUNTIME),$(call print_diff,$(DEMO_NEMO),$(part)) | cmp - patches/runtime-$(part).diff &&) true
+	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py $(PATCHES)
 	@$(foreach release,$(filter-out 2.1.0,$(MATRIX)),($(call try_upstream,$(release))) &&) true
 
-# The same tests on a NeMo that has the diffs, where nemo_patches is not importable: in tests/, a checkout's root is not on
-# the path. First the core alone (nemo and sync), then with stall. git apply would take paths inside a repository from its
-# root, hence --directory.
-VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py test_uneven_evaluation.py \
-	test_checkpoints.py
-test-vendored: $(MATRIX:%=vendored-core-%) $(MATRIX:%=vendored-%)
-
-# $1: the release, $2: a name for the copy, $3: the diffs, $4: which tests.
-define test_vendored
-	@echo "== vendored: NeMo $1 with $3"
-	rm -rf .venv/vendored/$2
-	mkdir -p .venv/vendored
-	cp -r .venv/unpacked/nemo-$1 .venv/vendored/$2
-	git apply --whitespace=nowarn --directory=.venv/vendored/$2 $3
-	cd tests && PYTHONPATH=$(CURDIR)/tests/vendored:$(CURDIR)/.venv/vendored/$2:$(CURDIR)/.venv/unpacked/needs \
-		../.venv/nemo-$(if $(filter $1,$(NEMO_VERSIONS)),$1,$(MATRIX_HOST))/bin/pytest -q -m "$4" $(VENDORED_TESTS)
-endef
-core_diffs = patches/runtime-sync.diff patches/nemo-$(call series,$1).diff
-
-$(MATRIX:%=vendored-core-%): vendored-core-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
-	$(call test_vendored,$*,core-$*,$(call core_diffs,$*),not apply_only and not names_ranks)
+# Ranks of a NeMo that has its diff, without nemo_patches; `make test` runs the same on its first NeMo alone.
+test-vendored: $(MATRIX:%=vendored-%)
 
 $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
-	$(call test_vendored,$*,nemo-$*,$(call core_diffs,$*) patches/runtime-stall.diff,not apply_only)
+	@echo "== vendored: NeMo $*"
+	TEST_VENDORED=$(CURDIR)/.venv/unpacked/nemo-$* PYTHONPATH=$(CURDIR)/.venv/unpacked/needs \
+		.venv/nemo-$(if $(filter $*,$(NEMO_VERSIONS)),$*,$(MATRIX_HOST))/bin/python -m pytest -q tests/test_vendored.py
 
 # NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
 .venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready

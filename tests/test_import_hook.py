@@ -433,16 +433,32 @@ def test_apply_refuses_an_unsupported_nemo() -> None:
     assert alone(apply_of_an_unsupported_nemo).value.startswith("UnsupportedNeMo: NeMo 9.9.0 is not supported")
 
 
-def built_in() -> None:
-    start(NEMO_PATCHES_METRICS="deferred", WORLD_SIZE="2")  # Lightning is imported in one of two ranks: a watched job
-    sys.modules[CONFORMER].ConformerEncoder.update_max_seq_length.__nemo_patches__ = "0.1.0"  # as a diff leaves it
+def one_without_a_reduce() -> tuple[list[str], list[str], str]:
+    start()
+    sys.modules[CONFORMER].ConformerEncoder.update_max_seq_length = without_a_reduce
     monkeypatch.this_process.on_import(CONFORMER)
+    first_import(CONV)
+    complete()
+    status = nemo_patches.status()
+    reasons = [one.reason for one in status.skipped if one.target.startswith("ConformerEncoder")]
+    return [*status.patched], reasons, status.state
 
 
-def test_what_a_nemo_with_a_diff_has_not_is_said() -> None:
-    result = alone(built_in)
-    (line,) = result.lines("nothing to patch: this NeMo has nemo_patches 0.1.0 built in")
-    assert line.endswith("; metrics=deferred: not available there")
+def without_a_reduce(self: Any, seq_length: int, device: object) -> None:
+    """As patches/upstream/ leaves it."""
+    if seq_length > self.max_audio_length:
+        self.set_max_audio_length(seq_length)
+
+
+def test_of_two_encoders_that_with_a_reduce_is_patched_and_the_other_is_said_to_be_left() -> None:
+    result = alone(one_without_a_reduce)
+    patched, reasons, state = result.value
+    assert "ConvASREncoder.update_max_sequence_length" in patched
+    assert not any(title.startswith("ConformerEncoder") for title in patched)
+    assert (reasons, state) == (["no reduce here: nothing to bound"], "on")
+    (line,) = result.lines("left as it is: ConformerEncoder: no reduce here: nothing to bound")
+    assert line.endswith("; stall reports watch the job")
+    assert result.lines("patched ConvASREncoder")
 
 
 def disabled_by_hand() -> int:

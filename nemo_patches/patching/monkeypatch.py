@@ -20,7 +20,7 @@ from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_
 from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.settings import AllSettings, OptionSettings, TraceSettings
-from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines, say
+from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.settings import StallSettings
@@ -67,10 +67,10 @@ class Patching:
             if self._in_force:  # also where another thread has patched meanwhile
                 self._change_settings(settings)
                 return False
-            if built_in := imported.built_in():
-                self._leave_alone(built_in, settings.trace, settings.options)
-                return False
-            admission.require_supported(admission.nemo_version())
+            left = imported.nothing_to_bound()
+            modules = {target: module for target, module in modules.items() if target not in left}
+            if modules or not left:
+                admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
             for chosen in ALL_CHOSEN:
@@ -107,25 +107,23 @@ class Patching:
         module = sys.modules[target.module]
         if self._is_patched(target):
             return  # apply() has been here, or two finders have called
+        modules = {} if target.nothing_to_bound(module) else {target: module}
         try:
-            if not self._in_force:
-                if admission.disabled():
-                    return
-                if built_in := target.built_in(module):
-                    self._leave_alone(built_in, TraceSettings.resolve(), OptionSettings.resolve())
-                    return
+            if not self._in_force and admission.disabled():
+                return
             settings = self._settings_in_force() if self._in_force else AllSettings.resolve()
-            admission.require_supported(admission.nemo_version())
-            if problem := target.drift(module):
-                raise DriftError(problem)
+            if modules:
+                admission.require_supported(admission.nemo_version())
+                if problem := target.drift(module):
+                    raise DriftError(problem)
             import_wanted(settings)
         except (SettingsError, admission.UnsupportedNeMo, DriftError, ImportError) as error:
             self._refuse(target, error)
             return
         if not self._in_force:
             self._begin(settings)
-        self._patch({target: module})
-        if self._collection_complete:
+        self._patch(modules)
+        if self._collection_complete and modules:
             self._lines.patched((target,))
 
     def _collection_imported(self) -> None:
@@ -201,8 +199,9 @@ class Patching:
         """Whether this process is patched, in one of three words, and why."""
         if self._patched:
             return admission.ON, f"{patched} of NeMo's methods patched"
-        if built_in := imported.built_in():
-            return admission.ON, _built_in_text(built_in)
+        if self._in_force:
+            left = dict.fromkeys(imported.nothing_to_bound().values())
+            return admission.ON, f"{', '.join(left)}; the watch is on"
         if nemo == "not installed":
             return admission.CANNOT_BE, f"NeMo is not installed for {sys.executable}"
         try:
@@ -303,19 +302,6 @@ class Patching:
     def _has(self, chosen: ChosenPatch) -> bool:
         return self._is_chosen(chosen) and self._is_patched(chosen.targets[0])
 
-    def _leave_alone(self, built_in: str, trace: TraceSettings, options: OptionSettings) -> None:
-        """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
-        self._follows_imports = False
-        for feature in BEFORE_PATCHES:  # _watch() may have started them
-            feature.stop()
-        self._lines.misspelt()
-        reason = _built_in_text(built_in)
-        self._skipped.clear()
-        self._skipped.update(dict.fromkeys(TARGETS, reason))
-        others = replace(options, checkpoints=OptionSettings().checkpoints)  # whose variable holds there, too
-        missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(others))))
-        say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
-
     def _refuse(self, target: Target | None, error: Exception) -> None:
         """What the import hook does when apply() would raise."""
         if target is not None and self._in_force and self._collection_complete:  # training may run: leave it as it is
@@ -340,16 +326,13 @@ class Patching:
         self._collection_complete = True
         if not self._in_force:
             return
+        left = imported.nothing_to_bound()
         for target in TARGETS:
             if target not in self._patched:
                 exists = target.source_file() is not None
                 reason = "not imported yet; it is patched when it is" if exists else "this NeMo does not have it"
-                self._skipped[target] = reason
-        self._lines.collection_complete(self._skipped)
-
-
-def _built_in_text(version: str) -> str:
-    return f"this NeMo has nemo_patches {version} built in; its settings are the NEMO_PATCHES_* variables"
+                self._skipped[target] = left.get(target, reason)
+        self._lines.collection_complete(self._skipped, left)
 
 
 this_process = Patching()

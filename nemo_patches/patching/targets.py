@@ -31,6 +31,13 @@ _GROW_INLINE = _REDUCE | _names(
 )
 
 
+# What the diffs of patches/ put into NeMo: a module, and the function that its encoders call instead of the reduce.
+BOUNDED_SYNC, BOUNDED_FUNCTION = "nemo.collections.asr.parts.utils.bounded_length_sync", "max_length_in_time"
+# Why a target is left as it is.
+HAS_DIFF = "a diff of patches/ has bounded it in this NeMo"
+NO_REDUCE = "no reduce here: nothing to bound"
+
+
 class DriftError(RuntimeError):
     """NeMo's code is not what this version of nemo_patches knows; nothing was patched."""
 
@@ -57,9 +64,23 @@ class Target:
         """The class itself: NeMo's @experimental wraps some classes in a callable that prints a warning."""
         return cast("type | None", inspect.unwrap(getattr(module, self.owner, None)))  # type: ignore[arg-type]
 
-    def built_in(self, module: ModuleType) -> str:
-        """The version of nemo_patches in a class that has one of the diffs; empty without a diff."""
-        return getattr(vars(self.find_owner(module) or object).get(self.method), "__nemo_patches__", "")
+    def nothing_to_bound(self, module: ModuleType) -> str:
+        """Why there is nothing to patch: HAS_DIFF, or NO_REDUCE; empty where NeMo's reduce is."""
+        method = vars(self.find_owner(module) or object).get(self.method)
+        return self._nothing_to_bound(method.__code__) if type(method) is FunctionType else ""
+
+    def nothing_to_bound_in(self, file: Path) -> str:
+        """Like nothing_to_bound(), for a file that is not imported."""
+        owner = _code_in(_compiled(file), self.owner)
+        method = _code_in(owner, self.method) if owner else None
+        return self._nothing_to_bound(method) if method else ""
+
+    def _nothing_to_bound(self, method: CodeType) -> str:
+        if BOUNDED_FUNCTION in method.co_names:
+            return HAS_DIFF
+        # What calls something unknown may reduce there.
+        is_known = any(reads.issuperset(method.co_names) for reads in self.reads if "all_reduce" in reads)
+        return NO_REDUCE if is_known and "all_reduce" not in method.co_names else ""
 
     def drift(self, module: ModuleType) -> str:
         """How `module` differs from what is known: what was expected, and what was found; empty if it does not."""
@@ -77,7 +98,7 @@ class Target:
 
     def drift_of_source(self, file: Path) -> str:
         """Like drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
-        owner = _code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), self.owner)
+        owner = _code_in(_compiled(file), self.owner)
         return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
 
     def source_file(self) -> Path | None:
@@ -261,9 +282,8 @@ CHECKPOINT_BASES = (
 )
 
 
-def has_diff(source: bytes, path: str) -> bool:
-    """Whether one of the diffs, of any nemo_patches, is in a file. Raises what compile() raises."""
-    return "bounded_length_sync" in compile(source, path, "exec", dont_inherit=True).co_names
+def _compiled(file: Path) -> CodeType:
+    return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
 
 
 def _code_in(code: CodeType, name: str) -> CodeType | None:
