@@ -22,15 +22,14 @@ def callbacks() -> list[Any]:
     """The callbacks for a trainer that is being created."""
     if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
         return []
+    from nemo_patches.patching import chosen
     from nemo_patches.patching.monkeypatch import this_process
-    from nemo_patches.patching.settings import EVALUATION, TRAINING
     from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
 
-    settings, found = this_process.option_settings(), [TrainerExceptions()]
-    if stages := settings.stop_together:
-        from nemo_patches.options.stop_together import StopTogether
-
-        found.append(StopTogether(training=TRAINING in stages, evaluation=EVALUATION in stages))
+    found: list[Any] = [TrainerExceptions()]
+    options = this_process.option_settings()
+    if options.stop_together:
+        found.append(chosen.trainer_callback(options))
     return found
 
 
