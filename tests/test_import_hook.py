@@ -24,9 +24,10 @@ import wrapt
 from ranks import Result, run_ranks, wait_until
 
 import nemo_patches
+from nemo_patches.options.metric_targets import METRIC_TARGETS
 from nemo_patches.patching import COLLECTION, TARGET_MODULES, monkeypatch, start_up
 from nemo_patches.patching.replacements import Replacement
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS
 
 CONFORMER = "nemo.collections.asr.modules.conformer_encoder"
 CONV = "nemo.collections.asr.modules.conv_asr"
@@ -218,7 +219,7 @@ def applied_while_a_thread_imports() -> bool:
 
     def wants_metrics() -> bool:
         frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        return any(frame.f_code.co_name == "import_chosen" for frame, _ in frames)
+        return any(frame.f_code.co_name == "import_targets" for frame, _ in frames)
 
     class Slow(SourceFileLoader):
         """Waits in the module's code: in a finder it would hold Python's one lock of all imports."""

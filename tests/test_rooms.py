@@ -22,12 +22,18 @@ MAY_IMPORT = {
     "sync": {"text", "growth", "channel", "sync"},
     "stall": {"text", "channel", "sync", "stall"},
     "tracing": {"text", "channel", "sync", "stall", "patching", "tracing"},
-    "options": {"text", "channel", "sync", "options"},
-    "patching": {"text", "growth", "channel", "sync", "stall", "tracing", "options", "patching"},
+    "options": {"text", "channel", "sync", "patching", "options"},
+    "patching": {"text", "growth", "channel", "sync", "stall", "patching"},
     "vendoring": {"patching", "vendoring"},
     # "" is the package: its public API.
     "tools": {"text", "channel", "sync", "stall", "tracing", "options", "patching", "vendoring", "tools", ""},
     "": {"text", "channel", "sync", "stall", "tracing", "options", "patching", ""},
+}
+LOADERS = {  # the files of the layer that import such a package: by setting
+    "patching/chosen.py": "options",
+    "patching/features.py": "tracing",
+    "patching/replacements.py": "tracing",
+    "patching/trainer_callbacks.py": "tracing",
 }
 TORCH_ONLY = ("growth", "channel", "sync", "stall")  # what a rank always imports needs torch and the standard library
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -83,9 +89,16 @@ def test_imports_go_towards_the_channel(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "nemo_patches":
             target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
-            assert target in MAY_IMPORT[room(path)], name
+            loads = LOADERS.get(str(path.relative_to(PACKAGE)))
+            assert target in MAY_IMPORT[room(path)] or target == loads, name
         elif room(path) in TORCH_ONLY:
             assert parts[0] in {"torch", *sys.stdlib_module_names}, name
+
+
+@pytest.mark.parametrize("file", LOADERS)
+def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -> None:
+    at_once = {ast.unparse(node) for node in ast.parse((PACKAGE / file).read_text()).body}
+    assert not [line for line in at_once if line.startswith(("import ", "from ")) and f".{LOADERS[file]}" in line]
 
 
 @each_file

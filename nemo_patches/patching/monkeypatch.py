@@ -13,13 +13,12 @@ from types import ModuleType
 import torch
 
 from nemo_patches.growth import give_back_all
-from nemo_patches.options import checkpoints
-from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, imported
-from nemo_patches.patching.chosen import ALL_CHOSEN, CHECKPOINTS, ChosenPatch, import_chosen
+from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, chosen, imported
+from nemo_patches.patching.chosen import ChosenPatch
 from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, import_wanted
 from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.settings import AllSettings, OptionSettings, TraceSettings
+from nemo_patches.patching.settings import STOCK, AllSettings, OptionSettings, TraceSettings
 from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import subscriber
@@ -51,17 +50,18 @@ class Patching:
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
         Raises DriftError, and patches nothing, where a target does not look as expected; UnsupportedNeMo;
-        ModuleNotFoundError without NeMo.
+        ModuleNotFoundError without NeMo; and, before anything is changed, what importing a setting's part raises.
         """
         if admission.disabled():
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
+        patches = chosen.load(settings.options)
         with self._lock:
             if not self._in_force:  # what is imported here is patched and said here
                 self._follows_imports = self._collection_complete = False
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := imported.import_target(target)) is not None}
-        import_chosen(settings.options)
+        chosen.import_targets(patches)
         import_wanted(settings)
         with self._lock:
             if self._in_force:  # also where another thread has patched meanwhile
@@ -73,9 +73,9 @@ class Patching:
                 admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
-            for chosen in ALL_CHOSEN:
-                if problems := self._drift(chosen, settings.options):
-                    drift.append(f"{chosen.refusal}: {' | '.join(problems.values())}")
+            for patch in patches:
+                if problems := self._drift(patch):
+                    drift.append(f"{patch.refusal}: {' | '.join(problems.values())}")
             if drift:
                 raise DriftError(
                     f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
@@ -129,11 +129,11 @@ class Patching:
     def _collection_imported(self) -> None:
         drift: dict[Target, str] = {}
         if self._in_force:
-            for chosen in ALL_CHOSEN:
-                if problems := self._drift(chosen, self._settings.options):
+            for patch in self._importable():
+                if problems := self._drift(patch):
                     drift |= problems
-                    self._settings = replace(self._settings, options=chosen.without(self._settings.options))
-                    report(logging.ERROR, f"{chosen.left}: {' | '.join(problems.values())}")
+                    self._settings = replace(self._settings, options=patch.without(self._settings.options))
+                    report(logging.ERROR, f"{patch.left}: {' | '.join(problems.values())}")
             if drift:
                 STALL_REPORTS.start(self._settings_in_force())
             self._patch_chosen()
@@ -162,6 +162,7 @@ class Patching:
                 feature.stop()
             self._lines.end()
             self._settings = AllSettings()
+            chosen.stop()
             self.replacements.restore()
             for feature in BEFORE_PATCHES:
                 feature.stop()
@@ -175,7 +176,8 @@ class Patching:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:
             nemo = "not installed"
-        patched = [*self._patched, *(target for chosen in ALL_CHOSEN if self._has(chosen) for target in chosen.targets)]
+        patches = chosen.wanted(self._settings.options)
+        patched = [*self._patched, *(target for patch in patches if self._has(patch) for target in patch.targets)]
         state, why = self._state(nemo, hook_installed, len(patched))
         overridden = imported.overridden(self._patched)
         if overridden:
@@ -188,7 +190,6 @@ class Patching:
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             trace=self._settings.trace,
             options=self.option_settings(),
-            checkpoints=checkpoints.checkpoints.counters() if self._has(CHECKPOINTS) else None,
             own_syncs=tuple(overridden.values()),
             state=state,
             why=why,
@@ -271,15 +272,23 @@ class Patching:
             self.replacements.restore_forwards()
 
     def _patch_chosen(self) -> None:
-        for chosen in ALL_CHOSEN:
-            if chosen.is_wanted(self._settings.options):
-                chosen.patch(self.replacements, partial(self._is_chosen, chosen))
+        for patch in chosen.wanted(self._settings.options):
+            patch.patch(self.replacements, partial(self._is_chosen, patch))
+
+    def _importable(self) -> tuple[ChosenPatch, ...]:
+        """What is chosen; under auto-apply, less what cannot be imported."""
+        try:
+            return chosen.wanted(self._settings.options)
+        except Exception as error:  # of the deferred metrics: nothing of ours may break NeMo's import
+            report(logging.ERROR, f"metrics are not deferred: {error!r}")
+            self._settings = replace(self._settings, options=replace(self._settings.options, metrics=STOCK))
+            return chosen.wanted(self._settings.options)
 
     def _change_settings(self, settings: AllSettings) -> None:
         before = self._settings_in_force()
-        for chosen in ALL_CHOSEN:
-            if problems := self._drift(chosen, settings.options):
-                raise DriftError(f"{chosen.refusal}, nothing was changed: {' | '.join(problems.values())}")
+        for patch in chosen.wanted(settings.options):
+            if problems := self._drift(patch):
+                raise DriftError(f"{patch.refusal}, nothing was changed: {' | '.join(problems.values())}")
         self._settings = settings
         for feature in BEFORE_PATCHES:
             feature.start(settings)
@@ -288,19 +297,19 @@ class Patching:
         if before != self._settings_in_force():
             report(logging.INFO, f"settings changed: {self._settings_in_force()} (before: {before})")
 
-    def _drift(self, chosen: ChosenPatch, options: OptionSettings) -> dict[Target, str]:
-        """Why it cannot be patched, if it should be and is not yet."""
-        return chosen.drift() if chosen.is_wanted(options) and not self._is_patched(chosen.targets[0]) else {}
+    def _drift(self, patch: ChosenPatch) -> dict[Target, str]:
+        """Why it cannot be patched, if it is not yet."""
+        return {} if self._is_patched(patch.targets[0]) else patch.drift()
 
     def _is_patched(self, target: Target) -> bool:
         module = sys.modules.get(target.module)
         return module is not None and self.replacements.has(target.find_owner(module))
 
-    def _is_chosen(self, chosen: ChosenPatch) -> bool:
-        return self._in_force and chosen.is_wanted(self._settings.options)
+    def _is_chosen(self, patch: ChosenPatch) -> bool:
+        return self._in_force and patch.is_wanted(self._settings.options)
 
-    def _has(self, chosen: ChosenPatch) -> bool:
-        return self._is_chosen(chosen) and self._is_patched(chosen.targets[0])
+    def _has(self, patch: ChosenPatch) -> bool:
+        return self._is_chosen(patch) and self._is_patched(patch.targets[0])
 
     def _refuse(self, target: Target | None, error: Exception) -> None:
         """What the import hook does when apply() would raise."""
