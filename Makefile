@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
-.PHONY: lint types golden clean
+.PHONY: lint lint-with-torch golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
@@ -64,7 +64,7 @@ OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test:
 	$(MAKE) .venv/dev/ready
 	$(MAKE) -j2 .venv/nemo-$(FIRST)/ready .venv/docs/ready $(OTHERS:%=.venv/nemo-%/nemo)
-	$(MAKE) -j2 test-together-$(FIRST) lint types check-patches docs $(ENVIRONMENTS)
+	$(MAKE) -j2 test-together-$(FIRST) lint-with-torch check-patches docs $(ENVIRONMENTS)
 	$(MAKE) -j2 test-alone-$(FIRST) test-others
 
 # For every day: in under three minutes, once the environment is there. Other test files than these import torch.
@@ -80,11 +80,14 @@ test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
 
 # On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
+# What judges files alone, whatever is installed beside it, is run once: by test-wheel.
+FROM_THE_WHEEL = diagnose diagnose_fault_free judge one_judge watchdog_log
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
+		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, four files at a time"
@@ -152,17 +155,20 @@ test-with-%: .venv/with-%/ready
 
 build-wheel: tools = .venv/dev/bin/python
 build-wheel: .venv/dev/ready
-	rm -rf .venv/wheel
+	rm -rf .venv/wheel/dist .venv/wheel/sdist
 	mkdir -p .venv/wheel/sdist
 	$(tools) -m build -q --outdir .venv/wheel/dist
 	$(tools) -m twine check --strict .venv/wheel/dist/*
 	tar -xzf .venv/wheel/dist/*.tar.gz -C .venv/wheel/sdist --strip-components 1
 	rm -r .venv/wheel/sdist/nemo_patches .venv/wheel/sdist/sitecustomize.py
 
-# $1: a Python, $2: the folder for its environment, $3: options of pip.
+# $1: a Python, $2: the folder for its environment, $3: options of pip. What the wheel needs stands in pyproject.toml: as
+# long as that is the same, only the wheel itself is installed anew.
 define test_the_wheel
-	$1 -m venv $2
-	$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis "$$(ls .venv/wheel/dist/*.whl)[tools]"
+	test $2/ready -nt pyproject.toml -a $2/ready -nt constraints.txt || { rm -rf $2 && $1 -m venv $2 && \
+		$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis \
+		"$$(ls .venv/wheel/dist/*.whl)[tools]" && touch $2/ready; }
+	$2/bin/python -m pip install -q --no-deps --force-reinstall .venv/wheel/dist/*.whl
 	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel $(WITHOUT_TORCH)
 endef
 
@@ -183,18 +189,22 @@ golden: .venv/nemo-$(DEMO_NEMO)/ready
 	RENEW_GOLDEN=1 .venv/nemo-$(DEMO_NEMO)/bin/python -m pytest -q -k words \
 		tests/test_golden.py tests/doctor/test_doctor_golden.py tests/test_status_command.py tests/test_diff_command.py
 
-# Without torch, whose types are then Any: what mypy says of that is left to `make types`.
-lint: .venv/dev/ready
-	@echo "== ruff and mypy"
-	.venv/dev/bin/ruff check .
-	.venv/dev/bin/ruff format --check .
-	.venv/dev/bin/mypy $(TORCH_IS_ANY)
-TORCH_IS_ANY = --allow-subclassing-any --allow-untyped-decorators --no-warn-return-any --disable-error-code=redundant-cast \
-	--no-warn-unused-ignores
+# $1: the environment, $2: options of mypy.
+define lint
+	@echo "== ruff and mypy in $1"
+	$1/bin/ruff check .
+	$1/bin/ruff format --check .
+	$1/bin/mypy $2
+endef
 
-types: .venv/nemo-$(FIRST)/ready
-	@echo "== mypy with torch"
-	.venv/nemo-$(FIRST)/bin/mypy
+# Without torch, whose types are then Any: what mypy says of that is left to the environments that have it.
+TORCH_IS_ANY = --allow-subclassing-any --allow-untyped-decorators --no-warn-return-any --no-warn-unused-ignores \
+	--disable-error-code=redundant-cast --cache-dir=.venv/dev/mypy
+lint: .venv/dev/ready
+	$(call lint,.venv/dev,$(TORCH_IS_ANY))
+
+lint-with-torch: .venv/nemo-$(FIRST)/ready
+	$(call lint,.venv/nemo-$(FIRST),)
 
 benchmark: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python benchmarks/length_sync.py

@@ -48,6 +48,14 @@ def test_the_files_that_come_first_are_there() -> None:
     assert [name for name in re.findall(r'"(\w+)"', longest) if f"test_{name}" not in there] == []
 
 
+def test_what_is_run_from_the_wheel_alone_is_run_there() -> None:
+    for name in variable("FROM_THE_WHEEL"):
+        text = (CHECKOUT / "tests" / f"test_{name}.py").read_text()
+        (marks,) = re.findall(r"^pytestmark = (.*)$", text, re.MULTILINE)
+        assert "pytest.mark.wheel" in marks
+        assert "importorskip" not in text
+
+
 def test_every_job_has_a_time_limit_and_no_more_rights_than_it_needs() -> None:
     for name, workflow in WORKFLOWS.items():
         assert workflow["permissions"] == {"contents": "read"}, name
