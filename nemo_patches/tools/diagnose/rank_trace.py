@@ -29,7 +29,6 @@ MOST_CALLS = 1 << 21  # of one encoder; older ones are dropped
 MOST_ENCODERS = 64
 _MOST_KEPT = 256  # exceptions and stall reports each: the first ones and the last
 _MOST_INPUTS, _MOST_BATCH_SIZES = 16, 256
-_LONGEST_NAME = 200  # characters
 _LONGEST_KEPT = 4000  # characters of a text, items of a list
 _KEPT = defaultdict(lambda: slice(_LONGEST_KEPT), traceback=slice(-_LONGEST_KEPT, None))
 _BACKWARDS_S = 1.0  # a record may be so much older than the one before, as several threads write
@@ -194,7 +193,7 @@ class RankTrace:
     def _track(self, name: str) -> Track | None:
         track = self.tracks.get(name)
         if track is None and len(self.tracks) < MOST_ENCODERS:
-            track = self.tracks[name] = Track(name[:_LONGEST_NAME])
+            track = self.tracks[name] = Track(name[:_LONGEST_KEPT])
         elif track is None:
             self._stray()
         return track
