@@ -74,9 +74,7 @@ def apply(
     stall_exit: "float | None" = None,
     on_stall: "str | None" = None,
     trace: "str | os.PathLike[str] | None" = None,
-    trace_size: "float | None" = None,
     trace_checks: "str | Sequence[str] | None" = None,
-    on_finding: "Literal['continue', 'raise'] | None" = None,
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
@@ -91,9 +89,9 @@ def apply(
     stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank logs where all ranks
         are. stall_exit: seconds (default 0: never) of such a stall, after which the process ends with exit code 83.
         on_stall: a command, run once per stall by one rank, with the report as JSON on its standard input.
-    trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
-        trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
-        several, with commas. on_finding: "continue" (default) logs a finding; "raise" also raises it out of the call.
+    trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "-":
+        a line before and after each call, on stderr. "": no trace. trace_checks: "inputs", "cuda", "barrier", or
+        several, with commas; what they find is logged.
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
         are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning
         trainers created from now on get a StopTogether, which drops batches (docs/uneven.md). "": none.

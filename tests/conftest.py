@@ -6,6 +6,7 @@ A test that fails then fails for the change that broke it. `HYPOTHESIS_PROFILE=f
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -39,7 +40,7 @@ LONGEST = (
     *("stragglers", "gallery", "diagnose_real", "new_passes", "job_watch", "stall_exit", "diagnose_running"),
     *("checkpoints", "stop_together", "auto_apply", "diagnose_killed", "deferred_metrics", "upstream", "partition"),
     *("both_ways", "doctor_streams", "hydra_exceptions", "demo", "trace_records", "as_stock", "uneven_evaluation"),
-    *("protocol_bound", "trace_sigterm", "private_growth", "apply", "code_of_nemo"),
+    *("protocol_bound", "private_growth", "apply", "code_of_nemo"),
 )
 PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
 
@@ -55,3 +56,19 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """nemo_patches' own lines, in this process."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    logger = logging.getLogger("nemo_patches")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)

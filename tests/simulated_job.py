@@ -20,16 +20,14 @@ from nemo_patches.sync.protocol import TIMEOUT as TIMED_OUT
 TIMEOUT = timedelta(seconds=10)
 LATENCY_S = 0.0005
 STALL_S = 60.0
-# Of an encoder call, after the length sync and the growth: how long each part takes.
-ENCODER = (("pre_encode", 0.004), ("layers", 0.002), ("rest", 0.01))
-PHASES = ("length sync", "growth", "pre_encode", "layers")
-NOTHING_INSIDE: tuple[tuple[str, float], ...] = ()  # calls that take no time
+LAYERS_S = 0.016  # of an encoder call, after its length sync
+PHASES = ("length sync", "layers")
 
 
 class Call(NamedTuple):
     """One encoder call, `pause` seconds after what was before. stuck: the phase that it never leaves.
 
-    raises: the exception's type. found: a finding of the check `inputs`.
+    raises: the exception's type.
     """
 
     length: int = 1000
@@ -38,11 +36,8 @@ class Call(NamedTuple):
     stuck: str = ""
     dies: bool = False  # there, by SIGKILL
     raises: str = ""
-    found: str = ""
     features: int = 80
     batch: int = 8
-    path: str = "pre_encode"
-    group: bool = True
     encoder: int = 0
 
 
@@ -61,11 +56,6 @@ _GRADIENTS = Collective("gradients")
 @dataclass(frozen=True)
 class Gradients:
     """The backward of the calls before, and in it the gradients' reduce, as under DDP."""
-
-
-@dataclass(frozen=True)
-class LocalBackward:
-    """The backward of the calls before, which waits for nobody, as where gradients are accumulated."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ class Exit:
     error: str = ""
 
 
-Event = Call | Collective | Gradients | LocalBackward | Away | Killed | Exit
+Event = Call | Collective | Gradients | Away | Killed | Exit
 STEP: tuple[Event, ...] = (Call(), Gradients())
 
 
@@ -210,12 +200,8 @@ class Listener:
     def entered(self, rank: Rank, now: float, call: Call) -> None: ...
     def synced(self, rank: Rank, now: float, call: Call, sync: Sync) -> None: ...
     def grown(self, rank: Rank, now: float, call: Call, length: int) -> None: ...
-    def phase_ended(self, rank: Rank, now: float, call: Call, phase: str) -> None: ...
     def left(self, rank: Rank, now: float, call: Call, length: int) -> None: ...
     def raised(self, rank: Rank, now: float, call: Call) -> None: ...
-    def ddp_began(self, now: float) -> None: ...
-    def backward_began(self, rank: Rank, now: float) -> None: ...
-    def backward_ended(self, rank: Rank, now: float) -> None: ...
     def stalled(self, rank: Rank, now: float) -> None: ...
     def ended(self, now: float, error: str) -> None: ...
 
@@ -233,7 +219,7 @@ class Rank:
     events: list[Event]
     job: Job
     listener: Listener
-    inside: tuple[tuple[str, float], ...] = ENCODER
+    layers_s: float = LAYERS_S
     sync: str = "bounded"
     flag: bool = True
     watched: bool = False
@@ -253,15 +239,9 @@ class Rank:
             elif isinstance(event, Gradients):
                 if isinstance(event, DdpForward):
                     now = yield now + event.pause, None
-                    self.listener.ddp_began(now)
-                self.listener.backward_began(self, now)
                 now = yield from self._collective(_GRADIENTS, now)
-                self.listener.backward_ended(self, now)
             elif isinstance(event, Collective):
                 now = yield from self._collective(event, now)
-            elif isinstance(event, LocalBackward):
-                self.listener.backward_began(self, now)
-                self.listener.backward_ended(self, now)
             elif isinstance(event, Away):
                 until = now + event.seconds
                 looks = (called_at + STALL_S * 2**look for look in range(9) if self.watched)
@@ -308,19 +288,15 @@ class Rank:
         now = sync.left_at
         assert sync.length >= call.length, "a call got less than its own length"
         self.listener.synced(self, now, call, sync)
-        if call.stuck == "growth":
-            yield _FOREVER
         self.listener.grown(self, now, call, sync.length)
-        for phase, seconds in self.inside:
-            if call.stuck == phase:
-                if call.dies:
-                    self.job.lose(self.number, now)
-                yield _FOREVER
-            now = yield now + seconds, None
-            if call.raises and phase == "layers":
-                self.listener.raised(self, now, call)
-                return now
-            self.listener.phase_ended(self, now, call, phase)
+        if call.stuck:
+            if call.dies:
+                self.job.lose(self.number, now)
+            yield _FOREVER
+        now = yield now + self.layers_s, None
+        if call.raises:
+            self.listener.raised(self, now, call)
+            return now
         self.listener.left(self, now, call, sync.length)
         return now
 

@@ -141,12 +141,12 @@ def test_status_prints_well() -> None:
 def test_the_first_line_is_short_and_the_rest_is_at_debug(caplog: Any) -> None:
     caplog.set_level(logging.DEBUG, "nemo_patches")
     with listening(caplog):
-        nemo_patches.apply(trace_size=3)
+        nemo_patches.apply(stall_exit=300)
     first, *rest = caplog.records
     message = first.getMessage()
     assert (first.levelno, {record.levelno for record in rest}) == (logging.INFO, {logging.DEBUG})
     assert len(message) <= 250
-    assert "; sync=bounded, timeout=10 s, trace_size=3 MiB" in message
+    assert "; sync=bounded, timeout=10 s, stall_exit=300 s" in message
     assert "call_timeout" not in message
     texts = "\n".join(record.getMessage() for record in rest)
     assert "call_timeout=60 s" in texts

@@ -47,13 +47,12 @@ def in_step(folder: Path, ranks: int, calls: int) -> TracedJob:
     for rank in range(ranks):
         lines: list[records.Record] = [
             header(rank, ranks, 1e9 + 4000 * rank, Setup()),
-            records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "batch_norm", True, {}, {}),
         ]
         for n in range(1, calls + 1):
             waited = 0.0 if rank == 1 else 0.05 + 0.001 * (rank % 7)
-            lines.append(records.Enter(n * 0.2, 1, n, True, True, [8, 80, 900], "float32", "cuda:0", None))
-            lines.append(records.Sync(n * 0.2 + waited, 1, n, records.CAME, n, waited, 900, 900))
-            lines.append(records.Leave(n * 0.2 + 0.1, 1, n, [8], 0.1))
+            lines.append(records.Enter(n * 0.2, "ConformerEncoder", n, True, [8, 80, 900], "float32", "cuda:0"))
+            lines.append(records.Sync(n * 0.2 + waited, "ConformerEncoder", n, records.CAME, n, waited, 900, 900))
+            lines.append(records.Leave(n * 0.2 + 0.1, "ConformerEncoder", n, [8]))
         (folder / file_name(rank, 1e9 + 4000 * rank)).write_bytes(b"".join(map(records.encode, lines)))
     return Folder(folder).read()
 
@@ -187,7 +186,7 @@ def test_slices_nest_exactly(tmp_path: Path) -> None:
     calls = [Call(pause=draw.choice((0, 0, draw.uniform(0, 9))), length=draw.randrange(900)) for _ in range(300)]
     found = events(job(tmp_path / "job", [[*calls, Exit()], [*calls[::-1], Exit()]]), tmp_path / "out.json")
     slices = [event for event in found if event["ph"] == "X"]
-    assert len(slices) > 2500 and all(type(event[key]) is int for event in slices for key in ("ts", "dur"))
+    assert len(slices) > 1500 and all(type(event[key]) is int for event in slices for key in ("ts", "dur"))
     for rank in range(2):
         calls_of_rank = [event for event in slices if event["cat"] == "call" and event["pid"] == rank]
         phases = [event for event in slices if event["cat"] == "phase" and event["pid"] == rank]
@@ -217,11 +216,10 @@ def test_a_long_call_does_not_end_within_the_next(tmp_path: Path) -> None:
     """Its end is kept in single precision: of 100 s, to 8 us."""
     lines: list[records.Record] = [
         header(0, 1, 1e9, Setup()),
-        records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "batch_norm", True, {}, {}),
-        records.Enter(1.0, 1, 1, True, True, [8, 80, 900], "float32", "cpu", None),
-        records.Leave(101.000005, 1, 1, [8], 100.0),
-        records.Enter(101.000006, 1, 2, True, True, [8, 80, 900], "float32", "cpu", None),
-        records.Leave(102.0, 1, 2, [8], 1.0),
+        records.Enter(1.0, "E", 1, True, [8, 80, 900], "float32", "cpu"),
+        records.Leave(101.000005, "E", 1, [8]),
+        records.Enter(101.000006, "E", 2, True, [8, 80, 900], "float32", "cpu"),
+        records.Leave(102.0, "E", 2, [8]),
     ]
     (tmp_path / file_name(0, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
     found = events(Folder(tmp_path).read(), tmp_path / "out.json")
@@ -235,7 +233,6 @@ def test_timeouts_and_exceptions_are_moments_in_it(tmp_path: Path) -> None:
     found = events(job(tmp_path / "job", [late, usual]), tmp_path / "out.json")
     moments = [(event["pid"], event["name"]) for event in found if event["ph"] == "i"]
     assert {(0, "exception"), (1, "gave up waiting"), (1, "stall report"), (1, "the process ended")} <= set(moments)
-    assert any(event["ph"] == "C" and event["args"]["rss"] > 7 for event in found)
 
 
 def test_of_very_many_calls_the_last_ones_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,4 +194,4 @@ def test_beside_a_nemo_that_has_it_apply_and_auto_apply_do_nothing_twice_and_say
     assert status.startswith("() {'this NeMo has nemo_patches 0.1.0 built in")
     own = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
     assert len(own) == 1 and "nothing to patch: this NeMo has nemo_patches 0.1.0 built in" in own[0]
-    assert own[0].endswith(f"; trace={vendored / 'trace'}, trace_size=256 MiB, metrics=deferred: not available there")
+    assert own[0].endswith(f"; trace={vendored / 'trace'}, metrics=deferred: not available there")

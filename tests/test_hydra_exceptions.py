@@ -119,7 +119,7 @@ def test_its_time_is_recorded_and_is_before_the_others_ends(folder: Path) -> Non
         found = [json.loads(line) for line in file.read_bytes().splitlines() if line.startswith(b"{")]
         started = found[0]["started"]
         if found[0]["rank"] == culprit:
-            (failed,) = traces.of_kind(found, "failed")
+            (failed,) = traces.of_kind(found, "raised")
             raised_at = started + failed["t"]
         else:
             ended_at.append(started + found[-1]["t"])
@@ -130,7 +130,7 @@ def test_who_catches_it_and_goes_on_is_not_accused(folder: Path) -> None:
     files = traces.files(folder / "caught")
     assert len(files) == RANKS
     for file in files:
-        assert len(traces.of_kind(traces.records(file), "failed", type="ValueError")) == 1
+        assert len(traces.of_kind(traces.records(file), "raised", type="ValueError")) == 1
     report = diagnosed(folder / "caught")
     assert not critical(report) and "exception" not in [one.id for one in report.findings], report.verdict
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from diagnosing import diagnosed
 from ranks import wait_until
-from test_trace_records import said as said
 
 from nemo_patches.stall import report_file
 from nemo_patches.stall.job_folder import job_name, private_folder

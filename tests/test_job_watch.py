@@ -7,7 +7,6 @@ folder, the page, exit code 83.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -90,9 +89,8 @@ EXPECTED = {
 class Ended:
     """A job that is over: its ranks' exit codes, and what they have written."""
 
-    def __init__(self, folder: Path, codes: list[int], reports: Path) -> None:
+    def __init__(self, folder: Path, codes: list[int]) -> None:
         self.folder, self.codes = folder, codes
-        self.reports = reports  # the job's folder in the temporary one
         self.logs = [(folder / f"stderr.{rank}").read_text(errors="replace") for rank in range(len(codes))]
 
     def stalls(self, rank: int) -> list[str]:
@@ -109,17 +107,14 @@ class Server:
         command = [sys.executable, "-u", str(Path(__file__).parent / "watched_jobs.py")]
         pipe = subprocess.PIPE
         all_ = {**LIMITS, "TMPDIR": str(temporary), **variables}
-        self.temporary = temporary
         self.process = subprocess.Popen(
             command, env=environment(CHECKOUT, **all_), stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
 
     def run(self, name: str, folder: Path) -> Ended:
         assert self.process.stdin is not None and self.process.stdout is not None
-        port = free_port()
-        print(json.dumps([name, port, str(folder), JOB_S]), file=self.process.stdin, flush=True)
-        codes = next(json.loads(line) for line in self.process.stdout if line.startswith("["))
-        return Ended(folder, codes, self.temporary / f"nemo_patches-{os.getuid()}" / f"port-{port}")
+        print(json.dumps([name, free_port(), str(folder), JOB_S]), file=self.process.stdin, flush=True)
+        return Ended(folder, next(json.loads(line) for line in self.process.stdout if line.startswith("[")))
 
     def end(self) -> None:
         self.process.kill()
@@ -161,9 +156,9 @@ def test_no_hang_is_silent_whatever_the_config(name: str, servers: Callable[[str
     assert page["level"] == "WARNING"
     assert any(page["text"] in line for log in job.logs for line in log.splitlines() if " WARNING " in line)
     for rank in speak:
-        report: Any = json.loads((job.reports / f"stall_rank_{rank}.json").read_text())
+        (folder,) = re.findall(r" INFO .*; `nemo-patches diagnose (\S+)` reads those of all ranks", job.logs[rank])
+        report: Any = json.loads(Path(folder, f"stall_rank_{rank}.json").read_text())
         assert (report["rank"], report["level"]) == (rank, "WARNING")
         assert any(report["text"] in line for line in job.stalls(rank))
-        assert sum(f"nemo-patches diagnose {job.reports}` reads" in line for line in job.logs[rank].splitlines()) == 1
-    first = diagnosed(job.reports).findings[0]
+    first = diagnosed(Path(folder)).findings[0]
     assert (first.id, first.ranks) == expected.verdict, first

@@ -58,7 +58,7 @@ def test_the_users_pythonpath_comes_after_ours_as_it_was(tmp_path: Path) -> None
 
 def test_every_setting_is_an_option() -> None:
     words = {"sync": "local", "on_timeout": "raise"}
-    words |= {"trace": "here", "trace_checks": "cuda", "on_finding": "raise"}
+    words |= {"trace": "here", "trace_checks": "cuda"}
     words |= {"metrics": "deferred", "stop_together": "evaluation", "checkpoints": "stock"}
     options = {name: words.get(name, "7") for name in inspect.signature(nemo_patches.apply).parameters}
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]

@@ -156,11 +156,9 @@ def test_diagnose_prints_what_files_say_safely(text: str, tmp_path: Path) -> Non
         first = header(rank, 2, 1e9, Setup())
         lines: list[records.Record] = [
             replace(first, host=text, versions={**first.versions, text: f"{rank}{text}", "nemo": f"{rank}{text}"}),
-            records.Encoder(1e9, 0, text, True, text, 5000, text, True, {text: [1]}, {}),
-            records.Enter(1e9 + 1, 0, 1, True, True, [1, 80, 100], text, text, None),
-            records.Missing(1e9 + 2, text, 1, [1 - rank], [text], [text], text),
-            records.CheckFinding(1e9 + 2, 0, 1, text, text),
-            records.Raised(1e9 + 3, 0, 1, text, text, "\n".join([text] * 3)),
+            records.Enter(1e9 + 1, text, 1, True, [1, 80, 100], text, text),
+            records.Stalled(1e9 + 2, text, 1, [1 - rank], [text], [text], text=text),
+            records.Raised(1e9 + 3, text, 1, text, text, "\n".join([text] * 3)),
         ]
         (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
     (tmp_path / "an\x1b[2Jother").touch()

@@ -23,8 +23,8 @@ MAY_IMPORT = {
     "channel": {"text", "channel"},
     "sync": {"text", "growth", "channel", "sync"},
     "stall": {"text", "channel", "sync", "stall"},
-    "tracing": {"text", "growth", "channel", "sync", "stall", "tracing"},
-    "uneven": {"text", "channel", "sync", "stall", "tracing", "uneven"},
+    "tracing": {"text", "channel", "sync", "stall", "patching", "tracing"},
+    "uneven": {"text", "channel", "sync", "stall", "uneven"},
     "patching": {"text", "growth", "channel", "sync", "stall", "tracing", "uneven", "patching"},
     "vendoring": {"text", "channel", "sync", "patching", "vendoring"},
     # "" is the package: its public API.

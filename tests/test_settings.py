@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.settings import ALL_SETTINGS
+from nemo_patches.patching.settings import ALL_SETTINGS, TraceSettings
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt
-from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.settings import UnevenSettings
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -103,7 +102,6 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         "on_stall": "page 'me now'",
         "trace": "/a",
         "trace_checks": "cuda",
-        "on_finding": "raise",
         "metrics": "deferred",
         "stop_together": "training,evaluation",
         "compare": "1000",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nemo_patches.patching.settings import TraceSettings
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.uneven.settings import DEFERRED, EVALUATION, STAGES, TRAINING, UnevenSettings
 

@@ -14,21 +14,24 @@ import pytest
 from interpreters import CHECKOUT, environment, run
 
 pytestmark = pytest.mark.one_nemo
+RECORDERS = [0, 0, 0, 0, 1]  # of exceptions, into a trace: only where there will be one
 PROGRAM = """
 import json, os, sys
 from lightning.pytorch import Trainer
 
-def found(value):
-    os.environ["NEMO_PATCHES_STOP_TOGETHER"] = value
+def found(**variables):
+    os.environ.update({f"NEMO_PATCHES_{name}": value for name, value in variables.items()})
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     callbacks = Trainer(accelerator="cpu", **dict.fromkeys(off, False)).callbacks
     recorders.append([type(one).__name__ for one in callbacks].count("TrainerExceptions"))
     return [[one._training, one._evaluation] for one in callbacks if type(one).__name__ == "StopTogether"]
 
 recorders = []
-without = found(""), "nemo_patches.patching.monkeypatch" in sys.modules
-settings = found("training"), found("training, evaluation"), found("soon")
-print(json.dumps([without, *settings, "nemo" in sys.modules, recorders]))
+without = found(STOP_TOGETHER=""), "nemo_patches.patching.monkeypatch" in sys.modules
+settings = [found(STOP_TOGETHER=value) for value in ("training", "training, evaluation", "soon")]
+imported = [name for name in sys.modules if name.startswith("nemo_patches.tracing")]
+found(STOP_TOGETHER="", TRACE=sys.argv[1])
+print(json.dumps([without, *settings, "nemo" in sys.modules, recorders, imported]))
 """
 
 
@@ -47,7 +50,8 @@ def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(*path: Path) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", PROGRAM], environment(*path), cwd=path[0])  # a checkout may hold an egg-info
+    command = [sys.executable, "-c", PROGRAM, str(path[0] / "trace")]
+    return run(command, environment(*path), cwd=path[0])  # a checkout may hold an egg-info
 
 
 def seen(done: subprocess.CompletedProcess[str]) -> Any:
@@ -61,17 +65,14 @@ def seen(done: subprocess.CompletedProcess[str]) -> Any:
 @pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])
 def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(hooked: bool, entry_point: Path) -> None:
     path = (entry_point, *([CHECKOUT] if hooked else []))
-    recorders = [
-        int(hooked),
-        1,
-        1,
-        1,
-    ]  # without the hook there is nothing to record into, until a setting asks for more
-    assert seen(started(*path)) == [[[], hooked], [[True, False]], [[True, True]], [], False, recorders]
+    assert seen(started(*path)) == [[[], hooked], [[True, False]], [[True, True]], [], False, RECORDERS, []]
 
 
 def test_a_checkout_that_is_not_installed_has_the_import_hook(tmp_path: Path) -> None:
     metadata = tmp_path / "nemo_patches-9.dist-info"  # first on the path: no entry points, whatever is installed
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
-    assert seen(started(tmp_path, CHECKOUT)) == [[[], True], [[True, False]], [[True, True]], [], False, [1] * 4]
+    assert seen(started(tmp_path, CHECKOUT)) == [
+        *([[], True], [[True, False]], [[True, True]], []),
+        *(False, RECORDERS, []),
+    ]

@@ -639,11 +639,9 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     )
     came = report_on(tmp_path, ours + call + missing, f"nemo_patches WARNING [rank 5/8 node8] {gave_up}")
     assert not any(one.ranks for one in came.findings), came
-    # The dump's line: where to look on.
-    dumped = (
-        f"{ours}a stall was reported: the last 64 encoder calls of this rank are in /tmp/nemo_patches-0/j/rank0.jsonl"
-    )
-    report = report_on(tmp_path, f"{dumped}; `nemo-patches diagnose /tmp/nemo_patches-0/j` reads those of all ranks on "
+    # The line on the report's file: where to look on.
+    file = f"{ours}this report is in /tmp/nemo_patches-0/j/stall_rank_0.json"
+    report = report_on(tmp_path, f"{file}; `nemo-patches diagnose /tmp/nemo_patches-0/j` reads those of all ranks on "
                        "this host")  # fmt: skip
     assert "/tmp/nemo_patches-0/j" in report.summary[0] and report.exit_code == 2
     settings = report_on(tmp_path, ours.replace("WARNING", "INFO") + "settings changed: timeout=5")

@@ -29,7 +29,6 @@ ALSO = {
     "ComparisonCounters": "nemo_patches.uneven.comparison",
     "lightning.LengthSyncCallback": "nemo_patches.lightning",
     "lightning.StopTogether": "nemo_patches.uneven.stop_together",
-    "tracing.checks.FindingError": "nemo_patches.tracing.checks",
 }
 
 

@@ -20,7 +20,6 @@ class AtExit(Enum):
     """
 
     COMPARISONS = auto()  # of parameters: they use the side channels
-    SIGNALS = auto()  # the stacks that they leave, before Python gives up its handlers and faulthandler restores its
     STALL_MONITORS = auto()  # they report a last time, over the side channels, for the trace
     SIDE_CHANNELS = auto()  # they tell the other ranks that this one leaves
 

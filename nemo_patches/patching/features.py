@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 from nemo_patches.patching.settings import AllSettings
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.tracing.recorder import tracing
 from nemo_patches.uneven.even_loader import even_loaders
 from nemo_patches.uneven.parameter_watch import parameter_watch
 from nemo_patches.uneven.settings import DEFERRED
+
+_TRACING = "nemo_patches.tracing.recorder"
+_FORWARD = "nemo_patches.tracing.recorded_forward"
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,33 @@ def _start_stall_reports(settings: AllSettings) -> None:
 
 
 def _start_tracing(settings: AllSettings) -> None:
-    tracing.length_sync_changed(settings.sync)
-    if tracing.recorder is None or tracing.recorder.settings != settings.trace:
+    if settings.trace.folder:
+        from nemo_patches.tracing.recorder import tracing
+
+        tracing.use(settings.trace)
+    else:
+        _stop_tracing()
+
+
+def _stop_tracing() -> None:
+    if _TRACING in sys.modules:
+        from nemo_patches.tracing.recorder import tracing
+
         tracing.stop()
-        if settings.trace.folder:
-            tracing.start(settings.trace)
+
+
+def _trace_status() -> dict[str, Any]:
+    if _TRACING not in sys.modules:
+        return {}
+    from nemo_patches.tracing.recorder import tracing
+
+    return {"trace_file": tracing.where()}
+
+
+def import_wanted(settings: AllSettings) -> None:
+    """Import what these settings switch on, before anything is changed. Raises ImportError."""
+    if settings.trace.folder:
+        importlib.import_module(_FORWARD)
 
 
 UNEVEN = Feature(
@@ -56,7 +82,7 @@ STALL_REPORTS = Feature(
         "stalls": subscriber.stalls(),
     },
 )
-TRACING = Feature(_start_tracing, tracing.stop, lambda: {"trace_file": tracing.where()})
+TRACING = Feature(_start_tracing, _stop_tracing, _trace_status)
 
 # Started before NeMo's methods are patched, so that the first patched call finds its settings, and stopped after they
 # are restored, so that no call goes on unseen. The stall reports' settings stand in a trace's header.

@@ -15,10 +15,10 @@ import torch
 from nemo_patches.growth import give_back_all
 from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, imported
 from nemo_patches.patching.chosen import ALL_CHOSEN, CHECKPOINTS, ChosenPatch, import_chosen
-from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS
+from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, import_wanted
 from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.settings import AllSettings
+from nemo_patches.patching.settings import AllSettings, TraceSettings
 from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines, say
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import subscriber
@@ -26,7 +26,6 @@ from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync import checkpoints, length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError
-from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.settings import UnevenSettings
 
 
@@ -63,6 +62,7 @@ class Patching:
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := imported.import_target(target)) is not None}
         import_chosen(settings.uneven)
+        import_wanted(settings)
         with self._lock:
             if self._in_force:  # also where another thread has patched meanwhile
                 self._change_settings(settings)
@@ -118,7 +118,8 @@ class Patching:
             admission.require_supported(admission.nemo_version())
             if problem := target.drift(module):
                 raise DriftError(problem)
-        except (SettingsError, admission.UnsupportedNeMo, DriftError) as error:
+            import_wanted(settings)
+        except (SettingsError, admission.UnsupportedNeMo, DriftError, ImportError) as error:
             self._refuse(target, error)
             return
         if not self._in_force:
@@ -217,6 +218,15 @@ class Patching:
         if self._follows_imports and hook_installed:
             return admission.ON, "NeMo's encoders are patched when they are imported, which has not happened yet"
         return admission.OFF, f"nemo_patches.apply() or `nemo-patches run` switches it on; {NOT_INHERITED}"
+
+    def traces(self) -> bool:
+        """Whether there is a trace, or will be one when NeMo is imported."""
+        if self._in_force or not self._follows_imports:
+            return self._settings.trace.folder is not None
+        try:
+            return not admission.disabled() and TraceSettings.resolve().folder is not None
+        except SettingsError:  # which is logged when NeMo is imported
+            return False
 
     def uneven_settings(self) -> UnevenSettings:
         """The settings in force, else the environment's. A bad variable is logged once, and not used."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from nemo_patches.patching.settings import AllSettings
+from nemo_patches.patching.settings import AllSettings, TraceSettings
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.checkpoints import CheckpointCounters
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import named
-from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.uneven.agreement import LoaderCounters
 from nemo_patches.uneven.comparison import ComparisonCounters
 from nemo_patches.uneven.settings import UnevenSettings
@@ -47,7 +46,6 @@ class Status:
     settings: Settings
     stall_settings: StallSettings
     trace: TraceSettings
-    trace_file: str
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
@@ -56,6 +54,7 @@ class Status:
     checkpoints: CheckpointCounters | None = None
     own_syncs: tuple[str, ...] = ()
     comparisons: tuple[ComparisonCounters, ...] = ()
+    trace_file: str = ""
     state: str = "on"
     why: str = ""
 

@@ -18,7 +18,6 @@ from nemo_patches.sync.encoder_methods import make_bounded_update, private_sette
 from nemo_patches.sync.own_syncs import Owner, watching
 from nemo_patches.sync.places import place_of
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.recorded_forward import recorded
 from nemo_patches.uneven.deferred_metrics import deferred_metrics
 
 _ABSENT = object()
@@ -93,6 +92,8 @@ class Replacements:
 
     def record_forwards(self) -> None:
         """Record the `forward` of every patched class, unless it is recorded already."""
+        from nemo_patches.tracing.recorded_forward import recorded
+
         with_forward = {replacement.owner for replacement in self.made if replacement.name == _FORWARD}
         patched = [replacement.owner for replacement in self.made if replacement.name in _SYNCS]
         for owner in patched:

@@ -18,7 +18,6 @@ from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import FlagIsOff, bus
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.rank_log import rank_and_size, report
-from nemo_patches.tracing.encoder_facts import configured_flag
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 _SUBSCRIBER = "the line at the start"
@@ -72,7 +71,7 @@ class StartLines:
         """On the training thread, at a first call. This rank speaks for itself: another's flag may be on."""
         if not self._said_flag_is_off and event.sync.group.rank == 0:
             self._said_flag_is_off = True
-            configured = configured_flag(event.encoder)
+            configured = _configured_flag(event.encoder)
             differs = "" if configured in ("false", "?") else f" (in the config that it was made from: {configured})"
             say(
                 f"patched: {event.sync.title} grows privately, and has no length sync: its own "
@@ -96,6 +95,16 @@ def _ignored_flags() -> str:
     group_syncs = length_sync.process.group_syncs
     encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()] if group_syncs is not None else []
     syncing = (one for one in encoders if one is not None and getattr(one, "sync_max_audio_length", True))
-    names = sorted({type(one).__name__ for one in syncing if configured_flag(one) == "false"})
+    names = sorted({type(one).__name__ for one in syncing if _configured_flag(one) == "false"})
     said = "sync_max_audio_length is false in the config that it was made from, and not in force"
     return "".join(f"; {name}: {said}" for name in names)
+
+
+def _configured_flag(encoder: torch.nn.Module) -> str:
+    """`sync_max_audio_length` in the config that NeMo made the encoder from: "true", "false", "NOT SET", or "?"."""
+    config: Any = vars(encoder).get("_cfg")
+    try:
+        value = config.get("sync_max_audio_length")
+    except Exception:  # no config, or an interpolation in it that leads nowhere
+        return "?"
+    return "NOT SET" if value is None else str(value).lower()

@@ -1,4 +1,4 @@
-"""Adds callbacks to Lightning's trainers: to record exceptions, and, by the settings, StopTogether and BatchCount.
+"""Adds callbacks to Lightning's trainers: by the settings, to record exceptions, StopTogether and BatchCount.
 
 An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
 entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
@@ -23,10 +23,14 @@ def callbacks() -> list[Any]:
     if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
         return []
     from nemo_patches.patching.monkeypatch import this_process
-    from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
     from nemo_patches.uneven.settings import EVALUATION, TRAINING
 
-    settings, found = this_process.uneven_settings(), [TrainerExceptions()]
+    settings = this_process.uneven_settings()
+    found: list[Any] = []
+    if this_process.traces():
+        from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
+
+        found.append(TrainerExceptions())
     if stages := settings.stop_together:
         from nemo_patches.uneven.stop_together import StopTogether
 

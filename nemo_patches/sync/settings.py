@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import MappingProxyType
@@ -121,6 +121,31 @@ def word_setting(name: str, words: tuple[str, ...], help: str, **more: Any) -> S
     """A setting that is one of these words; the first is the default."""
     allowed = ", ".join(map(repr, words))
     return Setting(name, words[0], lambda value: words[words.index(value)], allowed, help, words=words, **more)
+
+
+def words_setting(name: str, words: tuple[str, ...], also: str, help: str, **more: Any) -> Setting[tuple[str, ...]]:
+    """A setting that is some of these words, from a text with commas or a sequence; by default none."""
+
+    def read(value: object) -> tuple[str, ...]:
+        given = value.split(",") if isinstance(value, str) else value
+        if not isinstance(given, Sequence):
+            raise TypeError
+        chosen = {str(word).strip() for word in given}
+        if not chosen <= {*words, ""}:
+            raise ValueError
+        return tuple(word for word in words if word in chosen)
+
+    return Setting[tuple[str, ...]](
+        name=name,
+        default=(),
+        read=read,
+        allowed=f"{', '.join(map(repr, words))}, {also}",
+        help=help,
+        text=lambda value: ",".join(value) or "none",
+        words=words,
+        several=True,
+        **more,
+    )
 
 
 def number(value: Any, low: float, high: float) -> float:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_patches.sync.settings import CHECKPOINTS, Setting, SettingsTable, number, word_setting
-from nemo_patches.tracing.settings import words_setting
+from nemo_patches.sync.settings import CHECKPOINTS, Setting, SettingsTable, number, word_setting, words_setting
 
 STOCK, DEFERRED = "stock", "deferred"
 TRAINING, EVALUATION = STAGES = ("training", "evaluation")

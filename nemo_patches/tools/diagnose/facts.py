@@ -60,7 +60,7 @@ class Place:
 class Call:
     """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
-    title: "training call 71 of ConformerEncoder". in_backward: the rank is in the backward of the call. since_s: how
+    title: "training call 71 of ConformerEncoder". since_s: how
     long before the last look it had entered the call; None: nobody looked. behind_since: the call from which on others
     gave up waiting for it; 0: none. reported: others that wait for a round of this encoder, or for the job, report the
     rank missing. last: its last record, in words.
@@ -69,7 +69,6 @@ class Call:
     encoder: str
     title: str
     ending: Ending
-    in_backward: bool = False
     since_s: float | None = None
     behind_since: int = 0
     reported: bool = False
@@ -87,11 +86,10 @@ class Motion:
 
 @dataclass(frozen=True)
 class Member:
-    """A process is this rank of the job. world_size: 0: unknown. notes_sigterm: SIGTERM leaves a line in its trace."""
+    """A process is this rank of the job. world_size: 0: unknown."""
 
     world_size: int = 0
     pid: int = 0
-    notes_sigterm: bool = False
 
 
 Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member

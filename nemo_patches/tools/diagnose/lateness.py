@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,21 +49,7 @@ def waiting(rounds: Rounds) -> Waiting:
 
 def straggler(case: Case) -> list[Finding]:
     """The rank that the others wait for again and again, if there is one."""
-    # DDP on Gloo may make ranks wait for a late one before the encoder, so that all reach it as late as that one.
-    if np.isnan(case.rounds.ahead).all():
-        return _last_to_most(case, case.rounds)
-    return _last_to_most(case, case.rounds.from_ddp) or [
-        replace(
-            finding,
-            ranks=(),
-            text=f"{finding.text} It is not late to DDP's forward: what holds it up is the preprocessor, or DDP's "
-            "broadcast of buffers, which reaches some ranks last.",
-        )
-        for finding in _last_to_most(case, case.rounds)
-    ]
-
-
-def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
+    rounds = case.rounds
     size = len(rounds.ranks)
     if size < 2 or rounds.number.size < _LEAST_ROUNDS:
         return []
@@ -101,9 +87,6 @@ def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
 def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding:
     why = "One of them may be late, and the others wait for it before the encoder, in DDP's broadcast of buffers."
     next_step = "Run a while with broadcast_buffers=False, if the model allows that: then the rounds tell which one."
-    if not np.isnan(case.rounds.ahead).all():
-        why = "They are late to DDP's forward already: by what they share, or because one waits for another before it."
-        next_step = "Look at what these ranks share and the others do not: a host, a disk, longer files."
     text = f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
     text += f"others wait {waits:.0%} of the time. {why}"
     evidence = tuple(f"rank {rank}: last with the others" for rank in ranks[:4])

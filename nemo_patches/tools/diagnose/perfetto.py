@@ -77,7 +77,7 @@ def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: in
             "waited_ms": round(calls.waited[index] * 1000, 3),
         }
         title = f"{name} {kind} call {calls.n[index]}" + (", not finished" if open_ else "")
-        ends = [column[index] for column in (calls.synced, calls.pre, calls.layer, calls.left)]
+        ends = [column[index] for column in (calls.synced, calls.left)]
         # The columns are of single precision, so an end may be past the next call's begin.
         moments = [min(max(micro(entered + end), begin), latest) if not math.isnan(end) else None for end in ends]
         last = max((moment for moment in moments if moment is not None), default=begin)
@@ -85,7 +85,7 @@ def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: in
         lasts = {"ph": "B"} if open_ else {"ph": "X", "dur": last - begin}
         yield {"name": title, "cat": "call", **lasts, **place, "ts": begin, "args": details}
         since = begin
-        phases = ("length sync", "pre_encode", "first layer", "layers")
+        phases = ("length sync", "layers")
         for phase, moment in zip(phases, moments, strict=True):
             if moment is not None and moment >= since:
                 yield {"name": phase, "cat": "phase", "ph": "X", **place, "ts": since, "dur": moment - since}
@@ -93,21 +93,14 @@ def _calls(track: Track, name: str, rank: int, thread: int, micro: Any, most: in
         if calls.outcome[index] in (TIMEOUT, ENDED) and moments[0] is not None:
             what = "gave up waiting" if calls.outcome[index] == TIMEOUT else "the length sync has ended"
             yield _instant(what, rank, thread, moments[0])
-        if calls.ended[index] == RAISED and moments[3] is not None:
-            yield _instant("exception", rank, thread, moments[3])
+        if calls.ended[index] == RAISED and moments[1] is not None:
+            yield _instant("exception", rank, thread, moments[1])
 
 
 def _moments(trace: RankTrace, rank: int, micro: Any) -> Iterable[Event]:
-    for at, rss, allocated, reserved in trace.memory:
-        sizes = {"rss": rss / (1 << 30), "allocated": allocated / (1 << 30), "reserved": reserved / (1 << 30)}
-        if micro(at) >= 0:
-            yield {"name": "memory, GiB", "ph": "C", "pid": rank, "tid": 0, "ts": micro(at), "args": sizes}
     for report in trace.missing:
         if micro(report.t) >= 0:
             yield _instant("stall report", rank, 0, micro(report.t), missing=str(report.ranks[:64]))
-    for finding in trace.findings:
-        if micro(finding.t) >= 0:
-            yield _instant(f"check {safe(finding.check)}", rank, 0, micro(finding.t), text=safe(finding.text))
     if trace.ended is not None and micro(trace.ended) >= 0:
         yield _instant("the process ended", rank, 0, micro(trace.ended))
 

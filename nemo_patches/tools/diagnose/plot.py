@@ -143,7 +143,7 @@ def _cells(case: Case, ranks: list[int], edges: Floats) -> tuple[Floats, npt.NDA
             there[row, columns] = True
             kinds[columns[training == 1]] = 0
             kinds[columns[training == 0]] = 1
-    for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.from_ddp.lag, strict=True):
+    for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.lag, strict=True):
         numbers = np.array(case.tracks[rank].calls.n)[index]
         np.maximum.at(lags[ranks.index(rank)], _columns(numbers, edges), lag)
     for (rank, call), late in late_seconds(case).items():

@@ -22,7 +22,7 @@ from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
 from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_in, error_of
-from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
+from nemo_patches.tools.diagnose.rank_trace import CAME, TIMEOUT
 
 _KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
 _MOST_DETAILS = 4
@@ -35,7 +35,7 @@ def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
     evidence.runs |= bool(job.ago)
     for rank, trace in sorted(job.traces.items()):
         header = trace.header
-        member = Member(header.world_size, header.pid, header.notes_sigterm)
+        member = Member(header.world_size, header.pid)
         at, host = header.started + trace.last, safe(header.host)
         evidence.facts.append(Fact(rank, member, _cite(rank), at, host))
     for case in encoders or [without_encoders(job)]:
@@ -60,13 +60,11 @@ def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> 
 
 
 def _call(case: Case, rank: int, ending: Ending) -> Call:
-    track = case.tracks.get(rank)
     since = case.job.ago.get(rank, LONG_S) if rank in case.job.alive else None
     return Call(
         encoder=case.name,
         title=case.call(ending),
         ending=ending,
-        in_backward=track is not None and bool(track.calls.n) and track.calls.backward[-1] == BACKWARD,
         since_s=since,
         behind_since=behind_since(case, rank),
         reported=rank in case.stall_reports.kinds,
@@ -94,17 +92,14 @@ def _cite(rank: int, said: str = "") -> str:
 
 
 def _ends(case: Case, rank: int, ending: Ending) -> Iterator[Fact]:
-    """How it ended, if it did, and where it was then."""
-    job, process = case.job, ending.process
+    """How it ended, if it did."""
+    job = case.job
     if (fate := _fate(case, rank, ending)) is not None:
         yield fate
     elif job.moving:
         yield _fact(case, rank, Fate(fates.RUNS))
     if rank in job.alive:
         yield _fact(case, rank, Fate(fates.RUNS))
-    if process.where:
-        collective = "a collective" if process.in_collective else ""
-        yield _fact(case, rank, Place(process.where, collective), process.at)
 
 
 def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
@@ -121,7 +116,7 @@ def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
         text = f"{fates.AT_START}: {text}" if process.starting else text
         return _fact(case, rank, Fate(fates.WAITED if process.timed_out else fates.CUT, text), process.at)
     if process.terminated:
-        return _fact(case, rank, Fate(fates.TERMINATED, process.error or "SIGTERM"), process.at)
+        return _fact(case, rank, Fate(fates.TERMINATED, process.error), process.at)
     if end is not None or process.ordinary:
         text = _after(case, ending) + (f", exit code {code}" if code else "")
         return _fact(case, rank, Fate(fates.ENDED, text, exit_code=code), end.t if end else None)
@@ -133,7 +128,7 @@ def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
     trace, ending = case.job.traces[rank], case.endings[rank]
     track = case.tracks.get(rank)
     for raised in reversed(trace.raised):
-        if ending.raised and track is not None and (raised.e, raised.n) == (track.info.e, ending.call):
+        if ending.raised and track is not None and (raised.e, raised.n) == (track.name, ending.call):
             return raised.t, error_of(raised)
     if not ending.process.own_error:
         return None
@@ -165,12 +160,6 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
         yield _fact(case, by, Place(where) if fate is None else Fate(fate), t, rank, "stall report")
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
-    vain = [ending.in_vain for ending in case.sure.values()]
-    in_vain = any(vain) and not all(vain)  # if all are in vain, some trace is incomplete
-    for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
-        if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
-            where = f"the backward of {case.call(case.sure[rank])}"
-            yield _fact(case, rank, Place(where, "the gradients' all-reduce"))
     for by in sorted(reports.texts) if reports.saw_a_wait and reports.kinds else ():
         if by not in reports.kinds and by not in reports.waits:
             yield _fact(case, by, Place("", "a collective"), of=by, said="stall report")
