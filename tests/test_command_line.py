@@ -43,7 +43,7 @@ def test_every_help_says_the_defaults_and_the_choices(
     options = [" ".join(text.split()) for text in re.split(r"\n  (?=-)", output.partition("Options:")[2])[1:]]
     with_value = [text for text in options if re.match(r"--[a-z-]+ (<|\[|[A-Z]+(\.svg)? )", text)]
     assert [text for text in with_value if "[default: " not in text and "[required]" not in text] == []
-    assert len(with_value) == {"demo": 4, "run": 16, "status": 0, "diff": 2, "doctor": 6, "diagnose": 2}[command]
+    assert len(with_value) == {"demo": 4, "run": 16, "status": 0, "diff": 1, "doctor": 6, "diagnose": 2}[command]
     assert not re.search(r"<(str|int|float)", output)
 
 
@@ -90,7 +90,6 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "run --trace-size big -- true": ("trace_size='big'", "0.1 to 1000000"),
         "run --trace-checks all -- true": ("trace_checks='all'", "'inputs'"),
         "diff": ("--nemo",),
-        "diff --nemo . --parts all": ("--parts", "'all'", "nemo, sync and stall"),
         "doctor --severity high": ("--severity", "'high'", "note, warning, error"),
         "doctor --output-format xml": ("--output-format", "'xml'", "sarif"),
         "doctor --explain NP999": ("NP999",),
