@@ -41,7 +41,7 @@ def _of_class(each: Class, copy: Copy) -> Finding:
         len(unchanged) > _MOST_NAMED
     )
     instead = f"class {each.name}({copy.of})" + (f", without {without}" if unchanged else "")
-    instead += f"; or by hand what `nemo-patches diff --nemo DIR --parts nemo` changes in NeMo's {copy.of}"
+    instead += f"; or by hand what `nemo-patches diff --nemo DIR` changes in NeMo's {copy.of}"
     severity = WARNING if reduces else NOTE
     return Finding(severity, what, (at(each.name, each.line),), instead)
 
