@@ -309,7 +309,7 @@ class EncoderSync(WatchedRounds):
                 encoder=encoder,
                 sync=self,
                 outcome=self._outcome,
-                round=self._issued,
+                round=self.rounds.issued,
                 waited=self._waited - waited_before,
                 local=length,
                 result=result,

@@ -92,7 +92,6 @@ class Track:
     inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
     batches: dict[int, int] = field(default_factory=dict)  # how many training calls had a batch of that size
     leapt_to: int = 0  # a call number that does not follow; believed once the next record agrees
-    round_leapt_to: int = 0  # likewise, a round
     damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
 
     @property
@@ -127,6 +126,8 @@ class RankTrace:
     count: int = 0
     bad_lines: int = 0
     odd_records: int = 0  # that do not follow from those before
+    round: int = 0  # the latest that it has issued
+    round_leapt_to: int = 0  # one that does not follow; believed once the next agrees
     mixed: bool = False  # another start's lines are in it
     cut: bool = False  # its last line is not whole
     gap: str = ""  # why it could not be read to its end
@@ -227,11 +228,27 @@ class RankTrace:
             self._odd(track)
             return
         if code not in (LOCAL, ENDED):
-            if not _follows(track, record.round):
+            if not self._follows(record.round):
                 self._odd(track)
                 return
             calls.round[-1] = record.round
         calls.synced[-1], calls.outcome[-1], calls.waited[-1] = after, code, record.waited
+
+    def _follows(self, number: int) -> bool:
+        """Whether a call may have this round: it issued the next one, or none. A leap counts once the next agrees.
+
+        All encoders share the rounds.
+        """
+        before = self.round
+        leapt = self.round_leapt_to
+        self.round_leapt_to = 0
+        anew = number == 1 < before  # under a new process group
+        # A trace may begin while a job trains.
+        if before == 0 or number - before in (0, 1) or anew or (leapt and number - leapt in (0, 1)):
+            self.round = number
+            return True
+        self.round_leapt_to = number
+        return False
 
     def _out_of_order(self, track: Track, record: Any) -> None:
         """Take a record of a call that is not open: lines before it are lost, or it is from another process."""
@@ -270,18 +287,6 @@ class RankTrace:
     def _damage_all(self) -> None:
         for track in self.tracks.values():
             track.damaged_at = track.last
-
-
-def _follows(track: Track, number: int) -> bool:
-    """Whether a call may have this round: it issued the next one, or none. A leap counts once the next agrees."""
-    before = track.calls.round[-1]
-    leapt, track.round_leapt_to = track.round_leapt_to, 0
-    anew = number == 1 < before  # under a new process group
-    # A trace may begin while a job trains.
-    if before == 0 or number - before in (0, 1) or anew or (leapt and number - leapt in (0, 1)):
-        return True
-    track.round_leapt_to = number
-    return False
 
 
 def _count(counts: dict[Any, int], value: Any, most: int) -> None:
