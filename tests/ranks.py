@@ -215,12 +215,21 @@ def stall_monitor() -> Any:
 
 
 def forget_incidents() -> None:
-    """The next call waits as if none had waited in vain yet: one process has several scenarios."""
-    from nemo_patches.sync import length_sync
+    """All ranks are in step again, and the next call waits as if none had waited in vain yet: one process has several
+    scenarios. For all ranks at once."""
+    import torch.distributed as dist
 
-    if (group_syncs := length_sync.process.group_syncs) is not None:
-        protocol = group_syncs.sequence(length_sync.LENGTHS).protocol
-        protocol._breaker = protocol._wait_after = 0
+    from nemo_patches.sync import length_sync
+    from nemo_patches.sync.protocol import LengthProtocol
+
+    group_syncs = length_sync.process.present_group()
+    assert group_syncs is not None
+    sequence = group_syncs.sequence(length_sync.LENGTHS)
+    dist.barrier()
+    sequence.rounds.issue(0)  # also where one is outstanding: it then comes on all ranks
+    assert sequence.rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
+    sequence.protocol, sequence.latest = LengthProtocol(), None
+    dist.barrier()
 
 
 def in_step(**settings: Any) -> torch.nn.Module:
