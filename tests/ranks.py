@@ -222,9 +222,12 @@ def forget_incidents() -> None:
     from nemo_patches.sync import length_sync
     from nemo_patches.sync.protocol import LengthProtocol
 
-    group_syncs = length_sync.process.present_group()
-    assert group_syncs is not None
+    group_syncs = length_sync.process.group_syncs
+    if group_syncs is None:
+        return
     sequence = group_syncs.sequence(length_sync.LENGTHS)
+    if not sequence.rounds.issued:  # of the first scenario there is nothing to forget, and the watch comes first
+        return
     dist.barrier()
     sequence.rounds.issue(0)  # also where one is outstanding: it then comes on all ranks
     assert sequence.rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
