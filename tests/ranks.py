@@ -217,6 +217,7 @@ def stall_monitor() -> Any:
 def forget_incidents() -> None:
     """All ranks are in step again, and the next call waits as if none had waited in vain yet: one process has several
     scenarios. For all ranks at once."""
+    import torch
     import torch.distributed as dist
 
     from nemo_patches.sync import length_sync
@@ -226,11 +227,14 @@ def forget_incidents() -> None:
     if group_syncs is None:
         return
     sequence = group_syncs.sequence(length_sync.LENGTHS)
-    if not sequence.rounds.issued:  # of the first scenario there is nothing to forget, and the watch comes first
+    rounds = sequence.rounds
+    if not rounds.issued:  # of the first scenario there is nothing to forget, and the watch comes first
         return
-    dist.barrier()
-    sequence.rounds.issue(0)  # also where one is outstanding: it then comes on all ranks
-    assert sequence.rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
+    issued = torch.tensor(rounds.issued)
+    dist.all_reduce(issued, dist.ReduceOp.MAX)
+    if rounds.issued < issued:
+        rounds.issue(0)  # the one that is outstanding on other ranks: it then comes on all
+    assert rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
     sequence.protocol, sequence.latest = LengthProtocol(), None
     dist.barrier()
 
