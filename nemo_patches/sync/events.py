@@ -193,10 +193,6 @@ class CallLeft(NamedTuple):
     result: int  # the one that the encoder grows to
 
 
-class GrowthBegan(NamedTuple):
-    encoder: torch.nn.Module  # not to be kept
-
-
 class Grown(NamedTuple):
     encoder: torch.nn.Module  # not to be kept; it may have no sync
     old: int  # positions
