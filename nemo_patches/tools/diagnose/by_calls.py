@@ -23,7 +23,7 @@ OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse n
 LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
 _PHASES = {
     ids.LENGTH_SYNC: "in the length sync",
-    ids.LAYERS: "in its layers",
+    ids.LAYERS: "after the length sync",
 }
 _PHASE_ORDER = list(_PHASES)
 _KNOWN_ENDS = (fates.RAISED, *CONSEQUENCES, fates.TERMINATED, fates.ENDED)
