@@ -244,6 +244,7 @@ ANYWHERE: dict[str, Change] = {  # edited, on every target
     "comments in the reduce": swap(TENSOR, "# one\n            " + TENSOR + "  # two", BACK, BACK + "  # three"),
     "comment after the reduce, as deep": swap(BACK, BACK + "\n            # it is ours now"),
     "comment after the reduce, not indented": swap(BACK, BACK + "\n# it is ours now"),
+    "comments on the tables' lines": every(r"(device\)|persistent=False\)|unsqueeze\(-1\))$", r"\1  # Grüße"),
     "comment between signature and body": swap(ARGUMENTS, ARGUMENTS + "\n        # a comment"),
     "comment between decorator and class": class_as(lambda inner: "@typing.final\n# a comment\n\n" + inner),
     "type: ignore": swap(REDUCE, REDUCE + "  # type: ignore", BACK, BACK + "  # noqa: E501"),
@@ -846,7 +847,10 @@ def test_every_change_changes_something(owner: str) -> None:
         for parameters in changes()
         if parameters.values[0] == owner and parameters.values[1](SHORT[owner], PRESENT[owner]) == SHORT[owner]
     ]
-    assert {str(name).partition("-")[2] for name in same} <= {"edited-nothing", "edited-no blank lines in the reduce"}
+    nothing = {"edited-nothing", "edited-no blank lines in the reduce"}
+    if owner == "SqueezeformerEncoder":  # the method has none
+        nothing.add("edited-no docstring")
+    assert {str(name).partition("-")[2] for name in same} <= nothing
 
 
 @pytest.mark.parametrize("owner", PRESENT)

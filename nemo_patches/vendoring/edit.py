@@ -112,7 +112,8 @@ class _KnownFile:
             first = table.known.split("\n")[0]
             text = f"expected `{first}` and what follows once, found it {len(found)} times"
             self.refuse(function, f"{table.owner}.{table.function}: {text}")
-        self._change(found[0], table.instead)
+        rest = self._rest_of_line(found[0]) if found[0].lineno == found[0].end_lineno else ""
+        self._change(found[0], table.instead + rest)
         if table.methods:
             last = function.end_lineno or 0
             indentation = self._indentation(function)
@@ -175,6 +176,11 @@ class _KnownFile:
     def _change(self, node: ast.stmt, instead: str) -> None:
         last = node.end_lineno or 0
         self._changes.append(_Change(node.lineno, last, self._indentation(node), instead, node))
+
+    def _rest_of_line(self, node: ast.stmt) -> str:
+        """What stands after a statement: spaces, or a comment of the user's."""
+        line = self._lines[(node.end_lineno or 0) - 1].rstrip("\r\n")
+        return line.encode()[node.end_col_offset :].decode()
 
     def _indentation(self, node: ast.stmt) -> str:
         line = self._lines[node.lineno - 1]
