@@ -54,7 +54,7 @@ def test_nothing_is_found_among_ranks_that_are_alike(tmp_path: Path) -> None:
     config.write_text("trainer: {devices: 2}\nmodel: {train_ds: {manifest_filepath: a.json, batch_size: 8}}\n")
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR, str(config)]
     command += ["model.train_ds.batch_size=4"]
-    odd = {"NEMO_PATCHES_DUMP": os.fsdecode("/转储".encode("gbk")), "NEMO_PATCHES_ON_STALL": "page \n --all"}
+    odd = {"NEMO_PATCHES_TRACE": os.fsdecode("/转储".encode("gbk")), "NEMO_PATCHES_ON_STALL": "page \n --all"}
     done = run(command, environment(CHECKOUT, **odd), LIMIT)
     assert done.returncode == 0, done
     first, size, sampler, last = done.stdout.splitlines()

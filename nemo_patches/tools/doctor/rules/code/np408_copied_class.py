@@ -41,7 +41,7 @@ def _of_class(each: Class, copy: Copy) -> Finding:
     if unchanged:
         more = len(unchanged) - _MOST_NAMED
         instead += f", without {', '.join(unchanged[:_MOST_NAMED])}{f' and {more} more' if more > 0 else ''}"
-    instead += f"; or by hand what `nemo-patches diff --nemo DIR --parts nemo` changes in NeMo's {copy.of}"
+    instead += f"; or by hand what `nemo-patches diff --nemo DIR` changes in NeMo's {copy.of}"
     make = warning if reduces else note
     return make(what, at(each.name, each.line), instead)
 

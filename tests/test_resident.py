@@ -1,0 +1,88 @@
+"""How much of nemo_patches a rank imports by default: no command, no option, no trace, and how many tokens of code.
+
+Tokens, not lines: a limit on lines once packed the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+import encoders
+import pytest
+import torch
+from ranks import run_ranks
+
+import nemo_patches
+
+pytestmark = pytest.mark.one_nemo
+PACKAGE = Path(nemo_patches.__file__).parent
+NOT_BY_DEFAULT = ("nemo_patches.tools", "nemo_patches.options", "nemo_patches.tracing", "nemo_patches.vendoring")
+NOT_IN_A_RANK = {"ast", "dis"}  # no code is read there
+AIM_TOKENS = 70_000
+ROOM = 1.1  # above the aim
+STEPS = 20
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def train(rank: int, size: int) -> dict[str, str]:
+    """Twenty steps on real NeMo, everything by default: the modules of ours that are there then, and their files."""
+    nemo_patches.apply()
+    encoder = encoders.conformer()
+    model = torch.nn.parallel.DistributedDataParallel(encoder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        encoders.run(model, 80 + 40 * step, seed=rank).pow(2).mean().backward()
+        optimizer.step()
+    found = dict(sys.modules)
+    return {name: str(module.__file__) for name, module in found.items() if name.partition(".")[0] == "nemo_patches"}
+
+
+def code_tokens(path: Path) -> int:
+    """Without comments, docstrings and layout."""
+    source = path.read_text()
+    documentation: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node) is not None:
+            first = node.body[0]
+            documentation.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in NO_CODE and token.start[0] not in documentation for token in tokens)
+
+
+def imported_by(path: Path) -> set[str]:
+    """The packages that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_a_rank_imports_the_layer_and_no_more() -> None:
+    modules: dict[str, str] = {}
+    for result in run_ranks(train, 2):
+        modules |= result.value
+    assert not [name for name in modules if name.startswith(NOT_BY_DEFAULT)]
+    files = sorted({Path(file) for file in modules.values()})
+    assert not {str(path): names for path in files if (names := imported_by(path) & NOT_IN_A_RANK)}
+    tokens = {path.relative_to(PACKAGE): code_tokens(path) for path in files}
+    total = sum(tokens.values())
+    print(f"{total:,} tokens of code in {len(files)} modules; aim {AIM_TOKENS:,}")
+    largest = sorted(tokens.items(), key=lambda item: -item[1])
+    assert total <= ROOM * AIM_TOKENS, "\n".join(f"{count:7,} {path}" for path, count in largest)
