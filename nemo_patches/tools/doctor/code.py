@@ -100,6 +100,7 @@ class Code:
     """One Python file. comments: by line, each with the text before it on that line."""
 
     path: Path
+    tree: ast.Module
     classes: tuple[Class, ...]
     divergences: tuple[Divergence, ...]
     nemo: Path | None
@@ -124,6 +125,7 @@ def read(path: Path, nemo: Path | None = None) -> Code:
         names = Names(tree)
         return Code(
             path=path,
+            tree=tree,
             classes=tuple(_class(node, names, nemo, in_nemo=_in_nemo(path)) for node in nodes(tree, ast.ClassDef)),
             divergences=divergences(tree),
             nemo=nemo,
