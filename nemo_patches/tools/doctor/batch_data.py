@@ -61,7 +61,15 @@ _READ_OFF = words(
     """
 )
 _OF_FILES = words("exists is_dir is_file isdir isfile listdir")  # other hosts may have others
-_OF_PROCESS = ("perf_counter", "monotonic", "time.time", "random.random", "random.uniform", "torch.rand")
+_OF_PROCESS = (
+    "datetime.now",
+    "monotonic",
+    "perf_counter",
+    "random.random",
+    "random.uniform",
+    "time.time",
+    "torch.rand",
+)
 _STRUCTURE = words("callable dim getattr hasattr id is_floating_point isinstance issubclass type")
 _STRUCTURE_ATTRIBUTES = words(
     "device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim requires_grad training"
@@ -81,6 +89,7 @@ _OF_MODEL = words(
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
 _ADDING = (".append", ".extend", ".add")
 _PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
+_OF_MAPPING = words("items keys values")
 _SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 
 
@@ -102,6 +111,7 @@ class DataFlow:
     _levels: dict[str, Level] = field(default_factory=dict)
     _agreed: set[str] = field(default_factory=set)
     _optional: set[str] = field(default_factory=set)  # arguments that may be None
+    _turns_of: dict[str, Level] = field(default_factory=dict)  # lists whose length is known better than what is in them
     _gradients: set[str] = field(default_factory=set)  # names of what a parameter has for a gradient
     _chosen: bool = False  # whether this rank's data decide if a statement is run
 
@@ -215,8 +225,12 @@ class DataFlow:
                 self._assign(inner, its)
             return
         level = self.level(value)
-        if self._is_gradient(value) and isinstance(target, ast.Name):
-            self._gradients.add(target.id)
+        if isinstance(target, ast.Name):
+            if self._is_gradient(value):
+                self._gradients.add(target.id)
+            self._turns_of.pop(target.id, None)
+            if isinstance(value, (ast.ListComp, ast.Call)) and (turns := self._turns(value)) < level:
+                self._turns_of[target.id] = turns
         drawn = isinstance(value, ast.Call) and dotted(value.func) == "next"
         if drawn and _sounds_like_data(dotted(target)):
             level = Level.DATA
@@ -266,10 +280,15 @@ class DataFlow:
         """How surely ranks differ in how often they go round."""
         if isinstance(iterated, (ast.Tuple, ast.List, ast.Constant, ast.Dict)):
             return Level.SHARED
+        if isinstance(iterated, ast.Name) and iterated.id in self._turns_of:
+            return self._turns_of[iterated.id]
+        if isinstance(iterated, ast.ListComp) and not any(each.ifs for each in iterated.generators):
+            return max(self._turns(each.iter) for each in iterated.generators)
         if isinstance(iterated, ast.Call):
             name = last_part(dotted(iterated.func))
             if name in _SAME_COUNT:
-                return Level.SHARED
+                chosen = name in _OF_MAPPING and self.level(iterated) == Level.READ_OFF
+                return Level.READ_OFF if chosen else Level.SHARED
             if name == "zip":
                 return min(map(self._turns, iterated.args), default=Level.SHARED)
             if name in _PASSED_ON and iterated.args:
@@ -319,6 +338,8 @@ class DataFlow:
             return Level.SHARED
         if isinstance(node, ast.Call):
             return self._call(node)
+        if isinstance(node, ast.DictComp) and any(self.is_data(test) for each in node.generators for test in each.ifs):
+            return Level.READ_OFF
         if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):  # which keys a batch has is the data set's
             return Level.SHARED
         if isinstance(node, ast.Compare):
@@ -364,7 +385,7 @@ class DataFlow:
 
     def _test(self, node: ast.If | ast.While | ast.IfExp, test: ast.expr) -> None:
         self._expression(test)
-        if self.is_data(test):
+        if self.is_data(test) and not isinstance(self.on_several.get(id(node)), bool):
             self.tests.append((test, node))
 
     def is_data(self, test: ast.expr) -> bool:
@@ -399,6 +420,8 @@ class DataFlow:
         return batch and presence and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
+            return any(isinstance(each, ast.Constant) and each.value == "grad" for each in node.args)
         return dotted(node).endswith(".grad") or (isinstance(node, ast.Name) and node.id in self._gradients)
 
     def _asks_for_gradient(self, test: ast.Compare) -> bool:

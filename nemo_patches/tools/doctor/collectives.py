@@ -11,8 +11,8 @@ from nemo_patches.tools.doctor.syntax import LOOPS, dotted, last_part, nodes, te
 _OF_TORCH = words(
     """
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
-    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list gather
-    gather_object monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
+    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list
+    distribute_tensor gather gather_object init_device_mesh monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
     scatter_object_list
     """
 )
@@ -25,7 +25,7 @@ _OF_CHECKPOINT = words(
 _CHECKPOINT = "torch.distributed.checkpoint"
 _OF_SHARDS = words(
     """
-    full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load
+    GatheredParameters full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load
     scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params
     """
 )
@@ -139,8 +139,8 @@ class Names:
         for node in inner:
             if isinstance(node, ast.Assign) and (kind := self._wraps(node.value)) is not None:
                 found.update({name: kind for target in node.targets for name in _names_in(target)[:1]})
-            elif isinstance(node, ast.Call) and last_part(dotted(node.func)) == "fully_shard" and node.args:
-                found[last_part(dotted(node.args[0]))] = True
+            elif (argument := _sharded(node)) is not None:
+                found[last_part(dotted(argument))] = True
             elif isinstance(node, ast.Call) and dotted(node.func).endswith("engine.backward"):
                 found.setdefault(dotted(node.func).split(".")[-2], False)
         loops = [node for node in inner if isinstance(node, LOOPS)]
@@ -153,12 +153,22 @@ class Names:
                 found.update(dict.fromkeys(_names_in(loop.target)[-1:], kinds[0]))
         return found
 
+    @cached_property
+    def perhaps_sharded(self) -> frozenset[str]:
+        """Those of `wrapped` that a test decides on."""
+        inner = [node for branch in nodes(self.tree, ast.If) for node in ast.walk(branch)]
+        assigned = (target for node in inner if isinstance(node, ast.Assign) for target in node.targets)
+        given = filter(None, map(_sharded, inner))
+        return frozenset(name for node in (*assigned, *given) for name in _names_in(node)[-1:])
+
     def _wraps(self, node: ast.expr) -> bool | None:
         """Whether an expression makes sharded modules, or (False) others that reduce gradients; None for any other."""
         if isinstance(node, ast.Call):
             name = last_part(self.origin(node.func))
             if name in _WRAPPING:
                 return _WRAPPING[name] if name != "initialize" or "deepspeed" in self.origin(node.func) else None
+            if name in ("auto_wrap", "wrap") and "fsdp" in self.origin(node.func):
+                return True
             if name not in _CONTAINERS:
                 return None
         elif not isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.IfExp)):
@@ -240,8 +250,10 @@ class Surroundings:
         if origin.startswith(_CHECKPOINT) and last_part(origin) in _OF_CHECKPOINT:
             alone = any(keyword.arg == "no_dist" for keyword in call.keywords)
             return None if alone or _of_a_group(call) else replace(made, why="in which all ranks take part")
-        if last in _OF_SHARDS and owner:
+        if last_part(origin) in _OF_SHARDS and "." in origin:
             return replace(made, why="which gathers sharded parameters")
+        if holder == "accelerator" and last in ("get_state_dict", "save_state"):
+            return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
         if last in _OF_HOLDER.get(holder, ()):
             return None if holder in _STRATEGIES and _of_a_group(call) else made
         if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
@@ -276,7 +288,9 @@ class Surroundings:
             return None
         made = Collective(text_of(call.func), pairs_with=FORWARD, line=call.lineno)
         if sharded:
-            return replace(made, why="which gathers sharded parameters")
+            perhaps = last_part(dotted(module)) in self.names.perhaps_sharded
+            guess = "the module is sharded, which a test decides" if perhaps else ""
+            return replace(made, why="which gathers sharded parameters", guess=guess)
         part = self.node is not None and dotted(module).startswith("self.") and "forward" in self._methods
         guess = "" if part else "the model has buffers, which are broadcast at each call"
         return replace(made, why="whose gradients are reduced", guess=guess)
@@ -311,6 +325,12 @@ class Surroundings:
         if any(dotted(value) in self.metrics for value in values):
             return replace(made, pairs_with=LOG, why="which gathers a metric from all ranks", on_step=False)
         return None
+
+
+def _sharded(node: ast.AST) -> ast.expr | None:
+    """The module that fully_shard is called with."""
+    called = isinstance(node, ast.Call) and last_part(dotted(node.func)) == "fully_shard" and node.args
+    return node.args[0] if called else None  # type: ignore[attr-defined]
 
 
 def _names_in(node: ast.AST) -> list[str]:

@@ -47,7 +47,7 @@ from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way, suppressi
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
 _NO_BATCH = re.compile(r"\bis (not )?None\b")
-_NO_GRADIENT = re.compile(r"\bgrads\b|\bgrad\w* is (not )?None")
+_NO_GRADIENT = re.compile(r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None")
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
 _GUESSES = {
     _NO_GRADIENT.pattern: "a rank's batches leave parameters without a gradient",
@@ -55,6 +55,7 @@ _GUESSES = {
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
     r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
 }
+_OF_A_MESH = ("full_tensor",)  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
@@ -76,7 +77,7 @@ class Divergence:
 
     cause: the test, the exception or the decorator, as it is written, and its line. exit_line: of the early exit.
     by_rank: whether the rank decides. reordered: whether both make them, in another order. trains: whether the
-    function is a step of training.
+    function is a step of training. origin: what the names in the cause are assigned.
     """
 
     function: str
@@ -89,6 +90,7 @@ class Divergence:
     exit_line: int = 0
     reordered: bool = False
     trains: bool = False
+    origin: str = ""
 
     @property
     def names(self) -> str:
@@ -115,10 +117,11 @@ class Divergence:
         """What must hold for a guess to be right, at the end of a sentence; empty where it is none."""
         guesses = [each.guess for each in self.collectives]
         expected = self.function.endswith("_step") or self.exit == End.CONTINUE.value  # that a batch may be None
-        if _NO_GRADIENT.search(self.cause):
+        said = f"{self.cause} {self.origin}"
+        if _NO_GRADIENT.search(said):
             expected = self.trains
-        if not self.by_rank and not (expected and _NO_BATCH.search(self.cause)):
-            guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, self.cause)] or guesses
+        if not self.by_rank and not (expected and _NO_BATCH.search(said)):
+            guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, said)] or guesses
         return f". A guess: {guesses[0]}" if all(guesses) else ""
 
     @property
@@ -274,7 +277,7 @@ class _Function:
         names = self.scope.surroundings.names
         given = {each.arg for each in nodes(self.node.args, ast.arg)} if isinstance(self.node, Function) else set()
         constants = {name: values for name, values in names.constants.items() if name not in given}
-        return RankTests(names, {**constants, **batch_data.assignments(self.node)})
+        return RankTests(names, {**constants, **self._assigned})
 
     @cached_property
     def _on_several(self) -> Decisions:
@@ -327,7 +330,15 @@ class _Function:
                 left = tuple(one for one in each.collectives if (loop, one.name, one.line) not in said)
                 said |= {(loop, one.name, one.line) for one in left}
             if left:
-                yield replace(each, collectives=left, trains=self._trains)
+                yield replace(each, collectives=left, trains=self._trains, origin=self._origin(each))
+
+    def _origin(self, each: Divergence) -> str:
+        named = re.findall(r"\w+", each.cause) if not each.by_rank else []
+        return " ".join(text_of(value) for name in named for value in self._assigned.get(name, ()))
+
+    @cached_property
+    def _assigned(self) -> Mapping[str, list[ast.expr]]:
+        return batch_data.assignments(self.node)
 
     @cached_property
     def _trains(self) -> bool:
@@ -422,7 +433,11 @@ class _Function:
         """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
         agreed = any(each.line < divergence.line for each in self._agreements)
         loop = divergence.kind is Kind.LOOP
-        return (loop and (agreed or collective.pairs_with == LOG)) or (not loop and bool(collective.guess))
+        if collective.pairs_with in _OF_A_MESH:
+            return True
+        if loop:
+            return agreed or collective.pairs_with == LOG
+        return bool(collective.guess) and not collective.guess.startswith("the module is sharded")
 
     def _guessed(self, collective: Collective) -> Collective:
         """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a guess."""

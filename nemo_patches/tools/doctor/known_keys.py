@@ -21,12 +21,8 @@ _DDP = tuple(
 TRAINER = frozenset[str](_TABLE["trainer"])
 TRAINER_1: dict[str, str] = _TABLE["trainer_of_lightning_1"]
 EXP_MANAGER = frozenset[str](_TABLE["exp_manager"])
-ENCODERS = {
-    f"{name}{adapter}": frozenset[str](keys)
-    for name, keys in _TABLE["encoders"].items()
-    for adapter in ("", "Adapter")
-    if f"{name}{adapter}" != "TransformerEncoderAdapter"
-}
+ENCODERS: dict[str, dict[str, list[str]]] = _TABLE["encoders"]
+WITHOUT_SYNC = tuple[str, ...](_TABLE["encoders_without_sync"])
 STRATEGIES = (*_DDP, *_TABLE["strategies"])
 STRATEGY_CLASSES = tuple[str, ...](_TABLE["strategy_classes"])
 DDP_STRATEGY = frozenset[str](_TABLE["ddp_strategy"])

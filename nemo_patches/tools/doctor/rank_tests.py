@@ -104,10 +104,11 @@ class RankTests:
     def decided_on_several(self, test: ast.expr) -> bool | str:
         """What a test says on all ranks wherever there are several, whatever their number."""
         answer = self.decided(test, FIRST)
-        if answer == text_of(test) or self.about_rank(test):
-            return text_of(test)
+        if answer == text_of(test):
+            return answer
         sizes = {_FEW, _MANY, *(number for number in self._numbers([test]) if number > _FEW)}
-        alike = all(self.decided(test, Member(0, size)) == answer for size in sizes)
+        members = (*self.members([test]), *(Member(0, size) for size in sizes))
+        alike = all(self.decided(test, each) == answer for each in members)
         return answer if alike else text_of(test)
 
     def about_rank(self, test: ast.expr) -> bool:
@@ -206,9 +207,8 @@ class RankTests:
             return int(value) if isinstance(value, (int, str)) and str(value).isdigit() else value
         if name in ("os.environ.get", "os.getenv") and node.args:
             return _of_environment("os.environ", node.args[0], member)
-        value = self._by_name(node.func, member)
-        of_a_group = bool(node.args or node.keywords)
-        return _UNKNOWN if of_a_group and value == self._by_name(node.func, Member(member.rank, _FEW)) else value
+        of_a_group = node.args or node.keywords
+        return _UNKNOWN if of_a_group and last_part(name) not in _SIZES else self._by_name(node.func, member)
 
     def _by_name(self, node: ast.expr, member: Member) -> Any:
         origin = self.names.origin(node)

@@ -103,9 +103,14 @@ def _meet(condition: ast.expr, holds: bool, step: ast.expr) -> bool:
     period = periods.pop()
     counter = counters.pop()
     tries = [{period: every, counter: batch} for every in _PERIODS for batch in _BATCHES]
-    answers = [(_value(condition, each), _value(step, each)) for each in tries]
+    answers = [(_holds(condition, each), _holds(step, each)) for each in tries]
     reduced = any(unsynced is (not holds) for unsynced, _ in answers)
     return reduced and any(unsynced is holds and steps is True for unsynced, steps in answers)
+
+
+def _holds(test: ast.expr, known: Mapping[str, int]) -> bool | None:
+    value = _value(test, known)
+    return None if value is None else bool(value)
 
 
 def _value(node: ast.expr, known: Mapping[str, int]) -> int | bool | None:
@@ -117,17 +122,18 @@ def _value(node: ast.expr, known: Mapping[str, int]) -> int | bool | None:
         return node.value if isinstance(node.value, int) else None
     if isinstance(node, ast.BoolOp):
         ends = isinstance(node.op, ast.Or)
-        values = [_value(each, known) for each in node.values]
-        if any(value is ends for value in values):
+        answers = [_holds(each, known) for each in node.values]
+        if ends in answers:
             return ends
-        return None if None in values else not ends
+        return None if None in answers else not ends
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        value = _value(node.operand, known)
+        value = _holds(node.operand, known)
         return None if value is None else not value
-    operations = [node.op] if isinstance(node, ast.BinOp) else node.ops if isinstance(node, ast.Compare) else []
-    operands = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
-    values = [_value(each, known) for each in operands]
-    if len(operations) != 1 or None in values or type(operations[0]) not in OPERATIONS:
+    if not isinstance(node, (ast.BinOp, ast.Compare)):
         return None
-    result: int | bool = OPERATIONS[type(operations[0])](*values)
+    operation = node.op if isinstance(node, ast.BinOp) else node.ops[0]
+    values = [_value(each, known) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+    if None in values or len(values) != 2 or type(operation) not in OPERATIONS:
+        return None
+    result: int | bool = OPERATIONS[type(operation)](*values)
     return result
