@@ -86,6 +86,7 @@ _OF_MODEL = words(
     parameters params state weights
     """
 )
+_OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
 _ADDING = (".append", ".extend", ".add")
 _PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
@@ -331,7 +332,7 @@ class DataFlow:
             if name in self.accumulated:
                 return Level.DATA
             if isinstance(node, ast.Attribute) and name.rpartition(".")[0] != "self":
-                if node.attr in _STRUCTURE_ATTRIBUTES:
+                if node.attr in _STRUCTURE_ATTRIBUTES or node.attr in _OF_PARAMETER:
                     return Level.SHARED
                 inner = self.level(node.value)
                 return Level.READ_OFF if node.attr == "shape" and inner else inner

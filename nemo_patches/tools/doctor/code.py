@@ -44,10 +44,6 @@ class Method:
         """The name of every call in it, as written."""
         return [ast.unparse(call.func) for call in nodes(self.node, ast.Call)]
 
-    def same_as(self, other: Method) -> bool:
-        """Whether it has the same code: comments, spaces and docstrings do not count."""
-        return _code_of(self.node) == _code_of(other.node)
-
 
 @dataclass(frozen=True)
 class Copy:
@@ -221,8 +217,3 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
             if path.is_file():
                 return _defined(str(original), _module(path), nemo, steps=steps + 1)
     return None
-
-
-def _code_of(node: ast.FunctionDef) -> str:
-    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    return ast.dump(node.args) + "".join(map(ast.dump, body))

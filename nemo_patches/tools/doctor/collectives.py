@@ -11,8 +11,9 @@ from nemo_patches.tools.doctor.syntax import LOOPS, dotted, last_part, nodes, te
 _OF_TORCH = words(
     """
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
-    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list
-    distribute_tensor gather gather_object init_device_mesh monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
+    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast
+    broadcast_object_list gather gather_object
+    monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
     scatter_object_list
     """
 )

@@ -37,11 +37,11 @@ _SEVERAL = words(
 _READY = words("is_available is_initialized")  # of torch.distributed
 _VARIABLES = words("RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = words("WORLD_SIZE SLURM_NTASKS OMPI_COMM_WORLD_SIZE")
-_UNKNOWN: Any = object()
-OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+UNKNOWN: Any = object()
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Not: operator.not_,
     ast.USub: operator.neg,
-    ast.Mod: lambda left, right: left % right if isinstance(left, int) else _UNKNOWN,
+    ast.Mod: lambda left, right: left % right if isinstance(left, int) else UNKNOWN,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.FloorDiv: operator.floordiv,
@@ -99,7 +99,7 @@ class RankTests:
             texts = [part for part in parts if isinstance(part, str)]
             return (" or " if ends else " and ").join(texts) if texts else not ends
         value = self._value(test, member)
-        return ast.unparse(test) if value is _UNKNOWN else bool(value)
+        return ast.unparse(test) if value is UNKNOWN else bool(value)
 
     def decided_on_several(self, test: ast.expr) -> bool | str:
         """What a test says on all ranks wherever there are several, whatever their number."""
@@ -148,17 +148,17 @@ class RankTests:
 
     def _differs(self, node: ast.expr, members: Sequence[Member], steps: int) -> bool:
         values = [self._value(node, each, steps) for each in members]
-        return _UNKNOWN not in values and any(each != values[0] for each in values)
+        return UNKNOWN not in values and any(each != values[0] for each in values)
 
     def _value(self, node: ast.expr, member: Member, steps: int = 0) -> Any:
-        """The value of an expression on a rank; _UNKNOWN if something else than the ranks decides it."""
+        """The value of an expression on a rank; UNKNOWN if something else than the ranks decides it."""
         if steps > _MOST_STEPS:
-            return _UNKNOWN
+            return UNKNOWN
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name) and node.id in self.assigned:
             value = self._assigned(node.id, member, steps)
-            unknown_size = value is _UNKNOWN and self.assigned[node.id] and node.id in _SIZES
+            unknown_size = value is UNKNOWN and self.assigned[node.id] and node.id in _SIZES
             return member.ranks if unknown_size else value
         if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
             return self._named(node, member, steps)
@@ -169,26 +169,14 @@ class RankTests:
             return self._of_rank((node.body, node.orelse), member, steps)
         if isinstance(node, ast.BoolOp):
             decided = self.decided(node, member)
-            return _UNKNOWN if isinstance(decided, str) else decided
-        return self._operation(node, member, steps)
-
-    def _operation(self, node: ast.expr, member: Member, steps: int) -> Any:
-        operations, operands = _parts(node)
-        values = [self._value(each, member, steps + 1) for each in operands]
-        if _UNKNOWN in values:
-            return _UNKNOWN
-        try:
-            if isinstance(node, ast.Compare):
-                return all(map(_compared, operations, values, values[1:]))
-            return OPERATIONS[type(operations[0])](*values)
-        except (KeyError, TypeError, ZeroDivisionError):  # `is`; a text with a number
-            return _UNKNOWN
+            return UNKNOWN if isinstance(decided, str) else decided
+        return applied(node, lambda each: self._value(each, member, steps + 1))
 
     def _of_rank(self, given: Sequence[ast.expr], member: Member, steps: int, only: ast.expr | None = None) -> Any:
         """The value of that alternative which depends on the rank, or on their number; otherwise of `only`."""
         members = (*_PROBES, Member(0, _FEW))
         own = next((each for each in given if self._differs(each, members, steps + 1)), only)
-        return _UNKNOWN if own is None else self._value(own, member, steps + 1)
+        return UNKNOWN if own is None else self._value(own, member, steps + 1)
 
     def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""
@@ -208,7 +196,7 @@ class RankTests:
         if name in ("os.environ.get", "os.getenv") and node.args:
             return _of_environment("os.environ", node.args[0], member)
         of_a_group = node.args or node.keywords
-        return _UNKNOWN if of_a_group and last_part(name) not in _SIZES else self._by_name(node.func, member)
+        return UNKNOWN if of_a_group and last_part(name) not in _SIZES else self._by_name(node.func, member)
 
     def _by_name(self, node: ast.expr, member: Member) -> Any:
         origin = self.names.origin(node)
@@ -220,19 +208,33 @@ class RankTests:
         if name in _SIZES:
             return member.ranks
         of_torch = name in _READY and origin.rpartition(".")[0].endswith(("dist", "distributed", "comm"))
-        return True if of_torch or name in _SEVERAL else _UNKNOWN
+        return True if of_torch or name in _SEVERAL else UNKNOWN
+
+
+def applied(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
+    """The value of an operation, by those of its operands."""
+    operations, operands = _parts(node)
+    values = [value(each) for each in operands]
+    if UNKNOWN in values:
+        return UNKNOWN
+    try:
+        if isinstance(node, ast.Compare):
+            return all(map(_compared, operations, values, values[1:]))
+        return _OPERATIONS[type(operations[0])](*values)
+    except (KeyError, TypeError, ZeroDivisionError):  # `is`; a text with a number
+        return UNKNOWN
 
 
 def _compared(operation: ast.cmpop, left: Any, right: Any) -> bool:
-    return bool(OPERATIONS[type(operation)](left, right))
+    return bool(_OPERATIONS[type(operation)](left, right))
 
 
 def _of_environment(owner: str, key: ast.expr, member: Member) -> Any:
     if not owner.endswith("environ") or not isinstance(key, ast.Constant):
-        return _UNKNOWN
+        return UNKNOWN
     if key.value in _SIZE_VARIABLES:
         return str(member.ranks)
-    return str(member.rank) if key.value in _VARIABLES else _UNKNOWN
+    return str(member.rank) if key.value in _VARIABLES else UNKNOWN
 
 
 def _parts(node: ast.expr) -> tuple[list[Any], list[ast.expr]]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.finding import WARNING, Findings, at, warning
-from nemo_patches.tools.doctor.rank_tests import OPERATIONS
+from nemo_patches.tools.doctor.rank_tests import UNKNOWN, applied
 from nemo_patches.tools.doctor.syntax import Function, dotted, last_part, nodes, own_nodes, text_of
 
 WORST = WARNING
@@ -109,31 +110,21 @@ def _meet(condition: ast.expr, holds: bool, step: ast.expr) -> bool:
 
 
 def _holds(test: ast.expr, known: Mapping[str, int]) -> bool | None:
+    """Whether a test holds; None if that is not known."""
     value = _value(test, known)
-    return None if value is None else bool(value)
+    return None if value is UNKNOWN else bool(value)
 
 
-def _value(node: ast.expr, known: Mapping[str, int]) -> int | bool | None:
-    """The value of a test; None if it is not known."""
+def _value(node: ast.expr, known: Mapping[str, int]) -> Any:
     text = text_of(node)
     if text in known:
         return known[text]
     if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, int) else None
+        return node.value
     if isinstance(node, ast.BoolOp):
         ends = isinstance(node.op, ast.Or)
         answers = [_holds(each, known) for each in node.values]
         if ends in answers:
             return ends
-        return None if None in answers else not ends
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        value = _holds(node.operand, known)
-        return None if value is None else not value
-    if not isinstance(node, (ast.BinOp, ast.Compare)):
-        return None
-    operation = node.op if isinstance(node, ast.BinOp) else node.ops[0]
-    values = [_value(each, known) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
-    if None in values or len(values) != 2 or type(operation) not in OPERATIONS:
-        return None
-    result: int | bool = OPERATIONS[type(operation)](*values)
-    return result
+        return UNKNOWN if None in answers else not ends
+    return applied(node, lambda each: _value(each, known))
