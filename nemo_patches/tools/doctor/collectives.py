@@ -6,7 +6,8 @@ import ast
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemo_patches.tools.doctor.syntax import LOOPS, dotted, last_part, nodes, text_of, words
+from nemo_patches.tools.doctor.batch_data import assignments
+from nemo_patches.tools.doctor.syntax import COMPREHENSIONS, LOOPS, dotted, last_part, nodes, text_of, words
 
 _OF_TORCH = words(
     """
@@ -107,16 +108,9 @@ class Names:
         return ".".join(filter(None, (self._origins.get(first, first), rest)))
 
     @cached_property
-    def constants(self) -> dict[str, list[ast.expr]]:
-        """What the file's own names are assigned, where that is a constant."""
-        assigned = (each for each in self.tree.body if isinstance(each, ast.Assign))
-        return {
-            target.id: [each.value]
-            for each in assigned
-            if isinstance(each.value, ast.Constant)
-            for target in each.targets
-            if isinstance(target, ast.Name)
-        }
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """What the module's own names are assigned."""
+        return {name: values for name, values in assignments(self.tree).items() if values}
 
     @cached_property
     def in_parallel(self) -> bool:
@@ -172,7 +166,7 @@ class Names:
                 return True
             if name not in _CONTAINERS:
                 return None
-        elif not isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.IfExp)):
+        elif not isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.IfExp, *COMPREHENSIONS)):
             return None
         parts = (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
         return next((kind for kind in map(self._wraps, parts) if kind is not None), None)

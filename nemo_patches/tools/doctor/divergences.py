@@ -276,8 +276,8 @@ class _Function:
     def _ranks(self) -> RankTests:
         names = self.scope.surroundings.names
         given = {each.arg for each in nodes(self.node.args, ast.arg)} if isinstance(self.node, Function) else set()
-        constants = {name: values for name, values in names.constants.items() if name not in given}
-        return RankTests(names, {**constants, **self._assigned})
+        outer = {name: values for name, values in names.assigned.items() if name not in given}
+        return RankTests(names, {**outer, **self._assigned})
 
     @cached_property
     def _on_several(self) -> Decisions:
