@@ -17,6 +17,7 @@ from interpreters import python
 from simulated_job import (
     PHASES,
     Call,
+    Collective,
     DdpForward,
     Event,
     Exit,
@@ -246,20 +247,6 @@ SCENARIOS = {
         (3,),
         setups={3: Setup(torch="2.12.0")},
     ),
-    "inputs differ": Scenario(
-        [[Call(features=64 if rank == 0 else 80), Gradients()] * 9 + OUT for rank in range(4)],
-        ids.DIFFERENT,
-        (0,),
-    ),
-    "another batch size": Scenario(
-        [
-            [event for step in range(30) for event in (Call(batch=4 if rank == 2 and step < 29 else 8), Gradients())]
-            + OUT
-            for rank in range(4)
-        ],
-        ids.DIFFERENT,
-        (2,),
-    ),
     "chronic straggler": Scenario(
         [steps(100, pause=0.15 if rank == 2 else 0.1) + OUT for rank in range(4)],
         ids.STRAGGLER,
@@ -340,14 +327,6 @@ HEALTHY: dict[str, Scenario] = {
     ),
     "no rank syncs": Scenario([steps(50) + OUT] * 4, "", (), setups={rank: Setup(flag=False) for rank in range(4)}),
     "evaluation only": Scenario([evaluation(80) + OUT] * 4, "", ()),
-    "batch sizes vary": Scenario(
-        [
-            [event for step in range(20) for event in (Call(batch=4 + step * (rank + 3) % 9), Gradients())] + OUT
-            for rank in range(4)
-        ],
-        "",
-        (),
-    ),
     "one rank": Scenario([steps(50) + OUT], "", ()),
 }
 
@@ -627,7 +606,7 @@ def test_other_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     other = records.encode(header(1, 8, 1e9, Setup())).replace(b'"format":2', b'"format":1')
     (tmp_path / "other.jsonl").write_bytes(other)
     report = diagnose(Folder(tmp_path).read())
-    assert (report.findings[0].id, report.findings[0].ranks, len(report.findings)) == (ids.MISSING_RANK, (5,), 2)
+    assert (report.findings[0].id, report.findings[0].ranks, len(report.findings)) == (ids.MISSING_RANK, (5,), 1)
     told = "\n".join(report.problems)
     for said in (
         "notes.txt: not a trace",
@@ -743,8 +722,19 @@ def test_ranks_that_come_last_together_are_not_called_stragglers(tmp_path: Path)
     """DDP on Gloo has rank 0 wait for a late rank 1 in its broadcast, before the encoder."""
     late = [steps(100, pause=0.22 if rank < 2 else 0.1) + OUT for rank in range(4)]
     report = report_on(Scenario(late, "", ()), tmp_path)
-    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
-    assert report.verdict.startswith("Ranks 0-1 ") and "120 ms" in report.verdict
+    assert report.findings == ()
+    assert all((one.lag or 0.0) > 0.1 for one in report.ranks[:2])
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_of_a_rank_that_went_on_alone_nobody_else_is_accused(reports: bool, tmp_path: Path) -> None:
+    """It left a backward out. All wait by the stall reports; without them rather one went on than three are held up."""
+    ahead = [Call(), Call(), Gradients(), Collective("its own")]
+    others = [Call(), Gradients(), Collective("theirs")]
+    last = [[Call(), Call()], [Call()]] if not reports else [ahead, others]
+    first = report_on(Scenario(four(steps(9), *last), "", (), reports=reports), tmp_path).findings[0]
+    assert (first.id, first.ranks, first.call) == (ids.SKIPPED, (), 11), first
+    assert "Rank 2 is at training call 11 of ConformerEncoder, ranks 0-1, 3 at call 10" in first.text
 
 
 def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
@@ -796,7 +786,7 @@ def test_traces_that_contradict_each_other_are_no_verdict(tmp_path: Path) -> Non
     made_up = [json.dumps({**one, "t": last}).encode() for one in theirs]
     files[2].write_bytes(mine + b"\n".join(made_up) + b"\n")
     report = diagnose(Folder(tmp_path).read())
-    assert {one.id for one in report.findings} == {ids.NOT_ENOUGH, ids.TIMEOUTS}
+    assert [one.id for one in report.findings] == [ids.NOT_ENOUGH]
     assert "contradict each other" in report.verdict
 
 

@@ -47,7 +47,6 @@ DIFFERENT = _id("different-ranks")
 CAUGHT = _id("exception-caught")
 STRAGGLER = _id("straggler")
 LATE = _id("late")
-TIMEOUTS = _id("timeouts")
 
 # Phases of a call.
 LENGTH_SYNC, LAYERS = "length sync", "layers"
