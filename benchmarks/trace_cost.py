@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import nemo_patches
 from nemo_patches.patching.settings import TraceSettings
-from nemo_patches.sync.events import EventBus, GrowthBegan
+from nemo_patches.sync.events import EventBus, Grown
 from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing.recorder import tracing
 
@@ -101,8 +101,8 @@ def call_alone() -> tuple[float, float]:
 
 def unheard_event() -> float:
     """Seconds, less those of the empty loop."""
-    loops, names = 1_000_000, {"bus": EventBus(), "GrowthBegan": GrowthBegan}
-    publish = min(timeit.repeat("bus.publish(GrowthBegan(None))", globals=names, number=loops))
+    loops, names = 1_000_000, {"bus": EventBus(), "Grown": Grown}
+    publish = min(timeit.repeat("bus.publish(Grown(None, 0, 1))", globals=names, number=loops))
     return (publish - min(timeit.repeat("pass", number=loops))) / loops
 
 

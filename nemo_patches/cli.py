@@ -176,39 +176,28 @@ def status(json: _Json = False) -> None:
 @app.command()
 def diff(
     nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder with NeMo.")],
-    parts: Annotated[
-        str,
-        choice(("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: what it calls; stall: reports."),
-    ] = "nemo,sync,stall",
-    check: Annotated[bool, switch("--check", "Say which committed diff applies; write nothing.")] = False,
-    apply: Annotated[bool, switch("--apply", "Apply it: all of it, or nothing.")] = False,
-    reverse: Annotated[bool, switch("--reverse", "Remove it again.")] = False,
+    check: Annotated[bool, switch("--check", "Say whether one of patches/ applies instead.")] = False,
 ) -> None:
-    """Print the diff that adds the bounded sync, or parts of it, to a NeMo checkout; or check, apply, reverse it.
+    """Print the diff that bounds the length sync of a NeMo checkout in time. git or patch applies it.
 
-    Exit codes: 0 done; 1 nothing to do (--check: none applies, or it is applied; --apply: it is applied; --reverse: it
-    is not applied); 2 refused, and nothing was changed.
+    Exit codes: 0 printed, or one of patches/ applies; 1 none of patches/ applies; 2 refused.
     """
-    from nemo_patches.vendoring import checkouts, command, diffs
-    from nemo_patches.vendoring.errors import Declined, DiffError
-    from nemo_patches.vendoring.parts import parse
+    from nemo_patches.vendoring import checkouts, diffs
+    from nemo_patches.vendoring.errors import DiffError
 
-    given = [name for name, wanted in (("--check", check), ("--apply", apply), ("--reverse", reverse)) if wanted]
     try:
-        if len(given) > 1:
-            raise DiffError(f"found {' and '.join(given)}; allowed is one of them, or none to print the diff")
-        chosen = parse(parts)
         checkout = checkouts.read(nemo)
-        for note in () if reverse else (checkouts.uncommitted(checkout), diffs.left_out(checkout)):
-            if note:
-                typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
-        if given:
-            action = command.check if check else command.apply if apply else command.reverse
-            typer.echo(action(checkout, chosen))
-        else:  # bytes, since a checkout's carriage returns are part of the diff
-            typer.echo(command.printed(checkout, chosen), nl=False)
+        text = b"" if check else diffs.text(checkout)
+        applies, answer = diffs.check(checkout) if check else (True, "")
+        note = diffs.left_out(checkout)
     except DiffError as error:
-        raise _refused("diff", error, 1 if isinstance(error, Declined) else 2) from None
+        raise _refused("diff", error) from None
+    if note:
+        typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
+    if not applies:
+        raise _refused("diff", DiffError(answer), 1)
+    # Bytes: a checkout's carriage returns are part of the diff.
+    typer.echo(answer if check else text, nl=check)
 
 
 @app.command()

@@ -39,7 +39,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 LONGEST = (
     *("stragglers", "gallery", "diagnose_real", "new_passes", "job_watch", "stall_exit", "diagnose_running"),
     *("checkpoints", "stop_together", "auto_apply", "diagnose_killed", "deferred_metrics", "upstream", "partition"),
-    *("both_ways", "doctor_streams", "hydra_exceptions", "demo", "trace_records", "as_stock", "uneven_evaluation"),
+    *("vendored", "doctor_streams", "hydra_exceptions", "demo", "trace_records", "as_stock", "uneven_evaluation"),
     *("protocol_bound", "private_growth", "apply", "code_of_nemo"),
 )
 PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}

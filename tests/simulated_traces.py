@@ -59,9 +59,8 @@ class Trace(Listener):
         )
 
     def synced(self, rank: Rank, now: float, call: Call, sync: Sync) -> None:
-        encoder = rank.encoders[call.encoder]
         facts = {"outcome": sync.outcome, "waited": round(sync.waited_s, 6), "local": call.length}
-        self._of_call(rank, now, call, records.Sync, round=encoder.issued, result=sync.length, **facts)
+        self._of_call(rank, now, call, records.Sync, round=rank.rounds.issued, result=sync.length, **facts)
         if sync.outcome == records.TIMEOUT and self.reports:
             assert rank.rounds.latest is not None
             absent = [number for number in range(rank.job.size) if number not in rank.rounds.latest.values]

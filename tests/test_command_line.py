@@ -44,7 +44,7 @@ def test_every_help_says_the_defaults_and_the_choices(
     options = [" ".join(text.split()) for text in re.split(r"\n  (?=-)", output.partition("Options:")[2])[1:]]
     with_value = [text for text in options if re.match(r"--[a-z-]+ (<|\[|[A-Z]+(\.svg)? )", text)]
     assert [text for text in with_value if "[default: " not in text and "[required]" not in text] == []
-    counts = {"demo": 4, "run": len(ALL_SETTINGS), "status": 0, "diff": 2, "doctor": 6, "diagnose": 2}
+    counts = {"demo": 4, "run": len(ALL_SETTINGS), "status": 0, "diff": 1, "doctor": 6, "diagnose": 2}
     assert len(with_value) == counts[command]
     assert not re.search(r"<(str|int|float)", output)
 
@@ -91,7 +91,6 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "run --tiemout 3 -- true": ("--tiemout", "--timeout"),
         "run --trace-checks all -- true": ("trace_checks='all'", "'inputs'"),
         "diff": ("--nemo",),
-        "diff --nemo . --parts all": ("--parts", "'all'", "nemo, sync and stall"),
         "doctor --severity high": ("--severity", "'high'", "note, warning, error"),
         "doctor --output-format xml": ("--output-format", "'xml'", "sarif"),
         "doctor --explain NP999": ("NP999",),

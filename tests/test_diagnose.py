@@ -474,7 +474,7 @@ def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_
     write(tmp_path / "first", [[Call(), CLOSED]] * 2)
     for file in (tmp_path / "first").iterdir():
         lines = file.read_bytes().splitlines(True)
-        kinds = (b'"k":"header"', b'"k":"encoder"', b'"k":"end"')
+        kinds = (b'"k":"header"', b'"k":"end"')
         file.write_bytes(b"".join(line for line in lines if any(kind in line for kind in kinds)))
     report = diagnose(Folder(tmp_path / "first").read())
     assert (report.exit_code, report.findings[0].id) == (1, ids.WAITED_IN_VAIN), report
@@ -658,7 +658,7 @@ def test_what_is_kept_of_a_file_is_bounded() -> None:
     assert kept < 4_000_000
     calls = [records.Enter(1.0, "E" * 5000 + str(e), 1, True, [], "", "") for e in range(1000)]
     trace.take(decode(b"".join(map(records.encode, calls))))
-    assert len(trace.tracks) == 64 and all(len(track.name) < 1000 for track in trace.tracks.values())
+    assert len(trace.tracks) == 64 and all(len(track.name) < 5000 for track in trace.tracks.values())
 
 
 def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import Said, wait_until
 
-from nemo_patches.patching import start_up
+from nemo_patches import patching
 from nemo_patches.stall import job_folder, job_socket
 from nemo_patches.stall.job_socket import ENDING, JobSocket, near, remove_left
 from nemo_patches.sync import rank_log
@@ -94,7 +94,7 @@ def test_a_hosts_name_forges_no_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", name, "", "", "")))
     said = Said()
     rank_log.report(30, "a rank is late")
-    start_up._say_error("not patched")
+    patching.say_error("not patched")
     assert ["\n" in line for line in said.lines] == [False]
     assert len([line for line in capsys.readouterr().err.splitlines() if "not patched" in line]) == 1
     rank_log.logger.removeHandler(said)

@@ -139,6 +139,20 @@ def test_how_a_command_ends_is_said_if_not_well(command: str, text: str, said: S
     assert all(text in line for line in lines)
 
 
+DEFAULT_ACTION = """
+import signal
+from nemo_patches.stall import on_stall
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+on_stall.start("true", "report" * 100_000).join()
+print("goes on")
+"""
+
+
+def test_a_command_that_reads_nothing_ends_no_process_with_sigpipes_default_action() -> None:
+    done = subprocess.run([sys.executable, "-c", DEFAULT_ACTION], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+
+
 def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, said: Said, tmp_path: Path) -> None:
     monkeypatch.setattr(on_stall, "_LIMIT_S", 1.0)
     thread = on_stall.start(shell(f"echo $$ >{tmp_path}/pid; sleep 600; :"), "report" * 100_000)

@@ -103,6 +103,30 @@ def test_of_forty_encoders_only_the_rank_that_stays_away_is_missing_and_said_onc
     assert not [line for line in lines(last) if "Missing" in line]
 
 
+def one_encoder_is_apart(rank: Rank) -> list[tuple[int, str]]:
+    """Its flag is off, on every rank; of the other encoder's calls rank 1 leaves one out."""
+    begin(rank)
+    encoder, apart = Router(1, 1), Expert(1, 1)
+    apart.sync_max_audio_length = False  # type: ignore[assignment]
+    for one in (encoder, apart):
+        length_sync.synced_length(one, 100)
+    dist.barrier()
+    length_sync.use(Settings.resolve({"timeout": 2.0}))
+    found: list[tuple[int, str]] = []
+    if rank.number == 0:
+        length_sync.synced_length(encoder, 100)
+        deadline = time.monotonic() + SOON_S
+        while not (stalls := subscriber.stalls()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = [(one.rank, one.kind) for stall in stalls for one in stall.missing]
+    rank.meet("said")
+    return found
+
+
+def test_a_rank_is_not_said_to_take_no_part_because_one_of_its_encoders_takes_none() -> None:
+    assert light_ranks.run(one_encoder_is_apart, 2)[0].value == [(1, "elsewhere")]
+
+
 def two_threads(rank: Rank) -> list[int]:
     """An evaluation in a pool: one encoder, called by two threads of each rank."""
     begin(rank)

@@ -485,7 +485,8 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.gave_up_at = time.monotonic()
     sync.timed_out = WaitTimedOut(sync, round_, None)
-    assert sync.has_come(round_)  # no round of `rounds` is outstanding
+    rounds.issued = rounds.done = round_.number
+    assert sync.has_come(round_)
     watch.look(look_began_at, 10.0, is_last=True)
     assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
 

@@ -109,7 +109,7 @@ def test_a_file_ends_at_its_size_and_says_so_in_its_last_record_and_once_on_stde
         number += 1
         writer.put(grow(writer, number))
         if number % 1000 == 0:
-            wait_until(lambda: writer._queue.qsize() == 0)
+            wait_until(lambda: writer.ended or writer._queue.qsize() == 0)
     (file,) = traces.files(tmp_path)
     wait_until(lambda: writer.output._descriptor < 0)  # type: ignore[union-attr]
     writer.put(grow(writer, 0))

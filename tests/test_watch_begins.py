@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from interpreters import CHECKOUT, python
-from ranks import run_ranks, stall_monitor, wait_until
+from ranks import Said, free_port, join_group, run_ranks, stall_monitor, wait_until
 from store_proxy import Proxy, proxy  # noqa: F401  # a fixture
 
 import nemo_patches
@@ -192,3 +192,26 @@ def only_gloo(rank: int, size: int, port: int) -> list[Any]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
     return listening_ports()
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("no monitor today")
+
+
+def cannot_be_watched(rank: int, size: int, port: int) -> list[str]:
+    said = Said()
+    nemo_patches.apply()
+    attempts: list[int] = []
+    subscriber.StallMonitor = lambda *them: attempts.append(0) or broken(*them)  # type: ignore[misc,assignment]
+    join_group(rank, size, port)
+    wait_until(lambda: any("no stall reports" in line for line in said.lines))
+    so_far = len(attempts)
+    wait_until(lambda: len(attempts) > so_far + 3)
+    dist.barrier()
+    return [line for line in said.lines if "there are no stall reports of this rank, training goes on" in line]
+
+
+def test_a_rank_that_cannot_be_watched_says_so_once() -> None:
+    for result in run_ranks(cannot_be_watched, 2, free_port(), group=False):
+        (line,) = result.value
+        assert line.endswith("RuntimeError('no monitor today')")

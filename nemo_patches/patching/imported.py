@@ -1,4 +1,4 @@
-"""NeMo's classes as this process has imported them: which are there, built in, drifted, or have a sync of their own."""
+"""NeMo's classes as this process has imported them: which are there, drifted, or have a sync of their own or none."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def drift(targets: Iterable[Target]) -> dict[Target, str]:
     return {target: problem for target, problem in problems.items() if problem}
 
 
-def built_in() -> str:
-    """The version of nemo_patches that one of the diffs has put into this NeMo; empty without."""
-    return next((version for target, module in _loaded() if (version := target.built_in(module))), "")
+def nothing_to_bound() -> dict[Target, str]:
+    """The targets that are left as they are, and why: a diff has bounded them, or they have no reduce."""
+    reasons = {target: target.nothing_to_bound(module) for target, module in _loaded()}
+    return {target: reason for target, reason in reasons.items() if reason}
 
 
 def overridden(patched: Collection[Target]) -> dict[str, str]:
@@ -47,7 +48,7 @@ def overridden(patched: Collection[Target]) -> dict[str, str]:
     found: dict[str, str] = {}
     for target, module in _loaded():
         owner = target.find_owner(module)
-        if owner is not None and (target in patched or target.built_in(module)):
+        if owner is not None and (target in patched or target.nothing_to_bound(module)):
             found |= overrides(owner, target.method)
     return found
 

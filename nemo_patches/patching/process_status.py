@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from nemo_patches.options.checkpoints import CheckpointCounters
 from nemo_patches.patching.settings import AllSettings, OptionSettings, TraceSettings
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.settings import StallSettings
@@ -30,7 +29,6 @@ class Status:
     trace_file: the file that is being written, or why there is none; empty without a trace.
     unannounced: ranks that show no sign of nemo_patches: not patched, or not started.
     stalls: encoder calls that not every rank has come to, with the missing ranks; or a job without encoder calls.
-    checkpoints: what the ranks have agreed on for checkpoints; None if each rank decides for itself.
     own_syncs: a sentence for each class that overrides a bounded length sync.
     """
 
@@ -45,7 +43,6 @@ class Status:
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
     options: OptionSettings
-    checkpoints: CheckpointCounters | None = None
     own_syncs: tuple[str, ...] = ()
     trace_file: str = ""
     state: str = "on"
@@ -61,7 +58,6 @@ class Status:
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
-            *([] if self.checkpoints is None else [str(self.checkpoints)]),
         ]
         if self.unannounced:
             lines.append(f"not patched, or not started: {named(self.unannounced)}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.imported import overridden
+from nemo_patches.patching.imported import nothing_to_bound, overridden
 from nemo_patches.patching.settings import AllSettings
 from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.stall.roll_call import AllAnnounced
@@ -48,8 +48,13 @@ class StartLines:
             for sentence in admission.misspelt():
                 say(sentence, logging.WARNING)
 
-    def collection_complete(self, skipped: Mapping[Target, str]) -> None:
-        self.patched([target for target in TARGETS if target in self._patched])
+    def collection_complete(self, skipped: Mapping[Target, str], left: Mapping[Target, str]) -> None:
+        """skipped: what is not patched, and why; left: of these, what has no reduce of stock's."""
+        if self._patched or not left:
+            self.patched([target for target in TARGETS if target in self._patched])
+        for reason in dict.fromkeys(left.values()):
+            owners = ", ".join(target.owner for target in left if left[target] == reason)
+            say(f"left as it is: {owners}: {reason}; stall reports watch the job")
         say_own_syncs(overridden(self._patched).values())
         for target, reason in skipped.items():
             say(f"not patched: {target}: {reason}", logging.DEBUG)
@@ -61,7 +66,7 @@ class StartLines:
 
     def _all_patched(self, event: AllAnnounced) -> None:
         """On the stall monitor's thread. Once: a new process group has the same ranks, or is said to lack some."""
-        if not self._said_for_all:
+        if not self._said_for_all and (self._patched or not nothing_to_bound()):
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
             say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}")

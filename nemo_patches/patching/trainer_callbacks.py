@@ -100,12 +100,11 @@ class _Callbacks:
             from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
 
             found.append(TrainerExceptions())
-        settings = this_process.option_settings()
-        if stages := settings.stop_together:
-            from nemo_patches.options.stop_together import StopTogether
-            from nemo_patches.patching.settings import EVALUATION, TRAINING
+        options = this_process.option_settings()
+        if options.stop_together:
+            from nemo_patches.patching import chosen
 
-            found.append(StopTogether(training=TRAINING in stages, evaluation=EVALUATION in stages))
+            found.append(chosen.trainer_callback(options))
         return found
 
 

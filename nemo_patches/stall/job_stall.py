@@ -121,6 +121,16 @@ class JobStallWatch:
         """Whether stall_exit has decided to end this process."""
         return self._leaves_at > 0
 
+    def look_at_this_rank(self, now: float, settings: StallSettings) -> None:
+        """Call it before `look`, and before this rank answers others."""
+        limit_s = settings.stall_timeout.total_seconds()
+        if not limit_s:
+            return
+        if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
+            self._begin_anew(now)  # it was stopped and continued, with or without the job, or lacked Python's lock
+        self._looked_at = now
+        self._progress.look(now, limit_s)
+
     def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
         """is_last: this process or its process group ends, and so does any stall."""
         is_last = is_last or torch.distributed.group.WORLD is not self._world()
@@ -130,10 +140,6 @@ class JobStallWatch:
         if is_last or not limit_s:
             self._forget(now, last)
             return
-        if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
-            self._begin_anew(now)  # it was stopped and continued, with or without the job, or lacked Python's lock
-        self._looked_at = now
-        progress.look(now, limit_s)
         if progress.stepped_at != self._stepped_at:
             self._forget(now, last)
         if self.leaves:

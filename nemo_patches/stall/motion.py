@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from .occupation import Frame
 
-_COMPUTING_PART = 0.5  # of a core
+# Of the time in which it did not wait for a core. It may wait for Python's lock, too, or read what it computes with; a
+# loop that polls every hundredth of a second takes 0.01 to 0.03.
+_COMPUTING_PART = 0.2
 
 
 class ThreadMotion:

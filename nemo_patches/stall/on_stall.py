@@ -61,6 +61,9 @@ def _ended(command: list[str], data: bytes) -> str:
             )
         finally:
             os.close(told_by)
+        # In this thread, after the shell has begun: a command that does not read its input must not end a process whose
+        # user has given this signal its default action.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         with contextlib.suppress(subprocess.TimeoutExpired):
             shell.communicate(data, _LIMIT_S)  # it has ended, also if the user's os.wait() got that
         told = _told(exit_code, ends_at)

@@ -176,15 +176,19 @@ class StallMonitor:
         return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:
-        now, settings = time.monotonic(), self._settings()
+        now = time.monotonic()
+        settings = self._settings()
         timeout_s = current().timeout.total_seconds()
+        is_over = is_last or self._notes.is_reverted
+        if not is_over:
+            self.job_stall.look_at_this_rank(now, settings)  # before anything tells of it
         self.survey.tick(now)
         self._late_return.look()
         self._watch_encoders(now, timeout_s, is_last)
         if not is_last:
             self.roll_call.look(now)  # after the rounds: a late one is reported with the same ranks
         self._end_report.look(now, is_last)
-        self.job_stall.look(time.monotonic(), settings, is_last or self._notes.is_reverted)
+        self.job_stall.look(time.monotonic(), settings, is_over)
         self._answer_visitors()
 
     def _begin_look(self) -> Look:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..growth import grow_privately, growth, outside_inference_mode
-from .events import Grown, GrowthBegan, bus
+from .events import Grown, bus
 from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
@@ -64,7 +64,6 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
 def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
     length, before = synced_length(encoder, seq_length), encoder.max_audio_length
     if length > before:
-        bus.publish(GrowthBegan(encoder))
         _grow(encoder, grow, length, device)
         bus.publish(Grown(encoder, before, encoder.max_audio_length))
 

@@ -68,7 +68,7 @@ class WatchedRounds:
 
     def has_come(self, round_: Round) -> bool:
         """Whether this round has completed, even if the training thread has not looked yet."""
-        return round_.came_at > 0 or self.round is not round_ or self.rounds.has_come()
+        return self.rounds.done >= round_.number
 
     def has_failed(self) -> bool:
         """Whether a round has failed, even if the training thread has not looked yet: there will be no more."""
@@ -100,7 +100,6 @@ class WatchedRounds:
     # What follows is the training thread's.
 
     def was_issued(self, round_: Round) -> None:
-        """After the channel's issue(): `has_come` takes the channel's rounds for the latest one's."""
         self.latest_rounds.append(round_)
         self.round = round_
 
@@ -192,10 +191,6 @@ class CallLeft(NamedTuple):
     waited: timedelta
     local: int  # this rank's own length
     result: int  # the one that the encoder grows to
-
-
-class GrowthBegan(NamedTuple):
-    encoder: torch.nn.Module  # not to be kept
 
 
 class Grown(NamedTuple):

@@ -32,7 +32,7 @@ from ..channel.store import JobStore
 from ..text import first_line
 from . import events
 from .events import Group, Report, Round, WatchedRounds, bus
-from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
+from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, Clock, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError
 
@@ -195,6 +195,7 @@ class Sequence:
     def __init__(self, rounds: Rounds) -> None:
         self.rounds = rounds
         self.protocol = LengthProtocol()
+        self.clock = Clock()  # before the latest call that takes part
         self.latest: tuple[EncoderSync, Round] | None = None  # the latest round, and its encoder
 
     def came(self, in_time: bool, settings: Settings) -> None:
@@ -290,12 +291,14 @@ class EncoderSync(WatchedRounds):
         self._outcome = ""
         self.in_call = True
         try:
-            clock = self.sequence.protocol.clock
+            self.apart = _apart(encoder, settings)
+            if not self.apart:
+                self.sequence.clock = self.sequence.protocol.clock
+            clock = self.sequence.clock
             training = encoder.training
             number = self._calls + 1
             self.latest_call = (number, clock)
             bus.publish(events.CallBegan(self, number, clock, training))
-            self.apart = _apart(encoder, settings)
             if self.apart == FLAG_IS_OFF and number == 1:
                 bus.publish(events.FlagIsOff(encoder, self))
             if self.apart or self.ended:
@@ -309,7 +312,7 @@ class EncoderSync(WatchedRounds):
                 encoder=encoder,
                 sync=self,
                 outcome=self._outcome,
-                round=self._issued,
+                round=self.rounds.issued,
                 waited=self._waited - waited_before,
                 local=length,
                 result=result,

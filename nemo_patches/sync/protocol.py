@@ -65,7 +65,6 @@ class LengthProtocol:
         self.clock = Clock()  # of this rank's current call
         self.length = 0  # this rank's own, of its current call
         self.outstanding = False  # a round was issued and its result has not been seen
-        self.calls = self.rounds = self.timeouts = 0  # rounds: a count for people; their numbers are the channel's
         self._agreed_clock, self._agreed_length = Clock(-1), 0
         self._completed = 0  # rounds whose result was seen
         self._breaker = 0  # timed-out waits that are not forgotten: k in docs/design.md
@@ -75,7 +74,6 @@ class LengthProtocol:
 
     def begin(self, length: int, training: bool, completed: int | None) -> bool:
         """Start a call; `completed` is the outstanding round's result, if it has one. True: issue a round now."""
-        self.calls += 1
         self.length = length
         self.clock = self.clock.next(training)
         if completed is not None:
@@ -85,13 +83,11 @@ class LengthProtocol:
     def value(self) -> int:
         """The value to reduce in the round that is being issued."""
         self.outstanding = True
-        self.rounds += 1
         return pack(self.clock, self.length)
 
     def withdraw(self) -> None:
         """The round was not issued after all: a signal handler has raised before."""
         self.outstanding = False
-        self.rounds -= 1
 
     def wait_limit(self, timeout: timedelta) -> timedelta | None:
         """How long this call may wait for the round that it issued; None: not at all."""
@@ -111,7 +107,6 @@ class LengthProtocol:
             self._breaker = self._wait_after = 0
 
     def timed_out(self) -> None:
-        self.timeouts += 1
         self._in_time = 0
         self._breaker = min(self._breaker + 1, _MAX_TIMEOUTS)
         self._wait_after = self._completed + 2**self._breaker - 2

@@ -89,7 +89,7 @@ class Recorder:
         self._over = ""  # why nothing is recorded any more
         self._group: weakref.ref[Any] | None = None  # the process group that the header tells of
         self._encoders: weakref.WeakKeyDictionary[torch.nn.Module, EncoderState] = weakref.WeakKeyDictionary()
-        self._seen: Counter[str] = Counter()  # encoders, by class
+        self._seen: Counter[str] = Counter()  # encoders without other ranks, by class
         self._hook: ExceptionHook | None = None
         self._failed = ""  # the exception that ends this process, unless an encoder is called again
         self._uncaught = False  # it came to the interpreter: then the exit code is known
@@ -227,13 +227,19 @@ class Recorder:
         if vars(encoder).get("_is_replica"):
             self.end(logging.WARNING, "nn.DataParallel's replicas are not recorded")
             return None
-        name = type(encoder).__name__
-        self._seen[name] += 1
-        title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
+        title = self._title(encoder)
         words = self.settings.checks
         state = EncoderState(title, EncoderChecks(words, encoder, title) if words else None)
         self._encoders[encoder] = state
         return state
+
+    def _title(self, encoder: torch.nn.Module) -> str:
+        """As stall reports name it, and all ranks do; this call is about to ask for its sync anyway."""
+        if (sync := length_sync.sync_of(encoder)) is not None:
+            return sync.title
+        name = type(encoder).__name__
+        self._seen[name] += 1
+        return name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
 
     def _open(self, group: Any) -> bool:
         """Begin a file, or another one where the process group has made this another rank."""

@@ -73,8 +73,8 @@ def _run(rank: Rank, events: Connection) -> None:
     nemo_logging.setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if rank.patched:
-        timeouts = {"timeout": 1.0, "call_timeout": 0.0, "stall_timeout": STALL_TIMEOUT_S}
-        settings: dict[str, Any] = {**timeouts, "dump": str(rank.folder / "dump"), **rank.hang.settings}
+        timeouts = {"timeout": 1.0, "stall_timeout": STALL_TIMEOUT_S}
+        settings: dict[str, Any] = {**timeouts, **rank.hang.settings}
         nemo_patches.apply(**settings)
     else:
         nemo_patches.revert()  # the user may have auto-apply on, and stock must be stock

@@ -13,7 +13,6 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from nemo_patches.text import safe
 from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.jobs import COMPLETED, DemoError, RankJob, RunOutcome, Task
 
@@ -88,6 +87,7 @@ def _stock_hangs(jobs: Sequence[RankJob]) -> bool:
 
 def _verdict_on(pids: Sequence[int], waited_s: float) -> str:
     """As by `nemo-patches diagnose --pids`."""
+    from nemo_patches.text import safe
     from nemo_patches.tools.diagnose import running  # only where a run hangs
     from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here
 

@@ -21,7 +21,7 @@ from nemo_patches.tools.diagnose.verdicts import doings, evidence_of, finding
 
 OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse nobody
 LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
-_PHASES = {ids.LENGTH_SYNC: "in the length sync", ids.LAYERS: "in its layers"}
+_PHASES = {ids.LENGTH_SYNC: "in the length sync", ids.LAYERS: "after the length sync"}
 _KNOWN_ENDS = (fates.RAISED, *CONSEQUENCES, fates.TERMINATED, fates.ENDED)
 
 

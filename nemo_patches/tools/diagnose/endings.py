@@ -81,15 +81,21 @@ def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool
     by_rank = {
         rank: _ending(trace, tracks.get(rank), has_syncs, moving=moving, over=over) for rank, trace in traces.items()
     }
-    # A round that completed on one rank had been issued by all: a trace that lacks it is incomplete.
+    # All had issued a round that came on one, by whichever of their encoders: a trace that lacks it is incomplete.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
     for rank, ending in by_rank.items():
-        if not ending.unsure and not ending.sync_ended and ending.came_to < proven and not moving:
-            lost_last = ending.came_to == proven - 1 and ending.process.unknown
+        came_to = max(ending.came_to, _latest_issued(traces[rank]))
+        if not ending.unsure and not ending.sync_ended and came_to < proven and not moving:
+            lost_last = came_to == proven - 1 and ending.process.unknown
             unsure = f"it came to round {proven}, which its trace does not have"
             ending = replace(ending, unsure=unsure, lost_last=lost_last)
         by_rank[rank] = replace(ending, round=max(ending.round, proven))
     return by_rank
+
+
+def _latest_issued(trace: RankTrace) -> int:
+    """The latest round that any of its encoders has issued: all share the rounds."""
+    return max((track.calls.round[-1] for track in trace.tracks.values() if track.calls.n), default=0)
 
 
 def _latest_that_came(track: Track) -> int:

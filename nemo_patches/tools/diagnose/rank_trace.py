@@ -28,7 +28,6 @@ CUT = "its last line is not whole"
 MOST_CALLS = 1 << 21  # of one encoder; older ones are dropped
 MOST_ENCODERS = 64
 _MOST_KEPT = 256  # exceptions and stall reports each: the first ones and the last
-_LONGEST_NAME = 200  # characters
 _LONGEST_KEPT = 4000  # characters of a text, items of a list
 _KEPT = defaultdict(lambda: slice(_LONGEST_KEPT), traceback=slice(-_LONGEST_KEPT, None))
 _BACKWARDS_S = 1.0  # a record may be so much older than the one before, as several threads write
@@ -79,7 +78,6 @@ class Track:
     name: str
     calls: Calls = field(default_factory=Calls)
     leapt_to: int = 0  # a call number that does not follow; believed once the next record agrees
-    round_leapt_to: int = 0  # likewise, a round
     damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
 
     @property
@@ -106,6 +104,8 @@ class RankTrace:
     count: int = 0
     bad_lines: int = 0
     odd_records: int = 0  # that do not follow from those before
+    round: int = 0  # the latest that it has issued
+    round_leapt_to: int = 0  # one that does not follow; believed once the next agrees
     mixed: bool = False  # another start's lines are in it
     cut: bool = False  # its last line is not whole
     gap: str = ""  # why it could not be read to its end
@@ -172,7 +172,7 @@ class RankTrace:
     def _track(self, name: str) -> Track | None:
         track = self.tracks.get(name)
         if track is None and len(self.tracks) < MOST_ENCODERS:
-            track = self.tracks[name] = Track(name[:_LONGEST_NAME])
+            track = self.tracks[name] = Track(name[:_LONGEST_KEPT])
         elif track is None:
             self._stray()
         return track
@@ -206,11 +206,27 @@ class RankTrace:
             self._odd(track)
             return
         if code not in (LOCAL, ENDED):
-            if not _follows(track, record.round):
+            if not self._follows(record.round):
                 self._odd(track)
                 return
             calls.round[-1] = record.round
         calls.synced[-1], calls.outcome[-1], calls.waited[-1] = after, code, record.waited
+
+    def _follows(self, number: int) -> bool:
+        """Whether a call may have this round: it issued the next one, or none. A leap counts once the next agrees.
+
+        All encoders share the rounds.
+        """
+        before = self.round
+        leapt = self.round_leapt_to
+        self.round_leapt_to = 0
+        anew = number == 1 < before  # under a new process group
+        # A trace may begin while a job trains.
+        if before == 0 or number - before in (0, 1) or anew or (leapt and number - leapt in (0, 1)):
+            self.round = number
+            return True
+        self.round_leapt_to = number
+        return False
 
     def _out_of_order(self, track: Track, record: Any) -> None:
         """Take a record of a call that is not open: lines before it are lost, or it is from another process."""
@@ -249,18 +265,6 @@ class RankTrace:
     def _damage_all(self) -> None:
         for track in self.tracks.values():
             track.damaged_at = track.last
-
-
-def _follows(track: Track, number: int) -> bool:
-    """Whether a call may have this round: it issued the next one, or none. A leap counts once the next agrees."""
-    before = track.calls.round[-1]
-    leapt, track.round_leapt_to = track.round_leapt_to, 0
-    anew = number == 1 < before  # under a new process group
-    # A trace may begin while a job trains.
-    if before == 0 or number - before in (0, 1) or anew or (leapt and number - leapt in (0, 1)):
-        return True
-    track.round_leapt_to = number
-    return False
 
 
 def _keep(kept: list[_Kept], record: _Kept) -> None:

@@ -36,7 +36,7 @@ class Difference:
     def __str__(self) -> str:
         own = f"{self.own.key}: {NOT_SET}" if not self.own.given else str(self.own)
         other = "null" if self.other is None else self.other
-        return f"{own}; there: {other}{', the default' * (self.is_default and other != NOT_SET)}"
+        return f"{own}; there: {other}" + (", the default" if self.is_default and other != NOT_SET else "")
 
 
 @cache
@@ -69,7 +69,8 @@ def differences(config: Config, other: Mapping[str, Any]) -> Iterator[Difference
     own = dict(settings(config))
     for key in [*own, *(key for key in other if key not in own)]:
         default = _default(tuple(key.split(".")))
-        mine, theirs = own.get(key, default), other.get(key, default)
+        mine = own.get(key, default)
+        theirs = other.get(key, default)
         if mine != theirs and UNKNOWN not in (mine, theirs) and _is_there(config, key):
             yield Difference(config.get(key), theirs, key not in other)
 

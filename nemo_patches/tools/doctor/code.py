@@ -16,6 +16,7 @@ from nemo_patches.tools.doctor.collectives import BACKWARD, COMPUTE, ENCODER, LO
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.encoders import ENCODERS
 from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.finding import counted
 from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 _MOST_BYTES = 1 << 20
@@ -106,11 +107,11 @@ class Code:
 
     @property
     def headline(self) -> str:
-        bases = sorted({each.base or each.copy.of for each in self.classes if each.base or each.copy})  # type: ignore[union-attr]
+        bases = sorted({each.base or (each.copy.of if each.copy else "") for each in self.classes} - {""})
         compared = f"compared with the installed NeMo's {', '.join(bases)}" if bases else "no class of NeMo's in it"
-        return f"{len(self.classes)} class{'es' * (len(self.classes) != 1)}; " + (
-            compared if self.nemo else "NeMo is not installed here, so it is compared with nothing"
-        )
+        if not self.nemo:
+            compared = "NeMo is not installed here, so it is compared with nothing"
+        return f"{counted(len(self.classes), 'class', 'es')}; {compared}"
 
 
 def read(path: Path, nemo: Path | None = None) -> Code:
@@ -121,8 +122,13 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     tree = _tree(path, content)
     try:
         names = Names(tree)
-        classes = tuple(_class(node, names, nemo, _in_nemo(path)) for node in nodes(tree, ast.ClassDef))
-        return Code(path, classes, divergences(tree), nemo, _comments(path, content))
+        return Code(
+            path=path,
+            classes=tuple(_class(node, names, nemo, in_nemo=_in_nemo(path)) for node in nodes(tree, ast.ClassDef)),
+            divergences=divergences(tree),
+            nemo=nemo,
+            comments=_comments(path, content),
+        )
     except RecursionError:
         raise DoctorError(f"{path}: its code is nested too deep to be followed") from None
 
@@ -164,7 +170,7 @@ def _module(path: Path) -> ast.Module:
     return _tree(path, _content(path))
 
 
-def _class(node: ast.ClassDef, names: Names, nemo: Path | None, in_nemo: bool) -> Class:
+def _class(node: ast.ClassDef, names: Names, nemo: Path | None, *, in_nemo: bool) -> Class:
     bases = list(_bases_in_nemo(node, names.tree, nemo)) if nemo else []
     of_nemo: dict[str, Method] = {}
     for _, base, module in bases:
@@ -172,7 +178,14 @@ def _class(node: ast.ClassDef, names: Names, nemo: Path | None, in_nemo: bool) -
     methods = _methods(node, names)
     is_encoder = any(target.owner == name for target in ENCODERS for name, _, _ in bases)
     copy = _copied(node.name, methods, nemo) if nemo and not is_encoder and not in_nemo else None
-    return Class(node.name, node.lineno, methods, of_nemo, bases[0][0] if bases else "", copy)
+    return Class(
+        name=node.name,
+        line=node.lineno,
+        methods=methods,
+        of_nemo=of_nemo,
+        base=bases[0][0] if bases else "",
+        copy=copy,
+    )
 
 
 def _methods(node: ast.ClassDef, names: Names) -> dict[str, Method]:
@@ -203,7 +216,8 @@ def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None
 
 def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator[tuple[str, ast.ClassDef, ast.Module]]:
     """NeMo's classes that it inherits from, nearest first, and the module of each."""
-    waiting, seen = [(node, tree)], {node.name}
+    waiting = [(node, tree)]
+    seen = {node.name}
     while waiting and len(seen) < _MOST_BASES:
         inner, where = waiting.pop(0)
         for base in inner.bases:
@@ -230,7 +244,7 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
         inner = nemo.joinpath(*str(node.module).split(".")[1:])
         for path in (inner.with_suffix(".py"), inner / "__init__.py") if original else ():
             if path.is_file():
-                return _defined(str(original), _module(path), nemo, steps + 1)
+                return _defined(str(original), _module(path), nemo, steps=steps + 1)
     return None
 
 

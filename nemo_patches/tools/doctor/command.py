@@ -16,7 +16,7 @@ from nemo_patches.tools.doctor import against, config_files, examination, fixes,
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import Rule, Severity
+from nemo_patches.tools.doctor.finding import Rule, Severity, counted
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.request import FORMATS, SEVERITIES, Request
 
@@ -46,7 +46,7 @@ def _carry_out(request: Request) -> int:
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
     _refuse(request, paths, overrides)
-    run = _Run(request, rules, paths, overrides)
+    run = _Run(request=request, rules=rules, paths=paths, overrides=overrides)
     if request.ranks:
         run.of_ranks()
     reports = [_from(each, severity) for each in run.reports()]
@@ -56,7 +56,7 @@ def _carry_out(request: Request) -> int:
     if written:  # what is left counts
         reports = [_from(each, severity) for each in run.examined(suppressions.of_project())]
         left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
-        _complain(f"{left} finding{'s' * (left != 1)} left" if left else "nothing but notes left")
+        _complain(f"{counted(left, 'finding')} left" if left else "nothing but notes left")
     return max(each.exit_code for each in reports)
 
 
@@ -103,7 +103,7 @@ class _Run:
         return [
             examination.examine_code(path, self.rules, project)
             if path.suffix == ".py"
-            else examination.examine(path, self.overrides, self.rules, patched, project)
+            else examination.examine(path, self.overrides, self.rules, patched=patched, project=project)
             for path in self.paths
         ]
 
@@ -192,7 +192,8 @@ def _fix(each: Examination, write: bool) -> bool:
     if each.config is None:
         return False
     changes = [finding.change for _, finding in each.findings if finding.change is not None]
-    path, before = each.config.source.path, each.config.source.text
+    path = each.config.source.path
+    before = each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
     typer.echo(fixes.diff(path, before, after).encode(errors="surrogateescape"), nl=False)  # bytes: to be applied
     for reason in refused:

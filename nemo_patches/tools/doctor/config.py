@@ -111,8 +111,8 @@ class Config:
             elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
                 node = node[int(key)]
             else:
-                return Value(".".join(keys), default, "default", self.source.line(keys))
-        return Value(".".join(keys), node, self.origin(keys), self.source.line(keys))
+                return Value(".".join(keys), default, origin="default", line=self.source.line(keys))
+        return Value(".".join(keys), node, origin=self.origin(keys), line=self.source.line(keys))
 
     def origin(self, keys: Keys) -> str:
         for depth in range(len(keys) - 1, 0, -1) if self.files else ():
@@ -172,7 +172,15 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     overridden = _overridden(source.path, tree, overrides)
     found = interpolations.resolve(source, tree)
     files, unread = input_files.read_into(tree, found)
-    return Config(source, tree, overridden, found.broken, frozenset(found.of_machine), files, unread)
+    return Config(
+        source=source,
+        tree=tree,
+        overridden=overridden,
+        broken=found.broken,
+        of_machine=frozenset(found.of_machine),
+        files=files,
+        unread=unread,
+    )
 
 
 def _with(node: Any, keys: Keys, value: Any) -> Any:
@@ -211,7 +219,8 @@ def _overridden(path: Path, tree: dict[str, Any], texts: Sequence[str]) -> froze
     from hydra.core.override_parser.overrides_parser import OverridesParser  # 0.2 s
     from hydra.errors import HydraException
 
-    parser, given = OverridesParser.create(), []
+    parser = OverridesParser.create()
+    given = []
     for text in texts:
         try:
             if len(text) > LONGEST_TEXT or depth_of(text) > MOST_LEVELS:
@@ -254,7 +263,7 @@ def _override(tree: dict[str, Any], override: Override) -> Keys:
     elif override.is_add() and before is not None and not isinstance(value, (dict, list)):
         raise _Refused(": it is there already; ++ sets it in any case")
     else:
-        holder[last] = _merged(keys, before, value, adds)
+        holder[last] = _merged(keys, before, value, adds=adds)
     return keys
 
 
@@ -275,14 +284,14 @@ def _holder(tree: dict[str, Any], keys: Keys, adds: bool) -> Any:
     return holder
 
 
-def _merged(keys: Keys, before: Any, value: Any, adds: bool) -> Any:
+def _merged(keys: Keys, before: Any, value: Any, *, adds: bool) -> Any:
     """Hydra merges a mapping into the one that is there, and replaces anything else."""
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     for key in value:
         if key not in before and not adds:
             raise _does_not_fit((*keys, key), before)
-    return {**before, **{key: _merged((*keys, key), before.get(key), new, adds) for key, new in value.items()}}
+    return before | {key: _merged((*keys, key), before.get(key), new, adds=adds) for key, new in value.items()}
 
 
 def _does_not_fit(keys: Keys, holder: Any) -> _Refused:

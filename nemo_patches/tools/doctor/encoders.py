@@ -137,26 +137,34 @@ class Encoder(Section):
         target = _class_name(mel.get("_target_").value)
         if target not in _MEL:
             return None
-        rate, stride = mel.get("sample_rate", 16000), mel.get("window_stride", 0.01)
-        hop, exact = mel.get("n_window_stride"), mel.get("exact_pad", False)
+        rate = mel.get("sample_rate", 16000)
+        stride = mel.get("window_stride", 0.01)
+        hop = mel.get("n_window_stride")
+        exact = mel.get("exact_pad", False)
         pad_to = mel.get("pad_to", 16 if target == _MEL[0] else 0)
         if rate.number is None or (hop.number or stride.number) is None or pad_to.number is None:
             return None
         samples = int(hop.number or rate.number * float(stride.number or 0))
         if samples < 1:
             return None
-        read = (hop if hop.number else stride, pad_to)
-        return Frames(rate.number, samples, not exact.on, int(pad_to.number), read)
+        return Frames(
+            rate=rate.number,
+            hop=samples,
+            center=not exact.on,
+            pad_to=int(pad_to.number),
+            read=(hop if hop.number else stride, pad_to),
+        )
 
     def _spectrogram(self, holder: Keys) -> Frames | None:
         """From AudioToSpectrogram, which the audio models have for an encoder."""
         beside = Section(self.config, holder)
         if _class_name(beside.get("encoder._target_").value) != "AudioToSpectrogram":
             return None
-        hop, rate = beside.get("encoder.hop_length"), beside.get("sample_rate")
+        hop = beside.get("encoder.hop_length")
+        rate = beside.get("sample_rate")
         if not hop.number or not rate.number:
             return None
-        return Frames(rate.number, int(hop.number), True, 0, (hop, rate))
+        return Frames(rate=rate.number, hop=int(hop.number), center=True, pad_to=0, read=(hop, rate))
 
 
 def found_in(config: Config) -> Iterator[Encoder]:

@@ -33,8 +33,8 @@ class Examination:
     """
 
     name: str
-    headline: str
-    findings: tuple[Pair, ...]
+    headline: str = ""
+    findings: tuple[Pair, ...] = ()
     error: str = ""
     config: Config | None = None
     lines: tuple[str, ...] = ()
@@ -64,7 +64,8 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
     Raises DoctorError for one that no rule's identifier begins with.
     """
     rules = all_rules()
-    wanted, unwanted = _identifiers(select), _identifiers(ignore)
+    wanted = _identifiers(select)
+    unwanted = _identifiers(ignore)
     for identifier in (*wanted, *unwanted):
         if not any(rule.identifier.startswith(identifier) for rule in rules):
             raise _no_rule(identifier)
@@ -105,13 +106,14 @@ def examine(
     try:
         config = reading.with_overrides(config_files.read(path), overrides)
     except DoctorError as error:
-        return Examination(str(path), "", (), str(error))
+        return Examination(str(path), error=str(error))
     agree = patched is not None and OptionSettings.resolve().checkpoints == AGREED
     job = Job(config, patched, agree)
     report = Examination(str(config.source.path), job.headline, checked(job, rules), config=config)
     # With overrides or as patched, other suppressions may be needed.
     complete = not overrides and patched is None and set(rules) == set(all_rules())
-    return _answered(report, suppressions.in_lines(enumerate(config.source.text.splitlines(), 1)), project, complete)
+    own = suppressions.in_lines(enumerate(config.source.text.splitlines(), 1))
+    return _answered(report, own, project, complete=complete)
 
 
 def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Examination:
@@ -119,14 +121,14 @@ def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppressio
     try:
         found = code.read(path)
     except DoctorError as error:
-        return Examination(str(path), "", (), str(error))
+        return Examination(str(path), error=str(error))
     report = Examination(str(path), found.headline, checked(found, rules, "code"))
     complete = found.nemo is not None and set(rules) == set(all_rules())  # without NeMo some rules find nothing
-    return _answered(report, suppressions.in_lines(found.comments.items()), project, complete)
+    return _answered(report, suppressions.in_lines(found.comments.items()), project, complete=complete)
 
 
 def _answered(
-    report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], complete: bool
+    report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], *, complete: bool
 ) -> Examination:
     """Drop the findings that suppressions answer; if complete, add what is wrong with the suppressions."""
     left, used = suppressions.applied(Path(report.name), (*own, *project), report.findings)

@@ -76,7 +76,15 @@ def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
         for name, value in os.environ.items()
         if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
     }
-    return Facts(here.rank, socket.gethostname(), os.getpid(), versions, settings, environment, dict(loaders))
+    return Facts(
+        rank=here.rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions=versions,
+        settings=settings,
+        environment=environment,
+        loaders=dict(loaders),
+    )
 
 
 class _Part:

@@ -26,7 +26,8 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
     A change is left out where it would not do just what it says: the value comes from an override, or from an anchor
     that others share, or the text is read differently elsewhere after it.
     """
-    source, refused = config.source, []
+    source = config.source
+    refused = []
     for change in changes:
         name = ".".join(change.keys)
         try:
@@ -81,7 +82,8 @@ def _with(source: YamlText, change: Change) -> YamlText:
     text = _replaced(source, node, change.value) if node is not None else _inserted(source, change)
     try:
         after = yaml_text.parse(source.path, text)
-        wanted, got = _tree(source), _tree(after)
+        wanted = _tree(source)
+        got = _tree(after)
     except DoctorError:
         raise _CannotBeMade("the text cannot be read after it") from None
     put(wanted, change.keys, change.value)
@@ -109,7 +111,9 @@ def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
     start = node.start_mark.index
     offset = _offset(source.text)
     anchor = re.match(r"&\S+\s+", source.text[start + offset : node.end_mark.index + offset])
-    return _spliced(source.text, start + (anchor.end() if anchor else 0), node.end_mark.index, _scalar(value))
+    if anchor:
+        start += anchor.end()
+    return _spliced(source.text, start=start, end=node.end_mark.index, new=_scalar(value))
 
 
 def _inserted(source: YamlText, change: Change) -> str:
@@ -123,10 +127,11 @@ def _inserted(source: YamlText, change: Change) -> str:
     start = key.start_mark.index
     newline = "\r\n" if "\r\n" in source.text else "\n"
     indent = " " * key.start_mark.column
-    return _spliced(source.text, start, start, f"{change.keys[-1]}: {_scalar(change.value)}{newline}{indent}")
+    line = f"{change.keys[-1]}: {_scalar(change.value)}{newline}{indent}"
+    return _spliced(source.text, start=start, end=start, new=line)
 
 
-def _spliced(text: str, start: int, end: int, new: str) -> str:
+def _spliced(text: str, *, start: int, end: int, new: str) -> str:
     offset = _offset(text)
     return text[: start + offset] + new + text[end + offset :]
 

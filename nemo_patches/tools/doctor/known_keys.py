@@ -38,4 +38,4 @@ PROFILERS = tuple[str, ...](_TABLE["profilers"])
 
 def closest(name: str, known: Collection[str], likeness: float = 0.85) -> str:
     """The known name that a misspelt one is most like, by difflib's ratio; empty if it is like none."""
-    return next(iter(get_close_matches(name, known, 1, likeness)), "")
+    return next(iter(get_close_matches(name, known, n=1, cutoff=likeness)), "")

@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.finding import counted
 
 OFF = ("0", "n", "no", "false", "f")  # as torch reads a switch, in lower case
 _PACKAGES = ("nemo_toolkit", "torch", "lightning", "pytorch-lightning")
@@ -31,7 +32,7 @@ class Machine:
     @property
     def headline(self) -> str:
         torch = f"torch {self.torch}" if self.torch else "without torch"
-        return f"variables of NCCL and torch; {torch}, {self.gpus} GPU{'s' * (self.gpus != 1)}"
+        return f"variables of NCCL and torch; {torch}, {counted(self.gpus, 'GPU')}"
 
     @property
     def torch_release(self) -> Version | None:

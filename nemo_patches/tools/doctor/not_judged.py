@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor import encoders
 from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, note
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note, warning
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.job import Job
@@ -94,8 +94,8 @@ def findings(job: Job, check: Check) -> Findings:
             rules -= {rule for rule, _ in found}
         if rules:
             what = f"not judged: {', '.join(sorted(rules))}: {unknown.why}"
-            severity = NOTE if unknown.open else WARNING
-            yield Finding(severity, what, (unknown.value,), unknown.instead)
+            make = note if unknown.open else warning
+            yield make(what, unknown.value, unknown.instead)
     yield from _no_manifest(job)
     yield from _no_trainer(job)
 

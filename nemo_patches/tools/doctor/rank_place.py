@@ -40,4 +40,5 @@ def place(variables: Mapping[str, str] = os.environ) -> RankPlace:
     if not address:
         raise DoctorError("--ranks: MASTER_ADDR is not set; torchrun sets it")
     by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankPlace(rank, size, address, port, has_server=rank == 0 and not by_launcher)
+    has_server = rank == 0 and not by_launcher
+    return RankPlace(rank=rank, size=size, address=address, port=port, has_server=has_server)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from nemo_patches.text import named, safe
+from nemo_patches.tools.doctor.finding import counted
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Ranks:
 
     @property
     def headline(self) -> str:
-        hosts = len(self.hosts)
-        return f"{len(self.facts)} of {self.size} ranks answered, on {hosts} host{'s' * (hosts != 1)}"
+        return f"{len(self.facts)} of {self.size} ranks answered, on {counted(len(self.hosts), 'host')}"
 
     def lines(self) -> list[str]:
         """One line for each setting of the data loaders that is the same on all ranks."""

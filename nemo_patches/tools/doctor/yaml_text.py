@@ -74,7 +74,7 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
         nodes[keys] = node
         if key_node is not None:
             key_nodes[keys] = key_node
-    return YamlText(path, text, nodes, key_nodes)
+    return YamlText(path=path, text=text, nodes=nodes, key_nodes=key_nodes)
 
 
 def _content(path: Path) -> bytes:
@@ -173,7 +173,7 @@ def _children(
     for line, source in merged:
         if not isinstance(source, yaml.MappingNode):
             raise DoctorError(f"{path}:{line}: << merges a {source.id}; expected a mapping")
-        yield from _children(path, keys, source, merges + 1)
+        yield from _children(path, keys, source, merges=merges + 1)
 
 
 def _place(error: yaml.YAMLError) -> str:

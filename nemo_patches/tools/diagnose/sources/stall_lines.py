@@ -32,7 +32,7 @@ _DOES = {
     " compiles": COMPILATION,
     " exports a model": EXPORT,
 }
-_GOES_ON = re.compile(r"(?:: ?)? go(?:es)? on")
+_GOES_ON = re.compile(r"(?:: ?)? (?:go(?:es)? on|computes?, without a step)")
 _LEFT = Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
 _FATES = (
     *(("has left", _LEFT), ("have left", _LEFT)),

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from nemo_patches.stall.rank_groups import WAITING
-from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED
+from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED, is_guess
 from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
-from nemo_patches.stall.rank_state import CALLING, MOVING
+from nemo_patches.stall.rank_state import CALLING, COMPUTING, MOVING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
@@ -31,7 +31,7 @@ KIND = "stall reports"
 LONGEST = 1 << 20  # bytes
 _NAME = re.compile(r"stall_rank_\d{1,7}\.json")
 _FATES = {SILENT: fates.SILENT, LEFT: fates.ENDED, UNANNOUNCED: fates.UNSEEN}
-_GOES_ON = (CALLING, MOVING)
+_GOES_ON = (CALLING, MOVING, COMPUTING)
 
 
 class Group(msgspec.Struct):
@@ -48,6 +48,7 @@ class Group(msgspec.Struct):
     caller: str = ""
     hook: str = ""
     activity: str = ""
+    request: str = ""
     worker_states: tuple[str, ...] = ()
     batch: str = ""
     still: float = -1.0
@@ -150,6 +151,9 @@ def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...
     kinds = {group.kind for group in answer.groups}
     if answer.level == "WARNING":
         return judged if kinds & {WAITING, SILENT} else (finding(ids.NO_RANK_MOVES, answer.text),)
+    elsewhere = [group for group in answer.groups if group.kind == ELSEWHERE]
+    if elsewhere and all(group.request and not is_guess(group.request) for group in elsewhere):
+        return ()  # they wait for a person or a request, and the others for them
     unsettled = [group for group in answer.groups if group.is_unsettled]
     if unsettled:
         return (_too_early(unsettled),)
@@ -199,7 +203,8 @@ def _values(group: Group) -> Iterator[Fate | Place | Motion]:
         is_gone = group.kind == SILENT and group.where == PROCESS_GONE
         yield Fate(fates.GONE if is_gone else _FATES[group.kind])
     elif group.kind in _GOES_ON:  # from one collective to the next
-        yield replace(group.place, collective=group.collective or LENGTH_SYNC)
+        in_sync = "" if group.kind == COMPUTING else LENGTH_SYNC
+        yield replace(group.place, collective=group.collective or in_sync)
         yield Motion(True, f"it was {group.kind}")
     elif group.kind in (WAITING, ELSEWHERE):  # of any other nothing is known
         yield Fate(fates.RUNS)

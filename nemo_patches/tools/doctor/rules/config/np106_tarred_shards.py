@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import WARNING, Findings, counted, stops
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING
@@ -39,11 +39,8 @@ def check(job: Job) -> Findings:
         files = dataset.get("tarred_audio_filepaths")
         for count in _counts(files.value):
             if 0 < count < job.ranks:
-                yield stops(
-                    f"{dataset.where}: {count} tar file{'s' * (count > 1)} for {job.ranks_text}, and no rank gets any",
-                    (files, job.devices, job.nodes, strategy),
-                    "at least as many tar files as ranks",
-                )
+                what = f"{dataset.where}: {counted(count, 'tar file')} for {job.ranks_text}, and no rank gets any"
+                yield stops(what, (files, job.devices, job.nodes, strategy), "at least as many tar files as ranks")
 
 
 def _counts(files: Any) -> Iterator[int]:

@@ -31,7 +31,7 @@ def check(job: Job) -> Findings:
             "sync_batchnorm on the CPU: the first training step stops with an error",
             (switch, job.accelerator, *batch),
             "sync_batchnorm: false",
-            Change(("trainer", "sync_batchnorm"), False),
+            change=Change(("trainer", "sync_batchnorm"), False),
         )
 
 

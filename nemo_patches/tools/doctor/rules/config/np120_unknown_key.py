@@ -15,6 +15,7 @@ from nemo_patches.tools.doctor.encoders import CLASS_NAMES, class_of
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
+from nemo_patches.tools.doctor.trees import Keys
 
 WORST = WARNING
 BAD = """\
@@ -35,10 +36,10 @@ def check(job: Job) -> Findings:
         if keys == ("trainer",) and job.has_trainer:
             yield from _of_trainer(job, section)
         elif keys == ("exp_manager",):
-            yield from _close(job, keys, section, known_keys.EXP_MANAGER)
+            yield from _close(job, keys, known_keys.EXP_MANAGER)
         cls = class_of(section.get("_target_"))
         if cls is not None and cls.name in known_keys.ENCODERS:
-            yield from _close(job, keys, section, known_keys.ENCODERS[cls.name])
+            yield from _close(job, keys, known_keys.ENCODERS[cls.name])
         elif cls is None and "_target_" in section:
             yield from _close_class(job.get((*keys, "_target_")))
 
@@ -57,7 +58,8 @@ def _of_trainer(job: Job, section: Collection[str]) -> Findings:
         yield warning(f"{value.key} {known}: Lightning's trainer stops the job at its start", value, instead)
 
 
-def _close(job: Job, keys: tuple[str, ...], section: Collection[str], known: frozenset[str]) -> Findings:
+def _close(job: Job, keys: Keys, known: frozenset[str]) -> Findings:
+    section = job.get(keys).value
     for key in section:
         close = "" if key in known else closest(key, known - set(section), _AS_CLOSE)
         if close and not key.startswith(f"{close}_") and not key.endswith(f"_{close}"):

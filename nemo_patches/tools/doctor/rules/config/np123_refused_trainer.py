@@ -40,27 +40,27 @@ def _names(job: Job) -> Findings:
     name = strategy.value.lower() if isinstance(strategy.value, str) else strategy.value
     if not isinstance(name, dict):
         if strategy.given:
-            yield from _no_such("strategy", strategy, ("auto", *STRATEGIES), name)
+            yield from _no_such("strategy", strategy, ("auto", *STRATEGIES), name=name)
         if job.accelerator.value == "cpu" and str(name).startswith("fsdp"):
             yield _refused(f"{strategy.text} needs GPUs", (strategy, job.accelerator), "strategy: ddp")
     elif "_target_" not in name:
         yield _refused("strategy is a mapping without _target_", strategy, "strategy: ddp, or a _target_ in it")
     if job.accelerator.given:
-        yield from _no_such("accelerator", job.accelerator, ACCELERATORS, job.accelerator.value)
+        yield from _no_such("accelerator", job.accelerator, ACCELERATORS)
     precision = job.trainer("precision")
     if precision.value is not None and "flash" not in str(precision.value):
-        yield from _no_such("precision", precision, PRECISIONS, precision.value)
+        yield from _no_such("precision", precision, PRECISIONS)
     algorithm = job.trainer("gradient_clip_algorithm")
     if algorithm.value is not None:
-        yield from _no_such(algorithm.key, algorithm, CLIPPING, str(algorithm.value).lower())
+        yield from _no_such(algorithm.key, algorithm, CLIPPING, name=str(algorithm.value).lower())
     profiler = job.trainer("profiler")
     if isinstance(profiler.value, str):
-        yield from _no_such("profiler", profiler, PROFILERS, profiler.value)
+        yield from _no_such("profiler", profiler, PROFILERS)
 
 
-def _no_such(what: str, value: Value, known: tuple[str | int, ...], name: object) -> Findings:
-    """name: the value, in lower case where Lightning does not look at that."""
-    if value.known and name not in known:
+def _no_such(what: str, value: Value, known: tuple[str | int, ...], *, name: object = None) -> Findings:
+    """name: the value in lower case, where Lightning does not look at that."""
+    if value.known and (name or value.value) not in known:
         words = [each for each in known if isinstance(each, str)]
         close = closest(str(value.value).lower(), words, likeness=0.6)
         instead = f"{value.key}: {close}" if close else f"one of {', '.join(words[:8])}"
@@ -73,7 +73,7 @@ def _numbers(job: Job) -> Findings:
             is_time = isinstance(limit.value, dict) or ":" in limit.text
             lightning = "Lightning before 2.6" if is_time and "val_check" in limit.key else "Lightning"
             instead = "a share from 0.0 to 1.0, or a whole number of batches"
-            yield _refused(f"{limit.key} is {limit.text}", limit, instead, lightning)
+            yield _refused(f"{limit.key} is {limit.text}", limit, instead, lightning=lightning)
     steps = job.trainer("max_steps", -1)
     if steps.number is None or steps.number < -1:
         yield from _is(steps, "a whole number, or -1 for no limit")

@@ -9,7 +9,7 @@ Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops
+from nemo_patches.tools.doctor.finding import WARNING, Findings, counted, note, stops
 from nemo_patches.tools.doctor.job import Job, count
 from nemo_patches.tools.doctor.known_keys import DDP_STRATEGY, STRATEGY_CLASSES, closest
 
@@ -68,9 +68,9 @@ def _sizes(job: Job) -> Findings:
     devices = count(job.devices.value) if tensor.value == "auto" else tensor.number
     if job.ranks and nodes is not None and devices is not None and nodes * devices != job.ranks:
         product = f"{nodes:.0f} (data_parallel_size) times {devices:.0f} (tensor_parallel_size)"
-        ranks = "is 1 rank" if job.ranks == 1 else f"are {job.ranks} ranks"
+        there = "there is" if job.ranks == 1 else "there are"
         yield stops(
-            f"{product} is {nodes * devices:.0f}, and there {ranks}",
+            f"{product} is {nodes * devices:.0f}, and {there} {counted(job.ranks, 'rank')}",
             (data, tensor, job.devices, job.nodes),
             "sizes that make up the number of ranks; auto is the number of nodes (data), and of devices (tensor)",
         )
