@@ -11,6 +11,7 @@ from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."  # a summary of logs
+OF_MODEL = "the model"  # in place of a Seat's group: what DDP's construction compares
 NOT_TOLD = -1  # the rank of a Fact, or the number of a Seat, that its source does not name
 
 

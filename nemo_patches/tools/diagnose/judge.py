@@ -36,6 +36,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     inner,
     is_for_memory,
     killed,
+    node_failed,
     raised,
     who,
 )
@@ -154,7 +155,7 @@ def _causes(hearing: Hearing) -> list[Finding]:
     reported = [fact for fact in facts if hearing[fact.rank].reported is not None]
     firsts = _first_by_calls(first_of(reported or facts), hearing)
     others_are_missing = not reported and any(one.reported is not None for one in hearing.accounts.values())
-    return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts)]
+    return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts), *_nodes(hearing)]
 
 
 def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
@@ -174,6 +175,13 @@ def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
         if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
             others = [one for one in hearing.accounts.values() if one.fate_fact not in some]
             yield killed([hearing[fact.rank] for fact in some], some, others[:4])
+
+
+def _nodes(hearing: Hearing) -> Iterator[Finding]:
+    facts = hearing.told(fates.NODE)
+    if facts:
+        others = [one for one in hearing.accounts.values() if one.fate_kind not in ("", fates.NODE)]
+        yield node_failed(facts, others[:4])
 
 
 def _is_behind(one: Account, hearing: Hearing) -> bool:

@@ -44,6 +44,8 @@ _NEXT_STEPS = {
     ids.TRACED: "Detach the debugger from process {pid} on {host}.",
     ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
     "stderr; the job cannot go on without it.",
+    ids.NODE_FAILED: "Look at that node (`scontrol show node`, its console, `dmesg`), leave it out (`--exclude`), and "
+    "start the job again from its last checkpoint; the code is not the reason.",
     ids.OUT_OF_MEMORY: "Give the job more host memory, or use less: data loader workers, caches, pinned memory. Which "
     "process was killed, the host's `dmesg` shows; ranks that time out after it waited for it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error; if there is none, it had fewer batches: make their "
@@ -59,8 +61,8 @@ _NEXT_STEPS = {
     "fewer in an evaluation, a collective that only some ranks call.",
     ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
     "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
-    ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
-    "broadcast meets positional encodings of different sizes: nemo_patches keeps their shapes equal.",
+    ids.SIZES: "Look for a tensor whose size depends on the rank: modules that run in another order or only on some "
+    "ranks, unlike parameters, or unused ones.",
     ids.CROSSED: "Look for the ranks without any evidence here, and for code that runs collectives of several groups "
     "in an order that depends on the rank.",
     ids.SOME_INSIDE: "Look at what these ranks do (while they run, `py-spy dump --native --pid {pid}` on {host}); on a "
@@ -277,6 +279,8 @@ _FATES = {
     **_ENDS,
     fates.WAITED: "a time-out: a consequence, it waited",
     fates.CUT: "a connection closed: a consequence, another rank had gone",
+    fates.PASSED_ON: "a consequence: it passed on",
+    fates.HEARD: "it was told of another rank's time-out, and had none itself",
     fates.GONE: "no record tells of its end",
     fates.LOGGED: "a traceback, which may have been caught",
 }
@@ -320,6 +324,15 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 
 
+def node_failed(facts: Sequence[Fact], others: Sequence[Account]) -> Finding:
+    """The job ended because a node did. The fact that names the node comes first."""
+    ordered = sorted(facts, key=lambda fact: " node " not in fact.fate_text)
+    first = ordered[0]
+    text = f"A node of the job failed ({first.fate_text}) [{first.cite}]."
+    evidence = [*(cited(fact, fact.fate_text) for fact in ordered), *evidence_of(others)]
+    return finding(ids.NODE_FAILED, text, evidence=evidence)
+
+
 def is_for_memory(fact: Fact) -> bool:
     return fact.fate_text.startswith(fates.FOR_MEMORY)
 
@@ -333,6 +346,11 @@ _CURES = (
     (
         "shared memory",
         "Give the container more shared memory (`docker run --shm-size`, /dev/shm), or the data loader fewer workers.",
+    ),
+    (
+        "killed by signal: Killed",
+        "A worker of its data loader was killed, most likely for want of memory: `dmesg` on its host tells. Use fewer "
+        "workers, a smaller prefetch_factor, or give the job more host memory.",
     ),
     ("Bus error", "A full /dev/shm ends a process so: give the container more (`docker run --shm-size`)."),
     ("Duplicate GPU", "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK), CUDA_VISIBLE_DEVICES."),
