@@ -12,7 +12,17 @@ from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, GONE_FATES, HELD, Account, Hearing
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
-from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step, parties
+from nemo_patches.tools.diagnose.verdicts import (
+    ENDING,
+    Wait,
+    all_absent,
+    evidence_of,
+    finding,
+    in_no_collective,
+    out_of_step,
+    parties,
+    step_of,
+)
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
 _OUT = (*HELD, fates.GONE, fates.ENDED, fates.KILLED, fates.RAISED, fates.SILENT, fates.MISSING, fates.UNSEEN)
@@ -149,6 +159,16 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
         return Ruling(tuple(all_absent(stuck, None, evidence)))
     if moving:
         return _goes_on(moving)
+    looked_at = [one for one in here if one.was_looked_at_twice and one.place_fact]
+    if stuck and hearing.unseen:
+        least = min(one.still_s or 0.0 for one in stuck)
+        text = f"{in_no_collective(stuck)}, and has not moved for {least:.0f} s"
+        text = text if len(stuck) == 1 else text.replace("and has not", "and have not")
+        text += f"; {named(hearing.unseen)} {'was' if len(hearing.unseen) == 1 else 'were'} not seen."
+        return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence, next_step=step_of(ids.NOT_SEEN)),))
+    if looked_at and len(looked_at) == len(here):
+        text = f"So far no hang: {in_no_collective(looked_at)}. Look again if it lasts."
+        return Ruling(text=text, goes_on=True, is_too_early=True)
     return Ruling()
 
 

@@ -33,6 +33,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     capital,
     evidence_of,
     finding,
+    in_no_collective,
     inner,
     is_for_memory,
     killed,
@@ -127,6 +128,10 @@ def _not_enough(evidence: Evidence) -> Finding:
     unseen = sorted(set(range(min(evidence.world_size, _MOST_RANKS))) - told)
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
     text = f"Of {who(told)} something is told, and nothing that decides{of_others}."
+    placed = [one for one in accounts_of(evidence).values() if one.place.where and not one.place.collective]
+    if placed:
+        text = f"{in_no_collective(placed)}: one look at each tells no more{of_others}."
+        looked_for = ""
     for fact in evidence.facts:
         if isinstance(fact.value, Motion) and fact.value.moved:
             text = (

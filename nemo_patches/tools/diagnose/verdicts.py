@@ -236,6 +236,13 @@ def doings(accounts: Sequence[Account]) -> str:
     return "; ".join(f"{named(ranks)}: {text}" for text, ranks in list(told.items())[:_MOST_PLACES])
 
 
+def in_no_collective(accounts: Sequence[Account]) -> str:
+    """ "rank 1 is in no collective: it waits for its data loader: select (selectors.py:415)"."""
+    is_ = "is" if len(accounts) == 1 else "are"
+    told = doings(accounts)
+    return f"{who(account.rank for account in accounts)} {is_} in no collective" + (f": {told}" if told else "")
+
+
 def doing(account: Account) -> str:
     """How a rank that others wait for ended, or where it is."""
     fate, place = account.fate, account.place
