@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -19,6 +20,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     jobs_here,
     pids_in,
 )
+from nemo_patches.tools.diagnose.facts import Evidence, Member
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
@@ -73,7 +75,11 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
     source = ", ".join(safe(str(path)) for path in paths[:4])
     # A rank that reports a stall has waited for stall_timeout.
     stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
-    return _print(judge(evidence, source, stuck_after_s), json)
+    reports = [judge(evidence, source, stuck_after_s)]
+    for name, facts in evidence.other_jobs.items():
+        size = max((fact.value.world_size for fact in facts if isinstance(fact.value, Member)), default=0)
+        reports.append(judge(Evidence(facts, world_size=size), f"job {name}", stuck_after_s))
+    return _print_all(reports, json, len(reports))
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:
@@ -87,12 +93,16 @@ def _ask(job: str | None, pids: str, json: bool) -> int:
             jobs = jobs_here(job or "")
         except NothingToLookAtError:
             raise error from None
+    return _print_all(map(running.diagnose, jobs), json, len(jobs))
+
+
+def _print_all(reports: Iterable[Diagnosis], json: bool, count: int) -> int:
+    """Of several jobs: as JSON one a line. The exit code of a job with a finding counts first."""
     codes = set()
-    for ranks in jobs:
-        report = running.diagnose(ranks)
-        if len(jobs) > 1 and not json:
+    for report in reports:
+        if count > 1 and not json:
             print(f"--- {report.folder}")
-        codes.add(_print(report, json, one_line=len(jobs) > 1))
+        codes.add(_print(report, json, one_line=count > 1))
     return 1 if 1 in codes else max(codes)
 
 

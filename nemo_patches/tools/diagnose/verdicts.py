@@ -25,6 +25,7 @@ _Key = TypeVar("_Key")
 _Member = TypeVar("_Member")
 _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
+_MOST_DETAILED = 4  # ranks of a group
 _MOST_PLACES = 3  # that a sentence tells
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
@@ -437,7 +438,14 @@ def _of_group(group: list[Account]) -> Iterable[str]:
         yield f"{ranks} [{first.fate_fact.cite}{others}]: {_FATES[first.fate_kind]}{text}"
     if first.place_fact is not None:
         yield f"{ranks} [{first.place_fact.cite}{others}]: {_where(first, len(group))}{_when(first)}"
-        yield from (f"  {detail}" for account in group[:4] for detail in account.place.details)
+        yield from _details(group)
+
+
+def _details(group: Sequence[Account]) -> Iterable[str]:
+    """What explains the ranks' place; with the ranks, where it is not told of all of them."""
+    of_detail = [(detail, account.rank) for account in group[:_MOST_DETAILED] for detail in account.place.details]
+    for detail, ranks in parties(of_detail).items():
+        yield f"  {detail}" if len(set(ranks)) == len(group) else f"  {who(ranks)}: {detail}"
 
 
 def _where(account: Account, ranks: int) -> str:

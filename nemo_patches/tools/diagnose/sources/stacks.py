@@ -79,7 +79,7 @@ class _Header(msgspec.Struct):
 
 
 def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) -> list[Fact]:
-    """The facts of the job with the most ranks here: two jobs' ranks have the same numbers."""
+    """The facts of the job with the most ranks here; those of other jobs go to evidence.other_jobs."""
     by_job: dict[str, list[tuple[str, HostJob]]] = {}
     for name, file in files:
         for job in file.jobs:
@@ -90,8 +90,11 @@ def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) ->
     if len(ordered) > 1:
         names = ", ".join(safe(jobs[0][1].name or "without a name", 100) for jobs in ordered[:4])
         evidence.problems.append(
-            f"stacks of {len(ordered)} jobs ({names}): read is the first; `nemo-patches stacks --job DIR` takes one"
+            f"stacks of {len(ordered)} jobs ({names}): each is judged, the first with all else that lies there"
         )
+    for jobs in ordered[1:]:
+        name = safe(jobs[0][1].name or "without a name", 100)
+        evidence.other_jobs[name] = [fact for _, job in jobs for fact in of_samples(job)]
     return [fact for _, job in ordered[0] for fact in of_samples(job)]
 
 
