@@ -20,7 +20,7 @@ _RANKED = (
     *(fates.RAISED, fates.KILLED, fates.NODE, fates.STOPPED, fates.TRACED, fates.WAITED, fates.CUT),
     *(fates.PASSED_ON, fates.STUCK),
     *(fates.ABORTED, fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.SILENT, fates.MISSING),
-    *(fates.UNSEEN, fates.UNREADABLE, fates.LOGGED, fates.HEARD, fates.RUNS),
+    *(fates.UNSEEN, fates.UNREADABLE, fates.LOGGED, fates.UNRESOLVED, fates.HEARD, fates.RUNS),
 )
 
 

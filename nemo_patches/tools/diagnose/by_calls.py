@@ -292,6 +292,8 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
         text += doings([one.account for one in some]) or "stuck there, or killed"
     elif kind == ids.SOME_INSIDE or (first.ending.position >= usual.ending.position and not first.ending.unsure):
         text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
+    elif first.ending.unsure and not any(one.ending.phase for one in others):
+        text = f"{who} {is_} not where {theirs} {waits}, after {usual.call.title}: {it_does}"
     else:
         there, here = usual.ending.call, first.ending.call + 1
         number = f" (call {there} there, {here} here)" if there != here and not first.ending.unsure else ""
@@ -317,6 +319,8 @@ def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
         inside = f"inside {first.call.title}, {_PHASES[first.ending.phase]}"
         return f"{inside}; {told}" if told else inside
     if kind == ids.KILLED:
+        if first.kind == fates.FAILED:
+            return f"{'it' if is_one else 'they'} failed {_where(first)}: {first.account.fate.text}"
         they_were, their_end = ("it was", "its end") if is_one else ("they were", "their ends")
         return f"{they_were} killed or crashed {_where(first)}: no record tells of {their_end}"
     if kind == ids.SILENT:

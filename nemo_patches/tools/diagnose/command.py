@@ -32,6 +32,7 @@ from nemo_patches.tools.diagnose.watch import once
 JSON_FORMAT = 2  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
 _NARROWEST = 80  # columns, of a table that can be read
+_LONG_BYTES = 32_000_000  # some seconds' reading
 _LONGEST_TEXT = 4000  # characters of anything that is printed
 
 
@@ -51,6 +52,8 @@ def run(paths: list[Path], *, json: bool, plot: Path | None = None, job: str | N
         return _ask(job, pids, json)
     except (UnreadableError, NothingToLookAtError) as error:
         raise DiagnoseError(safe(str(error))) from error
+    except BrokenPipeError:  # cli.py has the answer
+        raise
     except OSError as error:
         raise DiagnoseError(f"{safe(str(error.filename or ''))}: {error.strerror or error}") from error
     except KeyboardInterrupt:
@@ -61,6 +64,7 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
     found = reading.find(paths) if plot is None or all(map(os.path.isdir, paths)) else reading.Found()
     if plot is not None and not found.traces:
         raise DiagnoseError(f"{safe(str(paths[0]))} is no folder of traces: --plot needs one")
+    _say_size(found)
     jobs = [once(folder) for folder in found.traces]
     if plot is not None:
         job, report = jobs[0]
@@ -80,6 +84,15 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
         size = max((fact.value.world_size for fact in facts if isinstance(fact.value, Member)), default=0)
         reports.append(judge(Evidence(facts, world_size=size), f"job {name}", stuck_after_s))
     return _print_all(reports, json, len(reports))
+
+
+def _say_size(found: reading.Found) -> None:
+    """On a terminal, before what takes seconds."""
+    files = [file for files in found.by_reader.values() for file in files if file.is_file()]
+    files += [file for folder in found.traces for file in folder.iterdir() if file.is_file()]
+    size = sum(file.stat().st_size for file in set(files))
+    if size >= _LONG_BYTES and sys.stderr is not None and sys.stderr.isatty():
+        print(f"reading {size / 1e6:.0f} MB in {len(set(files))} files ...", file=sys.stderr, flush=True)
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:

@@ -21,6 +21,7 @@ STUCK = "stuck"  # its NCCL watchdog does not get on: a CUDA or NCCL call does n
 LOGGED = "logged"  # its log has a traceback, and nothing tells whether that ended it: it may have been caught
 PASSED_ON = "passed on"  # it ended by an exception that another rank had raised, and all were told
 NODE = "node"  # its node failed, says the scheduler or the launcher
+UNRESOLVED = "unresolved"  # it cannot resolve the address at which the ranks meet; harmless if it starts all the same
 HEARD = "heard"  # it was told of another rank's time-out, and had none itself
 RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why

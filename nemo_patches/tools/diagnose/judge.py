@@ -25,7 +25,7 @@ from nemo_patches.tools.diagnose.accounts import (
 from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
-from nemo_patches.tools.diagnose.by_places import by_places
+from nemo_patches.tools.diagnose.by_places import HAS_ENDED, by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.facts import ALL_WELL, Evidence, Fact, Fate, Member, Motion
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, Ruling
@@ -91,7 +91,7 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
         if causes[0].severity == CRITICAL:
             rest = [replace(one, because=causes[0].id) for one in rest]
         return Ruling((*causes, *rest))
-    if hang.findings or hang.goes_on:
+    if hang.findings or (hang.goes_on and hang.text != HAS_ENDED):
         return _with_contradictions(hang, hearing)
     ends = by_ends(hearing)
     return _with_contradictions(ends if ends.findings else hang, hearing)

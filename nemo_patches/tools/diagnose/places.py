@@ -56,7 +56,7 @@ _MOST_PLACES = 3  # of the user's own, that `where` tells
 _SERVICE_THREADS = (
     *("QueueFeederThread", "pin_memory", "tqdm", "MsgRouter", "monitor", "Thread-monitor", "asyncio", "pt_"),
 )
-# A thread that stands there is no part of the user's program.
+# Code of threads that are no part of the user's program: this package may be a checkout.
 _SERVICE_FILES = re.compile(r"(^|/)(tqdm|nemo_patches)/")
 
 
@@ -214,9 +214,9 @@ def of_autograd(main: Sequence[Frame], others: Sequence[Sequence[Frame]]) -> int
 
 def is_users(name: str, frames: Sequence[Frame]) -> bool:
     """Whether a thread stands in the user's code."""
-    if name.startswith(_SERVICE_THREADS) or any(_SERVICE_FILES.search(frame.file) for frame in frames):
+    if name.startswith(_SERVICE_THREADS):
         return False
-    return any(not is_library(frame) for frame in frames)
+    return any(not is_library(frame) and not _SERVICE_FILES.search(frame.file) for frame in frames)
 
 
 class Looked(Protocol):

@@ -81,8 +81,9 @@ _NEXT_STEPS = {
     ids.NO_RANK_MOVES: "They wait for something outside: a server, a file, a lock. Look at the place.",
     ids.NOT_SEEN: "Collect on every host of the job (`nemo-patches stacks --json > $(hostname).json`), and give the "
     "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
-    ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
-    "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
+    ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; "
+    "`nemo-patches diagnose` on each host while it hangs names the rank, and so does a trace (NEMO_PATCHES_TRACE) of a "
+    "NeMo job.",
     ids.START_UP: "Look at the ranks without any evidence here, and their stderr: a process that was not started, "
     "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
     ids.STUCK_WATCHDOG: "Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next "
@@ -288,6 +289,7 @@ _FATES = {
     fates.WAITED: "a time-out: a consequence, it waited",
     fates.CUT: "a connection closed: a consequence, another rank had gone",
     fates.PASSED_ON: "a consequence: it passed on",
+    fates.UNRESOLVED: "it cannot resolve the address at which the ranks meet",
     fates.HEARD: "it was told of another rank's time-out, and had none itself",
     fates.GONE: "no record tells of its end",
     fates.LOGGED: "a traceback, which may have been caught",

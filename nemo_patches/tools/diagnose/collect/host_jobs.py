@@ -97,16 +97,22 @@ def look(
     between_s: float = _BETWEEN_LOOKS_S,
     at_most_s: float = STUCK_AFTER_S + LONGER_S,
 ) -> HostJob:
-    """Look at the ranks of a job twice, and again until `is_enough`, or for at_most_s."""
+    """Look at the ranks of a job twice, and again until `is_enough`, for at_most_s, or until Ctrl-C."""
     began, host = time.monotonic(), socket.gethostname()
+    here = belongings(ranks)  # of a rank that ends meanwhile nothing would be found
     first = last = take(ranks)
+    is_interrupted = False
     while True:
-        time.sleep(between_s)
-        last = take(ranks, last)
+        try:
+            time.sleep(between_s)
+            last = take(ranks, last)
+        except KeyboardInterrupt:
+            is_interrupted = True
         sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
         job = HostJob(host, time.time(), _in_order_of_spawn(sampled))
-        if is_enough(job) or time.monotonic() - began > at_most_s:
-            return replace(job, belongings=belongings(one.rank for one in job.ranks))
+        if is_interrupted or is_enough(job) or time.monotonic() - began > at_most_s:
+            later = belongings(one.rank for one in job.ranks)
+            return replace(job, belongings=tuple(dict.fromkeys((*here, *later))))
 
 
 def has_settled(job: HostJob) -> bool:

@@ -26,7 +26,7 @@ _CHECKED = "collectives checked by torch"  # the group of fingerprints, which ha
 _WORDS = (
     *("NCCL", "nccl", "ollective", "arrier", "atchdog", "gloo", "pair closure", "imed out", "imeout", "store"),
     *("Duplicate GPU", "sizes: ", "group info", "Culprit", "ranks", "last enqueued", "remote p"),
-    *("dump signal", "due to timeout", "inconsistent"),
+    *("dump signal", "due to timeout", "inconsistent", "gai error"),
 )
 _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
 TIMEOUT = re.compile(
@@ -84,6 +84,10 @@ _DEFAULT_BARRIERS = (":1", ":0", ":default_pg")
 _BARRIER_PASSED = re.compile(r"Rank (\d{1,7}): Completed store-based barrier for (?:key:)?(\S{1,80})? ?with (\d{1,7})")
 _CLIENTS = re.compile(r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\. (\d{1,7})/(\d{1,7}) ")
 CONNECTING = re.compile(r"client socket has timed out after \d{1,12} ?m?s while trying to connect to \(?([^)]{1,200})")
+_UNRESOLVED = re.compile(
+    r"(?:network addresses of \(?([^,)]{1,200})[^)]{0,40}\)? cannot be retrieved )?"
+    r"\(?gai error: (-?\d{1,4}[^)\]]{0,80})"
+)
 UNIQUE_ID = re.compile(
     r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ncclUniqueId from \[(\d{1,7})\]"
 )
@@ -241,6 +245,10 @@ class C10dLines:
         if signal[1] and enqueued > completed >= 0 and len(self._groups) < 4 * MOST_KEPT:
             self._groups.setdefault((line.rank, completed + 1), name)
             self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", "", line))
+
+    def _take_unresolved(self, found: re.Match[str], line: Line) -> None:
+        address = f"{shown(found[1])}: " if found[1] else ""
+        self._found.add(line.rank, Fate(fates.UNRESOLVED, f"{address}{shown(found[2])}"), line)
 
     def _take_observed(self, _: re.Match[str], line: Line) -> None:
         self._found.add(line.rank, Fate(fates.HEARD), line)
@@ -504,6 +512,7 @@ _REPORTS: tuple[_LineReader, ...] = (
     ("monitoredBarrier", _REACHED, lambda own, by, line: own._note_joined([int(by[1])], line)),
 )
 _OF_ANY_LINE: tuple[_LineReader, ...] = (
+    ("gai error", _UNRESOLVED, C10dLines._take_unresolved),
     ("Duplicate GPU", _DUPLICATE, C10dLines._take_duplicate),
     ("loo", GLOO, C10dLines._take_gloo),
     ("pair closure", GLOO, C10dLines._take_gloo),

@@ -57,7 +57,7 @@ _NEEDLES = (
     *(b"ut of memory", b"bus error", b"killed ", b"srun: error", b"terminated with ", b"died", b"Error"),
     *(b"Fatal Python", b"Traceback (most", b"pid ", b"due to timeout", b"dump signal", b"lost communication"),
     *(b"Node failure", b"with PID", b"Remote daemon", b"inconsistent", b"eturning from train", b"raining finished"),
-    *(b"raining complete", b"raining done", b"inished training", b"Trainer.fit` stopped"),
+    *(b"raining complete", b"raining done", b"gai error", b"inished training", b"Trainer.fit` stopped"),
 )
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
