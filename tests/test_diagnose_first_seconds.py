@@ -77,7 +77,7 @@ def test_of_two_jobs_in_a_folder_each_is_judged(tmp_path: Path, capsys: pytest.C
     host_file(tmp_path, *goes_on, *hangs)
     assert command.run([tmp_path], json=False) == 1
     told = capsys.readouterr().out
-    assert "No rank is stuck" in told and "Rank 1 has not entered all_reduce" in told.partition("--- job b:1")[2]
+    assert "No rank is stuck" in told and "Rank 1: it is in read (data.py:41)" in told.partition("--- job b:1")[2]
     assert command.run([tmp_path], json=True) == 1
     assert len(capsys.readouterr().out.splitlines()) == 2
 

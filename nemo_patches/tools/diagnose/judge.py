@@ -27,7 +27,7 @@ from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import HAS_ENDED, by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.facts import ALL_WELL, Evidence, Fact, Fate, Member, Motion
+from nemo_patches.tools.diagnose.facts import ALL_WELL, NOT_TOLD, Evidence, Fact, Fate, Member, Motion
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     capital,
@@ -98,9 +98,16 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
 
 
 def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
-    if not hearing.contradictions or not ruling.findings:
+    """With what the logs have on a thread of the accused rank, too: a thread that died may be what it waits for."""
+    if not ruling.findings:
         return ruling
     first, *rest = ruling.findings
+    for fact in hearing.told(fates.LOGGED):
+        if ", in its thread " in fact.fate_text and (fact.rank in first.ranks or fact.rank == NOT_TOLD):
+            first = replace(first, text=f"{first.text} Its log has {fact.fate_text} [{fact.cite}].")
+            break
+    if not hearing.contradictions:
+        return replace(ruling, findings=(first, *rest))
     first = replace(first, evidence=(*hearing.contradictions[:4], *first.evidence))
     return replace(ruling, findings=(first, *rest))
 

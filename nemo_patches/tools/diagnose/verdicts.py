@@ -213,16 +213,20 @@ def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable
 def _absent(kind: str, accounts: Sequence[Account], wait: Wait | None, evidence: Iterable[str]) -> Finding:
     """Ranks of one kind that are not where the others wait; or, where nobody waits, that hold the job up."""
     ranks = [account.rank for account in accounts]
-    text = who(ranks)
-    if wait is not None and is_guess(wait.title):
-        is_ = "is" if len(ranks) == 1 else "are"
-        text = f"{capital(who(wait.ranks))} {_waits_for(wait)}, and {text} {is_} not there"
-    elif wait is not None:
-        have = "has" if len(ranks) == 1 else "have"
-        text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
+    absent = who(ranks)
     told = doings(accounts)
+    text = f"{absent}: {told}." if told else ""
+    if wait is not None:
+        it = ("It" if len(ranks) == 1 else "They") if told else absent
+        have = "has" if len(ranks) == 1 else "have"
+        is_ = "is" if len(ranks) == 1 else "are"
+        entered = f"{it} {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}."
+        if is_guess(wait.title):
+            there = it.lower() if told else absent
+            entered = f"{capital(who(wait.ranks))} {_waits_for(wait)}, and {there} {is_} not there."
+        text = f"{text} {entered}".strip()
     step = _NEXT_STEPS_AT.get(accounts[0].place.activity, "") if kind == ids.MISSING_RANK else ""
-    text += f": {told}." if told else "."
+    text = text or f"{absent}."
     return finding(kind, text, ranks, [*evidence_of(accounts), *evidence], accounts[0], next_step=step)
 
 

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -98,21 +98,26 @@ def look(
     at_most_s: float = STUCK_AFTER_S + LONGER_S,
 ) -> HostJob:
     """Look at the ranks of a job twice, and again until `is_enough`, for at_most_s, or until Ctrl-C."""
-    began, host = time.monotonic(), socket.gethostname()
+    began = time.monotonic()
     here = belongings(ranks)  # of a rank that ends meanwhile nothing would be found
-    first = last = take(ranks)
-    is_interrupted = False
-    while True:
+    first = take(ranks)
+    last = first
+    is_over = False
+    while not is_over:
         try:
             time.sleep(between_s)
             last = take(ranks, last)
+            is_over = is_enough(_job(ranks, first, last)) or time.monotonic() - began > at_most_s
         except KeyboardInterrupt:
-            is_interrupted = True
-        sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
-        job = HostJob(host, time.time(), _in_order_of_spawn(sampled))
-        if is_interrupted or is_enough(job) or time.monotonic() - began > at_most_s:
-            later = belongings(one.rank for one in job.ranks)
-            return replace(job, belongings=tuple(dict.fromkeys((*here, *later))))
+            is_over = True
+    job = _job(ranks, first, last)
+    later = belongings(one.rank for one in job.ranks)
+    return replace(job, belongings=tuple(dict.fromkeys((*here, *later))))
+
+
+def _job(ranks: Sequence[HostRank], first: Mapping[int, Sample], last: Mapping[int, Sample]) -> HostJob:
+    sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
+    return HostJob(socket.gethostname(), time.time(), _in_order_of_spawn(sampled))
 
 
 def has_settled(job: HostJob) -> bool:

@@ -35,7 +35,8 @@ _MEANWHILE = "During handling of the above exception, another exception occurred
 # Words before the error that ends a program, without a rank's prefix: Hydra and torch.multiprocessing catch all.
 _FATAL = re.compile(r"Error executing job with overrides|-- Process (\d{1,7}) terminated with the following error")
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
-_IGNORED = re.compile(r"Exception ignored in|Exception in thread")
+_IGNORED = re.compile(r"Exception ignored in")
+_IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")  # which ends that thread, and not its process
 # Exceptions of launchers: a rank has failed.
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
@@ -97,6 +98,7 @@ class _Writing:
     in_traceback: bool = False  # without a prefix, so its lines have none of logs.py's needles
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # it began after a time-out, or an end, of others
+    thread: str = ""  # that it ended, if it is not the main one
     of: int = NOT_TOLD  # the rank that has raised it, where another one passes it on
 
 
@@ -135,6 +137,12 @@ class ExceptionLines:
         if process := _PROCESS.search(text):
             self._end(key)
             self._fatal[key] = self._found.rank_of_pid.get(int(process[1]), line.rank)
+            return
+        if thread := _IN_THREAD.search(text):
+            self._end(key)
+            if (writing := self._anew(key)) is not None:
+                writing.thread = shown(thread[1])
+                writing.in_traceback = True
             return
         if _IGNORED.search(text):
             self._skips = 60
@@ -219,6 +227,10 @@ class ExceptionLines:
     def _end(self, key: int) -> None:
         writing = self._writing.pop(key, None)
         if writing is None or writing.root is None:
+            return
+        if writing.thread:
+            text = f"{writing.root.text}, in its thread {writing.thread}"
+            self._found.add(max(key, NOT_TOLD), Fate(fates.LOGGED, text, writing.root.where), writing.root.line)
             return
         if key >= 0 and writing.root.line.has_prefix:
             self._tell(key, writing)

@@ -24,7 +24,13 @@ from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
 _MOST_RANK = 1 << 20
 _MOST_RANKS_OF_HOST = 1 << 12
-_HELD = dict.fromkeys("Tt", "stopped (state T)") | {"D": "in state D: a disk or a network file system"}
+# What the kernel waits for in state D, by the function that it is in.
+_KERNEL_WAITS = (
+    ("mem_cgroup", "its cgroup is out of memory, and the kernel holds it until some is free"),
+    ("oom", "the host is out of memory"),
+    ("freez", "its cgroup is frozen (cgroup.freeze)"),
+    ("refrigerator", "its cgroup is frozen (cgroup.freeze)"),
+)
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _MUCH_WRITTEN = 1 << 16  # bytes between two looks; a line of a log is less
 _LOG_NAMES = re.compile(r"\.(log|txt|out|err|stderr|stdout)$|^std(err|out)\b", re.IGNORECASE)
@@ -207,10 +213,21 @@ def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> li
         details.append(f"its system call is at {safe(last.file, 200)}")
     if last.tracer and not _is_held_by_tracer(samples):
         details.append(f"pid {last.tracer} traces it (strace, gdb)")
-    if last.state == "D":
-        channel = f" ({safe(last.wait_channel, 60)})" if last.wait_channel.strip("0") else ""
-        details.append(f"in an uninterruptible system call{channel}: a disk or a network file system")
+    if held := _held(last):
+        details.append(held)
     return details
+
+
+def _held(sample: Sample) -> str:
+    """What holds a process in state T or D; empty in other states."""
+    if sample.state in ("T", "t"):
+        return "stopped (state T)"
+    if sample.state != "D":
+        return ""
+    channel = sample.wait_channel
+    why = next((why for words, why in _KERNEL_WAITS if words in channel), "a disk or a network file system")
+    at = f" ({safe(channel, 60)})" if channel.strip("0") else ""
+    return f"in state D, an uninterruptible system call{at}: {why}"
 
 
 def _in_collective_of_thread(found: Place, last: Sample) -> Place:
@@ -236,7 +253,7 @@ def _children(last: Sample) -> list[str]:
             continue
         where = f"in {place(frames).where}" if frames else ""
         at = f"at {safe(sample.file, 200)}" if sample.file else ""
-        text = ", ".join(filter(None, (where, at, _HELD.get(sample.state, ""))))
+        text = ", ".join(filter(None, (where, at, _held(sample))))
         told.append(f"its child {name} {f'is {text}' if text else 'runs'}")
     return told
 
@@ -261,7 +278,7 @@ def _workers(last: Sample) -> tuple[str, list[str]]:
     for sample in last.workers:
         frames = sample.main.frames if sample.main is not None else ()
         inside = _inside_worker(frames)
-        held = _HELD.get(sample.state, "")
+        held = _held(sample)
         if not held and (inside is None or waits_for_work(inside)):
             continue
         at = f", at {safe(sample.file, 200)}" if sample.file else ""
