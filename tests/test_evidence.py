@@ -249,7 +249,7 @@ def test_who_is_held_where_the_others_wait_is_not_accused_while_one_is_elsewhere
 def test_a_checkpoint_that_is_being_written_is_no_hang() -> None:
     writes = replace(ELSEWHERE, activity=CHECKPOINT)
     found = report(still(0, SYNC), facts(1, Fate(f.RUNS), writes, Motion(True, "it wrote 3.1 MB")), still(2, SYNC))
-    assert found.verdict.startswith("So far no hang: rank 1 ")
+    assert found.verdict.startswith("So far no hang: rank 1: it writes a checkpoint")
     assert (found.exit_code, found.findings) == (0, ())
     assert report(still(0, SYNC), still(1, writes), still(2, SYNC)).exit_code == 1
 
