@@ -20,12 +20,12 @@ def main() -> None:
 
         cli.main()
     except ModuleNotFoundError as error:
-        if error.name is not None and NAMES.get(error.name, error.name) in NEEDED.split():
+        package = NAMES.get(error.name or "", error.name or "")
+        advice = f": `pip install {package}`"
+        if package in NEEDED.split():
             _without_packages(sys.argv[1:])
-        package = NAMES.get(error.name or "", error.name)
-        lacks = f"{error.name} is not installed for {sys.executable}: `pip install {package}`"
-        all_of_them = f"; the commands need: {NEEDED}" if str(package) in NEEDED.split() else ""
-        print(f"nemo-patches: {lacks}{all_of_them}", file=sys.stderr)
+            advice = f"; the commands need: {NEEDED}"
+        print(f"nemo-patches: {error.name} is not installed for {sys.executable}{advice}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -88,11 +89,14 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
 
 def _say_size(found: reading.Found) -> None:
     """On a terminal, before what takes seconds."""
-    files = [file for files in found.by_reader.values() for file in files if file.is_file()]
-    files += [file for folder in found.traces for file in folder.iterdir() if file.is_file()]
-    size = sum(file.stat().st_size for file in set(files))
-    if size >= _LONG_BYTES and sys.stderr is not None and sys.stderr.isatty():
-        print(f"reading {size / 1e6:.0f} MB in {len(set(files))} files ...", file=sys.stderr, flush=True)
+    if sys.stderr is None or not sys.stderr.isatty():
+        return
+    with contextlib.suppress(OSError):  # the readers say what cannot be read
+        files = {file for files in found.by_reader.values() for file in files}
+        files |= {file for folder in found.traces for file in folder.iterdir()}
+        size = sum(file.stat().st_size for file in files)
+        if size >= _LONG_BYTES:
+            print(f"reading {size / 1e6:.0f} MB in {len(files)} files ...", file=sys.stderr, flush=True)
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:
