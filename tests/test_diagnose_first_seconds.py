@@ -22,7 +22,7 @@ from nemo_patches.tools import NEEDED
 from nemo_patches.tools.diagnose import command, report_text
 from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.collect import samples
+from nemo_patches.tools.diagnose.collect import gpus, samples
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, SampledRank
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.samples import Frame, Sample, Thread
@@ -228,6 +228,32 @@ def test_a_reader_that_has_read_enough_is_no_error(arguments: list[str], tmp_pat
         tmp_path,
     )
     assert done.stderr == "code 141\n", done
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$1" in
+    *compute-apps*) echo "101, GPU-b"; echo "100, GPU-a"; echo "7, GPU-a";;
+    *) echo "GPU-a, 100, 40960, 81559"; echo "GPU-b, 0, 81500, 81559"; echo "damaged";;
+esac
+"""
+
+
+def test_each_ranks_gpu_is_told_where_nvidia_smi_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the program: this has not run on a GPU."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    ranks = [HostRank(rank, 100 + rank, 3, 3) for rank in range(3)]
+    assert gpus.of_ranks(ranks) == [
+        "GPU of rank 0: 100 % busy, 40960 of 81559 MiB used.",
+        "GPU of rank 1: 0 % busy, 81500 of 81559 MiB used.",
+    ]
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    began = time.monotonic()
+    assert gpus.of_ranks(ranks) == []
+    assert time.monotonic() - began < 30
 
 
 WITHOUT = """

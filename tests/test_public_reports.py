@@ -283,6 +283,58 @@ LOGS = {
         ("Ranks 1-2 waited", "one_epoch (engine.py:291)", "nothing is known of rank 0"),
         ("which, is not told",),
     ),
+    "a thread that died, and the watchdog's lines behind its traceback": Report(
+        log(
+            *prefixed(
+                1,
+                "Exception in thread Thread-4 (_pin_memory_loop):",
+                "Traceback (most recent call last):",
+                '  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/pin_memory.py", line 61, in step',
+                "RuntimeError: CUDA error: out of pages",
+            ),
+            f"{heard(1)[:62]}1743] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump signal due to a "
+            "collective timeout from  rank 0 and more. Last enqueued NCCL work: 884, last completed NCCL work: 884.",
+            *timed_out(0, 885, "ALLREDUCE", 1, "0 PG GUID 0(default_pg)"),
+        ),
+        ids.MISSING_RANK,
+        (1,),
+        ("number 885", "CUDA error: out of pages, in its thread Thread-4"),
+        never=(0,),
+    ),
+    "parameters without a gradient": Report(
+        log(
+            *prefixed(
+                1,
+                "Traceback (most recent call last):",
+                '  File "/job/train.py", line 9, in main',
+                "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. "
+                "Pass `find_unused_parameters=True`.",
+            )
+        ),
+        ids.EXCEPTION,
+        (1,),
+        step="got no gradient",
+    ),
+    "the peer that NCCL lost": Report(
+        log(
+            *prefixed(
+                0,
+                "socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
+            )
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("closed by gpu-14.cluster<51234>", "another rank had gone before"),
+    ),
+    "a start-up without the address": Report(
+        log(
+            "[W socket.cpp:697] The IPv6 network addresses of (head, 29500) cannot be retrieved (gai error: -2 - no)",
+            "[E socket.cpp:957] The client socket has timed out after 600s while trying to connect to (head, 29500).",
+        ),
+        ids.START_UP,
+        (),
+        ("could not be resolved: head: -2",),
+    ),
     "code that is installed as a package": Report(
         log(*prefixed(1, *IN_PACKAGE), *prefixed(2, *IN_PACKAGE)),
         ids.WAITED_IN_VAIN,

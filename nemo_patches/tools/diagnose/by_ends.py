@@ -47,9 +47,11 @@ def by_ends(hearing: Hearing) -> Ruling:
     if all(one.fate.text.startswith(fates.AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
+    peers = [one.fate.text.partition("its peer: ")[2] for one in cut]
+    peer = next((f" by {peer}" for peer in peers if peer), "")
     ends = "; ".join(
         f"{who(one.rank for one in some)} {how}"
-        for some, how in ((waited, f"waited {what} until a time limit"), (cut, "had a connection closed"))
+        for some, how in ((waited, f"waited {what} until a time limit"), (cut, f"had a connection closed{peer}"))
         if some
     )
     unseen = _unseen_text(hearing)
@@ -99,6 +101,8 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
     if is_whole and len(there) == 1:
         return f"all ranks had enqueued it, so that the transfer failed, or hangs on one of them{more}"
     text = "another rank did not come, or had gone before, or the transfer failed. Which, this does not tell"
+    if not waited:
+        text = "another rank had gone before, or the network failed. Which, this does not tell"
     if heard:
         is_ = "was" if len(heard) == 1 else "were"
         text += f"; {named(sorted(heard))} {is_} told of it, and had no time-out"
@@ -123,7 +127,10 @@ def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> F
     ranks, told = who(one.rank for one in waited), waited[0].fate.text.removeprefix(f"{fates.AT_START}: ")
     text = f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
     rank = "It" if len(waited) == 1 else who([waited[0].rank])
-    return finding(ids.START_UP, f"{text}{capital(rank)} says: {told}{_unseen_text(hearing)}.", evidence=evidence)
+    text += f"{capital(rank)} says: {told}{_unseen_text(hearing)}."
+    if unresolved := hearing.told(fates.UNRESOLVED):
+        text += f" An address could not be resolved: {unresolved[0].fate_text} [{unresolved[0].cite}]."
+    return finding(ids.START_UP, text, evidence=evidence)
 
 
 def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:

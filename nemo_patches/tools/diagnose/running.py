@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.accounts import GONE_FATES
+from nemo_patches.tools.diagnose.collect import gpus
 from nemo_patches.tools.diagnose.collect.belongings import Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import LONGER_S, STUCK_AFTER_S, HostJob, look
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
@@ -113,6 +114,7 @@ def _how(job: HostJob) -> list[str]:
     by = ", ".join(sorted({one.rank.found_by for one in job.ranks}))
     ranks = "1 rank" if len(job.ranks) == 1 else f"{len(job.ranks)} ranks"
     lines = [f"{ranks} on {job.host}, looked at twice; found by {by}."]
+    lines += map(safe, gpus.of_ranks(one.rank for one in job.ranks))
     if job.belongings:
         also = "; ".join(f"{one.kind} {safe(one.path)}" for one in job.belongings[:_MOST_SHOWN])
         lines.append(f"Also there: {also}.")

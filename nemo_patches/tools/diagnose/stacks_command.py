@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.accounts import Account, accounts_of
+from nemo_patches.tools.diagnose.collect import gpus
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, jobs_here, look, pids_in
 from nemo_patches.tools.diagnose.collect.samples import NO_PY_SPY, py_spy
 from nemo_patches.tools.diagnose.facts import Evidence
@@ -45,6 +46,8 @@ def _lines(job: HostJob) -> Iterator[str]:
         yield from _of_rank(accounts[rank])
     if len(accounts) > _MOST_RANKS:
         yield f"  ... and {len(accounts) - _MOST_RANKS} more ranks; --json has them all"
+    for line in gpus.of_ranks(one.rank for one in job.ranks):
+        yield f"  {safe(line)}"
     for belonging in job.belongings:
         yield f"  also there: {belonging.kind} {safe(belonging.path, 300)}"
 

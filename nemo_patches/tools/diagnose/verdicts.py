@@ -366,6 +366,11 @@ _CURES = (
         "A worker of its data loader was killed, most likely for want of memory: `dmesg` on its host tells. Use fewer "
         "workers, a smaller prefetch_factor, or give the job more host memory.",
     ),
+    (
+        "find_unused_parameters",
+        "Some parameters got no gradient on these ranks: make each step use all of them, or pass "
+        "find_unused_parameters=True to DDP; the lines below number them.",
+    ),
     ("Bus error", "A full /dev/shm ends a process so: give the container more (`docker run --shm-size`)."),
     ("Duplicate GPU", "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK), CUDA_VISIBLE_DEVICES."),
 )

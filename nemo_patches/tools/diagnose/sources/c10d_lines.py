@@ -75,6 +75,7 @@ _CUDA_ERROR = re.compile(
 _NCCL_GONE = re.compile(
     r"ncclRemoteError|remote process exited or there was a network error|Connection closed by remote peer"
 )
+_PEER = re.compile(r"(?:remote peer|[Pp]eer|from) ([\w.:\-]{1,200}<\d{1,6}>)")
 # At start-up: a rank waits for others at the store.
 BARRIER = re.compile(
     r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?rank:? ?(\d{1,7}),.{0,20}"
@@ -182,7 +183,11 @@ class C10dLines:
         if "CUDA error" in text and (error := _CUDA_ERROR.search(text)) and not self._found.is_over:
             fate = Fate(fates.RAISED, f"CUDA error: {shown(error[2].partition(': ')[2])}")
         elif "emote" in text and _NCCL_GONE.search(text) and "NCCL INFO" not in text:
-            fate = Fate(fates.CUT, "remote process exited, or a network error")
+            peer = _PEER.search(text)
+            told = f"; its peer: {shown(peer[1])}" if peer else ""
+            if peer:  # lines before did not name it
+                self._found.facts.pop((line.rank, Fate, fates.CUT, ""), None)
+            fate = Fate(fates.CUT, f"remote process exited, or a network error{told}")
         elif any(words in text for words in _FAILED_COLLECTIVE):
             fate = Fate(fates.WAITED, "its NCCL operations failed, or timed out")
         else:

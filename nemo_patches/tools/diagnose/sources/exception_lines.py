@@ -35,6 +35,7 @@ _MEANWHILE = "During handling of the above exception, another exception occurred
 # Words before the error that ends a program, without a rank's prefix: Hydra and torch.multiprocessing catch all.
 _FATAL = re.compile(r"Error executing job with overrides|-- Process (\d{1,7}) terminated with the following error")
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
+_OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
 _IGNORED = re.compile(r"Exception ignored in")
 _IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")  # which ends that thread, and not its process
 # Exceptions of launchers: a rank has failed.
@@ -138,12 +139,6 @@ class ExceptionLines:
             self._end(key)
             self._fatal[key] = self._found.rank_of_pid.get(int(process[1]), line.rank)
             return
-        if thread := _IN_THREAD.search(text):
-            self._end(key)
-            if (writing := self._anew(key)) is not None:
-                writing.thread = shown(thread[1])
-                writing.in_traceback = True
-            return
         if _IGNORED.search(text):
             self._skips = 60
             return
@@ -168,6 +163,15 @@ class ExceptionLines:
         writing = self._writing.get(key)
         if text.startswith(("│", "|")):
             text = text.strip("│| ")
+        if thread := _IN_THREAD.search(text):
+            self._end(key)
+            if (of_thread := self._anew(key)) is not None:
+                of_thread.thread = shown(thread[1])
+                of_thread.in_traceback = not line.has_prefix
+            return
+        if _OF_LOGGER.match(text):  # another thread's line, such as the watchdog's: no part of a message
+            self._end(key)
+            return
         if of_rank := _OF_RANK.search(text):
             self._end(key)
             if (passed_on := self._anew(key)) is not None:
