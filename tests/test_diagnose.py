@@ -241,12 +241,6 @@ SCENARIOS = {
         setups={3: Setup(flag=False)},
     ),
     "sync=local on one": Scenario([steps(20)] * 4, ids.DIFFERENT_SYNC, (1,), setups={1: Setup(sync="local")}),
-    "versions differ": Scenario(
-        [steps(20) + OUT] * 4,
-        ids.DIFFERENT,
-        (3,),
-        setups={3: Setup(torch="2.12.0")},
-    ),
     "chronic straggler": Scenario(
         [steps(100, pause=0.15 if rank == 2 else 0.1) + OUT for rank in range(4)],
         ids.STRAGGLER,
@@ -444,21 +438,6 @@ def test_who_ended_early_comes_before_who_has_no_end(tmp_path: Path) -> None:
     schedules = [steps(9) + last for last in ([*OUT], [Call(), CLOSED], [Call()], [Call()])]
     report = diagnose(Folder(write(tmp_path, schedules, reports=False)).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (0,)), report
-
-
-def test_settings_that_differ_between_ranks_are_named_and_older_headers_have_none(tmp_path: Path) -> None:
-    write(tmp_path, [steps(9) + OUT] * 3)
-    assert diagnose(Folder(tmp_path).read()).findings == ()
-    for rank, file in enumerate(sorted(tmp_path.iterdir())):
-        chosen = {"metrics": "deferred" if rank == 1 else "stock", "stop_together": "none" if rank == 2 else "training"}
-        first, *rest = file.read_bytes().splitlines(True)
-        head = json.loads(first)
-        head["settings"] |= chosen
-        file.write_bytes(b"".join([json.dumps(head).encode() + b"\n", *rest]))
-    metrics, together = diagnose(Folder(tmp_path).read()).findings
-    assert (metrics.id, metrics.ranks, together.id, together.ranks) == (ids.DIFFERENT, (1,), ids.DIFFERENT, (2,))
-    assert "deferred on rank 1, stock on" in metrics.text
-    assert "none on rank 2, training on" in together.text
 
 
 def test_the_table_tells_for_whom_ranks_waited_only_where_they_did(tmp_path: Path) -> None:

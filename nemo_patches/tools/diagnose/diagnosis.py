@@ -9,7 +9,7 @@ import numpy as np
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, cases
-from nemo_patches.tools.diagnose.differences import different_ranks, different_sync, untraced_ranks
+from nemo_patches.tools.diagnose.differences import different_sync, untraced_ranks
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.faults import caught_exceptions
@@ -44,7 +44,6 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     evidence = Evidence() if evidence is None else evidence
     encoders = cases(job)
     findings = different_sync(job, encoders)
-    without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     behind: dict[str, set[int]] = {}
     for case in encoders:
         of_encoder, behind[case.name] = _of_encoder(case)
@@ -56,7 +55,6 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     findings += [replace(one, because="") for one in rule(evidence).findings]  # see _ordered()
     findings += untraced_ranks(job, encoders, {fact.rank for fact in evidence.facts})
     findings += straggler(encoders[0]) if encoders else []
-    findings += different_ranks(job, without_sync)
     findings += _not_enough(job, encoders, findings)
     if encoders and all(case.ended_well for case in encoders):  # what held ranks up is worth knowing, and is over
         findings = [replace(one, severity=WARNING) if one.id in _OVER_AT_THE_END else one for one in findings]

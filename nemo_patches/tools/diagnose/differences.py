@@ -1,24 +1,13 @@
-"""Differences between ranks: the length sync, settings and versions; and ranks without a trace."""
+"""Ranks that do not sync their length while others do; and ranks without a trace."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping
-
-from nemo_patches.patching.settings import OptionSettings
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import CAME, ENDED, LOCAL, UNSYNCED
-
-_NEXT_ALIKE = (
-    "Give every rank the same environment and settings; ranks that differ may wait for each other, or reduce what does "
-    "not belong together."
-)
-_MOST_DIFFERENCES = 8
-_MAY_DIFFER = frozenset({"trace"})  # a folder may have another name on another host
 
 
 def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Finding]:
@@ -63,48 +52,3 @@ def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
 def _own_sync(job: TracedJob, rank: int, is_off: bool) -> str:
     mode = safe(job.traces[rank].header.settings.get("sync", "?"))
     return "sync_max_audio_length is false" if is_off and mode != "local" else f"sync={mode}"
-
-
-# A header leaves out settings with these values.
-_DEFAULTS = {setting.name: setting.text(value) for setting, value in OptionSettings().items()}
-
-
-def different_ranks(job: TracedJob, without_sync: bool = False) -> list[Finding]:
-    """Versions and settings that are not the same on all ranks.
-
-    without_sync: leave out what different_sync() has reported.
-    """
-    headers = {rank: trace.header for rank, trace in job.traces.items()}
-    left_out = _MAY_DIFFER | {"sync"} if without_sync else _MAY_DIFFER
-    settings = {
-        rank: {name: value for name, value in {**_DEFAULTS, **header.settings}.items() if name not in left_out}
-        for rank, header in headers.items()
-    }
-    differences = [
-        *_differences("version of", {rank: header.versions for rank, header in headers.items()}),
-        *_differences("setting", settings),
-    ]
-    return differences[:_MOST_DIFFERENCES]
-
-
-def _differences(what: str, values: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
-    """For each name whose value differs, about the ranks that have another value than most."""
-    for name in sorted({name for of_rank in values.values() for name in of_rank}):
-        by_value: dict[Hashable, list[int]] = defaultdict(list)
-        for rank, of_rank in values.items():
-            if name in of_rank:
-                by_value[of_rank[name]].append(rank)
-        if len(by_value) < 2:
-            continue
-        usual, _ = Counter({value: len(sharing) for value, sharing in by_value.items()}).most_common(1)[0]
-        odd = tuple(sorted(rank for value, sharing in by_value.items() if value != usual for rank in sharing))
-        title = f"{what} {safe(name)}".strip()
-        other = next(value for value, sharing in by_value.items() if odd[0] in sharing)
-        text = (
-            f"{title} is not the same on all ranks: {safe(str(other))} on {named(by_value[other])}, "
-            f"{safe(str(usual))} on {named(sorted(by_value[usual]))}."
-        )
-        evidence = tuple(
-            f"{safe(str(value))}: {named(sorted(sharing))}" for value, sharing in list(by_value.items())[:6]
-        )
-        yield Finding(ids.DIFFERENT, WARNING, odd, text[0].upper() + text[1:], _NEXT_ALIKE, evidence=evidence)
