@@ -293,7 +293,8 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     elif kind == ids.SOME_INSIDE or (first.ending.position >= usual.ending.position and not first.ending.unsure):
         text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
     elif first.ending.unsure and not any(one.ending.phase for one in others):
-        text = f"{who} {is_} not where {theirs} {waits}, after {usual.call.title}: {it_does}"
+        text = f"{who} {is_} not where {theirs} {waits}, after {usual.call.title}, which {theirs} {_went(others)}: "
+        text += it_does
     else:
         there, here = usual.ending.call, first.ending.call + 1
         number = f" (call {there} there, {here} here)" if there != here and not first.ending.unsure else ""
