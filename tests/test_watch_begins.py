@@ -32,7 +32,15 @@ print({COUNT}, "nemo_patches.stall" in sys.modules)
 @pytest.mark.parametrize(
     ("imports", "variables", "said"),
     [
-        ("import torch.distributed", OF_TORCHRUN, "0 False"),
+        ("import json", OF_TORCHRUN, "0 False"),
+        ("import torch", OF_TORCHRUN, "1 True"),
+        ("import torch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
+        ("import torch", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "1 True"),
+        ("import torch", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "1 True"),
+        ("import torch", {}, "0 False"),
+        ("import torch", {"WORLD_SIZE": "2"}, "0 False"),
+        ("import torch", {"RANK": "0", "WORLD_SIZE": "1"}, "0 False"),
+        ("import torch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
         ("import lightning.pytorch", OF_TORCHRUN, "1 True"),
         ("import lightning.pytorch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
         ("import lightning.pytorch", {}, "0 False"),
@@ -40,12 +48,52 @@ print({COUNT}, "nemo_patches.stall" in sys.modules)
         ("import lightning.pytorch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
     ],
 )
-def test_lightning_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
+def test_torch_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
     imports: str, variables: dict[str, str], said: str
 ) -> None:
     done = python("-c", THREADS.format(imports), path=(CHECKOUT,), **variables)
     assert done.stdout.strip() == said, done.stderr
     assert "nemo_patches" not in done.stderr
+
+
+def test_it_patches_nothing_and_imports_nothing_of_torchs_that_torch_has_not() -> None:
+    program = (
+        "import sys, torch; print('nemo_patches.patching.monkeypatch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    done = python("-c", program, path=(CHECKOUT,), **OF_TORCHRUN)
+    assert done.stdout.strip() == "False False", done.stderr
+
+
+SPAWNED = f"""
+import multiprocessing, sys, threading, time
+import torch
+
+def watched(pipe):
+    pipe.send(({COUNT}, "nemo_patches.stall" in sys.modules))
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=watched, args=(theirs,))
+        process.start()
+        print(*ours.recv())
+        process.join()
+    print({COUNT})
+"""
+
+
+def test_what_multiprocessing_starts_in_a_rank_has_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    done = python(str(script), path=(CHECKOUT,), **OF_TORCHRUN)
+    assert done.stdout.splitlines() == ["0 False", "0 False", "1"], done.stderr
+
+
+def test_where_ours_imports_torch_first_apply_begins_it() -> None:
+    program = "import nemo_patches; nemo_patches.apply(stall_timeout=7); print(nemo_patches.status().stall_settings)"
+    done = python("-c", f"{program}; import threading; print({COUNT})", path=(CHECKOUT,), **OF_TORCHRUN)
+    assert done.stdout.splitlines() == ["stall_timeout=7 s", "1"], done.stdout + done.stderr
 
 
 def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> None:

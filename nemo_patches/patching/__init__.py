@@ -6,8 +6,9 @@ import sys
 DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
 # This package imports most targets; when it is complete, one line logs what was patched.
 COLLECTION = "nemo.collections.asr"
-# Whose trainers may be given a StopTogether.
+# Whose trainers may be given a StopTogether; a user of Lightning alone is watched from there on, at the latest.
 CALLBACK_CONNECTOR = "lightning.pytorch.trainer.connectors.callback_connector"
+TORCH = "torch"  # whose import begins the watch in one of several ranks
 # The modules of targets.TARGETS, which must not be imported at start-up; a test compares the two.
 TARGET_MODULES = (
     "nemo.collections.asr.modules.conformer_encoder",
@@ -16,6 +17,21 @@ TARGET_MODULES = (
     "nemo.collections.asr.modules.conv_asr",
     "nemo.collections.nlp.models.token_classification.punctuation_capitalization_lexical_audio_model",
 )
+
+# What a launcher of all ranks sets: torchrun, Slurm, Open MPI, MPICH and Intel MPI. Lightning's own sets a size without
+# a rank, and nothing at all in rank 0's process, which starts the others: these ranks begin with their trainer.
+_RANK_AND_SIZE = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def is_one_of_several_ranks() -> bool:
+    """Whether this process's launcher says so."""
+    sizes = (os.environ.get(size, "") for rank, size in _RANK_AND_SIZE if rank in os.environ)
+    return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 
 def is_ours(error: Exception) -> bool:

@@ -17,6 +17,8 @@ from nemo_patches.patching import (
     COLLECTION,
     DISABLE_VARIABLE,
     TARGET_MODULES,
+    TORCH,
+    is_one_of_several_ranks,
     is_ours,
     say_error,
 )
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-_WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR)
+_WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
+# What of ours imports torch, all but patching/: its own import must be complete before the watch begins.
+_IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.stall", "nemo_patches.channel")
 
 
 class _Finder:
@@ -59,17 +63,22 @@ class _Finder:
     def patch(self, name: str, is_rank: bool = False) -> None:
         """Patch the module `name`, which is complete. No error here may fail its import.
 
-        is_rank: for Lightning's, that this process is known to be one of several ranks.
+        is_rank: for torch, that this process is known to be one of several ranks.
         """
         if self._failed:
             return
         try:
-            if name == CALLBACK_CONNECTOR and not is_rank:
+            if name == CALLBACK_CONNECTOR:
                 from nemo_patches.patching import trainer_callbacks
 
                 trainer_callbacks.hook(sys.modules[name], begin_watch)
-                if not trainer_callbacks.is_one_of_several_ranks():
-                    return  # a process that stays alone has no more of ours than the hook
+            if name in (TORCH, CALLBACK_CONNECTOR):
+                # A process that stays alone has no more of ours than the hook.
+                if is_rank or _may_be_a_rank(name):
+                    from nemo_patches.patching import watch
+
+                    watch.begin()
+                return
             from nemo_patches.patching import monkeypatch
 
             monkeypatch.this_process.on_import(name)
@@ -108,6 +117,19 @@ class _PatchingLoader:
         self._finder.patch(self._name)
 
 
+def _may_be_a_rank(name: str) -> bool:
+    """Whether the watch may begin with this import, and its thread.
+
+    Not in what multiprocessing starts, a data loader's worker for one: it has inherited a rank's variables.
+    """
+    if not is_one_of_several_ranks() or "torch.distributed.distributed_c10d" not in sys.modules:
+        return False
+    command = getattr(sys, "orig_argv", ())
+    if any(argument.startswith("from multiprocessing.") for argument in command):
+        return False
+    return name != TORCH or not any(module in sys.modules for module in _IMPORTS_TORCH)
+
+
 _finder = _Finder()
 
 
@@ -126,8 +148,8 @@ def installed() -> bool:
 
 
 def begin_watch() -> None:
-    """Report the stalls of this job, which trains with Lightning and has several ranks."""
-    _finder.patch(CALLBACK_CONNECTOR, is_rank=True)
+    """Report the stalls of this job, whose Lightning trainer has several ranks."""
+    _finder.patch(TORCH, is_rank=True)
 
 
 def start(own_file: str) -> None:

@@ -145,10 +145,13 @@ class JobStallWatch:
         if self.leaves:
             self._leave_or_stay(now)
             return
-        moved_at = max(progress.moved_at, self._anew_at)
+        stepped_at = max(progress.stepped_at, self._anew_at)
+        report_at = stepped_at + limit_s * self._times()
         exit_s = max(settings.stall_exit.total_seconds(), limit_s)
-        report_at = moved_at + limit_s * self._times()
-        exit_at = max(moved_at + exit_s, self._exit_look_at) if settings.stall_exit else math.inf
+        exit_at = math.inf
+        if settings.stall_exit:
+            moved_at = max(progress.moved_at, self._anew_at)
+            exit_at = max(moved_at + exit_s, self._exit_look_at)
         if self._look is None:
             due_at = min(report_at, exit_at)
             if now >= due_at - _LEAD_S:
@@ -156,8 +159,6 @@ class JobStallWatch:
                 self._due_at = due_at
                 self._is_for_report = report_at <= due_at + limit_s / 8  # one look for both
                 self._is_for_exit = exit_at <= due_at + limit_s / 8
-        elif moved_at > self._look.began:
-            self._look = None  # it has moved meanwhile
         elif self._look.is_done and now >= self._due_at:
             found = self._look.found
             self._look = None
@@ -224,6 +225,8 @@ class JobStallWatch:
         """Log what is known, unless it has been logged."""
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:
+            return
+        if verdict.is_busy_everywhere:
             return
         before = self._verdict
         self._verdict = verdict
@@ -297,7 +300,7 @@ class JobStallWatch:
         if verdict.is_idle:
             self._exit_look_at = now + exit_s
             return
-        if verdict.goes_on or stood_still_s < exit_s - slack_s:
+        if stood_still_s < exit_s - slack_s:
             self._exit_look_at = now + max(exit_s - stood_still_s, limit_s / 4)
             return
         evidence = self._evidence(found, verdict)
@@ -308,7 +311,11 @@ class JobStallWatch:
             return
         self._leaves_at = now + _TOGETHER_S
         self._leaves_since = self._progress.moved_at
-        why = f"more than stall_exit={exit_s:g} s, and {evidence or 'whatever it is, it has not ended'}"
+        if not evidence:
+            evidence = "whatever it is, it has not ended"
+            if verdict.waiting_for_sure:
+                evidence = f"some wait in a collective, and {evidence}"
+        why = f"more than stall_exit={exit_s:g} s, and {evidence}"
         report(logging.ERROR, f"{self._idle(now)}, {why}: this process ends with exit code {EXIT_CODE}")
 
     def _is_alone(self, found: Found) -> bool:

@@ -1,7 +1,7 @@
-"""Whether a thread computes: its CPU time, by Linux, and whether its code has got on from one look to the next.
+"""Whether a thread computes, by its CPU time as Linux counts it, and whether it gets on in its code meanwhile.
 
 A loop that polls sleeps, and does not compute, whatever it counts. An empty loop and one call of C or C++ that never
-returns do not get on: so a rank that waits for its GPU, which takes a core, does not compute.
+returns compute and do not get on: so does a rank that waits for its GPU, which takes a core.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -14,19 +14,26 @@ from typing import NamedTuple
 
 from .occupation import Frame
 
-# Of the time in which it did not wait for a core. It may wait for Python's lock, too, or read what it computes with; a
+# Of the time in which the thread did not wait for a core.
+_COMPUTING_PART = 0.5
+# It may wait for Python's lock, too, or read what it computes with, and is not to be ended; a
 # loop that polls every hundredth of a second takes 0.01 to 0.03.
-_COMPUTING_PART = 0.2
+_MOVING_PART = 0.2
 
 
 class ThreadMotion:
-    """What one thread of this process has done between the last two looks. One thread calls `look`."""
+    """What one thread of this process has done between the last two looks.
+
+    computes: by its CPU time. moves: it has taken a part of a core, and is at another place in its
+    code. has_run: however briefly; true where that cannot be told. One thread calls `look`.
+    """
 
     def __init__(self, native_thread: int) -> None:
         """native_thread: the kernel's number of it."""
         self.native_thread = native_thread
         self.computes = False
-        self.has_run = True  # however briefly, or may have
+        self.moves = False
+        self.has_run = True
         self._before: _Times | None = None
         self._place: tuple[tuple[int, int], ...] = ()
 
@@ -35,12 +42,15 @@ class ThreadMotion:
         before = self._before
         times = _times(self.native_thread)
         self.computes = False
+        self.moves = False
         self.has_run = True
         if before is not None and times is not None:
             ran_s = times.ran_s - before.ran_s
             had_a_core_s = times.at - before.at - (times.waited_s - before.waited_s)
             self.has_run = ran_s > 0
-            self.computes = self.has_run and ran_s >= _COMPUTING_PART * had_a_core_s and place != self._place
+            self.computes = self.has_run and ran_s >= _COMPUTING_PART * had_a_core_s
+            is_elsewhere = place != self._place
+            self.moves = self.has_run and is_elsewhere and ran_s >= _MOVING_PART * had_a_core_s
         self._before = times
         self._place = place
 

@@ -88,17 +88,18 @@ class OwnState:
             request=occupation.request if away else "",
             waits_for_child=away and waits_for_any_child(),
             workers=workers,
-            worker_states=described(workers),
+            worker_states=described(workers, self._progress.busy_processes),
             batch=self._notes.batch() if away else "",
         )
 
     def _goes_on(self, now: float, limit_s: float) -> tuple[str, float]:
         """How this rank goes on, and for how many seconds that counts."""
-        last, progress = self._notes.last, self._progress
+        last = self._notes.last
+        progress = self._progress
         left = {
             CALLING: last.since + _CALLING_PART * limit_s - now if last.since else 0.0,
             MOVING: progress.stepped_at + _MOVING_PART * limit_s - now,
-            COMPUTING: _MOVING_PART * limit_s - progress.still_s(now),
+            COMPUTING: progress.computed_at + _MOVING_PART * limit_s - now,
         }
         goes_on = next((how for how, seconds in left.items() if seconds > 0), "")
         return goes_on, max(*left.values(), 0.0)

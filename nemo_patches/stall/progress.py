@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import subprocess
 import time
 from typing import Any
@@ -13,9 +14,12 @@ import torch.distributed
 
 from ..text import first_line
 from . import stacks
+from .kernel_call import kernel_call
 from .loader_workers import WorkerMotion
 from .log_line import report
 from .motion import ThreadMotion
+from .occupation import occupation
+from .rank_kinds import is_guess
 from .training_notes import TrainingNotes
 
 NOT_COUNTED = -1
@@ -28,10 +32,12 @@ _DEAD_PART = 1 / 4  # of stall_timeout
 class Progress:
     """What this rank has begun, and when it was last seen to move.
 
-    stepped_at: time.monotonic() at which an encoder call or a collective has last begun; at first that of the making.
-    moved_at: the same, or when its training thread, a process that this thread waits for, or a loader's worker last
-    computed. has_started: whether it steps, as training does: else it may still be in its set-up. sleeps: whether the
-    training thread has not run at all for long: it is in one wait.
+    stepped_at: time.monotonic() at which an encoder call or a collective has last begun; at first
+    that of the making. computed_at: when its training thread, a process that this thread waits for,
+    or a loader's worker was last seen to compute. moved_at: the latest of these two, but that its
+    training thread must have got on in its code: an empty loop is no sign of life.
+    has_started: whether it steps, as training does: else it may still be in its set-up. sleeps:
+    whether the training thread has not run at all for long: it is in one wait.
     The stall monitor's thread calls `look` and `begin_anew`, and alone writes the fields; any thread may read.
     """
 
@@ -40,6 +46,7 @@ class Progress:
         self.begun = NOT_COUNTED  # operations that this rank has begun, in all its process groups
         self.stepped_at = now
         self.moved_at = now
+        self.computed_at = -math.inf
         self.has_started = False
         self.sleeps = False
         self._rises = 0
@@ -53,6 +60,11 @@ class Progress:
     def still_s(self, now: float) -> float:
         """Seconds since this rank was last seen to move."""
         return max(now - self.moved_at, 0.0)
+
+    @property
+    def busy_processes(self) -> frozenset[int]:
+        """The data loader's workers that compute, and the processes that its training thread waits for."""
+        return self._workers.busy
 
     def look(self, now: float, limit_s: float) -> None:
         self._count_steps(now, limit_s)
@@ -90,10 +102,16 @@ class Progress:
         if self._motion is None or self._motion.native_thread != thread.native:
             self._motion = ThreadMotion(thread.native)
         self._motion.look(frames)
+        waits_in = occupation(frames, kernel_call(thread.native)).collective
         waits = any(frame.code.co_filename == subprocess.__file__ for frame in frames)
         workers_compute = self._workers.moved(now, waits_for_process=waits)
-        if self._motion.computes or workers_compute:
+        if waits_in and not is_guess(waits_in):
+            workers_compute = False  # nobody waits for them
+        if self._motion.moves or workers_compute:
             self.moved_at = now
+            self.computed_at = now
+        elif self._motion.computes and not waits_in:  # such a wait may take a core
+            self.computed_at = now
         if self._motion.has_run:
             self._ran_at = now
 

@@ -52,6 +52,12 @@ class Verdict:
         return self._has(CALLING, MOVING, COMPUTING)
 
     @property
+    def is_busy_everywhere(self) -> bool:
+        """Whether no rank stands still, as far as is known: each is at work, and nobody waits."""
+        kinds = {group.kind for group in self.groups}
+        return bool(kinds) and kinds.issubset((CALLING, MOVING, COMPUTING, UNHEARD))
+
+    @property
     def stays_info(self) -> bool:
         """Whether it is no warning either if it lasts: nobody waits in vain, as far as is known."""
         if self.level >= logging.WARNING:
