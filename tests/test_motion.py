@@ -1,4 +1,4 @@
-"""Which threads compute or get on, and which only count, poll, spin or wait: real threads, looked at again and again."""
+"""Which threads compute or get on, and which only count, poll, spin or wait: real threads, looked at often."""
 
 from __future__ import annotations
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from interpreters import CHECKOUT, environment
 from ranks import free_port, wait_until
+
+from nemo_patches.stall.job_socket import near
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 2, 6
@@ -77,8 +80,17 @@ def running(script: str, way: str, folder: Path, *, by_run: bool = False) -> Ite
         raise
     finally:
         for process in job.ranks:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def asked(path: Path) -> object:
+    """What a rank says over its socket."""
+    with socket.socket(socket.AF_UNIX) as own, near(path.parent, path.name) as name:
+        own.settimeout(LONG_S)
+        own.connect(name)
+        return json.loads(b"".join(iter(lambda: own.recv(1 << 16), b"")))
 
 
 @pytest.mark.parametrize(
@@ -102,6 +114,10 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
         page: Any = json.loads((tmp_path / "page").read_text())
         assert page["level"] == "WARNING"
         assert [one["rank"] for one in page["missing"]] == [1]
+        report: Any = json.loads(next(tmp_path.glob("nemo_patches-*/*/stall_rank_0.json")).read_text())
+        latest = report["flight_recorder"]["entries"][-1]  # torch's own: of Gloo since 2.13
+        assert latest["profiling_name"].startswith("gloo:")
+        assert not latest["retired"]
 
 
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(tmp_path: Path) -> None:
@@ -112,6 +128,8 @@ def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stal
             assert " s. rank 1 (" in line
             assert "computes, without a step, now in computes (tests/plain_job.py:" in line
         assert [process.poll() for process in job.ranks] == [None, None]  # longer than stall_exit
+        answer: Any = asked(next(tmp_path.glob("nemo_patches-*/*/rank_0.*.ask")))
+        assert answer["flight_recorder"]["entries"][-1]["profiling_name"] == "gloo:all_reduce"
         # An empty loop is no sign of life: ten times stall_timeout is enough.
         wait_until(lambda: EXIT_CODE in [process.poll() for process in job.ranks], LONG_S)
         assert "more than stall_exit=6 s, and some wait in a collective, and whatever it is" in job.log()

@@ -248,12 +248,12 @@ class JobStallWatch:
         bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
         if verdict.level < logging.WARNING:
             return
-        content = self._as_json(verdict, text, now)
+        content = self._content(verdict, text, now)
         is_first = not self._is_paged
         self._is_paged = True
         if is_first and settings.on_stall:
-            self._page(found, settings.on_stall, content)
-        self._report_file.write(content, names_folder=is_first)
+            self._page(found, settings.on_stall, json.dumps(content))
+        self._report_file.write(content, is_first)
 
     def _page(self, found: Found, command: str, text: str) -> None:
         """The first rank that is heard runs the command, but for those whose os.wait() might get what starts it."""
@@ -268,29 +268,27 @@ class JobStallWatch:
         what = "no encoder call" if self._last.since else "no step"
         return f"{what} for {now - (self._last.since or self._stepped_at):.0f} s"
 
-    def answer(self, found: Found, now: float) -> str:
-        """The answer for a process that asks this rank: JSON, as on_stall gets it."""
+    def answer(self, found: Found, now: float) -> dict[str, Any]:
+        """The answer for a process that asks this rank: as on_stall gets it."""
         verdict = judged(grouped(found))
-        return self._as_json(verdict, f"{self._idle(now)}. {verdict.text()}", now)
+        return self._content(verdict, f"{self._idle(now)}. {verdict.text()}", now)
 
-    def _as_json(self, verdict: Verdict, text: str, now: float) -> str:
-        """docs/stalls.md describes the fields."""
+    def _content(self, verdict: Verdict, text: str, now: float) -> dict[str, Any]:
+        """For JSON; docs/stalls.md describes the fields."""
         groups: list[dict[str, Any]] = [{"ranks": group.ranks, **asdict(group)} for group in verdict.groups]
         for group in groups:
             del group["runs"]
-        return json.dumps(
-            {
-                "rank": self._rank,
-                "time": round(time.time(), 3),
-                "world_size": self._size,
-                "level": logging.getLevelName(verdict.level),
-                "idle_s": round(now - (self._last.since or self._stepped_at), 1),
-                "text": text,
-                "remark": verdict.remark,
-                "missing": [asdict(one) for one in verdict.missing],
-                "groups": groups,
-            }
-        )
+        return {
+            "rank": self._rank,
+            "time": round(time.time(), 3),
+            "world_size": self._size,
+            "level": logging.getLevelName(verdict.level),
+            "idle_s": round(now - (self._last.since or self._stepped_at), 1),
+            "text": text,
+            "remark": verdict.remark,
+            "missing": [asdict(one) for one in verdict.missing],
+            "groups": groups,
+        }
 
     def _exit_or_look_again(self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float) -> None:
         """Decide by the last look, and by what this rank itself does at this moment."""

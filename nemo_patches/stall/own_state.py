@@ -61,13 +61,17 @@ class OwnState:
             in_sync = LENGTH_SYNC
         rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
+        settings_text = f"{current()}, {settings}"
+        for text in (self._notes.other_settings, self._notes.encoder_flag):
+            if text:
+                settings_text += f"; {text}"
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         return RankState(
             rank=self._group.rank,
             host=safe(socket.gethostname()),
             pid=os.getpid(),
             versions=f"nemo_patches {__version__}, nemo {nemo}",
-            settings="; ".join(filter(None, (f"{current()}, {settings}", self._notes.other_settings))),
+            settings=settings_text,
             encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,
             clock=last.clock,
