@@ -5,6 +5,7 @@ It knows nothing of nemo_patches. Rank 1 hangs in the given way, after some step
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -36,6 +37,17 @@ def sleeps(folder: Path) -> None:
         time.sleep(0.01)
 
 
+def fetches_ahead(folder: Path) -> None:
+    """Rank 0 has a worker that takes a core all the while; here nothing is to be had."""
+    sleeps(folder)
+
+
+def takes_a_core() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        sum(range(10_000))
+
+
 def computes(folder: Path) -> None:
     """In one place of its code."""
     says_when(folder)
@@ -60,10 +72,14 @@ def opens_a_fifo(folder: Path) -> None:
     next(iter(torch.utils.data.DataLoader(Audio(), num_workers=1)))
 
 
-WAYS: dict[str, Callable[[Path], None]] = {way.__name__: way for way in (retries, sleeps, computes, opens_a_fifo)}
+WAYS: dict[str, Callable[[Path], None]] = {
+    way.__name__: way for way in (retries, sleeps, fetches_ahead, computes, opens_a_fifo)
+}
 
 
 def batches(way: str, folder: Path) -> Iterator[int]:
+    if way == "fetches_ahead" and int(os.environ["RANK"]) != CULPRIT:
+        multiprocessing.get_context("fork").Process(target=takes_a_core, daemon=True).start()
     for number in range(STEPS):
         time.sleep(STEP_S)
         yield number

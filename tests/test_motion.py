@@ -25,6 +25,7 @@ from nemo_patches.stall.training_notes import LastCall, TrainingNotes
 
 pytestmark = pytest.mark.one_nemo
 LOOKS, PAUSE_S = 60, 0.02
+WINDOW_S = 0.25
 
 
 class Thread:
@@ -37,7 +38,7 @@ class Thread:
         self.thread = threading.Thread(target=work, args=(self,), daemon=True)
         self.thread.start()
         wait_until(lambda: self.thread.native_id)
-        self.motion = ThreadMotion(self.thread.native_id or 0)
+        self.motion = ThreadMotion(self.thread.native_id or 0, WINDOW_S)
 
     def looks(self, count: int = LOOKS) -> list[tuple[bool, bool]]:
         """At each look: whether it computes, and whether it moves."""
@@ -156,7 +157,7 @@ def test_the_first_look_shows_nothing() -> None:
     try:
         for _ in range(10):
             assert thread.looks(1) == [(False, False)]
-            thread.motion = ThreadMotion(thread.thread.native_id or 0)
+            thread.motion = ThreadMotion(thread.thread.native_id or 0, WINDOW_S)
     finally:
         thread.end()
 

@@ -95,7 +95,7 @@ def asked(path: Path) -> object:
 
 @pytest.mark.parametrize(
     ("script", "way", "by_run"),
-    [("ddp", "retries", False), ("trainer", "retries", True), ("ddp", "sleeps", True)],
+    [("ddp", "retries", False), ("trainer", "retries", True), ("ddp", "sleeps", True), ("ddp", "fetches_ahead", False)],
 )
 def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
     script: str, way: str, by_run: bool, tmp_path: Path
@@ -110,7 +110,8 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
             # Before it, on a busy machine, that the other rank has not answered yet, or has just taken a step.
             assert "WARNING" in job.levels(rank)[:2]
             warning = next(line for line in job.stalls(rank) if " WARNING " in line)
-            assert f"{way} (tests/plain_job.py:" in warning.split(" s. rank 1 (")[1].split(" | ")[0]
+            place = "sleeps" if way == "fetches_ahead" else way
+            assert f"{place} (tests/plain_job.py:" in warning.split(" s. rank 1 (")[1].split(" | ")[0]
         page: Any = json.loads((tmp_path / "page").read_text())
         assert page["level"] == "WARNING"
         assert [one["rank"] for one in page["missing"]] == [1]

@@ -145,12 +145,11 @@ class JobStallWatch:
         if self.leaves:
             self._leave_or_stay(now)
             return
-        stepped_at = max(progress.stepped_at, self._anew_at)
-        report_at = stepped_at + limit_s * self._times()
+        moved_at = max(progress.moved_at, self._anew_at)  # a rank that moves asks nobody
+        report_at = moved_at + limit_s * self._times()
         exit_s = max(settings.stall_exit.total_seconds(), limit_s)
         exit_at = math.inf
         if settings.stall_exit:
-            moved_at = max(progress.moved_at, self._anew_at)
             exit_at = max(moved_at + exit_s, self._exit_look_at)
         if self._look is None:
             due_at = min(report_at, exit_at)
@@ -159,6 +158,8 @@ class JobStallWatch:
                 self._due_at = due_at
                 self._is_for_report = report_at <= due_at + limit_s / 8  # one look for both
                 self._is_for_exit = exit_at <= due_at + limit_s / 8
+        elif moved_at > self._look.began:
+            self._look = None  # it has moved meanwhile
         elif self._look.is_done and now >= self._due_at:
             found = self._look.found
             self._look = None
@@ -225,8 +226,6 @@ class JobStallWatch:
         """Log what is known, unless it has been logged."""
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:
-            return
-        if verdict.is_busy_everywhere:
             return
         before = self._verdict
         self._verdict = verdict

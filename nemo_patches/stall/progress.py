@@ -19,7 +19,6 @@ from .loader_workers import WorkerMotion
 from .log_line import report
 from .motion import ThreadMotion
 from .occupation import occupation
-from .rank_kinds import is_guess
 from .training_notes import TrainingNotes
 
 NOT_COUNTED = -1
@@ -27,6 +26,7 @@ _FIRST_CALLS = 2  # of encoders
 _FIRST_RISES = 10  # looks at which more collectives had begun
 _BETWEEN_LOOKS_S = 0.2
 _DEAD_PART = 1 / 4  # of stall_timeout
+_WINDOW_PART = 1 / 4  # of stall_timeout
 
 
 class Progress:
@@ -74,7 +74,7 @@ class Progress:
             self.sleeps = False
         elif now - self._looked_at >= min(_BETWEEN_LOOKS_S, limit_s / 8):
             self._looked_at = now
-            self._look_at_the_thread(now)
+            self._look_at_the_thread(now, limit_s)
             self.sleeps = now - self._ran_at >= _DEAD_PART * limit_s
 
     def begin_anew(self, now: float) -> None:
@@ -95,19 +95,17 @@ class Progress:
         self.moved_at = max(self.moved_at, self.stepped_at)
         self.has_started = self.has_started or last.calls >= _FIRST_CALLS or self._rises >= _FIRST_RISES
 
-    def _look_at_the_thread(self, now: float) -> None:
+    def _look_at_the_thread(self, now: float, limit_s: float) -> None:
         last = self._notes.last
         thread = stacks.training_thread(last.thread, last.native_thread)
         frames = stacks.seen(thread.ident)
         if self._motion is None or self._motion.native_thread != thread.native:
-            self._motion = ThreadMotion(thread.native)
+            self._motion = ThreadMotion(thread.native, _WINDOW_PART * limit_s)
         self._motion.look(frames)
         waits_in = occupation(frames, kernel_call(thread.native)).collective
         waits = any(frame.code.co_filename == subprocess.__file__ for frame in frames)
-        workers_compute = self._workers.moved(now, waits_for_process=waits)
-        if waits_in and not is_guess(waits_in):
-            workers_compute = False  # nobody waits for them
-        if self._motion.moves or workers_compute:
+        has_busy_workers = self._workers.moved(now, waits_for_process=waits)
+        if self._motion.moves or (has_busy_workers and not waits_in):
             self.moved_at = now
             self.computed_at = now
         elif self._motion.computes and not waits_in:  # such a wait may take a core

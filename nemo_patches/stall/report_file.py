@@ -74,9 +74,8 @@ class ReportFile:
             return
         self._out_of_memory = counts
         told = ", ".join(f"{count} on {device}" for device, count in counts.items())
-        report(
-            logging.WARNING, f"this rank's code has caught out-of-memory errors: {told}; it may have left out a step"
-        )
+        text = "this rank's code has caught out-of-memory errors, and may have left out a step"
+        report(logging.WARNING, f"{text}: {told}")
         with contextlib.suppress(OSError):  # it could be written a moment ago
             _replace(file, as_json(content, recording.content, counts))
 

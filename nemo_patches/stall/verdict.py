@@ -1,7 +1,7 @@
 """Which ranks the others wait for, as far as all places show: the verdict on a job that makes no progress.
 
-A rank that waits in a collective is never blamed for it, nor one that goes on, nor one of which nothing is known. Where
-the evidence does not decide, the verdict says so. Needs no torch.
+Steps decide. A rank that waits in a collective is never blamed for it, nor one that goes on, nor one of which nothing
+is known. Where the evidence does not decide, the verdict says so. Needs no torch.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -26,8 +26,9 @@ _JOB = "job"  # the group in which all ranks are
 
 @dataclass(frozen=True)
 class Verdict:
-    """level: WARNING where ranks wait, for nothing known to end by itself, and none moves; or where all ranks are in
-    one dead wait or the other. Else INFO. remark: how to read it. lead: what to say first. is_idle: all that the others
+    """level: WARNING where ranks wait, no rank takes a step, and those that are waited for neither
+    compute nor are in something that ends by itself; or where all ranks are in one dead wait or the
+    other. Else INFO. remark: how to read it. lead: what to say first. is_idle: all that the others
     may wait for is a person or a request.
     """
 
@@ -38,24 +39,22 @@ class Verdict:
     is_idle: bool = False
 
     @property
+    def suspects(self) -> list[RankGroup]:
+        return [group for group in self.groups if group.is_suspect]
+
+    @property
     def missing(self) -> tuple[MissingRank, ...]:
         """The suspects, if a rank waits for them, and no other rank that they may wait for moves."""
         if self.lead or self.is_idle or self._has(MOVING, COMPUTING):
             return ()
         if self.level < logging.WARNING and not self._has(WAITING):
             return ()
-        return tuple(rank for group in self.groups if group.is_suspect for rank in group.missing())
+        return tuple(rank for group in self.suspects for rank in group.missing())
 
     @property
     def goes_on(self) -> bool:
         """Whether some rank does."""
         return self._has(CALLING, MOVING, COMPUTING)
-
-    @property
-    def is_busy_everywhere(self) -> bool:
-        """Whether no rank stands still, as far as is known: each is at work, and nobody waits."""
-        kinds = {group.kind for group in self.groups}
-        return bool(kinds) and kinds.issubset((CALLING, MOVING, COMPUTING, UNHEARD))
 
     @property
     def stays_info(self) -> bool:
@@ -67,13 +66,13 @@ class Verdict:
     @property
     def waiting_for_sure(self) -> set[int]:
         """The ranks in a collective, unless that is a guess."""
-        waiting = (group for group in self.groups if group.kind == WAITING and not is_guess(group.collective))
-        return {rank for group in waiting for rank in group.ranks}
+        waiting = (group for group in self.groups if group.kind == WAITING)
+        return {rank for group in waiting if not is_guess(group.collective) for rank in group.ranks}
 
     @property
     def is_busy(self) -> bool:
         """Whether a suspect is in something that ends by itself."""
-        return any(group.is_suspect and group.activity for group in self.groups)
+        return any(group.activity for group in self.suspects)
 
     @property
     def is_certain(self) -> bool:
@@ -86,14 +85,13 @@ class Verdict:
     @property
     def is_sure_at_the_start(self) -> bool:
         """Whether it is certain even before the job's first steps, when anything may take any time."""
-        suspects = [group for group in self.groups if group.is_suspect]
-        stand = all(group.sleeps or group.kind != ELSEWHERE for group in suspects)
+        stand = all(group.sleeps or group.kind != ELSEWHERE for group in self.suspects)
         return self.is_certain and stand and not self.lead and not self._has(UNHEARD)
 
     def overdue(self, still_s: float) -> Verdict:
         """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none goes on."""
         why = "no rank takes a step" if self.goes_on else f"no rank has moved for {still_s:.0f} s"
-        return replace(self, level=logging.WARNING, remark="; ".join(filter(None, [self.remark, why])))
+        return replace(self, level=logging.WARNING, remark=f"{self.remark}; {why}" if self.remark else why)
 
     def outline(self) -> list[tuple[object, ...]]:
         """The text without the ranks' places in their code."""
@@ -101,13 +99,10 @@ class Verdict:
 
     def text(self) -> str:
         """The groups in one line."""
-        suspects = [group for group in self.groups if group.is_suspect]
         others = [group for group in self.groups if not group.is_suspect]
-        only_collectives = not suspects and len(others) > 1
-        lines = [*(group.text() for group in suspects[:DETAILED]), *_rest(suspects)]
-        lines += [group.text(with_calls=only_collectives) for group in others[:DETAILED]]
-        lines += _rest(others)
-        if any(group.kind == UNANNOUNCED for group in suspects):
+        only_collectives = not self.suspects and len(others) > 1
+        lines = _lines(self.suspects) + _lines(others, with_calls=only_collectives)
+        if any(group.kind == UNANNOUNCED for group in self.suspects):
             lines.append(UNPATCHED)
         if self.remark:
             lines.append(self.remark)
@@ -121,12 +116,11 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     """The ranks that others wait for, as far as the groups show."""
     kinds = {group.kind for group in groups}
     suspects = [group for group in groups if group.is_suspect]
-    if MOVING in kinds:
-        return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
-    if suspects and _wait_for_requests(groups, suspects):
+    idle = bool(suspects) and _wait_for_requests(groups, suspects)
+    if idle and MOVING not in kinds:
         told = tuple(replace(group, request=group.request.removeprefix(PERHAPS)) for group in groups)
         return Verdict(logging.INFO, "", told, is_idle=True)
-    if COMPUTING in kinds:
+    if kinds.intersection((MOVING, COMPUTING)):
         return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
     if WAITING in kinds:
         return _of_waiting(groups, suspects)
@@ -173,7 +167,8 @@ def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
     return next(iter(judge(seats, {_JOB: [rank for group in known for rank in group.ranks]})), None)
 
 
-def _rest(groups: list[RankGroup]) -> list[str]:
-    rest = groups[DETAILED:]
-    ranks = sorted(rank for group in rest for rank in group.ranks)
-    return [f"{len(rest)} more groups: {named(ranks)}"] if rest else []
+def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:
+    lines = [group.text(with_calls=with_calls) for group in groups[:DETAILED]]
+    if rest := groups[DETAILED:]:
+        lines.append(f"{len(rest)} more groups: {named(sorted(rank for group in rest for rank in group.ranks))}")
+    return lines
