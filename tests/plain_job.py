@@ -42,6 +42,11 @@ def fetches_ahead(folder: Path) -> None:
     sleeps(folder)
 
 
+def makes_no_group(folder: Path) -> None:
+    """As one that is in wandb.init, while the others make a process group, which needs all of them."""
+    sleeps(folder)
+
+
 def takes_a_core() -> None:
     parent = os.getppid()
     while os.getppid() == parent:
@@ -73,7 +78,7 @@ def opens_a_fifo(folder: Path) -> None:
 
 
 WAYS: dict[str, Callable[[Path], None]] = {
-    way.__name__: way for way in (retries, sleeps, fetches_ahead, computes, opens_a_fifo)
+    way.__name__: way for way in (retries, sleeps, fetches_ahead, makes_no_group, computes, opens_a_fifo)
 }
 
 
@@ -85,6 +90,10 @@ def batches(way: str, folder: Path) -> Iterator[int]:
         yield number
     if int(os.environ["RANK"]) == CULPRIT:
         WAYS[way](folder)
+    elif way == "makes_no_group":
+        import torch.distributed as dist
+
+        dist.new_group([0, 1])
     yield STEPS
 
 

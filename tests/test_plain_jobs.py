@@ -95,7 +95,13 @@ def asked(path: Path) -> object:
 
 @pytest.mark.parametrize(
     ("script", "way", "by_run"),
-    [("ddp", "retries", False), ("trainer", "retries", True), ("ddp", "sleeps", True), ("ddp", "fetches_ahead", False)],
+    [
+        ("ddp", "retries", False),
+        ("trainer", "retries", True),
+        ("ddp", "sleeps", True),
+        ("ddp", "fetches_ahead", False),
+        ("ddp", "makes_no_group", False),
+    ],
 )
 def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
     script: str, way: str, by_run: bool, tmp_path: Path
@@ -110,15 +116,17 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
             # Before it, on a busy machine, that the other rank has not answered yet, or has just taken a step.
             assert "WARNING" in job.levels(rank)[:2]
             warning = next(line for line in job.stalls(rank) if " WARNING " in line)
-            place = "sleeps" if way == "fetches_ahead" else way
+            place = "retries" if way == "retries" else "sleeps"
             assert f"{place} (tests/plain_job.py:" in warning.split(" s. rank 1 (")[1].split(" | ")[0]
+        logs = [file.read_text(errors="replace") for file in tmp_path.glob("stderr.*")]
+        assert any("more than stall_exit=6 s, and some wait in a collective: this process" in log for log in logs)
         page: Any = json.loads((tmp_path / "page").read_text())
         assert page["level"] == "WARNING"
         assert [one["rank"] for one in page["missing"]] == [1]
         report: Any = json.loads(next(tmp_path.glob("nemo_patches-*/*/stall_rank_0.json")).read_text())
         latest = report["flight_recorder"]["entries"][-1]  # torch's own: of Gloo since 2.13
         assert latest["profiling_name"].startswith("gloo:")
-        assert not latest["retired"]
+        assert latest["retired"] == (way == "makes_no_group")
 
 
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(tmp_path: Path) -> None:

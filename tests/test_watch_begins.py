@@ -92,6 +92,13 @@ def test_what_multiprocessing_starts_in_a_rank_has_none(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["0 False", "0 False", "1"], done.stderr
 
 
+def test_torchrun_which_slurm_has_started_has_none(tmp_path: Path) -> None:
+    script = tmp_path / "torchrun"
+    script.write_text(THREADS.format("import torch"))
+    done = python("-u", str(script), path=(CHECKOUT,), SLURM_PROCID="0", SLURM_NTASKS="2")
+    assert done.stdout.strip() == "0 False", done.stderr
+
+
 def test_where_ours_imports_torch_first_apply_begins_it() -> None:
     program = "import nemo_patches; nemo_patches.apply(stall_timeout=7); print(nemo_patches.status().stall_settings)"
     done = python("-c", f"{program}; import threading; print({COUNT})", path=(CHECKOUT,), **OF_TORCHRUN)

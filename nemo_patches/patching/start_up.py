@@ -32,6 +32,9 @@ _WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
 # What of ours imports torch, all but patching/: its own import must be complete before the watch begins.
 _IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.stall", "nemo_patches.channel")
 
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_MOST_WORDS = 4  # of a command: Python, options of its own, the program
+
 
 class _Finder:
     """The import hook: asks the other finders for a watched module, and makes its loader call patch() at the end."""
@@ -120,13 +123,14 @@ class _PatchingLoader:
 def _may_be_a_rank(name: str) -> bool:
     """Whether the watch may begin with this import, and its thread.
 
-    Not in what multiprocessing starts, a data loader's worker for one: it has inherited a rank's variables.
+    Not in what multiprocessing starts, a data loader's worker for one: it has inherited a rank's
+    variables. Nor in torchrun, which Slurm has started once a host.
     """
     if not is_one_of_several_ranks() or "torch.distributed.distributed_c10d" not in sys.modules:
         return False
-    command = getattr(sys, "orig_argv", ())
-    if any(argument.startswith("from multiprocessing.") for argument in command):
-        return False
+    for word in getattr(sys, "orig_argv", [])[:_MOST_WORDS]:  # Python 3.10 and later
+        if word.startswith("from multiprocessing.") or os.path.basename(word) in _LAUNCHERS:
+            return False
     return name != TORCH or not any(module in sys.modules for module in _IMPORTS_TORCH)
 
 

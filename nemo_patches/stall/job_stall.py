@@ -88,10 +88,7 @@ class JobStallWatch:
         self._report_file = report_file
         self._last = LastCall()  # the one that the fields below are of
         self._stepped_at = progress.stepped_at  # the same
-        self._look: Look | None = None  # the one under way, and its purpose
-        self._due_at = 0.0
-        self._is_for_exit = False
-        self._is_for_report = False
+        self._look: Look | None = None  # the one under way
         self._verdict: Verdict | None = None  # the last that was found
         self._told: tuple[int, str] | None = None  # the last line
         self._looks = 0  # finished reports
@@ -151,23 +148,22 @@ class JobStallWatch:
         exit_at = math.inf
         if settings.stall_exit:
             exit_at = max(moved_at + exit_s, self._exit_look_at)
+        due_at = min(report_at, exit_at)
         if self._look is None:
-            due_at = min(report_at, exit_at)
             if now >= due_at - _LEAD_S:
                 self._look = self._begin_look()
-                self._due_at = due_at
-                self._is_for_report = report_at <= due_at + limit_s / 8  # one look for both
-                self._is_for_exit = exit_at <= due_at + limit_s / 8
         elif moved_at > self._look.began:
             self._look = None  # it has moved meanwhile
-        elif self._look.is_done and now >= self._due_at:
+        elif self._look.is_done and now >= due_at:
             found = self._look.found
             self._look = None
-            if self._is_for_report:
+            # One look for both.
+            is_due = report_at <= due_at + limit_s / 8
+            if is_due:
                 self._looks += 1
             verdict = self._judge(found, now)
-            self._report(found, verdict, now, settings)
-            if self._is_for_exit:
+            self._report(found, verdict, now, settings, is_due)
+            if exit_at <= due_at + limit_s / 8:
                 self._exit_or_look_again(found, verdict, now, exit_s, limit_s)
 
     def _times(self) -> int:
@@ -222,18 +218,18 @@ class JobStallWatch:
             self._moved_at.setdefault(rank, now)
         return verdict
 
-    def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings) -> None:
-        """Log what is known, unless it has been logged."""
+    def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings, is_due: bool) -> None:
+        """Log what is known, unless it has been logged. is_due: by stall_timeout, not by stall_exit alone."""
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:
             return
         before = self._verdict
         self._verdict = verdict
         is_known = before is not None and before.outline() == verdict.outline() and before.level == verdict.level
-        if is_known and not self._is_for_report:
+        if is_known and not is_due:
             return
         if verdict.level == logging.INFO:
-            if self._told is not None and (verdict.stays_info or not self._is_for_report):
+            if self._told is not None and (verdict.stays_info or not is_due):
                 return  # once is enough
             if verdict.is_idle and verdict.outline() == self._idle_outline:
                 return  # so it is between any two requests
