@@ -31,13 +31,13 @@ LONG_S = 120.0  # for what must come, on a busy machine
 class Job:
     """Its two ranks, and what they have written."""
 
-    def __init__(self, script: str, way: str, folder: Path, *, by_run: bool) -> None:
+    def __init__(self, script: str, way: str, folder: Path, *, by_run: bool, stall_timeout: int) -> None:
         self.folder = folder
         work = [sys.executable, "-u", str(Path(__file__).parent / "plain_job.py"), script, way, str(folder)]
         command = [sys.executable, "-m", "nemo_patches", "run", "--", *work] if by_run else work
         port = str(free_port())
         settings = {
-            "NEMO_PATCHES_STALL_TIMEOUT": str(STALL_TIMEOUT),
+            "NEMO_PATCHES_STALL_TIMEOUT": str(stall_timeout),
             "NEMO_PATCHES_STALL_EXIT": str(STALL_EXIT),
             "NEMO_PATCHES_ON_STALL": f"tee {folder / 'page'}",
             "TMPDIR": str(folder),
@@ -70,8 +70,10 @@ class Job:
 
 
 @contextmanager
-def running(script: str, way: str, folder: Path, *, by_run: bool = False) -> Iterator[Job]:
-    job = Job(script, way, folder, by_run=by_run)
+def running(
+    script: str, way: str, folder: Path, *, by_run: bool = False, stall_timeout: int = STALL_TIMEOUT
+) -> Iterator[Job]:
+    job = Job(script, way, folder, by_run=by_run, stall_timeout=stall_timeout)
     try:
         wait_until((folder / "hangs").exists, LONG_S)
         yield job
@@ -130,7 +132,7 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
 
 
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(tmp_path: Path) -> None:
-    with running("trainer", "computes", tmp_path) as job:
+    with running("trainer", "computes", tmp_path, stall_timeout=2 * STALL_TIMEOUT) as job:
         wait_until(lambda: "WARNING" in job.levels(0), LONG_S)
         assert job.levels(0)[:3] == ["INFO", "INFO", "WARNING"]
         for line in job.stalls(0)[:3]:

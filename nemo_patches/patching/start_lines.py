@@ -1,4 +1,6 @@
-"""The log lines about patching in this process, each once: what is patched, with which settings, and what is not."""
+"""The log lines about patching in this process, each once: what is patched, with which settings,
+and what is not.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class StartLines:
             say(f"patched {self._what(targets)}" + (f"; {NOT_INHERITED}" if self.by_hand else ""))
 
     def _all_patched(self, event: AllAnnounced) -> None:
-        """On the stall monitor's thread. Once: a new process group has the same ranks, or is said to lack some."""
+        """On the stall monitor's thread. Once: a new process group has the same ranks, or is said
+        to lack some.
+        """
         if not self._said_for_all and (self._patched or not nothing_to_bound()):
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
@@ -90,7 +94,8 @@ class StartLines:
             text += "; the process group is initialized"
             if event.sync.apart == FLAG_IS_OFF:
                 text += "; it grows privately, and has no length sync; stall reports watch the job all the same"
-        Daemon("line", say, text).begin()
+        if Daemon("line", say, text).begin():  # there may be no more threads
+            say(text)
 
     def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(target.owner for target in targets) or "nothing yet"

@@ -1,13 +1,16 @@
-"""What runs when Python starts under auto-apply: the import hook, and the sitecustomize that ours shadows.
+"""What runs when Python starts under auto-apply: the import hook, and the sitecustomize that ours
+shadows.
 
-Every Python process there pays for this, whatever it is for. So nothing is imported that the interpreter has not
-loaded already (contextlib, for one), and the syntax is that of Python 3.6. What is heavy is imported when NeMo is.
+Every Python process there pays for this, whatever it is for. So nothing is imported that the
+interpreter has not loaded already (contextlib, for one), and the syntax is that of Python 3.6. What
+is heavy is imported when NeMo is.
 """
 
 import os
 import sys
 
-# importlib.machinery and importlib.util give the same, but importing them costs more than all the rest here.
+# importlib.machinery and importlib.util give the same, but importing them costs more than all the
+# rest here.
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder
 from _thread import get_ident
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
-# What of ours imports torch, all but patching/: its own import must be complete before the watch begins.
+# What of ours imports torch, all but patching/: its own import must be complete before the watch
+# begins.
 _IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.stall", "nemo_patches.channel")
 
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -37,7 +41,9 @@ _MOST_WORDS = 4  # of a command: Python, options of its own, the program
 
 
 class _Finder:
-    """The import hook: asks the other finders for a watched module, and makes its loader call patch() at the end."""
+    """The import hook: asks the other finders for a watched module, and makes its loader call
+    patch() at the end.
+    """
 
     def __init__(self) -> None:
         self._failed = False
@@ -100,7 +106,9 @@ class _Finder:
 
 
 class _PatchingLoader:
-    """A loader that patches its module when it is complete, and leaves no trace of itself in the module."""
+    """A loader that patches its module when it is complete, and leaves no trace of itself in the
+    module.
+    """
 
     def __init__(self, finder: _Finder, name: str, loader: "Any") -> None:
         self._finder, self._name, self._loader = finder, name, loader
@@ -163,16 +171,17 @@ def start(own_file: str) -> None:
     _run_shadowed(os.path.abspath(own_file))
 
 
-# The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so no object of ours
-# is there to carry this from one to the next.
+# The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so
+# no object of ours is there to carry this from one to the next.
 _running: "list[str]" = []
 
 
 def _run_shadowed(own_file: str) -> None:
     """Run the sitecustomize that Python would have run if there were none at own_file.
 
-    It takes over the name in sys.modules, as Python lets a module do. What it raises is left to Python. Where there is
-    none, that is what Python is told, and nothing of ours stays under that name.
+    It takes over the name in sys.modules, as Python lets a module do. What it raises is left to
+    Python. Where there is none, that is what Python is told, and nothing of ours stays under that
+    name.
     """
     name, folder = "sitecustomize", os.path.dirname(own_file)
     _running.append(folder)

@@ -1,4 +1,5 @@
-"""Begins the watch of a job without NeMo, or before it: in one of several ranks, once torch is imported.
+"""Begins the watch of a job without NeMo, or before it: in one of several ranks, once torch is
+imported.
 
 Of ours it imports what watches, and not what patches: that imports half of torch.
 """
@@ -15,7 +16,9 @@ from nemo_patches.sync.settings import SettingsError
 
 
 def begin() -> None:
-    """With the environment's settings, unless there are others: of apply(), or of a watch that has begun."""
+    """With the environment's settings, unless there are others: of apply(), or of a watch that has
+    begun.
+    """
     if subscriber.has_settings():
         return
     try:

@@ -47,7 +47,9 @@ _ASKED_AT = ("/dev/", "pipe:", "socket:")  # what standard input is where somebo
 
 
 class KernelCall(NamedTuple):
-    """name: empty where the thread runs, or where it cannot be told; "another" where it is of no interest here."""
+    """name: empty where the thread runs, or where it cannot be told; "another" where it is of no
+    interest here.
+    """
 
     name: str = ""
     first: int = 0  # argument
@@ -102,7 +104,9 @@ def call_in(thread: Path) -> KernelCall:
 
 
 def waits_for_any_child() -> bool:
-    """Whether a thread of this process is in os.wait(): it would get whatever child of this process ends."""
+    """Whether a thread of this process is in os.wait(): it would get whatever child of this process
+    ends.
+    """
     threads: list[str] = []
     with contextlib.suppress(OSError):
         threads = os.listdir(_TASKS)

@@ -1,4 +1,6 @@
-"""A data loader's workers, and what the kernel reveals about each without extra rights: state, open files."""
+"""A data loader's workers, and what the kernel reveals about each without extra rights: state, open
+files.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from pathlib import Path
 
 from .kernel_call import call_in
 
-_STATES = {"D": "waits for a device or a network's file system", "T": "is stopped", "t": "is stopped by a debugger"}
+_STATES = {
+    "D": "waits for a device or a network's file system",
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+}
 _ENDED = {"Z", "X"}
 _NOT_DATA = ("/dev/", "/proc/", "/sys/", "/memfd:")
 _BETWEEN_LOOKS_S = 1.0
@@ -26,14 +32,15 @@ _MOST_DESCENDANTS = 200
 
 
 def loader_workers() -> tuple[int, ...]:
-    """The process ids of this process's daemonic children: a data loader's workers. Reaps nobody."""
+    """The pids of this process's daemonic children: a data loader's workers. Reaps nobody."""
     # active_children() would take a dead child's exit code away from the thread that waits for it.
     children = list(getattr(multiprocessing.process, "_children", ()))
     return tuple(sorted(child.pid for child in children if child.daemon and child.pid))
 
 
 def described(workers: tuple[int, ...], busy: Collection[int] = ()) -> tuple[str, ...]:
-    """A text for each of the first workers with something to report: "worker 3 (pid 81) has /data/a.tar open".
+    """A text for each of the first workers with something to report: "worker 3 (pid 81) has
+    /data/a.tar open".
 
     busy: those that compute.
     """
@@ -42,8 +49,8 @@ def described(workers: tuple[int, ...], busy: Collection[int] = ()) -> tuple[str
 
 
 class WorkerMotion:
-    """Whether a data loader's worker of this process computes, or a process that its training thread has started and
-    waits for.
+    """Whether a data loader's worker of this process computes, or a process that its training
+    thread has started and waits for.
 
     busy: the processes that did at the last look that counted. One thread calls `moved`.
     """
@@ -56,8 +63,8 @@ class WorkerMotion:
     def moved(self, now: float, waits_for_process: bool = False) -> bool:
         """Since the look before; the first, and one that is too soon after another: no.
 
-        waits_for_process: whether the training thread does: then all descendants count, else a logger's process beside
-        it would.
+        waits_for_process: whether the training thread does: then all descendants count, else a
+        logger's process beside it would.
         """
         passed_s = now - self._looked_at
         if passed_s < _BETWEEN_LOOKS_S:
@@ -87,7 +94,9 @@ def _descendants() -> list[int]:
 
 
 def _ran_s(pid: int) -> float:
-    """What this process has used of a core, and those that it has started and that have ended; 0 if not known."""
+    """What this process has used of a core, and those that it has started and that have ended; 0 if
+    not known.
+    """
     with contextlib.suppress(OSError, ValueError):
         return sum(map(int, _stat(pid)[11:15])) / _TICKS_PER_S
     return 0.0
@@ -124,7 +133,8 @@ def _text(index: int, pid: int, is_busy: bool) -> str:
 
 
 def _being_opened(process: Path) -> str:
-    """The file that it is just opening, as of a mount that does not answer, or a FIFO that nobody writes to.
+    """The file that it is just opening, as of a mount that does not answer, or a FIFO that nobody
+    writes to.
 
     Empty where there is none, or the kernel does not tell it: it is the parent's to know.
     """
@@ -147,7 +157,9 @@ def _is_only_written(process: Path, number: int) -> bool:
 
 
 def _open_files(process: Path) -> list[str]:
-    """The regular files that it has open to read, the last opened first. Nothing is opened, no file system is asked."""
+    """The regular files that it has open to read, the last opened first. Nothing is opened, no file
+    system is asked.
+    """
     numbers = list[int]()
     with contextlib.suppress(OSError):
         numbers = sorted(map(int, os.listdir(process / "fd")), reverse=True)

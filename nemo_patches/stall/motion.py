@@ -1,7 +1,9 @@
-"""Whether a thread computes, by its CPU time as Linux counts it, and whether it gets on in its code meanwhile.
+"""Whether a thread computes, by its CPU time as Linux counts it, and whether it gets on in its code
+meanwhile.
 
-A loop that polls sleeps, and does not compute, whatever it counts. An empty loop and one call of C or C++ that never
-returns compute and do not get on: so does a rank that waits for its GPU, which takes a core.
+A loop that polls sleeps, and does not compute, whatever it counts. An empty loop and one call of C
+or C++ that never returns compute and do not get on: so does a rank that waits for its GPU, which
+takes a core.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -15,7 +17,8 @@ from typing import NamedTuple
 
 from .occupation import Frame
 
-# Of the time in which the thread did not wait for a core. In a moment a thread that polls may take more.
+# Of the time in which the thread did not wait for a core. In a moment a thread that polls may take
+# more.
 _COMPUTING_PART = 0.5
 # It may wait for Python's lock, too, or read what it computes with, and is not to be ended; a
 # loop that polls every hundredth of a second takes 0.01 to 0.03.
@@ -39,6 +42,7 @@ class ThreadMotion:
         self.has_run = True
         self._window_s = window_s
         self._window: _Times | None = None  # its begin
+        self._has_measured = False  # a whole one; before that, what there is of the first counts
         self._before: _Times | None = None
         self._place: tuple[tuple[int, int], ...] = ()
 
@@ -53,9 +57,13 @@ class ThreadMotion:
             self._window = None
         elif self._window is None:
             self._window = times
-        elif times.at - self._window.at >= self._window_s:
-            self.computes = times.part_since(self._window) >= _COMPUTING_PART
-            self._window = times
+        else:
+            is_over = times.at - self._window.at >= self._window_s
+            if is_over or not self._has_measured:
+                self.computes = times.part_since(self._window) >= _COMPUTING_PART
+            if is_over:
+                self._window = times
+                self._has_measured = True
         if before is not None and times is not None:
             self.has_run = times.ran_s > before.ran_s
             self.moves = place != self._place and times.part_since(before) >= _MOVING_PART
@@ -64,7 +72,9 @@ class ThreadMotion:
 
 
 class _Times(NamedTuple):
-    """Of a thread. waited_s: for a core. own_waited_s: the same of the thread that looks. at: time.monotonic()."""
+    """Of a thread. waited_s: for a core. own_waited_s: the same of the thread that looks. at:
+    time.monotonic().
+    """
 
     ran_s: float
     waited_s: float
@@ -75,7 +85,8 @@ class _Times(NamedTuple):
         """The part that it ran of the time in which it did not wait for a core."""
         ran_s = self.ran_s - before.ran_s
         had_a_core_s = self.at - before.at - (self.waited_s - before.waited_s)
-        # On a busy machine it waits for Python's lock, too, which the thread that looks holds while it has no core.
+        # On a busy machine it waits for Python's lock, too, which the thread that looks holds while
+        # it has no core.
         had_both_s = had_a_core_s - (self.own_waited_s - before.own_waited_s)
         had_both_s = max(had_both_s, _LEAST_PART * had_a_core_s)
         return min(ran_s / had_both_s, 1.0) if had_both_s > 0 else float(ran_s > 0)
@@ -86,7 +97,7 @@ def _times(native_thread: int) -> _Times | None:
     try:
         ran_s, waited_s = _ran_and_waited(native_thread)
         _, own_waited_s = _ran_and_waited(threading.get_native_id())
-    except (OSError, ValueError):  # the thread has ended; no such file, or no file left to read it with
+    except (OSError, ValueError):  # the thread has ended; no file left to read with
         return None
     return _Times(ran_s, waited_s, own_waited_s, time.monotonic())
 

@@ -47,12 +47,15 @@ class OwnState:
         last = self._notes.last
         idle = now - last.since if last.since else -1.0
         timeout = current().timeout
-        stall_timeout = settings.stall_timeout or timeout  # without stall reports there is still `diagnose --job`
+        # Without stall reports there is still `diagnose --job`.
+        stall_timeout = settings.stall_timeout or timeout
         away_after = min(timeout, stall_timeout) / 2
-        away = timedelta(seconds=idle if last.since else now - self._progress.stepped_at) >= away_after
+        since_s = idle if last.since else now - self._progress.stepped_at
+        away = timedelta(seconds=since_s) >= away_after
         workers = loader_workers() if away else ()
         thread = stacks.training_thread(last.thread, last.native_thread)
-        # A rank that has ended an evaluation waits for the others from then on, and is not missing meanwhile.
+        # A rank that has ended an evaluation waits for the others from then on, and is not missing
+        # meanwhile.
         looks = away or not last.training
         occupation = stacks.occupation(thread.ident, thread.native) if looks else Occupation()
         syncs = self._notes.syncs(self._group)
@@ -110,7 +113,9 @@ class OwnState:
 
 
 def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
-    """By key: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
+    """By key: the latest round, the open ones last; and since when this rank no longer waits for
+    it, if so.
+    """
     rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
     in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
     given_up = {

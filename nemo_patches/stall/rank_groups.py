@@ -73,6 +73,11 @@ class RankGroup:
         return self.kind not in (WAITING, CALLING, MOVING, COMPUTING, UNHEARD)
 
     @property
+    def is_in_dead_wait(self) -> bool:
+        """Whether it is in a wait, and in no collective, without having run at all."""
+        return self.is_suspect and self.sleeps and not self.activity
+
+    @property
     def has_ended(self) -> bool:
         return self.kind == LEFT or (self.kind == SILENT and self.where == GONE)
 

@@ -1,4 +1,6 @@
-"""This rank's latest stall report as a file in the job's folder, for `nemo-patches diagnose FOLDER`."""
+"""This rank's latest stall report as a file in the job's folder, for `nemo-patches diagnose
+FOLDER`.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ NAME = "stall_rank_{rank}.json"
 
 
 class ReportFile:
-    """The stall monitor's thread calls `write`, which does not wait: a folder's mount may not answer."""
+    """The stall monitor's thread calls `write`, which does not wait: a folder's mount may not
+    answer.
+    """
 
     def __init__(self, rank: int, store_port: int) -> None:
         """store_port: 0 if the job's store has none."""

@@ -1,4 +1,6 @@
-"""What torch knows of this rank at a stall: its latest collectives, by the Flight Recorder, and its GPU's memory."""
+"""What torch knows of this rank at a stall: its latest collectives, by the Flight Recorder, and its
+GPU's memory.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _LIMIT_S = 1.0  # 0.07 for the 2,000 collectives that it keeps by default
 
 
 class FlightRecording:
-    """One reading of the Flight Recorder, in a thread of its own: nobody here knows who has its lock.
+    """One reading of the Flight Recorder, in a thread of its own: nobody here knows who has its
+    lock.
 
     content: as torch gives it, with the latest collectives only, and without stacks, which take
     seconds; {"error": ...}: why not. None: not yet, or this torch records nothing for this backend.
@@ -73,7 +76,8 @@ def out_of_memory_errors() -> dict[str, int]:
     cuda = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return {}
-    counts = {
-        f"cuda:{device}": int(cuda.memory_stats(device).get("num_ooms", 0)) for device in range(cuda.device_count())
-    }
-    return {device: count for device, count in counts.items() if count}
+    counts: dict[str, int] = {}
+    for device in range(cuda.device_count()):
+        if count := cuda.memory_stats(device).get("num_ooms", 0):
+            counts[f"cuda:{device}"] = int(count)
+    return counts

@@ -1,4 +1,6 @@
-"""What the training thread does, noted from the sync's events on that thread, and read by the stall monitor's."""
+"""What the training thread does, noted from the sync's events on that thread, and read by the stall
+monitor's.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class LastCall(NamedTuple):
 
 
 class TrainingNotes:
-    """The notes of this process. Only the training thread writes them; values are replaced as a whole."""
+    """The notes of this process. Only the training thread writes them; values are replaced as a
+    whole.
+    """
 
     def __init__(self) -> None:
         self.last = LastCall()

@@ -1,7 +1,9 @@
-"""Which ranks the others wait for, as far as all places show: the verdict on a job that makes no progress.
+"""Which ranks the others wait for, as far as all places show: the verdict on a job that makes no
+progress.
 
-Steps decide. A rank that waits in a collective is never blamed for it, nor one that goes on, nor one of which nothing
-is known. Where the evidence does not decide, the verdict says so. Needs no torch.
+Steps decide. A rank that waits in a collective is never blamed for it, nor one that goes on, nor
+one of which nothing is known. Where the evidence does not decide, the verdict says so. Needs no
+torch.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -44,7 +46,7 @@ class Verdict:
 
     @property
     def missing(self) -> tuple[MissingRank, ...]:
-        """The suspects, if a rank waits for them, and no other rank that they may wait for moves."""
+        """The suspects, if a rank waits for them, and no rank that they may wait for moves."""
         if self.lead or self.is_idle or self._has(MOVING, COMPUTING):
             return ()
         if self.level < logging.WARNING and not self._has(WAITING):
@@ -61,7 +63,9 @@ class Verdict:
         """Whether it is no warning either if it lasts: nobody waits in vain, as far as is known."""
         if self.level >= logging.WARNING:
             return False
-        return self.is_idle or self._has(CALLING, MOVING) or (self.goes_on and not self._has(WAITING))
+        if self.is_idle or self._has(CALLING, MOVING):
+            return True
+        return self.goes_on and not self._has(WAITING)
 
     @property
     def waiting_for_sure(self) -> set[int]:
@@ -76,22 +80,27 @@ class Verdict:
 
     @property
     def is_certain(self) -> bool:
-        """Whether some rank waits in a collective, which is no guess, and none computes or is at what ends by itself;
-        or all are in a dead wait."""
+        """Whether some rank waits in a collective, which is no guess, and none computes or is at
+        what ends by itself; or all are in a dead wait.
+        """
         if self.level < logging.WARNING or self.is_busy or self._has(COMPUTING):
             return False
         return bool(self.lead or self.waiting_for_sure)
 
     @property
     def is_sure_at_the_start(self) -> bool:
-        """Whether it is certain even before the job's first steps, when anything may take any time."""
+        """Whether it is certain even before the first steps, when anything may take any time."""
         stand = all(group.sleeps or group.kind != ELSEWHERE for group in self.suspects)
         return self.is_certain and stand and not self.lead and not self._has(UNHEARD)
 
     def overdue(self, still_s: float) -> Verdict:
-        """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none goes on."""
+        """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none
+        goes on.
+        """
         why = "no rank takes a step" if self.goes_on else f"no rank has moved for {still_s:.0f} s"
-        return replace(self, level=logging.WARNING, remark=f"{self.remark}; {why}" if self.remark else why)
+        if self.remark:
+            why = f"{self.remark}; {why}"
+        return replace(self, level=logging.WARNING, remark=why)
 
     def outline(self) -> list[tuple[object, ...]]:
         """The text without the ranks' places in their code."""
@@ -118,7 +127,8 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     suspects = [group for group in groups if group.is_suspect]
     idle = bool(suspects) and _wait_for_requests(groups, suspects)
     if idle and MOVING not in kinds:
-        told = tuple(replace(group, request=group.request.removeprefix(PERHAPS)) for group in groups)
+        sure = [(group, group.request.removeprefix(PERHAPS)) for group in groups]
+        told = tuple(replace(group, request=request) for group, request in sure)
         return Verdict(logging.INFO, "", told, is_idle=True)
     if kinds.intersection((MOVING, COMPUTING)):
         return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
@@ -126,19 +136,23 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
         return _of_waiting(groups, suspects)
     if SILENT in kinds:
         return Verdict(logging.WARNING, "", groups)
-    if suspects and len(suspects) == len(groups) and all(group.sleeps and not group.activity for group in suspects):
+    if groups and all(group.is_in_dead_wait for group in groups):
         return Verdict(logging.WARNING, "", groups, _NO_RANK_MOVES)
     return Verdict(logging.INFO, "no rank is known to wait for another", groups)
 
 
 def _wait_for_requests(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> bool:
-    """Whether all suspects do, and the others wait for these requests. A rank that has ended is none of these."""
+    """Whether all suspects do, and the others wait for these requests. A rank that has ended is
+    none of these.
+    """
     collectives = {group.collective for group in groups if group.kind == WAITING}
     return all(group.request and is_waited_for(group.request, collectives) for group in suspects)
 
 
 def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:
-    """If ranks wait in a collective, and none is known to move except those that call their encoders."""
+    """If ranks wait in a collective, and none is known to move except those that call their
+    encoders.
+    """
     waiting = [group for group in groups if group.kind == WAITING]
     found = _in_collectives(groups)
     are_guesses = all(is_guess(group.collective) for group in waiting)
@@ -151,15 +165,20 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
         return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
     level = logging.INFO if are_guesses else logging.WARNING
     if unheard := sorted(rank for group in groups if group.kind == UNHEARD for rank in group.ranks):
-        return Verdict(level, f"where {named(unheard)} {'is' if len(unheard) == 1 else 'are'}, nobody knows", groups)
+        are = "is" if len(unheard) == 1 else "are"
+        return Verdict(level, f"where {named(unheard)} {are}, nobody knows", groups)
     if found is None or found.id != OUT_OF_STEP:
         return Verdict(level, _ALL_IN, groups)
-    at = "in different collectives" if len({group.collective for group in waiting}) > 1 else "at different places"
+    at = "at different places"
+    if len({group.collective for group in waiting}) > 1:
+        at = "in different collectives"
     return Verdict(level, f"the ranks wait {at}; which of them is wrong cannot be told", groups)
 
 
 def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
-    """By the one judge. Which collective a rank is in counts only once all are in one: first come ranks in none."""
+    """By the one judge. Which collective a rank is in counts only once all are in one: first come
+    ranks in none.
+    """
     known = [group for group in groups if group.kind != UNHEARD]
     waiting = [group for group in known if group.kind == WAITING]
     kinds = ["" if len(waiting) < len(known) else " at ".join(group.place) for group in waiting]
@@ -170,5 +189,6 @@ def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:
     lines = [group.text(with_calls=with_calls) for group in groups[:DETAILED]]
     if rest := groups[DETAILED:]:
-        lines.append(f"{len(rest)} more groups: {named(sorted(rank for group in rest for rank in group.ranks))}")
+        ranks = sorted(rank for group in rest for rank in group.ranks)
+        lines.append(f"{len(rest)} more groups: {named(ranks)}")
     return lines

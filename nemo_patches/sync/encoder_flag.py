@@ -16,9 +16,9 @@ def configured(encoder: torch.nn.Module) -> str:
     config: Any = vars(encoder).get("_cfg")
     try:
         value = config.get(FLAG)
+        return NOT_SET if value is None else str(value)
     except Exception:  # no config, or an interpolation in it that leads nowhere
         return ""
-    return NOT_SET if value is None else str(value)
 
 
 def flag_text(encoder: torch.nn.Module) -> str:
